@@ -344,7 +344,7 @@ def _print_results(directory: Path, jobs: Sequence[DictConfig], is_sweep: bool, 
 
 
 def _goes_on(directory: Path, is_sweep: bool, records: Sequence[Written]) -> bool:
-    """Whether to say how to go on: with what is missing of a sweep, or with a run that no message says it of."""
+    """Tell whether to say how to go on: with what is missing of a sweep, or a run that no message says it of."""
     from ptdbench.checkpoints import checkpoint_dir
 
     if is_sweep or not records:

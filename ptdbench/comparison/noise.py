@@ -91,7 +91,7 @@ def look_up(runs: Iterable[Written]) -> Noise | None:
 
 
 def _sweeps(key: Mapping[str, Any]) -> dict[str, Noise]:
-    """What each sweep found, the latest one last; without those whose figures cannot be."""
+    """Return what each sweep found, the latest one last; without those whose figures cannot be."""
     found = cache.look_up(_KIND, key).get("sweeps")
     noises = {}
     for sweep, noise in (found if isinstance(found, dict) else {}).items():

@@ -93,27 +93,20 @@ class Ranking:
 
     Attributes:
         places: One for each.
-        level: The chance that what is said of them is wrong.
         earlier: How much runs of earlier sweeps on their machine differ.
     """
 
     places: list[Place]
-    level: float
     earlier: Noise | None
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known of the order; else each may be at any place."""
+        """Tell whether anything is known of the order; else each may be at any place."""
         return any(place.against_best for place in self.places)
 
 
 def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
-    """Rank the alternatives of one model.
-
-    Args:
-        found: The alternatives.
-        earlier: How much runs of earlier sweeps on their machine differ; without it those with few runs have no order.
-    """
+    """Rank the alternatives of one model; without noise of earlier sweeps on their machine few runs have no order."""
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
     samples = [one.sample for one in ok]
     pool = Pool(samples, earlier)
@@ -121,7 +114,7 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     tests = math.comb(len(ok), 2) * round(LEVEL / level)
     places = [_place(one, own, ranked[0][1], pool, tests) for own, one in ranked]
     places += [Place(one, None, None, None, None, None) for one in found if not one.sample]
-    return Ranking(places, level, earlier)
+    return Ranking(places, earlier)
 
 
 def _in_order(

@@ -31,7 +31,6 @@ class Comparison:
         ratio: Its figure over the other's, by their geometric means.
         low: Lower end of the interval of the ratio.
         high: Upper end.
-        p: The chance of so large a difference, or a larger one, where there is none.
         runs: Pairs of runs, or runs of the side that has fewer.
         is_paired: Whether runs of the same block were compared.
         detectable: The smallest difference, as a share, that would have been seen with a chance of :data:`POWER`, also
@@ -41,14 +40,13 @@ class Comparison:
     ratio: float
     low: float
     high: float
-    p: float
     runs: int
     is_paired: bool
     detectable: float
 
 
 def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparison:
-    """The interval of a difference, and what it would have shown.
+    """Return the interval of a difference, and what it would have shown.
 
     Args:
         found: The difference.
@@ -60,7 +58,6 @@ def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparis
         ratio=math.exp(found.mean),
         low=math.exp(found.mean - margin),
         high=1 + _share(found.mean + margin),
-        p=_chances([found])[0],
         runs=found.runs,
         is_paired=found.is_paired,
         detectable=_detectable(found.error * _caution(found.freedom), found.freedom, level / pairs),
@@ -70,15 +67,8 @@ def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparis
 def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
     """Return how far the interval of a configuration's geometric mean reaches upwards, as a share.
 
-    It has what other runs of the same sweep would give; on another day the machine may be another one.
-
-    Args:
-        pool: The configurations that it is one of.
-        sample: Its runs.
-        level: As for :func:`compare`.
-
-    Returns:
-        ``None`` with less than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    It has what other runs of the same sweep would give; on another day the machine may be another one. ``None`` with
+    less than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
     found = pool.mean_error(sample)
     if found is None:
@@ -88,15 +78,10 @@ def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
 
 
 def ranks(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[tuple[int, int]]:
-    """The best and the worst rank that each configuration may have, 1 being that of the largest figure.
+    """Return the best and the worst rank that each configuration of a pool may have, 1 that of the largest figure.
 
     The chance that any of the true ranks lies outside is at most ``level``. A configuration that differs from no other
     has the range ``(1, len(samples))``.
-
-    Args:
-        pool: The configurations.
-        samples: The runs of each of them that has a rank.
-        level: That chance.
     """
     better, worse = [0] * len(samples), [0] * len(samples)
     judged = [place for place, sample in enumerate(samples) if pool.is_enough(sample)]
@@ -116,20 +101,14 @@ def differing(found: Sequence[Difference | None], level: float = LEVEL) -> list[
     The chance that any of them is said to differ that does not is at most ``level``, for all pairs together.
     """
     known = [one for one in found if one]
-    adjusted = iter(holm(_chances(known)))
+    adjusted = iter(holm(p_values(known)))
     return [(1 if one.mean > 0 else -1) if one and next(adjusted) <= level else 0 for one in found]
 
 
 def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
-    """The chance that so many failures, or more, fall on the runs after a change that has no effect.
+    """Return the chance of at least ``now`` failures of ``after`` runs, with ``was`` of ``before`` ahead of a change.
 
-    By Fisher's exact test, one-sided.
-
-    Args:
-        was: Failed runs before.
-        before: All runs before.
-        now: Failed runs after.
-        after: All runs after.
+    The change has no effect; by Fisher's exact test, one-sided.
     """
     failed = was + now
     splits = (math.comb(after, more) * math.comb(before, failed - more) for more in range(now, min(failed, after) + 1))
@@ -146,7 +125,7 @@ def holm(chances: Sequence[float]) -> list[float]:
 
 
 def interim_looks(most: int) -> list[int]:
-    """After how many blocks of repeats ``repeat=auto`` looks whether it may stop, the last one being ``most``.
+    """Return after how many blocks of repeats ``repeat=auto`` checks whether it may stop, the last being ``most``.
 
     They lie so far apart that the next one knows more, and are so few that each has a fair share of the level.
     """
@@ -161,8 +140,8 @@ def level_of_look(most: int) -> float:
     return LEVEL / len(interim_looks(most))
 
 
-def _chances(found: Sequence[Difference]) -> list[float]:
-    """The two-sided p value of each difference."""
+def p_values(found: Sequence[Difference]) -> list[float]:
+    """Return the two-sided p value of each difference."""
     if not found:
         return []
     from scipy import special  # not for a table of single runs: it takes a quarter of a second
@@ -198,5 +177,5 @@ def _detectable(error: float, freedom: float, level: float) -> float:
 
 
 def _share(log: float) -> float:
-    """How much larger a figure is than another, by the logarithm of their ratio; at most what a float can hold."""
+    """Return a ratio minus 1, by its logarithm; at most what a float can hold."""
     return math.expm1(min(log, 700.0))

@@ -37,15 +37,10 @@ def memory_of_ranks(record: Written, width: int) -> list[str]:
     found = _found(record)
     if not found:
         return []
-    peaks = _peaks(found)
-    shown = dict.fromkeys(
-        range(len(peaks))
-        if len(peaks) <= recorded_phases.MOST_RANKS
-        else (peaks.index(max(peaks)), peaks.index(min(peaks)))
-    )
-    return _table(
-        "rank", {recorded_phases.rank_name(part(record, Phases), rank): (record, rank) for rank in shown}, width
-    )
+    peaks, phases = _peaks(found), part(record, Phases)
+    many = len(peaks) > recorded_phases.MOST_RANKS
+    shown = dict.fromkeys((peaks.index(max(peaks)), peaks.index(min(peaks))) if many else range(len(peaks)))
+    return _table("rank", {recorded_phases.rank_name(phases, rank): (record, rank) for rank in shown}, width)
 
 
 def compare_memory(record: Written, against: Written, called: str, reference: str) -> Iterator[str]:
@@ -165,23 +160,13 @@ def _blocks(
 
 
 def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: int) -> list[str]:
-    """A table of steps and their phases, and what its columns mean.
-
-    Args:
-        heading: What a row is.
-        unit: What a figure is.
-        rows: Seconds of the step and of each phase, by the title of the row.
-        width: Columns to fit into.
-    """
+    """Return a table of steps and their phases, and what its columns mean; rows are seconds of the step and of each."""
     shortest = 1e3 * min(seconds for seconds, *_ in rows.values())
     decimals = next((number for number, least in enumerate((1e3, 10.0, 1.0)) if shortest >= least), 3)
     columns = ["step", *_HEADINGS]
     cells = [[f"{1e3 * seconds:,.{decimals}f}" for seconds in row] for row in rows.values()]
-    kept = [
-        place
-        for place, name in enumerate(columns)
-        if name not in _RARE or any(row[place].strip("-0.") for row in cells)
-    ]
+    shows = [name not in _RARE or any(row[place].strip("-0.") for row in cells) for place, name in enumerate(columns)]
+    kept = [place for place, is_shown in enumerate(shows) if is_shown]
     headings = [heading, *(columns[place] for place in kept)]
     shown = [[title, *(row[place] for place in kept)] for title, row in zip(rows, cells, strict=True)]
     meant = [f"{name}: {text}" for name, text in _RARE.items() if columns.index(name) in kept]
@@ -189,7 +174,7 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
 
 
 def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
-    """How many steps were profiled, and how much slower these were."""
+    """Yield how many steps were profiled, and how much slower these were."""
     found = [part(record, Phases) for record in records]
     slower = [
         one.profiled_step_seconds / one.step_seconds for one in found if one.profiled_step_seconds and one.step_seconds
@@ -223,7 +208,7 @@ _BESIDE = {
 
 
 def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
-    """What each run sends in a step."""
+    """Yield the table of what each run sends in a step."""
     rows = [
         (called, why.spoken(name), {heading: figure(sent) for heading, figure in _FIGURES.items()})
         for called, record in records.items()

@@ -27,8 +27,6 @@ class Row:
     """A row of a table: a run, or an alternative with its repeats.
 
     Attributes:
-        place: An alternative with its rank.
-        label: What it is called.
         is_alone: Whether it is the only one of its model.
     """
 
@@ -38,7 +36,7 @@ class Row:
 
     @property
     def runs(self) -> Sequence[Written]:
-        """Its runs."""
+        """All runs of the row."""
         return self.place.alternative.runs
 
     @property
@@ -154,7 +152,7 @@ def _joules(row: Row) -> float | None:
 
 
 def _last_evaluation(row: Row) -> tuple[str, float | None]:
-    """What the last one said of the model: its accuracy, its bits per byte of text, or its loss."""
+    """Return accuracy, bits per byte of text or loss of the last evaluation, and which of them it is."""
     last: Mapping[str, Any] = next(reversed(row.run.get("evaluations") or [{}]))
     found = ((name, last.get(name)) for name in ("top1", "bits_per_byte", "loss"))
     return next(((name, figure) for name, figure in found if figure is not None), ("loss", None))
@@ -266,18 +264,19 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
     counted = unit(records)
     found = ranking.rank(alternatives, noise.look_up(records))
     typical = [place.alternative.median_run for place in found.places]
+    ranked = [place.alternative.median_run for place in found.places if place.rank]
     called, named = labels(typical), names(typical)
     by_name = list(zip(named, typical, strict=True))
     certainty = ranking.remark(found)
     remarks = [
         *([certainty] if certainty else []),
         *_reasons(list(zip(named, found.places, strict=True))),
-        *_mfu_remarks([place.alternative.median_run for place in found.places if place.rank]),
+        *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
         *_ceiling_remarks(by_name),
         *losses.remarks([(name, run) for name, run in by_name if run["status"] == "ok"]),
         *_data_remarks(by_name),
         *_clock_remarks(by_name),
-        *_check_remarks(records),
+        *_each_once(records, Remarks, "check"),
         *virtual.remarks(records),
     ]
     rows = [
@@ -289,24 +288,19 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
 
 
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
-    """Why runs are not ok, by their names, each reason once."""
+    """Give the reasons of the runs that are not ok, by their names, each reason once."""
     alike: dict[str, list[str]] = {}
     for label, place in places:
-        failed = [run for run in place.alternative.runs if not throughput(run) and not _came_to_its_end(run)]
+        failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
         for said in dict.fromkeys(map(reason, failed)):
             alike.setdefault(said, []).append(label)
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
 
 
-def _came_to_its_end(run: Written) -> bool:
-    """Of runs without a throughput."""
-    return virtual.is_ok(run) or (run.get("kind") == "planned" and run["status"] == "ok")
-
-
-def _mfu_remarks(records: Iterable[Written]) -> list[str]:
-    reasons = dict.fromkeys(part(record, Metrics).mfu_reason for record in records)
-    return [f"no MFU: {reason}" for reason in reasons if reason]
+def _each_once(records: Iterable[Written], kind: type[Metrics | Remarks], field: str) -> list[str]:
+    """Return a remark that is on record, once where several runs have the same."""
+    return [text for text in dict.fromkeys(getattr(part(record, kind), field) for record in records) if text]
 
 
 def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
@@ -345,14 +339,8 @@ def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
             yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
 
 
-def _check_remarks(records: Iterable[Written]) -> list[str]:
-    """What the checks before the runs found unsound."""
-    found = dict.fromkeys(part(record, Remarks).check for record in records)
-    return [remark for remark in found if remark]
-
-
 def _why(found: Ranking, named: Sequence[str]) -> list[str]:
-    """Why the runs that come next are slower than the first one, where that order is known.
+    """Explain why the runs that come next are slower than the first one, where that order is known.
 
     ``ptdbench explain`` tells of all of them.
     """

@@ -325,7 +325,7 @@ class Display:
         return f"step {self._done}/{self.total_steps}"
 
     def _figures(self, now: float) -> dict[str, str]:
-        """What is shown after the step, in this order."""
+        """Return what is shown after the step, in this order."""
         found = {}
         if (rate := self._rate) is not None:
             found["rate"] = f"{rate:,.0f} {self._unit}/s"
@@ -341,7 +341,7 @@ class Display:
         return found
 
     def _last_words(self, now: float) -> str:
-        """What stays on a terminal of a run that has ended; nothing of one that does no steps and stands alone."""
+        """Return what stays on a terminal of a run that has ended; nothing if it does no steps and stands alone."""
         assert self._heading
         took = f"in {duration_text(now - self._began)}"
         if self._base is None:

@@ -22,7 +22,7 @@ _LIMIT = 40
 
 
 def differences(records: Sequence[Written]) -> list[str]:
-    """For each record the options that the others have other values of: ``activations=recompute seed=2``.
+    """Return for each record the options that the others have other values of: ``activations=recompute seed=2``.
 
     An option is called by the last part of its name if no other that differs ends so. Of a group whose choice differs
     the choice alone is named: ``optimizer=sgd``. Of options that always differ together and end alike, as ``seed`` and
@@ -94,8 +94,10 @@ def labels(records: Sequence[Written]) -> list[str]:
 
 
 def names(records: Sequence[Written]) -> list[str]:
-    """The labels of runs of one model for lines of text, which have no columns for the ranks and the global batch."""
-    return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], [()] * len(records))
+    """Label runs for lines of text, which have no columns for model, ranks and batch; of several models with theirs."""
+    several = len({record.get("model") for record in records}) > 1
+    first = [f"{record.get('model')} {_parallel(record)}" if several else _parallel(record) for record in records]
+    return _told_apart(records, first, [*_DETAILS, *_PLACES], [()] * len(records))
 
 
 def titles(records: Sequence[Written]) -> list[str]:
@@ -152,7 +154,7 @@ def _schedule(record: Written) -> str:
 
 
 def _nodes(record: Written) -> str:
-    """How many there were, or else should have been; nothing where neither is known."""
+    """Count the nodes that there were, or else should have been; nothing where neither is known."""
     nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
     return plural(nodes, "node") if nodes else ""
 

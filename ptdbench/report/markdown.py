@@ -22,13 +22,7 @@ _UNKNOWN = "what was typed is not on record"
 
 
 def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
-    """The report.
-
-    Args:
-        title: What it reports on.
-        subtitle: When and by what it was made.
-        runs: Those to show; their fields ``directory`` say where they are now.
-    """
+    """Return the report of runs whose fields ``directory`` say where they are now."""
     blocks = columns.blocks(of_sweeps([run for run in runs if run.get("model")]))
     parts = [f"# {_escaped(title)}", _escaped(subtitle)]
     parts += [part for one in blocks for part in _of_model(one)]

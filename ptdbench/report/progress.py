@@ -38,14 +38,7 @@ class ProgressFile:
         self._next = 0.0
 
     def write(self, step: int, steps: int, per_second: float | None, now: float) -> None:
-        """Write it if it is due.
-
-        Args:
-            step: Steps that are done.
-            steps: All of them.
-            per_second: Tokens or samples.
-            now: The time, in seconds by a clock that never goes back.
-        """
+        """Write it if it is due; ``now`` is in seconds by a clock that never goes back."""
         if now < self._next and step < steps:
             return
         self._next = now + _SECONDS

@@ -105,7 +105,7 @@ def missing(record: Written) -> str | None:
 
 
 def _reason(record: Written) -> str:
-    """Why nothing took the phases of a run that trains."""
+    """Return why nothing took the phases of a run that trains."""
     if is_open(record):
         return "the run has not ended"
     if record["status"] != "ok":
@@ -120,7 +120,7 @@ def _reason(record: Written) -> str:
 
 
 def _fault(phases: Phases) -> str | None:
-    """What the schema cannot see: fields that are not there, and lists that do not belong together."""
+    """Find what the schema cannot see: fields that are missing, and lists that do not belong together."""
     ranks = phases.ranks or {}
     if not phases.step_seconds:
         return "step_seconds must be above 0"

@@ -53,13 +53,9 @@ class Curves:
     def advance(
         self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
     ) -> list[Scalar]:
-        """What is new.
+        """Return the points of the steps since the last call, the first one of which is ``first``.
 
-        Args:
-            record: The run's record so far.
-            first: The step of the first row.
-            rows: Those of the steps since the last call, as :func:`ptdbench.records.series.unknown` makes them.
-            evaluations: Those of these steps.
+        Rows are as :func:`ptdbench.records.series.unknown` makes them, and evaluations those of these steps.
         """
         columns = {name: series.column([rows], name) for name in _SHOWN}
         begin = _started(record) if self._end is None else self._end
@@ -158,14 +154,8 @@ def summary(record: Written) -> dict[str, float | None]:
     """The metrics by tag, for every run the same tags; a failed run has few values."""
     metrics = record.get("metrics") or {}  # also of a run that ends, whose figures are not JSON's yet
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
-    names: Sequence[str] = (
-        "model_flops_per_second",
-        "mfu",
-        "mfu_causal",
-        "peak_memory_bytes",
-        "peak_reserved_bytes",
-        "first_step_seconds",
-    )
+    sizes = ("peak_memory_bytes", "peak_reserved_bytes")
+    names = ("model_flops_per_second", "mfu", "mfu_causal", *sizes, "first_step_seconds")
     return {
         "summary/ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
         "summary/throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
@@ -182,6 +172,6 @@ def last_step(record: Written) -> int:
 
 
 def _throughput_unit(record: Written) -> tuple[str, float]:
-    """What throughput counts, and how many of it a step makes."""
+    """Return the unit of throughput, and how many of it a step makes."""
     batch, tokens = record.get("global_batch") or 0, record.get("tokens_per_sample")
     return ("tokens", batch * tokens) if tokens else ("samples", batch)

@@ -34,12 +34,7 @@ def render(records: Sequence[Written], width: int = 100, typed: Collection[str] 
 
     Columns without a figure are left out. Where there is no room for the others in ``width`` columns, the
     number of ranks and the batch stand in the title if all runs have the same, what matters least is left out and named
-    below, and words fold; a figure is never cut.
-
-    Args:
-        records: The runs.
-        width: Columns to fit into.
-        typed: As for :func:`of_workload`.
+    below, and words fold; a figure is never cut. ``typed`` is as for :func:`of_workload`.
     """
     found = alternatives.group(record for record in records if record.get("model"))
     shown = [_of_model(one, width) for one in columns.blocks(found)]
@@ -82,12 +77,8 @@ def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str
     """Render the result of a workload that does not train, even if that is no success, or why there is none.
 
     A record is data, perhaps somebody else's: the workloads of ptdbench show their results themselves, and a stranger's
-    are shown as they are on record, without the code that it names.
-
-    Args:
-        record: The run.
-        width: Columns to fit into.
-        typed: Strangers' classes that the person who looks has just let run: they show their results too.
+    are shown as they are on record, without the code that it names; but for those ``typed``, which the person who looks
+    has just let run.
     """
     workload = str(record.get("workload"))
     try:
@@ -101,7 +92,7 @@ def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str
 
 
 def _shown_by_workload(record: Written, width: int, typed: Collection[str]) -> Iterator[str]:
-    """What the workload's class makes of what it left in the record's field of its name."""
+    """Let the workload's class show what it left in the record's field of its name."""
     if found := record.get(str(record.get("workload"))):
         target = option(record, "workload._target_", str) or ""
         shows = get_object(target) if target in typed else _own_workload(target)

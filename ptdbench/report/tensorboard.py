@@ -87,7 +87,7 @@ def _write(writer: SummaryWriter, found: Sequence[scalars.Scalar]) -> None:
 
 
 def _write_hparams(writer: SummaryWriter, directory: Path, record: Written) -> None:
-    """What the HPARAMS tab shows of the run, and of a run that was ok that it has ended.
+    """Write the run's row of the HPARAMS tab, and of a run that was ok that it has ended.
 
     ``SummaryWriter.add_hparams`` would open a second run below this one, and TensorBoard would then show
     each run twice; its three summaries go into this run's own file instead.

@@ -27,14 +27,9 @@ Rows = Sequence[Sequence[str]]
 def drawn(
     headings: Sequence[str], rows: Rows, width: int, words: Collection[str] = (), folding: str | None = None
 ) -> str:
-    """A table as plain text, at least as wide as its figures need, and else ``width`` columns.
+    """Return a table as plain text, at least as wide as its figures need, and else ``width`` columns.
 
-    Args:
-        headings: Of the columns, which hold figures,
-        rows: Their cells.
-        width: Columns to fit into.
-        words: Columns of words,
-        folding: and one whose words may fold at their spaces.
+    Columns hold figures, but for those of ``words``, and for the one ``folding`` at the spaces of its words.
     """
     widths = fitted(headings, rows, width, {folding: longest_word(headings, rows, folding)} if folding else {})
     return "\n".join(lines(headings, rows, widths, {*words, folding}))
@@ -49,14 +44,9 @@ def longest_word(headings: Sequence[str], rows: Rows, folding: str) -> int:
 def fitted(
     headings: Sequence[str], rows: Rows, width: int | None, least: Mapping[str, int], spared: Collection[str] = ()
 ) -> dict[str, int]:
-    """The widths of the columns for which there is room.
+    """Return the widths of the columns for which there is room in ``width``, any number where it is ``None``.
 
-    Args:
-        headings: Of all columns.
-        rows: Their cells.
-        width: Columns to fit into; ``None``: any number.
-        least: Columns that may shrink, and to how much.
-        spared: Columns that are left out where that does not help, the first one first.
+    Those of ``least`` may shrink to so much; where that does not help, those ``spared`` are left out, the first first.
     """
     columns = zip(headings, *rows, strict=True)
     natural = {name: max(map(cell_len, column)) for name, column in zip(headings, columns, strict=True)}
@@ -131,15 +121,8 @@ def difference(
 ) -> str:
     """Return a difference and its largest parts, which add up as printed.
 
-    ``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``.
-
-    Args:
-        called: What is larger, or smaller.
-        reference: What it is compared with.
-        unit: The unit of the parts.
-        parts: All parts of the difference.
-        notes: Figures of some parts, shown in parentheses.
-        digits: Significant digits of the difference.
+    ``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``. Notes on parts stand in
+    parentheses; ``digits`` are the significant ones of the difference.
     """
     total = sum(parts.values())
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(total) or 1.0)))

@@ -92,7 +92,8 @@ def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
     one = alternatives.by_identity(before, ignored, after)
     other = alternatives.by_identity(after, ignored, before)
     common = [key for key in one if key in other]
-    called, is_same = _called({**other, **one}), bool(common)
+    found, is_same = {**other, **one}, bool(common)
+    called = dict(zip(found, names([alternative.median_run for alternative in found.values()]), strict=True))
     if common:
         pairs = [(called[key], one[key], other[key]) for key in common]
     elif difference := _other_work([*one.values()], [*other.values()]):
@@ -143,39 +144,27 @@ def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> 
     return found[0] if found and all(found) else None
 
 
-def _called(found: Mapping[Hashable, Alternative]) -> dict[Hashable, str]:
-    """Layout of each, and whatever else tells it from others of its model."""
-    models: dict[Any, list[Hashable]] = {}
-    for key, one in found.items():
-        models.setdefault(one.median_run.get("model"), []).append(key)
-    called: dict[Hashable, str] = {}
-    for model, keys in models.items():
-        prefix = f"{model} " if len(models) > 1 else ""
-        called |= zip(keys, [f"{prefix}{name}" for name in names([found[key].median_run for key in keys])], strict=True)
-    return called
-
-
 def _alone(
     called: Mapping[Hashable, str],
     before: Collection[Hashable],
     after: Collection[Hashable],
     common: Collection[Hashable],
 ) -> list[str]:
-    """What is on one side alone: ``before: ddp, fsdp``."""
+    """List the configurations of one side alone: ``before: ddp, fsdp``."""
     sides = {"before": before, "after": after}
     listed = {word: [called[key] for key in keys if key not in common] for word, keys in sides.items()}
     return [f"{word}: {', '.join(found)}" for word, found in listed.items() if found]
 
 
 def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool) -> list[Pair]:
-    """The verdicts, whose level holds for all pairs together, and where both sides took turns for all looks at them.
+    """Judge pairs, at a level that holds for all of them, and where both sides took turns for all looks at them.
 
-    Args:
-        pairs: What each is called, and its runs before and after.
-        is_same: Whether these are of the same configuration, so that their losses should be the same.
+    Of the same configuration (``is_same``) the losses should be the same, too.
     """
     differences = noise.differences([(after, before) for _, before, after in pairs])
-    level = level_of(run for _, *sides in pairs for side in sides for run in side.runs if _took_turns(run))
+    # Of two sides that took turns: a sweep by itself looked at its own runs only.
+    runs = [run for _, *sides in pairs for side in sides for run in side.runs]
+    level = level_of(run for run in runs if record.option(run, "repeat.series", str))
     signs = significance.differing(differences, level)
     found = []
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
@@ -186,13 +175,8 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     return found
 
 
-def _took_turns(run: Written) -> bool:
-    """Whether it is one of both sides of a comparison, and not of a sweep that looked at its own runs only."""
-    return bool(record.option(run, "repeat.series", str))
-
-
 def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
-    """What the failures say, if anything: one is enough where there was none, else it takes more than chance makes."""
+    """Judge failures: one is enough where there was none before, else it takes more than chance makes."""
     (was, of), (now, on) = ((len(_failed(side)), len(side.runs) - len(_interrupted(side))) for side in (before, after))
     if before.sample and now and not after.sample:
         return "fails"
@@ -218,7 +202,7 @@ def _interrupted(one: Alternative) -> list[str]:
 
 
 def _interruption(run: Written) -> str | None:
-    """How a run was ended from outside, or that it goes on, which says nothing of the program; ``None`` if it ended."""
+    """Name what ended a run from outside, or that it goes on: neither says anything of the program."""
     if record.is_open(run):
         return "unfinished"
     if schema.error(run).type == "CANCELLED":  # by scancel
@@ -250,7 +234,7 @@ def _is_slower(pair: Pair, threshold: float) -> bool:
 
 
 def _is_open(pair: Pair, threshold: float | None) -> bool:
-    """Whether a configuration may be slower all the same."""
+    """Tell whether a configuration may be slower all the same."""
     if pair.known is None:
         return pair.verdict == "not enough data"
     return threshold is not None and pair.known.low <= 1 - threshold
@@ -311,11 +295,9 @@ def _unit(found: Versus) -> str:
 
 def _rate(one: Alternative) -> str:
     rate = variation.geometric_mean(one.sample)
-    return (
-        "-"
-        if rate is None
-        else f"{three_digits(rate)}{margin_text(significance.margin(noise.pool([one]), one.sample))}"
-    )
+    if rate is None:
+        return "-"
+    return f"{three_digits(rate)}{margin_text(significance.margin(noise.pool([one]), one.sample))}"
 
 
 def _ratio(pair: Pair) -> str:
@@ -326,7 +308,7 @@ def _ratio(pair: Pair) -> str:
 
 
 def _seen(pairs: Sequence[Pair]) -> list[str]:
-    """What was not seen, and what it would have taken."""
+    """Say what would have been seen where nothing was, and what it would have taken."""
     lines = []
     for pair in pairs:
         if pair.verdict == "no difference seen" and pair.known:
@@ -341,7 +323,7 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _failures(pairs: Sequence[Pair]) -> list[str]:
-    """Why runs are not ok."""
+    """Give the reasons of the runs that are not ok."""
     return [
         f"{pair.label} {word}: {said}"
         for pair in pairs
@@ -353,25 +335,20 @@ def _failures(pairs: Sequence[Pair]) -> list[str]:
 def _left_out(pairs: Sequence[Pair]) -> list[str]:
     """Runs that were interrupted: ``ddp after: 2 of 5 runs left out: 1 preempted, 1 unfinished``."""
     return [
-        f"{pair.label} {word}: {len(found)} of {plural(len(side.runs), 'run')} left out: {_counted(found)}"
+        f"{pair.label} {word}: {len(found)} of {plural(len(side.runs), 'run')} left out: "
+        + ", ".join(f"{count} {how}" for how, count in Counter(found).items())
         for pair in pairs
         for word, side in pair.sides
         if (found := _interrupted(side))
     ]
 
 
-def _counted(words: Sequence[str]) -> str:
-    return ", ".join(f"{count} {word}" for word, count in Counter(words).items())
-
-
 def _environments(pairs: Sequence[Pair]) -> list[str]:
     """In what the two sides ran differently, besides their configurations."""
-    sides = [[run for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
+    sides = [[part(run, Environment) for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
     found = []
     for name in _ENVIRONMENT:
-        values = [
-            ", ".join(dict.fromkeys(str(getattr(part(run, Environment), name)) for run in side)) for side in sides
-        ]
+        values = [", ".join(dict.fromkeys(str(getattr(one, name)) for one in side)) for side in sides]
         if values[0] != values[1]:
             found.append(f"{name} {values[0]} → {values[1]}")
     return [f"environment: {'; '.join(found)}"] if found else []

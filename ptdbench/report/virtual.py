@@ -18,17 +18,17 @@ _RESERVED = (
 
 
 def is_ok(record: Written) -> bool:
-    """Return whether a run on virtual GPUs came to its end."""
-    return record.get("kind") == "virtual" and record["status"] == "ok"
+    """Return whether a run on virtual GPUs, or a plan, came to its end: neither has a throughput."""
+    return record.get("kind") in ("virtual", "planned") and record["status"] == "ok"
 
 
 def has_figures(record: Written) -> bool:
-    """Whether a run was carried out on virtual GPUs to its end, for itself or for a plan."""
-    return is_ok(record) or (record.get("kind") == "planned" and bool(record.get("virtual")))
+    """Tell whether a run was carried out on virtual GPUs to its end, for itself or for a plan."""
+    return bool(record.get("virtual")) and (record.get("kind") == "planned" or is_ok(record))
 
 
 def remarks(records: Iterable[Written]) -> Iterator[str]:
-    """What to know of the virtual runs and the plans of a table."""
+    """Yield what to know of the virtual runs and the plans of a table."""
     records = list(records)
     if any(record.get("kind") == "planned" for record in records):
         yield "planned: what a run will need, and no run; memory is that of the rank that needs most"

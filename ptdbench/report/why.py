@@ -109,17 +109,12 @@ def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
         named: Alternatives of one model in the order of their table, by what they are called.
     """
     typical = {called: place.alternative.median_run for called, place in named.items()}
-    groups = recorded_phases.groups(
-        {called: run for called, run in typical.items() if not recorded_phases.missing(run)}
-    )
-    found = []
-    for group in groups:
-        reference = next(iter(group))
-        found.append({
-            called: run for called, run in group.items()
-            if called == reference or named[called].is_behind(named[reference])
-        })  # fmt: skip
-    return found
+    phased = {called: run for called, run in typical.items() if not recorded_phases.missing(run)}
+    return [
+        {called: run for called, run in group.items() if called == first or named[called].is_behind(named[first])}
+        for group in recorded_phases.groups(phased)
+        for first in [next(iter(group))]
+    ]
 
 
 def against_first(groups: Sequence[Mapping[str, Written]]) -> list[str]:

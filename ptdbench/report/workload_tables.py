@@ -241,7 +241,7 @@ def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
-    """How the bandwidths of the operations shown are computed, operations of one formula together."""
+    """Yield how the bandwidths shown are computed, operations of one formula together."""
     definitions = collectives["definitions"]
     shown = dict.fromkeys(row["op"] for row in collectives["results"] if row["algbw"] is not None)
     formulas: dict[str, list[str]] = {}
@@ -266,7 +266,7 @@ def _what(row: Mapping[str, Any]) -> str:
 
 
 def _name(row: Mapping[str, Any]) -> str:
-    """What is measured, in words: ``all_reduce fp32 sum async``."""
+    """Name a measurement: ``all_reduce fp32 sum async``."""
     return " ".join(str(row[part]) for part in ("op", "dtype", "reduction", "mode") if row[part])
 
 

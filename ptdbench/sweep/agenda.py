@@ -66,7 +66,7 @@ class SweepEta:
 
 
 def _draft(request: Request) -> dict[str, Any]:
-    """What the run's record will begin with."""
+    """Return what the run's record will begin with."""
     draft = record.begin(request.config.resolved, Path(), {}, request.overrides)
     return draft | dict(request.summary.fields if request.summary else {})
 
@@ -125,12 +125,12 @@ class Agenda:
 
     @property
     def is_open(self) -> bool:
-        """Whether it depends on results which runs are carried out: nobody knows beforehand how many there are."""
+        """Tell whether results decide which runs are carried out: nobody knows beforehand how many there are."""
         return self.searches or self.stopping is not None
 
     @cached_property
     def eta(self) -> SweepEta:
-        """What is known of the runs that this process carries out itself."""
+        """Return what is known of the runs that this process carries out itself."""
         return SweepEta(self.requests, is_whole=not self.is_open)
 
     def batches(self, size: int | None) -> list[range]:
@@ -149,7 +149,7 @@ class Agenda:
         return [range(start, min(start + (size or count), count)) for start in range(0, count, size or count)]
 
     def is_settled(self, number: int) -> bool:
-        """Whether the runs from this number on need not be carried out: enough is known of all."""
+        """Tell whether the runs from this number on need not be carried out: enough is known of all."""
         if self.stopping is None or self.only is not None:  # the one that is meant goes on whatever is known
             return False
         return self.stopping(self.directory, self.requests[number].block or 0)

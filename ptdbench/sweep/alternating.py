@@ -210,13 +210,13 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
 
 
 def _has_only_failed(sides: Sequence[Side], directory: Path, block: int) -> bool:
-    """Whether no run of the block was ok; one that was interrupted might have been."""
+    """Tell whether no run of the block was ok; one that was interrupted might have been."""
     runs = [run for side in sides for run in store.read_results(directory / side.name / str(block))]
     return bool(runs) and all(run["status"] not in ("ok", "preempted") for run in runs)
 
 
 def _both_sides(directory: Path, count: int) -> list[Compared]:
-    """What both sides have carried out in so many blocks, each configuration against itself."""
+    """Pair what both sides have carried out in so many blocks, each configuration against itself."""
     runs = [
         [run for block in range(count) for run in store.read_results(directory / side / str(block))]
         for side in ("before", "after")

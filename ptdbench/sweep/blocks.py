@@ -52,7 +52,7 @@ def _swept(composed: Composed) -> Iterator[Problem]:
 
 
 def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
-    """Whether the runs of a sweep that goes on lie in the directories of others."""
+    """Find that a resumed sweep's runs lie in the directories of others."""
     for path in sorted(sweep.glob(f"**/{store.RECORD}")):
         try:
             written = store.load_record(path.parent)
@@ -67,7 +67,7 @@ def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
 
 
 def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
-    """What keeps this command line from having repeats."""
+    """Find what keeps this command line from having repeats."""
     runs = repeat.runs
     if not composed.is_sweep:
         return Problem("repeat.runs", runs, "several runs are a sweep", f"add -m, as in {command()} -m repeat={runs}")
@@ -86,7 +86,7 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
 
 
 def _undecided(config: Config, world: World | None) -> Problem | None:
-    """What keeps repeats from ending when the order is settled."""
+    """Find what keeps repeats from ending when the order is settled."""
     if "virtual" in config.resolved:
         rule = (
             f"runs with virtual={config.call('virtual').name} take no time, so that no order of theirs is ever settled"
@@ -122,7 +122,7 @@ def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
 
 
 def _blocks(repeat: Repeat) -> int:
-    """How many there are at most."""
+    """Return how many blocks there are at most."""
     return repeat.max if repeat.runs == "auto" else repeat.runs
 
 

@@ -185,7 +185,7 @@ def _without_flag(mount: str) -> str:
 
 
 def _is_installed() -> bool:
-    """Whether ptdbench lies among installed packages; a checkout has ``train.py`` beside it."""
+    """Tell an installed ptdbench from a checkout, which has ``train.py`` beside it."""
     return not PACKAGE.with_name("train.py").exists()
 
 

@@ -80,7 +80,7 @@ class Request:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """What ``hydra.job.env_set`` adds to its environment."""
+        """Return what ``hydra.job.env_set`` adds to its environment."""
         return hydra_output.environment(self.job(None, None))
 
 
@@ -140,7 +140,7 @@ def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partitio
 
 
 def _ranks(read: Config, available: int) -> int:
-    """How many of a node's devices the run takes: the strategy knows, if it is a run that trains."""
+    """Return how many of a node's devices the run takes: the strategy knows, if it trains."""
     if not choices.build(read, "workload").trains:
         return available
     strategy: Any = choices.build(read, "parallel")

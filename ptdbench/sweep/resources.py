@@ -265,7 +265,7 @@ def _unknown_partitions(cluster: Slurm, known: Sequence[Partition]) -> list[Prob
 
 
 def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
-    """What cannot be meant, on whatever cluster."""
+    """Find what cannot be meant, on whatever cluster."""
     gpus, typed = shape.gpus_per_node, gpu_count(cluster.gres or "")
     if cluster.gpus_per_node != "auto" and typed and cluster.gpus_per_node != typed:
         rule = f"cluster.gres={cluster.gres} asks for {plural(typed, 'GPU')} a node"
@@ -300,7 +300,7 @@ def _extra(cluster: Slurm) -> Iterator[Problem]:
 
 
 def _too_much(cluster: Slurm, shape: Shape, chosen: Sequence[Partition]) -> Iterator[Problem]:
-    """What none of the partitions has."""
+    """Find what none of the partitions has."""
     where = f"partition {' or '.join(partition.name for partition in chosen)}"
     nodes, gpus = (max(p.nodes for p in chosen), max(max(p.gpus, default=0) for p in chosen))
     if shape.nodes > nodes:

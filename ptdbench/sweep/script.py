@@ -69,7 +69,7 @@ def _program() -> list[str]:
 
 
 def _variables() -> list[str]:
-    """What the shell's own variables would change in the script, if it is submitted from there."""
+    """Name the shell's own variables that would change the script, if it is submitted from there."""
     found = slurm.ignored_variables(os.environ)
     return [f"sbatch prefers these variables of this shell to the script's lines: {' '.join(found)}"] if found else []
 

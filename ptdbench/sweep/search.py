@@ -71,7 +71,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
 
 
 def _outcome(agenda: Agenda, number: int) -> JobReturn:
-    """What the sweeper is told of a run: the objective of its record, or why it has none."""
+    """Tell the sweeper the objective of a run's record, or why it has none."""
     words, directory = agenda.requests[number].overrides, agenda.directory / agenda.subdirectory(number)
     written = store.load_record(directory)
     wanted = written["config"]["objective"]

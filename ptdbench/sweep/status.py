@@ -129,7 +129,7 @@ class Sweep:
 
     @property
     def is_over(self) -> bool:
-        """Whether every run has ended."""
+        """Tell whether every run has ended."""
         return all(run.is_over for run in self.runs)
 
 
@@ -203,7 +203,7 @@ def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
 
 
 def _is_below(job: ledger.Job) -> bool:
-    """Whether a run's directory lies in its sweep's: the end of its job will be written down there."""
+    """Tell whether a run's directory lies in its sweep's, where the end of its job will be written down."""
     path = Path(job.directory)
     return all(map(schema.is_path, (job.directory, job.log))) and not (path.is_absolute() or ".." in path.parts)
 
@@ -307,24 +307,24 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
 
 
 def _crash(directory: Path, known: Written) -> Failure | None:
-    """What ranks have left that native code ended all at once, so that none could draw the conclusion."""
+    """Conclude from what ranks left that native code ended all at once, so that none could do so itself."""
     owner = known.get("owner")
     reports = read_failures(Attempt(directory, owner["launch"]).failures) if owner else []
     return root_cause(reports, known.get("world_size") or 1) if reports else None
 
 
 def _is_gone(state: JobState | None) -> bool:
-    """Whether a job has ended: SLURM says so, or knows it no more."""
+    """Tell whether a job has ended: SLURM says so, or knows it no more."""
     return state is None or state.is_over
 
 
 def _is_final(result: Written | None) -> bool:
-    """Whether there is nothing that SLURM could add to a result."""
+    """Tell whether there is nothing that SLURM could add to a result."""
     return result is not None and not is_open(result) and not _was_signaled(result)
 
 
 def _was_signaled(written: Written) -> bool:
-    """Whether a run was asked to end, and cannot know why: a time limit and ``scancel`` send what preemption sends."""
+    """Tell whether a signal ended a run, which cannot know why: ``scancel`` sends what preemption sends."""
     return written["status"] == "preempted" and schema.error(written).type not in slurm.OVER
 
 
@@ -347,12 +347,12 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
 
 
 def _says_more(state: JobState | None) -> bool:
-    """Whether SLURM tells more of a job's end than that it was well or not."""
+    """Tell whether SLURM knows more of a job's end than that it was well or not."""
     return state is not None and state.state not in ("COMPLETED", "FAILED")
 
 
 def _reached_its_limit(written: Written, state: JobState | None) -> bool:
-    """Whether the warning ahead of its time limit ended a run: it ends by itself then, and SLURM only says FAILED.
+    """Tell whether the warning ahead of its time limit ended a run, of which SLURM only says FAILED.
 
     The warning is asked for at most a tenth of the limit ahead (see :func:`ptdbench.sweep.submission.script`), and
     comes up to a minute earlier than that (sbatch(1), ``--signal``).
@@ -364,7 +364,7 @@ def _reached_its_limit(written: Written, state: JobState | None) -> bool:
 
 
 def _saved(written: Written) -> str:
-    """What a run that has saved says of how to go on."""
+    """Return what a run that has saved says of how to go on."""
     message = schema.error(written).message
     return f"; {message}" if "it has saved" in message else ""
 

@@ -295,5 +295,5 @@ class _Lines:
 
 
 def _first_the_open(runs: Sequence[Run]) -> list[Run]:
-    """Where there is not room for all, those that still change."""
+    """Sort runs that still change to the front, for where there is not room for all."""
     return sorted(runs, key=lambda run: run.is_over)

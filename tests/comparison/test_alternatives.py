@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.comparison.ranking import rank
 from ptdbench.records.bearing import leaves
-from ptdbench.records.load import Run
 from ptdbench.report.labels import names
 from tests.report.made import failed, repeated, run
 
@@ -26,8 +23,9 @@ def test_repeats_are_one_alternative_with_the_figure_of_each_block():
     assert ddp.sample.keys() == fsdp.sample.keys()
 
 
-def test_blocks_of_different_sweeps_are_not_the_same_ones():
-    one, other = (alternatives.group(repeated("ddp", [1.0] * 3, sweep=sweep))[0] for sweep in ("a", "b"))
+def test_each_sweep_has_its_own_alternatives_and_blocks():
+    one, other = of_sweeps([one for sweep in "ab" for one in repeated("ddp", [1.0, 2.0], sweep=sweep)])
+    assert (len(one.runs), len(other.runs)) == (2, 2)
     assert not one.sample.keys() & other.sample.keys()
 
 
@@ -73,22 +71,6 @@ def test_one_that_never_knew_its_world_belongs_to_those_that_asked_for_the_same(
     assert len(alternatives.group([{**lost[0], "config": other}, known])) == 2
 
 
-def test_both_sides_of_a_comparison_have_their_blocks_in_common():
-    """Each block of a side is a sweep in a folder of its own."""
-
-    def side(name):
-        return [
-            {**one, "directory": f"outputs/compare/{name}/{block}/0_ddp"}
-            for block, one in enumerate(repeated("ddp", [1.0, 2.0, 3.0], options={"series": "compare"}))
-        ]
-
-    before, after = side("before"), side("after")
-    assert {str(alternatives.sweep_of(one)) for one in before} == {"outputs/compare/before"}
-    (one,), (other,) = map(alternatives.group, (before, after))
-    assert one.sample.keys() == other.sample.keys()
-    assert len(one.sample) == 3
-
-
 def test_options_that_are_ignored_tell_nothing_apart():
     old, new = run("ddp"), run("ddp")
     new["config"] = {**new["config"], "parallel": {**new["config"]["parallel"], "new": 1}, "group": {"option": 2}}
@@ -120,21 +102,17 @@ def test_samples_count_where_they_are_not_tokens():
     assert alternatives.throughput(run("ddp", metrics=None)) is None
 
 
-def test_each_sweep_has_its_own_alternatives():
-    runs = [Run(one, Path(one["directory"])) for name in "ab" for one in repeated("ddp", [1.0, 2.0], sweep=name)]
-    assert [len(one.runs) for one in of_sweeps(runs)] == [2, 2]
-
-
 def test_each_side_of_a_comparison_has_its_own_alternatives_with_all_its_blocks():
-    """And their runs are compared block by block, as ``compare`` does."""
-    runs = []
-    for side, factor in (("before", 1.0), ("after", 0.9)):
-        for block, one in enumerate(repeated("ddp", [factor * rate for rate in (10.0, 20.0, 40.0, 41.0)])):
-            directory = Path("outputs/compare", side, str(block), "0_ddp")
-            repeat = {"block": block, "series": "compare"}
-            config = {**one["config"], "repeat": repeat}
-            runs.append(Run({**one, "config": config, "directory": str(directory)}, directory))
+    """Each block of a side is a sweep in a folder of its own, and is compared with that of the other side."""
+    runs = [
+        {**one, "directory": f"outputs/compare/{side}/{block}/0_ddp"}
+        for side, factor in (("before", 1.0), ("after", 0.9))
+        for block, one in enumerate(
+            repeated("ddp", [factor * rate for rate in (10.0, 20.0, 40.0, 41.0)], options={"series": "compare"})
+        )
+    ]
     found = of_sweeps(runs)
     assert [len(one.runs) for one in found] == [4, 4]
+    assert found[0].sample.keys() == found[1].sample.keys()
     assert names([one.median_run for one in found]) == ["ddp [before]", "ddp [after]"]
     assert [place.rank for place in rank(found).places] == [(1, 1), (2, 2)]

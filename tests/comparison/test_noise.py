@@ -10,7 +10,7 @@ import pytest
 
 from ptdbench import cache
 from ptdbench.comparison import alternatives, noise, variation
-from ptdbench.comparison.variation import Noise, Pool
+from ptdbench.comparison.variation import Pool
 from tests.report.made import failed, repeated, run
 
 MACHINE = {"cpu": "a CPU", "cores": 2, "devices": []}
@@ -114,17 +114,20 @@ def test_pairs_of_few_runs_are_not_judged_by_the_past_alone():
 
 
 @pytest.mark.parametrize(
-    "changed", [{"model": "gpt_small"}, {"world_size": 4}, {"global_batch": 32}, {"precision": "bf16"}]
+    "other",
+    [
+        *(on(MACHINE, run(**size)) for size in ({"model": "gpt_small"}, {"world_size": 4}, {"global_batch": 32})),
+        on(MACHINE, run(precision="bf16")),
+        on(MACHINE, run(), steps=10),
+        on(MACHINE, run(), nodes=["n2"]),
+        *(on(MACHINE | machine, run()) for machine in ({"cpu": "another"}, {"cores": 4}, {"devices": ["H200"]})),
+        run(),
+    ],
 )
-def test_runs_of_another_size_are_others(changed):
+def test_runs_of_another_size_and_other_machines_are_others(other):
     keep(sweep())
-    assert noise.look_up([on(MACHINE, run(**changed))]) is None
-    assert noise.look_up([on(MACHINE, run()), on(MACHINE, run(**changed))]) is None
-
-
-def test_long_runs_say_nothing_of_short_ones():
-    keep(sweep())
-    assert noise.look_up([on(MACHINE, run(), steps=10)]) is None
+    assert noise.look_up([other]) is None
+    assert noise.look_up([on(MACHINE, run()), other]) is None
 
 
 def test_each_size_in_a_sweep_has_its_own_and_of_several_the_noisiest_counts():
@@ -136,18 +139,13 @@ def test_each_size_in_a_sweep_has_its_own_and_of_several_the_noisiest_counts():
     assert noise.look_up([long[0], short[0]]) == noise.look_up([short[0], long[0]]) == noise.look_up(short)
 
 
-@pytest.mark.parametrize("runs", [[], sweep(blocks=2), sweep(names=["ddp"]), sweep(blocks=1)])
-def test_too_few_runs_say_nothing(runs):
+@pytest.mark.parametrize(
+    "runs", [[], sweep(blocks=2), sweep(names=["ddp"]), sweep(blocks=1), noisy("ddp", 0.0) + noisy("fsdp", 0.0)]
+)
+def test_too_few_runs_or_equal_ones_say_nothing(runs):
     keep(runs)
     assert noise.look_up([on(MACHINE, run())]) is None
-
-
-@pytest.mark.parametrize("changed", [{"cpu": "another"}, {"cores": 4}, {"devices": ["H200"]}])
-def test_another_machine_is_another(changed):
-    keep(sweep())
-    assert noise.look_up([on(MACHINE | changed, run())]) is None
-    assert noise.look_up([on(MACHINE, run(), nodes=["n2"])]) is None
-    assert noise.look_up([run()]) is None
+    assert noise.look_up([]) is None
 
 
 def test_a_run_that_knew_of_no_machine_does_not_hide_it():
@@ -156,11 +154,6 @@ def test_a_run_that_knew_of_no_machine_does_not_hide_it():
     assert noise.look_up([on(MACHINE, run())])
     assert noise.look_up([broken, on(MACHINE, run())])
     assert noise.look_up([broken]) is None
-
-
-def test_equal_runs_say_nothing_of_a_machine():
-    keep([on(MACHINE, one) for name in ("ddp", "fsdp") for one in repeated(name, [5.0] * 3, EARLIER)])
-    assert noise.look_up([on(MACHINE, run())]) is None
 
 
 def test_a_full_disk_costs_nothing(monkeypatch):
@@ -200,8 +193,3 @@ def test_figures_that_cannot_be_are_none(tmp_path, kind, worse):
     kept["sweeps"]["earlier"][kind] |= worse
     path.write_text(json.dumps(kept))
     assert noise.look_up([on(MACHINE, run())]) is None
-
-
-def test_nothing_is_known_of_no_runs():
-    assert noise.look_up([]) is None
-    assert not Noise().unpaired.freedom

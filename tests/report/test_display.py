@@ -83,15 +83,13 @@ class TestLines:
             "gpt_tiny ddp  step 31/100  8,192 tokens/s  held-out 97.2 %  0:18 left",
         ]
 
-    def test_after_the_first_step_nothing_is_known_of_the_others(self, stream, wall):
-        at_step(begun(stream, wall, total=1), 1, 55.0)
-        assert stream.getvalue() == "gpt_tiny ddp  step 1/1  loss 2.5000\n"
-
-    def test_hours(self, stream, wall):
+    def test_after_the_first_step_nothing_is_known_of_the_others_and_then_there_are_hours(self, stream, wall):
         display = begun(stream, wall, total=3677)
-        display.step(1, 51.0)
+        at_step(display, 1, 51.0)
         at_step(display, 2, 52.0)
-        assert "1:01:15 left" in stream.getvalue()
+        first, second = stream.getvalue().splitlines()
+        assert first == "gpt_tiny ddp  step 1/3677  loss 2.5000"
+        assert second.endswith("  1:01:15 left")
 
     def test_when_a_line_is_due(self, stream, wall):
         display = begun(stream, wall)
@@ -122,24 +120,22 @@ class TestLines:
             *(f"gpt_tiny ddp: first step, {span} so far" for span in ("10 s", "30 s", "60 s", "2 min", "3 min")),
         ]
 
-    def test_a_step_that_is_stuck(self, stream, wall):
+    @pytest.mark.parametrize(
+        ("steps", "late", "said"),
+        [
+            ({1: 52.0, 5: 56.0}, 66.0, "step 6: 10 s, before 1 s each"),
+            ({1: 100.0, 2: 140.0}, 220.0, "step 3: 80 s, before 40 s each"),  # slow ones are no news
+        ],
+    )
+    def test_a_step_that_is_twice_as_slow_and_ten_seconds(self, stream, wall, steps, late, said):
         display = begun(stream, wall)
-        display.step(1, 52.0)
-        display.step(5, 56.0)
-        display.tick(65.0)
+        for done, now in steps.items():
+            display.step(done, now)
+        display.tick(late - 1)
         assert stream.getvalue() == ""
-        display.tick(66.0)
-        display.tick(67.0)
-        assert stream.getvalue() == "gpt_tiny ddp  step 6: 10 s, before 1 s each\n"
-
-    def test_slow_steps_are_no_news_and_one_that_is_twice_as_slow_is(self, stream, wall):
-        display = begun(stream, wall)
-        display.step(1, 100.0)
-        display.step(2, 140.0)
-        display.tick(219.0)
-        assert stream.getvalue() == ""
-        display.tick(220.0)
-        assert stream.getvalue() == "gpt_tiny ddp  step 3: 80 s, before 40 s each\n"
+        display.tick(late)
+        display.tick(late + 1)
+        assert stream.getvalue() == f"gpt_tiny ddp  {said}\n"
 
     def test_what_is_done_between_two_steps_is_no_time_of_theirs(self, stream, wall):
         display = begun(stream, wall)
@@ -186,19 +182,13 @@ class TestLines:
             at_step(display, 1, 60.0)
         assert terminal.text == "gpt_tiny ddp  step 1/100  loss 2.5000\n"
 
-
-class TestSweep:
-    SECOND = Heading("gpt_tiny pdp gpipe b16", 2, 8, 25.0)
-
-    def test_a_run_says_which_of_how_many_it_is(self):
-        assert str(self.SECOND) == "[2/8] gpt_tiny pdp gpipe b16"
-        assert str(Heading("gpt_tiny ddp", 2)) == "[2] gpt_tiny ddp"
-
-    def test_the_time_that_is_left(self, stream, wall):
-        display = begun(stream, wall, self.SECOND, total=11)
+    def test_a_run_of_a_sweep_says_which_it_is_and_how_much_is_left_of_all(self, stream, wall):
+        display = begun(stream, wall, Heading("gpt_tiny pdp gpipe b16", 2, 8, 25.0), total=11)
         display.step(1, 60.0)
         at_step(display, 6, 65.0, None)
-        assert stream.getvalue().endswith("  0:05 left  (sweep 0:30)\n")
+        line = "[2/8] gpt_tiny pdp gpipe b16  step 6/11  2,048 tokens/s  0:05 left  (sweep 0:30)\n"
+        assert stream.getvalue() == line
+        assert str(Heading("gpt_tiny ddp", 2)) == "[2] gpt_tiny ddp"
 
 
 class TestLiveLine:

@@ -1,9 +1,11 @@
-"""What runs are called in the display of their sweep; as rows of a table they are tested in test_table.py."""
+"""What runs are called: in the display of their sweep, and by the options that tell them apart."""
 
 import pytest
 
-from ptdbench.report.labels import titles
+from ptdbench.report.labels import differences, titles
+from ptdbench.report.table import render
 from tests.report.made import run
+from tests.report.test_table import cells
 
 PDP = {"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1}
 
@@ -37,3 +39,58 @@ def pdp(schedule, **changes):
 )  # fmt: skip
 def test_titles_say_what_differs(runs, expected):
     assert titles(runs) == expected
+
+
+CONFIG = {
+    "activations": {"name": "keep", "_target_": "a.Keep"},
+    "compile": False,
+    "seed": 0,
+    "resume": None,
+    "sweep": {"resume": None},
+    "data": {"name": "text", "seed": 0},
+    "optimizer": {"name": "adamw", "_target_": "torch.optim.AdamW", "lr": 0.001, "betas": [0.9, 0.95]},
+    "parallel": {"name": "ddp", "bucket_mb": 25},
+    "workload": {"name": "train", "label": "toy_ddp"},
+}
+RECOMPUTE = {"name": "recompute", "_target_": "a.Recompute", "every": 1}
+
+
+def changed(**groups):
+    """The configuration with other options: ``parallel={"bucket_mb": 50}``."""
+    return CONFIG | {name: {**CONFIG[name], **of} if isinstance(of, dict) else of for name, of in groups.items()}
+
+
+@pytest.mark.parametrize(
+    ("configs", "expected"),
+    [
+        ([CONFIG, CONFIG], ["", ""]),
+        (
+            [CONFIG, changed(activations=RECOMPUTE)],
+            ["activations=keep", "activations=recompute"],
+        ),
+        ([CONFIG, changed(compile=True), CONFIG], ["compile=false", "compile=true", "compile=false"]),
+        ([CONFIG, changed(optimizer={"betas": [0.9, 0.99]})], ["betas=[0.9, 0.95]", "betas=[0.9, 0.99]"]),
+        ([CONFIG, changed(compile=None, parallel={"bucket_mb": 1e-9})],
+         ["compile=false bucket_mb=25", "compile=null bucket_mb=1e-09"]),
+        ([CONFIG, changed(optimizer={"name": "sgd", "_target_": "torch.optim.SGD", "lr": 0.1, "momentum": 0.9})],
+         ["optimizer=adamw", "optimizer=sgd"]),  # what else differs follows
+        ([CONFIG, changed(seed=1, data={"seed": 1})], ["seed=0", "seed=1"]),  # data.seed is ${seed}
+        ([CONFIG, changed(seed=1, data={"seed": 2})], ["seed=0 data.seed=0", "seed=1 data.seed=2"]),
+        ([CONFIG, changed(resume="a", sweep={"resume": "b"}, workload={"label": "other"})], ["", ""]),
+        ([CONFIG, changed(sweep={"same_nodes": True})], ["", ""]),
+        ([CONFIG, {**CONFIG, "extra": {"flag": "x" * 100}}], ["", f"flag={'x' * 40}…"]),
+        ([{}, {"a": {}}], ["", "a={}"]),
+    ],
+)  # fmt: skip
+def test_options_that_differ_are_named_and_no_others(configs, expected):
+    assert differences([{"config": config} for config in configs]) == expected
+
+
+def test_they_stand_in_the_rows_that_would_look_alike():
+    runs = [
+        run("ddp", 100.0, config=CONFIG),
+        run("ddp", 90.0, config=changed(activations=RECOMPUTE)),
+        run("fsdp", 80.0, config=changed(activations=RECOMPUTE, parallel={"name": "fsdp"})),
+    ]
+    labels = ["ddp activations=keep", "ddp activations=recompute", "fsdp"]
+    assert [row[1] for row in cells(render(runs, 200))] == labels

@@ -38,34 +38,22 @@ def without(phases=None, **changes):
     return run(phases=phases, workload="train", **changes)
 
 
-HAD = {"profile": {"steps": 5}}
-
-
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
         (DDP, None),
         (without({"steps": 0, "reason": "the profiler failed: no room"}), "no phases: the profiler failed: no room"),
         (without(config={"profile": {"steps": 0}}), "no phases: profile.steps=0; run it again with profile.steps=5"),
-        (
-            without(config=HAD),
-            "no phases: the 5 profiled steps after the timed ones failed or were interrupted; run it again",
-        ),
+        (without(config={"profile": {"steps": 5}}),
+         "no phases: the 5 profiled steps after the timed ones failed or were interrupted; run it again"),
         (without(), "no phases: written by an earlier version; run it again"),
-        (
-            without(environment={"ptdbench": "1.2"}),
-            "no phases: written by an earlier version (1.2); run it again",
-        ),
-        (
-            failed("pdp", "no room", "oom"),
-            "no phases: the run did not finish (oom), and they are taken after the last step",
-        ),
-        (
-            run(model=None, workload="hello"),
-            "workload=hello does not train, so it has no phases; give a run of workload=train",
-        ),
+        (without(environment={"ptdbench": "1.2"}), "no phases: written by an earlier version (1.2); run it again"),
+        (failed("pdp", "no room", "oom"),
+         "no phases: the run did not finish (oom), and they are taken after the last step"),
+        (run(model=None, workload="hello"),
+         "workload=hello does not train, so it has no phases; give a run of workload=train"),
     ],
-)
+)  # fmt: skip
 def test_a_record_without_phases_says_why(record, reason):
     assert missing(record) == reason
 

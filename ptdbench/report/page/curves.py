@@ -70,7 +70,7 @@ def _series(run: Written, name: str) -> np.ndarray:
 
 
 def _damage(run: Written) -> str | None:
-    """What is wrong with the series of a run that are on record."""
+    """Return what is wrong with the series of a run that are on record."""
     if (run.get("steps") or 0) <= MOST_LOST:  # nothing can be, and no file is read once more
         return None
     try:
@@ -101,7 +101,7 @@ def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hasha
 
 
 def _agreement(group: Sequence[int], rows: Mapping[int, Written], called: Mapping[int, str]) -> Iterator[str]:
-    """How far the losses of the same training lie from those of its first row, as far as both have come."""
+    """Yield how far the losses of the same training lie from those of its first row, as far as both have come."""
     losses = {number: found for number in group if len(found := _series(rows[number], "losses"))}
     broken = {
         number: int(np.argmin(np.isfinite(found))) for number, found in losses.items() if not np.isfinite(found).all()
@@ -265,7 +265,7 @@ def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | Non
 
 
 def _is_of_size(option: str) -> bool:
-    """Whether an option says on how many ranks a run is, how they are divided, or how the batch is."""
+    """Tell whether an option is about the number of ranks, how they are divided, or how the batch is."""
     return bears(option, "degree", "ranks", "batch")
 
 

@@ -147,13 +147,7 @@ _SCRIPTS = ("words.js", "columns.js", "tables.js", "drawings.js", "figures.js", 
 
 
 def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
-    """The page.
-
-    Args:
-        title: What it reports on.
-        subtitle: When and by what it was made.
-        content: Its data, from :func:`ptdbench.report.page.document.content`.
-    """
+    """Return the page of what :func:`content` made."""
     from plotly.offline import get_plotlyjs
 
     data = json.dumps(strict(content), allow_nan=False, separators=(",", ":"))

@@ -1,0 +1,296 @@
+"""The tables of workloads that do not train."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from ptdbench.report import table
+from ptdbench.report.workload_tables import (
+    check_verdict,
+    collectives_tables,
+    hello_table,
+    matmul_tables,
+    p2p_tables,
+    ranges,
+)
+from ptdbench.workloads.collectives import definitions
+
+
+def cells(text, beginning):
+    """The cells of the only line that begins so."""
+    (line,) = [line for line in text.splitlines() if line.startswith(beginning)]
+    return re.split(r"\s{2,}", line.strip())
+
+
+def rank(number, **changes):
+    told = {
+        "rank": number, "local_rank": number % 2, "local_size": 2, "node": f"n{1 + number // 2}", "host": "vm",
+        "device": "cpu", "cores": [0, 1], "threads": 1, "settings": {"OMP_NUM_THREADS": "1"},
+    }  # fmt: skip
+    return told | changes
+
+
+def hello(*ranks):
+    return {"launcher": "srun", "backend": "gloo", "address": "n1", "port": 29400, "ranks": list(ranks)}
+
+
+class TestHello:
+    @pytest.mark.parametrize(
+        ("numbers", "text"),
+        [
+            ([], ""),
+            ([5], "5"),
+            ([8, 2, 0, 1], "0-2,8"),
+            ([0, 2, 4], "0,2,4"),
+            ([0, 1, 64, 65, 127], "0-1,64-65,127"),
+        ],
+    )
+    def test_numbers_that_follow_each_other_are_ranges(self, numbers, text):
+        assert ranges(numbers) == text
+
+    def test_every_rank_has_a_row_and_what_all_share_is_said_once(self):
+        name = "a-node-with-a-name-as-long-as-clouds-give-them.internal"  # which is not cut
+        ranks = rank(0), rank(1, cores=[2, 3, 8], threads=3), rank(2, device="cuda:0 H200", node=name)
+        title, _, _, *rows, setting = hello_table(hello(*ranks), 60).splitlines()
+        assert title == "3 ranks on 2 nodes, started by srun, over gloo at n1:29400"
+        assert [line.split() for line in rows] == [
+            ["0", "0", "2", "n1", "vm", "cpu", "0-1", "1"],
+            ["1", "1", "2", "n1", "vm", "cpu", "2-3,8", "3"],
+            ["2", "0", "2", name, "vm", "cuda:0", "H200", "0-1", "1"],
+        ]
+        assert setting == "OMP_NUM_THREADS=1"
+
+    def test_settings_that_differ_are_said_with_their_ranks(self):
+        one, other = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "4"}
+        ranks = [rank(number, settings=settings) for number, settings in enumerate((one, other, one, one))]
+        assert hello_table(hello(*ranks), 100).splitlines()[7:] == [
+            "NCCL_DEBUG=INFO  (ranks 0,2-3)",
+            "NCCL_DEBUG=(not set)  (rank 1)",
+            "OMP_NUM_THREADS=1  (ranks 0,2-3)",
+            "OMP_NUM_THREADS=4  (rank 1)",
+        ]
+
+
+def rate(median, **names):
+    return {**names, "repetitions": 10, "mean": 0.9 * median, "median": median, "maximum": 1.1 * median}
+
+
+def matmul(*medians, **ceiling):
+    ranks = [
+        {
+            "rank": number,
+            "device": "NVIDIA H200",
+            "products": [rate(median, dtype="bf16", shape="8x8x8"), rate(1e12, dtype="bf16", shape="4x4x4")],
+            "copies": [rate(4e12, kind="within the device", bytes=2**30)],
+        }
+        for number, median in enumerate(medians)
+    ]
+    best = {
+        "device": "NVIDIA H200", "driver": "550", "torch": "2.15", "dtype": "bf16", "threads": None, "ranks": 2,
+        "shape": "8x8x8", "flops_per_second": 7.5e14, "share_of_peak": 0.758, "peak_reason": None,
+    }  # fmt: skip
+    return {"ranks": ranks, "ceilings": [best | ceiling], "kept": None}
+
+
+class TestMatmul:
+    def test_figures_are_medians_over_the_ranks_and_the_slowest_is_named(self):
+        text = matmul_tables(matmul(800e12, 600e12, 700e12), 100)
+        (row,) = [line.split() for line in text.splitlines() if line.startswith("bf16") and "best" in line]
+        assert row == ["bf16", "8x8x8", "(best)", "630", "700", "770", "600", "(rank", "1)", "10x"]
+        assert "matrix products on 3 ranks at once (NVIDIA H200): TFLOP/s of a rank" in text
+        copies = ["within the device", "1,024 MiB", "3,600", "4,000", "4,400", "4,000 (rank 0)", "10x"]
+        assert cells(text, "within") == copies
+        assert "copies of memory on 3 ranks at once: GB/s of a rank" in text
+
+    @pytest.mark.parametrize(
+        ("ceiling", "said"),
+        [
+            ({}, "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), 75.8% of the peak"),
+            ({"beside_load": True},
+             "NVIDIA H200: 750 TFLOP/s in bf16 (8x8x8), taken beside other load, 75.8% of the peak"),
+            ({"device": "AMD EPYC", "threads": 1, "flops_per_second": 5.9e10, "share_of_peak": None,
+              "peak_reason": "a CPU has no data-sheet peak"},
+             "AMD EPYC, 1 thread: 0.059 TFLOP/s in bf16 (8x8x8), no share of a peak: a CPU has no data-sheet peak"),
+        ],
+    )  # fmt: skip
+    def test_the_ceiling_beside_the_peak(self, ceiling, said):
+        assert matmul_tables(matmul(800e12, **ceiling), 100).splitlines()[-1] == f"ceiling of {said}"
+
+    def test_without_copies_there_is_no_table_of_them_and_what_was_not_kept_is_said(self):
+        found = {**matmul(1e12), "kept": "not kept for later runs: no room"}
+        found["ranks"][0]["copies"] = []
+        text = matmul_tables(found, 100)
+        assert "copies" not in text
+        assert text.endswith("later runs: no room")
+
+
+def row(op="all_reduce", size=2**20, mode="blocking", **changes):
+    moves = op != "barrier"
+    return {
+        "op": op,
+        "dtype": "fp32" if moves else None,
+        "reduction": "sum" if op == "all_reduce" else None,
+        "mode": mode,
+        "bytes": size if moves else 0,
+        "repetitions": 10,
+        "seconds": {"median": 1e-3, "p5": 9e-4, "p95": 2e-3},
+        "algbw": 2e9 if moves else None,
+        "busbw": 3e9 if moves else None,
+    } | changes
+
+
+def collectives(*results, **changes):
+    found = {"group": "all", "groups": [[0, 1, 2, 3]], "definitions": definitions(), "results": list(results)}
+    return collectives_tables(found | {"fits": [], "cut": [], "left_out": []} | changes, 100)
+
+
+class TestCollectives:
+    def test_the_figures_of_a_size(self):
+        text = collectives(row(), row("barrier"))
+        assert text.startswith("1 group of 4 ranks; every result was checked\n")
+        assert cells(text, "all_reduce fp32 sum blocking") == [
+            "all_reduce fp32 sum blocking", "1 MiB", "1.00 ms", "900 µs", "2.00 ms", "2.00", "3.00",
+        ]  # fmt: skip
+        assert cells(text, "barrier blocking") == ["barrier blocking", "-", "1.00 ms", "900 µs", "2.00 ms", "-", "-"]
+
+    def test_definitions_stand_beside_the_figures(self):
+        text = collectives(row(), row("gather"), row("all_gather"))
+        assert "algbw = bytes / median seconds, after nccl-tests, doc/PERFORMANCE.md; n = 4 ranks" in text
+        assert "busbw = algbw * 2(n-1)/n: all_reduce" in text
+        assert "busbw = algbw * (n-1)/n: gather, all_gather" in text
+        assert "broadcast" not in text
+
+    def test_of_many_sizes_the_first_and_the_last_are_shown_and_the_rest_is_admitted(self):
+        ops = ("broadcast", "reduce", "gather", "scatter", "all_gather")
+        text = collectives(*(row(op, 8 * 2**power) for op in ops for power in range(26)))
+        for op in ops:
+            assert cells(text, f"{op} fp32")[1] == "8 B"
+        assert text.count("256 MiB") == len(ops)
+        assert "130 figures, not all of them shown" in text
+        assert len(text.splitlines()) < 100
+
+    def test_the_fit_with_its_doubts(self):
+        series = {"op": "all_reduce", "dtype": "fp32", "reduction": "sum", "mode": "blocking"}
+        line = {"alpha": 2e-5, "beta": 5e-10, "alpha_error": 1e-6, "beta_error": 1e-12}
+        fit = {**series, **line, "r2": 0.98765, "max_relative_error": 0.123, "points": 26}
+        assert cells(collectives(fits=[fit]), "all_reduce")[1:] == ["20.0", "1.00", "2.00", "0.988", "12%", "26"]
+
+    def test_several_groups_what_was_cut_and_what_was_left_out_are_said(self):
+        cut = row("gather", mode="async", from_bytes=2**28, reason="too long")
+        groups = {"group": "data", "groups": [[0, 2], [1, 3]]}
+        text = collectives(row(), cut=[cut], left_out=["reduce", "scatter"], **groups)
+        assert text.startswith("2 groups of 2 ranks (data), at the same time; ")
+        assert "gather fp32 async: not from 256 MiB on: too long" in text
+        assert "left out, not in this backend: reduce, scatter" in text
+
+
+def pair(source, target, latency=2e-5, bandwidth=1.5e9):
+    sizes = [{"bytes": 2**26, "seconds": {"median": 0.04}, "bandwidth": bandwidth}]
+    return {"source": source, "target": target, "latency": latency, "bandwidth": bandwidth, "sizes": sizes}
+
+
+def p2p(ranks, **changes):
+    pairs = [pair(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    both = [{"ranks": [a, b], "sizes": pair(a, b)["sizes"]} for a in range(ranks) for b in range(a + 1, ranks)]
+    return {"pairs": pairs, "both": both, "overlap": [], "cut": []} | changes
+
+
+class TestLinks:
+    def test_a_matrix_by_pair(self):
+        figures = p2p(2, pairs=[pair(0, 1, 2e-5, 1.5e9), pair(1, 0, 3e-5, None)])
+        latency, bandwidth, both = p2p_tables(figures, 100).split("\n\n")
+        assert latency.splitlines()[0] == "latency in µs, from row to column"
+        assert [line.split() for line in latency.splitlines()[3:]] == [["0", "-", "20.0"], ["1", "30.0", "-"]]
+        assert bandwidth.splitlines()[0] == "bandwidth at 64 MiB in GB/s, from row to column"
+        assert [line.split() for line in bandwidth.splitlines()[3:]] == [["0", "-", "1.50"], ["1", "-", "-"]]
+        assert cells(both, "0 and 1") == ["0 and 1", "64 MiB", "40.0 ms", "1.50"]
+
+    def test_of_many_pairs_the_slowest_are_shown(self):
+        many = p2p(12)
+        many["pairs"][50] = pair(4, 7, bandwidth=1e8)
+        text = p2p_tables(many, 100)
+        first = text.split("\n\n")[0].splitlines()
+        assert first[0] == "the 10 slowest of 132 pairs, bandwidth at 64 MiB in GB/s"
+        assert first[3].split() == ["4", "7", "20.0", "0.100"]
+        assert len(first) == 13
+        assert "both directions at once, the 10 slowest of 66 pairs" in text
+
+    def test_overlap_says_what_is_hidden(self):
+        times = {"communication": 1e-3, "computation": 1e-3, "together": 1.5e-3, "hidden": 0.5}
+        text = p2p_tables(p2p(2, overlap=[{"ranks": [0, 1], "bytes": 2**20, **times}]), 100)
+        assert cells(text.split("\n\n")[-1], "0 and 1") == ["0 and 1", "1 MiB", "1.00 ms", "1.00 ms", "1.50 ms", "50%"]
+
+    def test_nothing_measured_is_no_error(self):
+        nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "sizes": []}
+        cut = [{"source": 0, "target": 1, "from_bytes": 8, "reason": "too long"}]
+        found = {"pairs": [nothing], "both": [{"ranks": [0, 1], "sizes": []}], "overlap": [], "cut": cut}
+        assert "rank 0 to rank 1: not from 8 B on: too long" in p2p_tables(found, 100)
+
+
+def check(*texts, attempts=1, **changes):
+    pairs = [
+        {"source": 0, "target": 1, "bandwidth": 12e9, "latency": 2e-6},
+        {"source": 1, "target": 0, "bandwidth": 9e9, "latency": 3e-6},
+    ]
+    found = {
+        "sound": not texts,
+        "findings": [{"kind": "slow rank", "ranks": [1], "text": text} for text in texts],
+        "remarks": [],
+        "tolerance": 0.05,
+        "attempts": {"matmul": attempts, "p2p": 1},
+        "hello": hello(rank(0), rank(1)),
+        "versions": {"torch": "2.15.0", "nccl": None},
+        "matmul": matmul(7e14, 7e14),
+        "p2p": {"pairs": pairs},
+        "collectives": {"results": [{"op": "all_reduce", "bytes": 2**20, "seconds": {"median": 0.0012}}]},
+    }
+    return found | changes
+
+
+class TestCheck:
+    def test_a_sound_cluster(self):
+        lines = check_verdict(check(remarks=["the fabric is shared"]), 100).splitlines()
+        assert lines[0] == "2 ranks on 1 node, started by srun, over gloo at n1:29400"
+        assert "links         12 GB/s at most, rank 1 to rank 0 least with 9 GB/s; latency 2 to 3 us" in lines
+        assert "all_reduce    1 MiB: 1,200 us, its result checked" in lines
+        assert lines[-3:] == [
+            "versions      torch 2.15.0",
+            "note          the fabric is shared",
+            "verdict       sound (tolerance 5%)",
+        ]
+
+    def test_every_finding_has_a_line_after_the_verdict(self):
+        lines = check_verdict(check("rank 1 is slow", "torch differs", attempts=5), 120).splitlines()
+        again = "what looked slow was measured 5 times, and the best counts"
+        assert lines[-3:] == [
+            f"verdict       unsound, 2 findings (tolerance 5%; {again})",
+            "  - rank 1 is slow",
+            "  - torch differs",
+        ]
+
+    def test_a_busy_machine_is_called_so(self):
+        busy = "other processes took 1.1 of 2 cores; measure again on a quiet machine"
+        lines = check_verdict(check("rank 1 is slow", verdict="busy", busy=busy), 120).splitlines()
+        assert lines[-2:] == [f"verdict       busy: {busy} (tolerance 5%)", "  - rank 1 is slow"]
+
+    def test_long_findings_fold_and_lose_nothing(self):
+        text = check_verdict(check("a word " * 60), 80)
+        assert text.count("word") == 60
+        assert max(len(line) for line in text.partition("verdict")[2].splitlines()) <= 80
+
+    @pytest.mark.parametrize("changes", [{"p2p": None, "collectives": None}, {"p2p": {"pairs": []}}])
+    def test_one_rank_has_no_links_to_show(self, changes):
+        assert "links " not in check_verdict(check(**changes), 100)
+
+    def test_a_run_that_failed_shows_its_figures_if_it_has_any_and_why(self):
+        error = {"rank": 0, "type": "Unsound", "message": "rank 1 is slow", "traceback": ""}
+        record = {
+            "workload": "check", "model": None, "status": "failed", "error": error,
+            "config": {"workload": {"_target_": "ptdbench.workloads.check.Check"}},
+        }  # fmt: skip
+        said = "check: failed on rank 0: Unsound: rank 1 is slow"
+        assert table.render([record]) == said
+        lines = table.render([record | {"check": check("rank 1 is slow")}]).splitlines()
+        assert lines[-2:] == ["  - rank 1 is slow", said]
