@@ -23,6 +23,7 @@ import torch
 from parity_matrix import COMMON as OF_GPT
 from parity_matrix import PIPELINES, ROOT, ROWS
 
+from ptdbench.entry import prepare_ranks
 from ptdbench.problems import ConfigError
 from ptdbench.records import store
 from ptdbench.run import run
@@ -107,6 +108,7 @@ def cell(words: list[str]) -> str:
     except ConfigError as error:
         problem = error.problems[0]
         return f"refused: {problem.option}={str(problem.value).lower()}: {problem.rule}"
+    prepare_ranks([read])
     with TemporaryDirectory() as folder:
         run(Path(folder), read, summary)
         record = store.load_record(Path(folder))

@@ -112,11 +112,9 @@ def carry_out(directories: Sequence[Path]) -> int:
     """
     _import_from_here()
     world = discover(os.environ)
-    if world is None:
-        local.check_address_space()
     configs = [resume.startable(directory, world) for directory in directories]
     if world is None:
-        local.warm_up(_rank_modules(configs), _loading(configs[0]))
+        prepare_ranks(configs)
 
     from ptdbench.run import run
     from ptdbench.setup import hydra_output
@@ -148,9 +146,7 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"type it without {world.launcher}")])
     composed = plans.composed(overrides, config_dir)
     if not plans.are_known(composed, overrides, again):
-        local.check_address_space()
-        configs = list(map(config.read, composed.jobs))
-        local.warm_up(_rank_modules(configs), _loading(configs[0]))
+        prepare_ranks(list(map(config.read, composed.jobs)))
     made = plans.make(composed, overrides, again)
     if as_json:
         echo(files.as_text(made.records))
@@ -177,10 +173,10 @@ def _import_from_here() -> None:
 
 def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> int:
     """Runs on this machine, or as a rank of the world that a launcher made."""
-    local.check_address_space()
-    if world is None:
-        configs = list(map(config.read, composed.jobs))
-        local.warm_up(_rank_modules(configs), _loading(configs[0]))
+    if world:
+        local.check_address_space()
+    else:
+        prepare_ranks(list(map(config.read, composed.jobs)))
     shows = world is None or world.rank == 0
     with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
@@ -299,6 +295,16 @@ def _cluster(composed: compose.Composed) -> config.Cluster:
 
 def _count_ok(records: Sequence[Written]) -> int:
     return sum(record["status"] == "ok" for record in records)
+
+
+def prepare_ranks(configs: Sequence[Config]) -> None:
+    """Have the fork server import what the ranks of these runs need, while this process goes on.
+
+    Raises:
+        ConfigError: It cannot be started, or what the ranks need cannot be built.
+    """
+    local.check_address_space()
+    local.warm_up(_rank_modules(configs), _loading(configs[0]))
 
 
 def _rank_modules(configs: Iterable[Config]) -> list[str]:

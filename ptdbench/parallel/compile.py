@@ -33,8 +33,8 @@ def start_afresh(how: Compile) -> None:
     after eight sizes not at all. A part that cannot be compiled any more raises an error: torch would only warn, and
     the run would be measured without compilation.
     """
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    if "torch._dynamo" in sys.modules and torch._dynamo.convert_frame.FRAME_COUNTER:
+        torch.compiler.reset()  # on a GPU this imports the compiler itself, for seconds
     if how:
         config = torch._dynamo.config  # imported here, which takes a second that only runs that compile spend
         config.fail_on_recompile_limit_hit = True

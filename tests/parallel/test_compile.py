@@ -120,6 +120,18 @@ def test_a_model_that_is_not_one_graph_says_so(graphs):
         model(torch.ones(1, 2))
 
 
+def test_where_nothing_was_compiled_nothing_is_dropped(graphs, monkeypatch):
+    """On a GPU torch would import Inductor to do so: seconds of the start of each rank."""
+    calls = []
+    torch.compiler.reset()
+    monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append("reset"))
+    compiled(gpt())
+    assert calls == []
+    compiled(gpt())(tokens(), tokens())
+    start_afresh(False)
+    assert calls == ["reset"]
+
+
 def test_nothing_is_compiled_unless_asked_for(graphs):
     compiled(gpt(), False)(tokens(), tokens())
     assert graphs == []
