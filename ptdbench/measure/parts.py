@@ -7,6 +7,7 @@ PHASES = {
     "backward": "backward",
     "communication": "exposed communication",
     "stragglers": "waiting for slower ranks",
+    "experts": "waiting for the fullest experts",
     "bubble": "pipeline bubble",
     "host": "waiting for the host",
     "optimizer": "optimizer",

@@ -73,8 +73,9 @@ class Routing:
 class Router(nn.Module):
     """Chooses ``active`` experts for each token, and counts what it has chosen.
 
-    What it keeps from step to step is the same on all ranks: whoever lays a model out adds up :attr:`counts` over them,
-    calls :meth:`balance` once a step, and says in :attr:`share` what the loss of a micro-batch is multiplied by.
+    What it keeps from step to step is the same on all ranks: whoever lays a model out takes :attr:`counts`, adds them
+    up over ranks and calls :meth:`balance` once a step where it :attr:`balances`, and says in :attr:`share` what the
+    loss of a micro-batch is multiplied by.
 
     Attributes:
         load: Each expert's fraction of the choices of the step before, ``[experts]`` in fp32.
@@ -146,6 +147,11 @@ class Router(nn.Module):
         most = math.ceil(self.capacity * len(flat) / self.experts)
         within = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
         return order[within < most], counts, counts.clamp(max=most)
+
+    @property
+    def balances(self) -> bool:
+        """Whether a step depends on what all ranks have chosen in the step before."""
+        return self.routing.balance in ("loss", "bias")
 
     def pull(self, counts: Tensor) -> Tensor | None:
         """The gradient of the auxiliary loss for the scores of each of the tokens that made these choices."""

@@ -31,7 +31,12 @@ from ptdbench.parallel.roles import roles_of
 from ptdbench.parallel.tensor import cut_dimensions
 
 #: The operations that formulas are about.
-OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send", "recv")
+OPERATIONS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "dispatch", "combine", "broadcast", "send", "recv"
+)  # fmt: skip
+
+#: Bytes by formula: exact; the least and the most, where the data decide; or ``None``, unknown.
+Size = float | tuple[float, float] | None
 
 #: Bytes of a number in a gradient, in a loss and in what a softmax is normalized by.
 _WIDE = 4
@@ -55,6 +60,7 @@ class CommModel:
         precision: Dtype of the arithmetic.
         recomputes: Whether some of the forward pass is done once more in the backward pass.
         gathers: Bytes of a number of what the optimizer gathers of each sharded matrix; 0: it gathers nothing.
+        forced: Whether experts are taken in turn, whatever the model's routers say.
     """
 
     model: Model
@@ -64,6 +70,7 @@ class CommModel:
     precision: Name = "fp32"
     recomputes: bool = False
     gathers: int = 0
+    forced: bool = False
 
     @property
     def is_sharded(self) -> bool:
@@ -76,8 +83,8 @@ class CommModel:
         return self.how.stage_ranks(self.layout.dims)
 
 
-def comm_bytes(work: CommModel) -> dict[str, float | None]:
-    """Bytes of each of :data:`OPERATIONS` in a step, the mean over ranks; ``None`` where no exact formula is known."""
+def comm_bytes(work: CommModel) -> dict[str, Size]:
+    """Bytes of each of :data:`OPERATIONS` in a step, the mean over ranks."""
     model, dims, how = work.model, work.layout.dims, work.how
     is_replicated = how.replicates(dims)
     terms = []
@@ -87,8 +94,8 @@ def comm_bytes(work: CommModel) -> dict[str, float | None]:
         terms.append(_unknown(*OPERATIONS))
     if work.is_sharded:
         terms.append(_of_shards(work))
-    if routers := [part for part in module_of(model).modules() if isinstance(part, Router)]:
-        terms.append(_of_routers(work, routers))
+    routers = [part for part in module_of(model).modules() if isinstance(part, Router)]
+    terms.append(_of_routers(work, routers))
     if work.gathers and dims.tensor > 1:
         terms.append(_unknown("all_gather"))
     if how.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
@@ -96,7 +103,8 @@ def comm_bytes(work: CommModel) -> dict[str, float | None]:
     if max(dims.pipeline, dims.tensor, dims.context) > 1:
         terms += _of_activations(work)
     total = {name: sum(term.get(name, 0.0) for term in terms) / dims.pipeline for name in OPERATIONS}
-    return {name: None if math.isnan(size) else size for name, size in total.items()}
+    known: dict[str, Size] = {name: None if math.isnan(size) else size for name, size in total.items()}
+    return known | (_of_experts(work, routers) if dims.expert > 1 and work.example[1].dim() > 1 else {})
 
 
 def _unknown(*operations: str) -> dict[str, float]:
@@ -159,16 +167,45 @@ def _of_shards(work: CommModel) -> dict[str, float]:
 
 
 def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
-    """Ranks add up what they have chosen and, if they share experts, computed. What tokens they send is in the data.
-
-    With N choices on a rank in a step, N · width numbers go and as many come, in both passes, if all experts get
-    equally many; a rank with all that are chosen gets as many times more as ranks share experts.
-    """
+    """Ranks add up how often they have chosen each expert, where that balances them."""
     dims = work.layout.dims
-    ranks, groups = dims.ways("samples", "positions", "products"), (dims.ways("samples", "positions"), dims.tensor)
-    numbers = sum(router.experts + 1 + (ranks if dims.expert > 1 else 0) for router in routers)
-    found = {"all_reduce": float(_WIDE * numbers * sum(size > 1 for size in groups))}
-    return found | (_unknown("all_to_all") if dims.expert > 1 else {})
+    numbers = sum(router.experts for router in routers if router.balances)
+    groups = (dims.ways("samples", "positions"), dims.tensor)
+    return {"all_reduce": float(_WIDE * numbers * sum(size > 1 for size in groups))}
+
+
+def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
+    """Each choice of a token goes to its expert and comes back, and so do the gradients; and how many will come.
+
+    A rank hands over N choices and receives, in the mean, as many; where it gets more, that is what counts for it. At
+    most, all go to as few ranks as have ``active`` experts: (2 - max(1 / ranks, active / experts)) N in the mean over
+    ranks. With a capacity, at least ``active`` experts are as full as they may be.
+    """
+    layout, dims = work.layout, work.layout.dims
+    tokens = work.example[1].numel() // dims.context // dims.tensor  # of a sample, on a rank
+    item, passes = DTYPES[work.precision].itemsize, layout.accumulation * layout.microbatches
+    least = most = counts = 0.0
+    for router in routers:
+        choices = tokens * router.active * layout.replica_batch
+        size = router.weight.shape[1] * item
+        # In turn all experts get equally many of whole rounds; a ring has its positions in two pieces.
+        pieces = 2 if dims.context > 1 and work.how.context_method == "ring" else 1
+        in_turn = (work.forced or router.forced) and tokens * router.active % (pieces * router.experts) == 0
+        capacity = math.inf if router.capacity is None else router.capacity
+        if in_turn and capacity >= 1:
+            least, most = least + choices * size, most + choices * size
+        else:
+            least += choices * size * min(1.0, capacity * router.active / router.experts)
+            most += choices * size * (2 - max(1 / dims.expert, router.active / router.experts))
+        counts += 8 * router.experts * passes
+    again = 2 if work.recomputes else 1  # what a layer begins with is done twice, and what it ends with perhaps not
+    low, high = 2 * least / dims.pipeline, (1 + again) * most / dims.pipeline
+    counts, repeated = counts / dims.pipeline, again * counts / dims.pipeline
+
+    def between(low: float, high: float) -> Size:
+        return low if low == high else (low, high)
+
+    return {"dispatch": between(low + counts, high + repeated), "combine": between(low, high)}
 
 
 def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:

@@ -142,10 +142,10 @@ class Engine(ABC):
                 part.compressor.load(_below(f"powersgd.{number}.", tensors))
 
     def routed(self) -> tuple[dict[str, list[float]], list[float]]:
-        """In this rank, how often each expert was chosen, by router, and how full the fullest rank was in each part."""
+        """How often each expert was chosen, by router, and how full the fullest rank was in each part; in all ranks."""
         known = [part.routing for part in self.parts if part.routing]
-        counts = {name: total.tolist() for one in known for name, total in one.totals.items()}
-        return counts, [float(one.fullest) / one.steps for one in known if one.fullest is not None]
+        counts = {name: total for one in known for name, total in one.totals().items()}
+        return counts, [ratio for one in known if (ratio := one.fullest()) is not None]
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine has reached its steady state; nothing else changes.

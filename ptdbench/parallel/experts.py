@@ -9,13 +9,17 @@ FSDP shards it.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.autograd import profiler
+from torch.distributed._functional_collectives import all_to_all_single, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -29,9 +33,13 @@ from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.parallel.tensor import spread
 from ptdbench.problems import Problem, try_these
+from ptdbench.profiling.events import COMBINE, DISPATCH
 
 #: The dimension of stacked matrices along which FSDP shards what a rank keeps of them.
 SHARDED = 1
+
+#: Steps for which ranks tell each other at once what they have computed.
+_AT_ONCE = 1000
 
 
 def units(model: Model) -> int | None:
@@ -114,33 +122,52 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
         if torch.is_grad_enabled():
             noted.append(sum(received))
-        dispatched = all_to_all_single_autograd(tokens, received, sent, group)
+        dispatched = _Sent.apply(tokens, received, sent, group, (DISPATCH, COMBINE))
         # From the order of ranks and their experts to that of experts.
         expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(ranks)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
         order = order.to(tokens.device)
         computed = compute(dispatched[order], arriving.sum(0))
         combined = torch.empty_like(computed).index_copy(0, order, computed)
-        return all_to_all_single_autograd(combined, sent, received, group)
+        return _Sent.apply(combined, sent, received, group, (COMBINE, DISPATCH))
 
     return forward
+
+
+class _Sent(torch.autograd.Function):
+    """Rows of other ranks, and for their gradients the way back; a trace says which goes to experts, and which back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup, ways: tuple[str, str]
+    ) -> Tensor:
+        """See above; ``ways``: the labels of the two passes."""
+        ctx.back = sent, received, group
+        ctx.way = ways[1]
+        with _labeled(ways[0]):
+            return wait_tensor(all_to_all_single(rows, received, sent, group))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        """See above."""
+        with _labeled(ctx.way):
+            return wait_tensor(all_to_all_single(gradient.contiguous(), *ctx.back)), None, None, None, None
+
+
+def _labeled(name: str) -> AbstractContextManager[Any]:
+    """A label in a trace; nothing in steps that are timed."""
+    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 def _exchange(leaving: Tensor, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
     """How many tokens come from each rank for each expert, by ranks that say how many leave: by a group of tokens'."""
     counts = leaving.to(tokens.device).contiguous()
-    return all_to_all_single(counts, None, None, mesh.get_group()).to(leaving.device)
+    with _labeled(DISPATCH):
+        return all_to_all_single(counts, None, None, mesh.get_group()).to(leaving.device)
 
 
 class Routing:
     """What the routers of a model or a stage keep equal on all ranks, and what they have counted.
-
-    Attributes:
-        totals: How often each expert of each router was chosen in the steps so far, and how many of these choices were
-            dropped, ``[experts + 1]`` by the name of its router.
-        steps: Number of these steps.
-        fullest: The sum over steps of what the fullest rank computed, in tokens over those of the mean rank, the mean
-            over layers; ``None`` where no ranks share experts.
 
     Args:
         module: The model, or a stage.
@@ -159,9 +186,8 @@ class Routing:
         # FSDP has the mean over the copies of an expert, each with the tokens of its group; but a loss is a mean over
         # the ranks of all groups, except that tensor-parallel ranks have shares of one.
         self._scale = dims.tensor / dims.expert
-        self.totals: dict[str, Tensor] = {}
-        self.steps = 0
-        self.fullest: Tensor | None = None
+        self._totals = {name: torch.zeros(part.experts + 1).double() for name, part in self._routers.items()}
+        self._taken = array("d")  # by this rank in each step, for each module of experts: in tokens
         inner = mesh["tensor"]
         self._ranks = mesh.copies.size() * dims.tensor
         self._place = mesh.copies.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
@@ -183,28 +209,43 @@ class Routing:
             for name, router in self._routers.items()
             if router.counts
         }
-        if not counted:
-            return
-        flat = torch.cat([*counted.values(), self._taken(next(iter(counted.values())))])
-        for group in self._groups:
-            dist.all_reduce(flat, group=group)
-        *by_router, taken = flat.split([*(len(one) for one in counted.values()), self._ranks * len(self._experts)])
-        self.steps += 1
-        if len(taken):
-            of_layers = taken.view(len(self._experts), -1)
-            fullest = (of_layers.amax(1) / of_layers.mean(1)).mean()
-            self.fullest = fullest if self.fullest is None else self.fullest + fullest
-        for (name, counts), own in zip(counted.items(), by_router, strict=True):
-            router = self._routers[name]
-            router.balance(own[:-1])
-            router.counts.clear()
-            self.totals[name] = self.totals.get(name, torch.zeros_like(counts, dtype=torch.float64)) + own
-
-    def _taken(self, like: Tensor) -> Tensor:
-        """Tokens that each rank has computed for each module of experts, ``[modules * ranks]``: here this one's."""
-        found = torch.zeros(len(self._experts), self._ranks)
-        for number, layer in enumerate(self._experts):
+        for name, counts in counted.items():
+            self._totals[name] = self._totals[name].to(counts.device) + counts
+            self._routers[name].counts.clear()
+        for layer in self._experts:
             received: list[int] = layer.received  # type: ignore[assignment]
-            found[number, self._place] = sum(received)
+            self._taken.append(sum(received))
             received.clear()
-        return found.flatten().to(like)
+        if balanced := {name: counts[:-1] for name, counts in counted.items() if self._routers[name].balances}:
+            whole = self._of_all_ranks(torch.cat([*balanced.values()]))
+            for name, counts in zip(balanced, whole.split([len(one) for one in balanced.values()]), strict=True):
+                self._routers[name].balance(counts)
+
+    def totals(self) -> dict[str, list[float]]:
+        """How often each expert was chosen in all steps, and how many of these choices were dropped, ``[experts + 1]``.
+
+        By the name of its router. Called in all ranks.
+        """
+        return {name: self._of_all_ranks(counts.clone()).tolist() for name, counts in self._totals.items()}
+
+    def fullest(self) -> float | None:
+        """What the fullest rank computed, in tokens over those of the mean rank: the mean over layers and steps.
+
+        ``None`` where no ranks share experts. Called in all ranks.
+        """
+        if not self._taken:
+            return None
+        device, total = next(iter(self._totals.values())).device, 0.0
+        steps = torch.tensor(self._taken, device=device).view(-1, len(self._experts))
+        for some in steps.split(_AT_ONCE):
+            taken = some.new_zeros(self._ranks, *some.shape)
+            taken[self._place] = some
+            taken = self._of_all_ranks(taken)
+            total += float((taken.amax(0) / taken.mean(0)).sum())
+        return total / len(self._taken)
+
+    def _of_all_ranks(self, counts: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        for group in self._groups:
+            dist.all_reduce(counts, group=group)
+        return counts

@@ -13,7 +13,7 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import conflicts, context, experts, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.comm_volume import CommModel, comm_bytes
+from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
 from ptdbench.parallel.compile import start_afresh
 from ptdbench.parallel.dims import Dims, derive, waiting
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
@@ -140,9 +140,10 @@ class Strategy(Options):
         *,
         recomputes: bool,
         gathers: int = 0,
-    ) -> dict[str, float | None]:
+        forced: bool = False,
+    ) -> dict[str, Size]:
         """Bytes of each collective in a step by formula; see :class:`ptdbench.parallel.comm_volume.CommModel`."""
-        return comm_bytes(CommModel(model, example, layout, self, precision, recomputes, gathers))
+        return comm_bytes(CommModel(model, example, layout, self, precision, recomputes, gathers, forced))
 
     def parts_of_stages(self, model: Model, layout: BatchPlan) -> list[list[str]]:
         """Of each stage of a pipeline the names of the parts that are no repeated layers, such as the head."""

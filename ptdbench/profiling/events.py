@@ -30,6 +30,11 @@ _OPERATIONS = {
     "scatter": "scatter",
 }
 
+#: What of ``all_to_all`` goes to the ranks that have the experts of tokens and comes back from there, in both passes of
+#: a step: labels in a trace, in whose place stand the names of operations of their own.
+DISPATCH, COMBINE = "ptdbench::dispatch", "ptdbench::combine"
+LABELED = {DISPATCH: "dispatch", COMBINE: "combine"}
+
 #: Bytes of an element, by torch's names of types.
 BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
 
@@ -45,7 +50,8 @@ class Call:
     """One operation of communication on this rank.
 
     Attributes:
-        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``broadcast``, ``send``, ...
+        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``dispatch``, ``combine``,
+            ``broadcast``, ``send``, ...
         bytes: Size of its largest tensor.
         start: When it was called, in seconds since the epoch.
         end: When it was done.

@@ -7,13 +7,14 @@ when their group ends, under ``nccl:coalesced`` and under none of them.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ptdbench.profiling.events import BYTES, Call, Event, launches_of, operation_of
+from ptdbench.profiling.events import BYTES, LABELED, Call, Event, launches_of, operation_of
 
 #: Bytes of a GPU that the buffers of a communicator take, an estimate: ``NCCL_BUFFSIZE`` is 4 MiB by NCCL's
 #: documentation, for each neighbor and channel; a ring has two neighbors, and up to 32 channels over NVLink.
@@ -37,14 +38,19 @@ def calls(events: Sequence[Event], kernels: Iterable[Event]) -> list[Call]:
     """
     launches, groups = launches_of(events), list(_groups(events))
     begins = [group.start for group, _ in groups]
+    labels = [event for event in events if event.name in LABELED and event.kind == "user_annotation"]
+    labels_begin = [label.start for label in labels]
     found = []
     for kernel in kernels:
         messages: Sequence[Mapping[str, Any]] = ()
-        if _NAME not in kernel.facts and (moment := launches.get(kernel.facts.get("correlation"))) is not None:
+        moment = launches.get(kernel.facts.get("correlation"), -math.inf)
+        if _NAME not in kernel.facts:
             place = bisect_right(begins, moment) - 1
             if place >= 0 and moment < groups[place][0].end:
                 messages = groups[place][1]
-        found += [_call(kernel, facts) for facts in messages or [kernel.facts]]
+        place = bisect_right(labels_begin, moment) - 1
+        label = labels[place].name if place >= 0 and moment < labels[place].end else ""
+        found += [_call(kernel, facts, label) for facts in messages or [kernel.facts]]
     return found
 
 
@@ -65,8 +71,8 @@ def _groups(events: Sequence[Event]) -> Iterator[tuple[Event, list[Mapping[str, 
             own.pop()
 
 
-def _call(kernel: Event, facts: Mapping[str, Any]) -> Call:
-    """The operation of these facts, carried out by a kernel."""
+def _call(kernel: Event, facts: Mapping[str, Any], label: str) -> Call:
+    """The operation of these facts, carried out by a kernel that was launched under a label."""
     elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
     item = BYTES.get(str(facts.get("dtype", "")).lower(), 1)
     named = str(facts.get(_NAME) or re.sub(r"ncclDevKernel_|nccl(Dev)?Kernel_?", "", kernel.name))
@@ -75,7 +81,7 @@ def _call(kernel: Event, facts: Mapping[str, Any]) -> Call:
     operation = operation_of(named.lstrip("_"))
     other = facts.get({"send": "Dst Rank", "recv": "Src Rank"}.get(operation, ""))
     return Call(
-        operation=operation,
+        operation=LABELED.get(label, operation),
         bytes=elements * item,
         start=kernel.start,
         end=kernel.end,

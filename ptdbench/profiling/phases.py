@@ -14,9 +14,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ptdbench.measure.parts import PHASES
-from ptdbench.profiling.events import POINT_TO_POINT
+from ptdbench.profiling.events import COMBINE, LABELED, POINT_TO_POINT
 from ptdbench.profiling.intervals import Interval, length, union
 from ptdbench.profiling.trace import Trace
+
+#: What ranks wait for that have called these, if not for slower ones: they leave the dispatch together, and compute
+#: their experts until they combine.
+_WAITING = {LABELED[COMBINE]: "experts"}
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,8 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
             exposed[trace.calls[call].operation if call is not None else "unknown"] += end - start
             continue
         assert call is not None
-        point_to_point = trace.calls[call].operation in POINT_TO_POINT
-        seconds["bubble" if point_to_point else "stragglers"] += end - start
+        operation = trace.calls[call].operation
+        seconds["bubble" if operation in POINT_TO_POINT else _WAITING.get(operation, "stragglers")] += end - start
         waited_for[bisect_right(begins, start) - 1][ready[call].last] += end - start
     duration = length(trace.steps)
     seconds["other"] = max(0.0, duration - sum(seconds.values()))  # rounding can make it negative

@@ -19,7 +19,17 @@ from itertools import pairwise
 from pathlib import Path
 
 from ptdbench.profiling import nccl
-from ptdbench.profiling.events import BYTES, POINT_TO_POINT, Call, Event, checked, events_of, launches_of, operation_of
+from ptdbench.profiling.events import (
+    BYTES,
+    LABELED,
+    POINT_TO_POINT,
+    Call,
+    Event,
+    checked,
+    events_of,
+    launches_of,
+    operation_of,
+)
 from ptdbench.profiling.intervals import Interval, intersect, subtract, union
 
 #: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
@@ -208,7 +218,7 @@ def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
             event, within = started[first]
         found.append(
             Call(
-                operation=operation_of(event.name),
+                operation=next((LABELED[name] for name in within if name in LABELED), operation_of(event.name)),
                 bytes=max(_sizes(event) | _sizes(transfer)) * _item_bytes(transfer),
                 start=min(event.start, transfer.start),
                 end=transfer.end,

@@ -131,10 +131,15 @@ class _Counted(Struct):
 
 
 class Communication(_Counted):
-    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks."""
+    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks.
+
+    ``dispatch`` is what goes to the ranks with the experts of tokens, and ``combine`` what comes back, in both passes.
+    """
 
     #: What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is known.
     formula_bytes: Amount | None = None
+    #: The least and the most that ``bytes`` can be, where what is sent is in the data; null otherwise.
+    formula_range: list[Amount] | None = None
     #: What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks, with
     #: this backend and torch; null if it did not, or the operation is not one of all ranks.
     fit_seconds: Amount | None = None
@@ -154,9 +159,10 @@ class Phases(Struct):
     #: Seconds of a step by phase, one number for each rank; the phases of a rank add up to its step. ``data``: waiting
     #: for the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of
     #: ``backward``. ``communication``: exposed, the rank computed nothing meanwhile. ``stragglers``: waiting until the
-    #: last rank of a collective operation had called it. ``bubble``: waiting until another stage of the pipeline had
-    #: called its side of a message. ``host``: a GPU waited for its host to launch the next kernel. ``optimizer``:
-    #: clipping, the optimizer, loss scaling. ``other``: all else.
+    #: last rank of a collective operation had called it. ``experts``: waiting until the last rank had computed its
+    #: experts of a layer. ``bubble``: waiting until another stage of the pipeline had called its side of a message.
+    #: ``host``: a GPU waited for its host to launch the next kernel. ``optimizer``: clipping, the optimizer, loss
+    #: scaling. ``other``: all else.
     ranks: dict[str, list[Amount]] | None = None
     communication: dict[str, Communication] | None = None  #: The operations of communication.
     #: For each rank the seconds of a step in which others waited for it: the mean over the others.

@@ -113,6 +113,7 @@ _RARE = {
     "data": "waiting for the batch",
     "exposed": "communication not overlapped with compute",
     "stragglers": "waiting for slower ranks",
+    "experts": "waiting for the rank with the fullest experts",
     "bubble": "waiting for other stages",
     "host": "the GPU waiting for its host to launch the next kernel",
 }

@@ -20,6 +20,7 @@ from ptdbench.parallel import batch
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.comm_volume import Size
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint
 from ptdbench.parallel.mesh import Mesh
@@ -61,12 +62,21 @@ class TrainingSpec:
         average = self.config.train.ema is not None
         return self.strategy.footprints(self.model, self.layout, self.optimizer, average=average)
 
-    def volume(self) -> dict[str, float | None]:
-        """Return bytes of communication in a step by formula, by operation; only before :meth:`engine`."""
+    def volume(self, *, forced: bool = False) -> dict[str, Size]:
+        """Return bytes of communication in a step by formula, by operation; only before :meth:`engine`.
+
+        With ``forced``, experts are taken in turn, as on virtual GPUs.
+        """
         recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
         gathers = getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
         return self.strategy.volume(
-            self.model, self.layout, self.data.example(), precision, recomputes=recomputes, gathers=gathers
+            self.model,
+            self.layout,
+            self.data.example(),
+            precision,
+            recomputes=recomputes,
+            gathers=gathers,
+            forced=forced,
         )
 
     def parts_of_stages(self) -> list[list[str]] | None:

@@ -23,6 +23,7 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
 from ptdbench.measure.parts import PHASES
+from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, trace
 from ptdbench.profiling.phases import Partition, partition
 from ptdbench.profiling.profiler import operations, profiled
@@ -48,7 +49,7 @@ class Expected:
         parts: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
     """
 
-    volume: Mapping[str, float | None] = field(default_factory=dict)
+    volume: Mapping[str, Size] = field(default_factory=dict)
     parts: Sequence[Sequence[str]] | None = None
 
 
@@ -57,7 +58,7 @@ def expect(job: Job) -> Expected:
     training = job.training
     if not job.world.is_first or not job.spec.config.profile.steps:
         return Expected()
-    return Expected(training.volume(), training.parts_of_stages())
+    return Expected(training.volume(forced=bool(job.spec.virtual)), training.parts_of_stages())
 
 
 def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected: Expected) -> dict[str, Any] | None:
@@ -97,7 +98,9 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     fields = {**_fields(of_ranks, timed), **_pipeline(job), "stage_parts": expected.parts}
     fields["stage_links"] = getattr(loop.engine, "links", None)
     for operation, sent in fields["communication"].items():
-        sent["formula_bytes"] = expected.volume.get(operation)
+        size = expected.volume.get(operation)
+        sent["formula_bytes"] = None if isinstance(size, tuple) else size
+        sent["formula_range"] = [*size] if isinstance(size, tuple) else None
         sent["fit_seconds"] = _fit_seconds(job, operation, sent["calls"], sent["bytes"])
     return {**fields, "pass_seconds": time.perf_counter() - started}
 

@@ -16,7 +16,7 @@ def field(job: Job, loop: StepLoop) -> dict[str, Any] | None:
         return None
     of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
     counts = {name: numbers for of_rank, _ in of_ranks for name, numbers in of_rank.items()}
-    if not counts:
+    if not any(map(any, counts.values())):  # no experts, or no steps
         return None
     fullest = [ratio for _, of_rank in of_ranks for ratio in of_rank]
     return {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ptdbench.launch.collect import gather
 from ptdbench.parallel.ring import RingAttention
-from ptdbench.profiling.events import POINT_TO_POINT, Call
+from ptdbench.profiling.events import LABELED, POINT_TO_POINT, Call
 from ptdbench.profiling.phases import Ready
 from ptdbench.profiling.trace import UPDATE
 
@@ -35,6 +35,8 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         return next(iter(named), None)  # NCCL shortens a long list of ranks
     if call.operation in POINT_TO_POINT:
         name = "pipeline"
+    elif call.operation in LABELED.values():
+        name = "expert"
     elif call.operation == "all_to_all" or any(caller.startswith(RingAttention.__name__) for caller in call.within):
         name = "context"
     elif any(caller.startswith("FSDP::") for caller in call.within):
@@ -108,8 +110,8 @@ def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
         if call.operation in POINT_TO_POINT and call.peer is not None:
             sender, receiver = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
             kind = (f"{call.group or ''} {sender} to {receiver}", 0)
-        else:
-            kind = (call.operation, call.bytes)
+        else:  # of what goes to experts each rank has another size
+            kind = (call.operation, 0 if call.operation in LABELED.values() else call.bytes)
         counts[kind] += 1
         yield (*kind, counts[kind])
 

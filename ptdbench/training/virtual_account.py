@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
+from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import profiler, trace
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
@@ -45,7 +46,7 @@ class _Own:
     reason: str | None = None
 
 
-def account(job: Job, loop: StepLoop, volume: Mapping[str, float | None]) -> dict[str, Any] | None:
+def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, Any] | None:
     """Take a step to look at the host, and one under the profiler; called in all ranks that are there.
 
     Args:
@@ -82,7 +83,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, float | None]) -> dic
             operation: {
                 "calls": fmean(one.messages.get(operation, (0.0, 0.0))[0] for one in owns),
                 "bytes": fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns) or None,
-                "formula_bytes": volume.get(operation),
+                "formula_bytes": None if isinstance(size := volume.get(operation), tuple) else size,
             }
             for operation in operations
         },

@@ -78,20 +78,29 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "context that recomputes": (Strategy(replicate=2, context=2), {"activations": Recompute()}),
     "llama in bf16": (Strategy(shard="auto", tensor=2), {"precision": "bf16"}),
     "llama with context": (Strategy(shard=2, context=2), {}),
-    "experts": (Strategy(shard="auto", expert=2), {"micro_batch": 1}),
-    "experts in replicas": (Strategy(replicate=2, shard=2, expert=2), {"precision": "bf16"}),
-    "experts and tensor": (Strategy(shard=2, tensor=2, expert=4, sequence=True), {}),
+    "experts in turn": (Strategy(shard="auto", expert=2), {"micro_batch": 1}),
+    "experts in turn and stages": (Strategy(shard=2, expert=2, pipeline=2), {"precision": "bf16"}),
+    "experts in turn and context": (Strategy(shard=2, context=2, expert=4), {}),
+    "experts chosen": (Strategy(shard="auto", expert=4), {"micro_batch": 1}),
+    "experts chosen that recompute": (Strategy(shard="auto", expert=2), {"activations": Recompute()}),
+    "experts chosen in replicas": (Strategy(replicate=2, shard=2, expert=2), {"precision": "bf16"}),
+    "experts chosen and tensor": (Strategy(shard=2, tensor=2, expert=4, sequence=True), {}),
 }  # fmt: skip
 
 #: What has no exact formula.
 UNKNOWN = {
     "powersgd": {"all_reduce"},
     "stages in shards": {"all_gather"},
+    "experts in turn and stages": {"all_gather"},
     "tensor by muon": {"all_gather"},
     "context that recomputes": {"all_to_all"},
     "ring that recomputes": {"all_gather"},
-    **{name: {"all_to_all"} for name in ("experts", "experts in replicas", "experts and tensor")},
 }
+
+_MOE = partial(
+    MoE, layers=2, heads=4, key_value_heads=2, width=16, experts=4, active=2, expert_hidden=8,
+    sequence_length=8, vocabulary=42,
+)  # fmt: skip
 
 #: The models of cases whose names begin so, on the meta device, and their data; of others a GPT.
 MODELS: dict[str, Any] = {
@@ -99,21 +108,11 @@ MODELS: dict[str, Any] = {
         partial(ResNet, depth=18, classes=10, image_size=32, stem="small"),
         partial(SyntheticImages, classes=10, image_size=32, channels_last=False),
     ),
-    "experts": (
-        partial(
-            MoE,
-            layers=2,
-            heads=4,
-            key_value_heads=2,
-            width=16,
-            experts=4,
-            active=2,
-            expert_hidden=8,
-            sequence_length=8,
-            vocabulary=42,
-        ),
+    "experts in turn": (
+        partial(_MOE, router={"balance": "forced"}),
         partial(SyntheticTokens, sequence_length=8, vocabulary=42),
     ),
+    "experts": (_MOE, partial(SyntheticTokens, sequence_length=8, vocabulary=42)),
     "llama": (
         partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=8, vocabulary=42),
         partial(SyntheticTokens, sequence_length=8, vocabulary=42),
@@ -184,6 +183,10 @@ def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
     sent = {operation: sum(one[name][1][operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}
     unknown = {operation for operation, size in by_formula.items() if size is None}
     assert unknown == UNKNOWN.get(name, set())
+    between = {operation: size for operation, size in by_formula.items() if isinstance(size, tuple)}
+    assert between.keys() == ({"dispatch", "combine"} if "chosen" in name else set())
+    assert all(low < sent[operation] < high for operation, (low, high) in between.items())
+    unknown |= between.keys()
     assert sent == by_formula | {operation: sent[operation] for operation in unknown}
 
 

@@ -1,28 +1,31 @@
 """Mistakes that frameworks have made with experts, put into the program: each is seen in its losses or norms.
 
-What stands here is what ``docs/experts.md`` has as a table.
+What stands here is what ``docs/mistakes.md`` has as a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 
 from ptdbench.models.experts import Experts, Router
-from ptdbench.parallel import context, engine, tensor
+from ptdbench.parallel import context, engine, experts, tensor
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.pipeline import pipelined as pipeline
-from tests.parallel.ranks import each, on_ranks
-from tests.parallel.test_experts import by_hand, laid_out
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.profiling.events import COMBINE
+from tests.parallel.oracle import Mistakes, is_on, of
+from tests.parallel.ranks import each, mesh_of, on_ranks
+from tests.parallel.test_experts import LAYOUTS, by_hand, laid_out
 
 _init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin
-_compute, _route, _choose, _balance = Experts.forward, Router.forward, Router._choose, Router.balance
+_compute, _route, _sort, _balance = Experts.forward, Router.forward, Router._sort, Router.balance
+_sent, _back, _of_all_ranks, _placed = experts._Sent.apply, experts._Sent.backward, experts._of_all_ranks, tensor.placed
 
 
 def after_init(**values: Any) -> AbstractContextManager[Any]:
@@ -34,10 +37,6 @@ def after_init(**values: Any) -> AbstractContextManager[Any]:
             setattr(self, name, value(self))
 
     return patch.object(Routing, "__init__", init)
-
-
-def of(owner: Any, name: str, wrong: Callable[..., Any]) -> AbstractContextManager[Any]:
-    return patch.object(owner, name, wrong)
 
 
 def without_experts(parameters: Any) -> torch.Tensor:
@@ -69,6 +68,34 @@ def of_the_neighbor(self: Experts, tokens: torch.Tensor, counts: torch.Tensor) -
     return _compute(self, tokens, counts.roll(1))
 
 
+def sent_wrongly(rows: torch.Tensor, *how: Any) -> torch.Tensor:
+    """What comes back from experts is another token's."""
+    found = _sent(rows, *how)
+    return found.roll(1, 0) if how[-1][0] == COMBINE else found
+
+
+def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
+    found, *others = _back(ctx, gradient)
+    return torch.zeros_like(found) if ctx.way == COMBINE else found, *others
+
+
+def to_copies(mesh: Any, *how: Any) -> Any:
+    """Tokens go to the ranks with the same experts, of which there are as many."""
+    return _of_all_ranks(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).refolds["expert"]["expert_copies"], *how)
+
+
+def of_the_first(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The experts of the first rank on all of them."""
+    if values.dim() == 3 and isinstance(meta, DTensor):
+        values = values.roll(meta.device_mesh.get_local_rank() * len(meta.to_local()), 0)
+    return _placed(meta, values)
+
+
+def dropped(self: Router, chosen: torch.Tensor) -> Any:
+    with patch.object(self, "capacity", 1.0):
+        return _sort(self, chosen)
+
+
 def not_whole(self: Any, module: torch.nn.Module, device_mesh: Any) -> torch.nn.Module:
     for part in module.modules():
         tensor.spread(part, device_mesh, Replicate(), Replicate())
@@ -91,7 +118,7 @@ def backwards(self: Router, counts: torch.Tensor) -> None:
 
 
 #: By what is wrong: the mistake, and the layout and the balance in which it matters.
-MISTAKES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] = {
+MISTAKES: Mistakes = {
     "gradients of experts times the degree": (lambda: after_init(_scale=lambda _: 1.0), "shards", "loss"),
     "gradients of experts halved": (lambda: after_init(_scale=lambda it: it._scale / 2), "replicas", "loss"),
     "their scale without the tensor degree": (
@@ -101,24 +128,29 @@ MISTAKES: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]] 
     "auxiliary loss without copies": (lambda: after_init(_groups=lambda it: it._groups[1:]), "tensor", "loss"),
     "auxiliary loss without tensor ranks": (lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
     "auxiliary loss times the tensor degree": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
-    "auxiliary loss by micro-batch": (lambda: of(Router, "pull", by_micro_batch), "shards", "loss"),
-    "auxiliary loss without its share of a step": (lambda: of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
-    "stale loads": (lambda: of(Router, "balance", lambda *_: None), "shards", "loss"),
+    "auxiliary loss by micro-batch": (of(Router, "pull", by_micro_batch), "shards", "loss"),
+    "auxiliary loss without its share of a step": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
+    "stale loads": (of(Router, "balance", lambda *_: None), "shards", "loss"),
     "choices of shape inference counted": (lambda: after_init(_passes=lambda _: 100), "pipeline", "loss"),
     "choices of one micro-batch counted": (lambda: after_init(_passes=lambda _: 1), "pipeline", "loss"),
-    "a norm without experts": (lambda: of(engine, "norm_of", without_experts), "shards", "loss"),
-    "a norm of own experts": (lambda: of(engine, "norm_of", of_own_experts), "shards", "loss"),
-    "a norm without experts in stages": (lambda: of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
-    "the last token lost": (lambda: of(Experts, "forward", lost), "context", "loss"),
-    "the first token twice": (lambda: of(Experts, "forward", twice), "shards", "loss"),
-    "another expert's tokens": (lambda: of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
-    "summands of routers taken for sums": (lambda: of(tensor._Each, "_apply", not_whole), "tensor", "loss"),
+    "a norm without experts": (of(engine, "norm_of", without_experts), "shards", "loss"),
+    "a norm of own experts": (of(engine, "norm_of", of_own_experts), "shards", "loss"),
+    "a norm without experts in stages": (of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
+    "the last token lost": (of(Experts, "forward", lost), "context", "loss"),
+    "the first token twice": (of(Experts, "forward", twice), "shards", "loss"),
+    "another expert's tokens": (of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
+    "the results of other tokens": (of(experts._Sent, "apply", sent_wrongly), "shards", "loss"),
+    "gradients that do not come back": (of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
+    "tokens to the ranks with the same experts": (of(experts, "_of_all_ranks", to_copies), "shards", "loss"),
+    "the first rank's experts drawn on all": (of(tensor, "placed", of_the_first), "shards", "loss"),
+    "tokens dropped beyond a fair share": (of(Router, "_sort", dropped), "shards", "loss"),
+    "summands of routers taken for sums": (of(tensor._Each, "_apply", not_whole), "tensor", "loss"),
     "summands of whole experts taken for sums": (
-        lambda: of(tensor._Each, "_apply", not_whole), "tensor without FSDP", "loss"),
-    "weights of the chosen not normalized": (lambda: of(Router, "forward", unnormalized), "shards", "loss"),
-    "a bias that moves with the load": (lambda: of(Router, "balance", backwards), "shards", "bias"),
+        of(tensor._Each, "_apply", not_whole), "tensor without FSDP", "loss"),
+    "weights of the chosen not normalized": (of(Router, "forward", unnormalized), "shards", "loss"),
+    "a bias that moves with the load": (of(Router, "balance", backwards), "shards", "bias"),
     "a bias by rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),
-    "positions of a share": (lambda: of(context, "_number", lambda _p, _m, arguments: arguments), "context", "forced"),
+    "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context", "forced"),
 }  # fmt: skip
 
 
@@ -140,3 +172,7 @@ def test_each_mistake_is_seen():
         if of_first[name,] == [pytest.approx(step, rel=1e-5) for step in expected[balance]]
     ]
     assert unseen == []
+
+
+def test_the_page_lists_them():
+    assert is_on("mistakes.md", MISTAKES)

@@ -15,8 +15,8 @@ def test_the_phases_add_up_to_the_step():
     found = partition(made([(6.0, 8.0)], [Call("all_reduce", 8, 5.0, 7.5)], phases), [Ready(5.0)])
     assert list(found.seconds) == list(PHASES)
     assert found.seconds == {
-        "data": 1, "forward": 2, "backward": 3, "communication": 2, "stragglers": 0, "bubble": 0, "host": 0,
-        "optimizer": 1, "other": 1,
+        "data": 1, "forward": 2, "backward": 3, "communication": 2, "stragglers": 0, "experts": 0, "bubble": 0,
+        "host": 0, "optimizer": 1, "other": 1,
     }  # fmt: skip
 
 
@@ -38,6 +38,12 @@ def test_each_step_has_its_own_waits():
 def test_waiting_for_another_stage_is_a_bubble():
     found = partition(made([(2.0, 6.0)], [Call("recv", 8, 2.0, 6.0, peer=0)]), [Ready(5.5, last=0)])
     assert (found.seconds["bubble"], found.seconds["communication"]) == (3.5, 0.5)
+
+
+def test_waiting_for_what_comes_back_from_experts_is_for_the_fullest():
+    calls = [Call("dispatch", 8, 0.0, 2.0), Call("combine", 8, 3.0, 8.0)]
+    found = partition(made([(0.0, 2.0), (3.0, 8.0)], calls), [Ready(1.0, last=1), Ready(7.0, last=1)])
+    assert (found.seconds["stragglers"], found.seconds["experts"], found.seconds["communication"]) == (1, 4, 2)
 
 
 def test_communication_behind_computation_is_not_exposed():

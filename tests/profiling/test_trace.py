@@ -165,6 +165,25 @@ def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
     assert found == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
 
 
+def test_what_nccl_sends_to_experts_is_named_by_the_label_under_which_it_was_launched(read):
+    facts = {"Collective name": "all_to_allv", "dtype": "Float", "In msg nelems": 6, "Process Group Ranks": "[0, 1]"}
+
+    def launched(at, number):
+        return event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=number)
+
+    def kernel(start, number):
+        return event("ncclDevKernel_SendRecv(...)", start, start + 1, "kernel", 5, correlation=number, **facts)
+
+    happened = [
+        event("ptdbench::dispatch", 1, 1.5, "user_annotation"), launched(1.2, 1), launched(1.6, 2),
+        event("ptdbench::combine", 2, 2.5, "user_annotation"), launched(2.2, 3),
+        kernel(3, 1), kernel(4, 2), kernel(5, 3),
+        event("ptdbench::combine", 3, 4.5, "gpu_user_annotation", 5),
+    ]  # fmt: skip
+    calls = read(*step(0, 1, 8, 10), *happened, device="cuda").calls
+    assert [call.operation for call in calls] == ["dispatch", "all_to_all", "combine"]
+
+
 def test_what_follows_the_backward_pass_is_no_wait(read):
     """A step that pauses between backward pass and optimizer, and again before its first operation."""
     found = read(*step(0, 1, 5, 60), event(BACKWARD, 1, 4), *reduced(4.5), event("aten::add_", 55, 56))

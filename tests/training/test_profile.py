@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 from ptdbench.data.feed import Feed
 from ptdbench.measure.parts import PHASES
 from ptdbench.models.decoder import Decoder
+from ptdbench.models.experts import Experts
 from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import Stage
@@ -106,6 +107,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "data": (Feed, "_next_batch", asleep),
     "forward": (Decoder, "forward", asleep),
     "stage": (Stage, "forward", asleep),
+    "experts": (Experts, "forward", asleep),
     "ring": (ring, "kernel", asleep),
     "optimizer": (Update, "__call__", asleep),
     "collective": (apply, "replicate", slow_replicate),
@@ -218,6 +220,19 @@ def test_a_ring_waits_for_its_slowest_rank(tmp_path):
     layout = ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"]
     found = slowed(tmp_path, *layout, place="ring", ranks=[1])
     assert found[0].waited(True, ["all_gather", "all_to_all"], last=1) > MOST * found[0].waits
+
+
+def test_slow_experts_are_waited_for_where_they_combine(tmp_path):
+    """Only real ranks send by labels, differently many, and call by the host's order."""
+    options = ["parallel=ep", "model.experts=4", "model.expert_hidden=8", "model.key_value_heads=2"]
+    found = slowed(tmp_path, "model=moe_tiny", *options, place="experts", ranks=[1])
+    assert found[0].waited(True, ["combine"], last=1) > MOST * found[0].waits
+    record = record_of(tmp_path)["phases"]
+    slept = SLEEP * record["step_seconds"] / record["profiled_step_seconds"]
+    assert record["ranks"]["experts"][0] > MOST * slept
+    for operation in ("dispatch", "combine"):
+        low, high = record["communication"][operation]["formula_range"]
+        assert low <= record["communication"][operation]["bytes"] <= high
 
 
 @cases("schedule", ["1f1b", "interleaved1f1b"], daily=["1f1b"])  # of the latter messages are awaited long after

@@ -5,7 +5,7 @@ const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "x"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 // Waiting has a pattern.
-const PATTERNS = { data: ".", communication: "/", stragglers: "\\", bubble: "x", host: "+" };
+const PATTERNS = { data: ".", communication: "/", stragglers: "\\", experts: "-", bubble: "x", host: "+" };
 
 const INK = "#1f2328";
 const GRID = "#e4e8ec";

@@ -1,0 +1,270 @@
+"""Mistakes of layouts without experts, put into the program: each is seen in its losses or norms.
+
+What stands here is what ``docs/mistakes.md`` has as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.nn.utils import get_total_norm
+
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialize import materialize
+from ptdbench.parallel import apply, context, engine, fsdp, tensor, zero
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.engine import Accumulating, LaidOutModule
+from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.pipeline import pipelined
+from ptdbench.parallel.strategy import Strategy
+from tests.parallel.oracle import Mistakes, after, is_on, nothing, of
+from tests.parallel.ranks import each, mesh_of, on_ranks
+from tests.parallel.ten_steps import STEPS, tokens
+
+SAMPLES, LENGTH = 8, 8
+
+#: By name: the options of a layout on four ranks, and the samples of a micro-batch.
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "replicas": ({"replicate": 4}, 1),
+    "shards": ({"shard": 4}, 2),
+    "shards in replicas": ({"replicate": 2, "shard": 2}, 4),
+    "zero1": ({"replicate": 4, "optimizer": "zero1"}, 2),
+    "tensor": ({"tensor": 2, "replicate": 2}, 4),
+    "sequence": ({"tensor": 2, "shard": 2, "sequence": True}, 4),
+    "context": ({"context": 2, "replicate": 2}, 4),
+    "ring": ({"context": 2, "replicate": 2, "context_method": "ring"}, 4),
+    "pipeline": ({"pipeline": 2, "replicate": 2, "microbatches": 2}, 2),
+}
+
+
+def model() -> GPT:
+    """On the meta device; its two stages have a weight in common."""
+    with torch.device("meta"):
+        return GPT(layers=2, heads=4, width=16, sequence_length=LENGTH, vocabulary=20)
+
+
+def sgd(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD((weight for _, weight in weights), lr=0.1, momentum=0.9)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """``[samples, length]``; inputs and targets."""
+    return tuple(torch.cat([tokens(SAMPLES, step + k), tokens(SAMPLES, step + k + 3)], 1)[:, :LENGTH] for k in (0, 7))
+
+
+def by_hand() -> list[list[float]]:
+    """Losses and norms of gradients without any of what lays a model out."""
+    found, whole = [], model()
+    materialize(whole, whole, device="cpu", seed=0)
+    optimizer = sgd(whole.named_parameters())
+    for step in range(STEPS):
+        loss = whole(*batch(step))
+        loss.backward()
+        found.append([loss.item(), get_total_norm([weight.grad for weight in whole.parameters()]).item()])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert abs(found[-1][0] / found[0][0] - 1) > 1e-2
+    return found
+
+
+def dims_of(layout: str) -> Any:
+    return Strategy(**LAYOUTS[layout][0]).dims(4)
+
+
+def laid_out(layout: str, mistake: str) -> list[list[float]]:
+    """In each of four ranks: the same under a layout, by a program with a mistake, or by the right one."""
+    options, micro_batch = LAYOUTS[layout]
+    strategy, dims = Strategy(**options), dims_of(layout)
+    plan, mesh, found = strategy.layout(dims, SAMPLES, micro_batch), mesh_of(dims), []
+    with MISTAKES[mistake][0]() if mistake else nothing():
+        laid = strategy(model(), apply.Setting(mesh, plan, torch.device("cpu")))
+        optimizer = laid.optimizer(sgd)
+        for step in range(STEPS):
+            first, beyond = (row - step * SAMPLES for row in plan.rows(step, mesh.batch.get_local_rank()))
+            inputs, targets = batch(step)
+            loss = laid.gradients(inputs[first:beyond], targets[first:beyond], lambda loss: loss)
+            dist.all_reduce(loss)
+            found.append([loss.item() / dims.batch, laid.gradient_norm().item()])
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def changed(part: LaidOutModule, **fields: Any) -> LaidOutModule:
+    return replace(part, **fields)
+
+
+def added_up(part: LaidOutModule) -> LaidOutModule:
+    def add(_, bucket):  # torch wants annotations that are no strings, or none
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    part.runner.register_comm_hook(None, add)
+    return part
+
+
+def last_alone(part: LaidOutModule) -> LaidOutModule:
+    """The gradients of each micro-batch replace those before it."""
+
+    @contextmanager
+    def deferred() -> Iterator[None]:
+        with part.deferred():
+            yield
+        part.module.zero_grad()
+
+    return replace(part, deferred=deferred)
+
+
+def of_each(how: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Does something with what FSDP has sharded."""
+
+    def done(module: Any) -> Any:
+        how(module)
+        return module
+
+    return done
+
+
+def undivided(module: Any) -> None:
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)  # the other way is NCCL's
+
+
+def scaled(by: float) -> Callable[..., Tensor]:
+    """Gradients of a loss that is larger than it is."""
+    original = Accumulating.gradients
+    return lambda self, inputs, targets, scale: original(self, inputs, targets, lambda loss: by * scale(loss))
+
+
+def of_own_shards(parameters: Any) -> Tensor:
+    return get_total_norm([weight.grad.to_local() for weight in parameters])
+
+
+def of_next(group: Any, weights: Any, size: int, owner: int = 0) -> None:
+    _broadcast(group, weights, size, (owner + 1) % dist.get_world_size(group))
+
+
+def by_rank(draw: Callable[..., None], *arguments: Any, **options: Any) -> None:
+    draw(*arguments, **options | {"seed": dist.get_rank()})
+
+
+def unsummed(_layouts: Any, _local: bool, _module: nn.Module, outputs: DTensor, _mesh: Any) -> Tensor:
+    return outputs.to_local()
+
+
+class Kept(torch.autograd.Function):
+    """Hands over a stream whose gradient each rank keeps a summand of."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, mesh: Any) -> Tensor:
+        return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return gradient.to_local(), None
+
+
+def taken_for_sums(self: Any, module: nn.Module, device_mesh: Any) -> nn.Module:
+    for part in module.modules():
+        tensor.spread(part, device_mesh, Replicate(), Replicate())
+    module.register_forward_hook(partial(self._hand_over, device_mesh))
+    return module
+
+
+def of_other_rows(module: nn.Module, mesh: Any, look_up: Callable[[Tensor], Tensor]) -> Any:
+    rows, right = len(module.weight), _rows(module, mesh, look_up)
+    return lambda tokens: right((tokens + rows) % (rows * mesh.size()))
+
+
+_broadcast = dist._broadcast_coalesced
+_rows, _over_ranks, _share = tensor._Embedding._of_own_rows, tensor._over_ranks, pipelined.Pipelined._share_of_loss
+
+
+def of_share(share: Tensor, mesh: Any, how: str) -> Tensor:
+    return share if how == "sum" else _over_ranks(share, mesh, how)
+
+
+def swapped(found: Tensor) -> Tensor:
+    """Of two ranks, what each has sent taken for the other's."""
+    return torch.cat(found.tensor_split(2)[::-1])
+
+
+def without_others(self: Any) -> Tensor:
+    return engine.norm_of(self.module.parameters())
+
+
+def counted_twice(self: Any) -> Tensor:
+    square = engine.norm_of(self.module.parameters()).square()
+    dist.all_reduce(square, group=self._group)
+    return square.sqrt()
+
+
+def more_than_a_share(self: Any, loss: Tensor, targets: Tensor) -> Tensor:
+    return _share(self, loss, targets) * self._layout.microbatches
+
+
+def batch_for_copies() -> Any:
+    mesh: Mesh = mesh_of(dims_of("context"))
+    return of(mesh, "copies", mesh.batch)()
+
+
+#: By what is wrong: the mistake, and the layout in which it matters.
+MISTAKES: Mistakes = {
+    "gradients of replicas not averaged": (
+        after(apply, "replicate", lambda part: changed(part, runner=part.module, deferred=nullcontext)), "replicas"),
+    "gradients of replicas added up": (after(apply, "replicate", added_up), "replicas"),
+    "only the last micro-batch counted": (after(apply, "replicate", last_alone), "replicas"),
+    "micro-batches added up": (of(Accumulating, "gradients", scaled(2)), "replicas"),
+    "gradients of the step before left": (of(torch.optim.SGD, "zero_grad", lambda _: None), "replicas"),
+    "the same samples on each replica": (
+        of(BatchPlan, "rows", lambda self, step, _: (step * SAMPLES, step * SAMPLES + self.replica_batch)), "replicas"),
+    "gradients of shards added up": (
+        after(fsdp, "fully_shard", of_each(undivided)), "shards"),
+    "stale whole weights": (
+        after(fsdp, "fully_shard", of_each(lambda it: it.set_reshard_after_backward(False))), "shards"),
+    "a norm of own shards": (of(engine, "norm_of", of_own_shards), "shards"),
+    "weights drawn by rank": (of(apply, "materialize", partial(by_rank, apply.materialize)), "shards"),
+    "copies of shards not averaged": (
+        after(fsdp, "fully_shard", of_each(lambda it: it.set_requires_all_reduce(False))), "shards in replicas"),
+    "updated weights not sent": (of(zero.Zero1, "share", lambda _: None), "zero1"),
+    "updated weights sent by another than their owner": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
+    "outputs of cut layers not added up": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
+    "gradients of the stream not added up": (
+        of(tensor._Entry, "_hand_over", lambda _, mesh, _module, _inputs, output: Kept.apply(output, mesh)), "tensor"),
+    "another rank's rows of the embedding": (
+        of(tensor._Embedding, "_of_own_rows", staticmethod(of_other_rows)), "tensor"),
+    "a loss of a share of the vocabulary": (of(tensor, "_over_ranks", of_share), "tensor"),
+    "summands of norms taken for sums": (of(tensor._Entry, "_apply", taken_for_sums), "sequence"),
+    "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
+    "positions in the order of other ranks": (after(context, "all_to_all_single_autograd", swapped), "context"),
+    "gradients averaged over samples alone": (batch_for_copies, "context"),
+    "a ring's positions in one piece": (of(context, "_is_paired", lambda _: False), "ring"),
+    "gradients of a shared weight not added up": (of(pipelined, "add_up_shared", lambda *_: None), "pipeline"),
+    "a shared weight twice in the norm": (of(pipelined.Pipelined, "gradient_norm", counted_twice), "pipeline"),
+    "a norm of own stages": (of(pipelined.Pipelined, "gradient_norm", without_others), "pipeline"),
+    "micro-batches of stages added up": (of(pipelined.Pipelined, "_share_of_loss", more_than_a_share), "pipeline"),
+}  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_each_mistake_is_seen_and_none_in_the_right_program():
+    right = [(layout, "") for layout in LAYOUTS]
+    (of_first, *_) = on_ranks(4, each, laid_out, right + [(layout, name) for name, (_, layout) in MISTAKES.items()])
+    expected = [pytest.approx(step, rel=1e-5) for step in by_hand()]
+    assert {name for _, name in (case for case, numbers in of_first.items() if numbers == expected)} == {""}
+    assert [case for case in right if of_first[case] != expected] == []
+
+
+def test_the_page_lists_them():
+    assert is_on("mistakes.md", MISTAKES)
