@@ -25,6 +25,7 @@ import torch
 from ptdbench import ending
 from ptdbench.job import Job, Workload
 from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvous, settings
+from ptdbench.launch.steps import Steps
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.measure import memory, tf32
@@ -73,13 +74,34 @@ def run(
             _run(directory, config, known, heading)
         finally:
             if sweep and is_first_rank(os.environ):
-                written = store.load_record(directory)
-                if not record.is_open(written):
-                    store.append_result(sweep, written)
+                _add_result(sweep, directory)
     except OSError as error:  # of the run itself only what it could not write comes here
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
         echo(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
         raise SystemExit(1) from None
+
+
+def find_micro_batch(directory: Path, steps: Steps) -> bool:
+    """Find the micro-batch of the run of a directory by steps of the job whose script this process is.
+
+    The ranks that the script starts next find it in the record.
+
+    Returns:
+        Whether there is one; else the run has failed, and its record says why.
+    """
+    config, sweep = of_record(store.load_record(directory)), ledger.sweep_of(directory)
+    attempt = _open_record(config, Attempt(directory, uuid.uuid4().hex))
+    found = _find_micro_batch(config, attempt, Heading(labels.name(attempt.draft or {})), steps)
+    if found is None and sweep:
+        _add_result(sweep, directory)
+    return found is not None
+
+
+def _add_result(sweep: Path, directory: Path) -> None:
+    """Add the record of a run that has ended to its sweep's results."""
+    written = store.load_record(directory)
+    if not record.is_open(written):
+        store.append_result(sweep, written)
 
 
 def _run(directory: Path, config: Config, known: Summary | None, heading: Heading | None) -> None:
@@ -99,6 +121,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
             rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
             devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
             with crash.kept(failure.crash_file(attempt.failures, world.rank)):
+                config = micro_batch.as_found(config, store.earlier_record(directory))
                 spec = _specify(config, world, watch)
             known = spec.summary
         else:
@@ -119,20 +142,23 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
     if known.warning:
         echo(known.warning, sys.stderr)
     if micro_batch.is_sought(config):
-        found = _find_micro_batch(config, attempt, heading)
+        found = _find_micro_batch(config, attempt, heading, None)
         if found is None:
             return
         config, known = found.config, found.summary
     _start_ranks(config, known.world_size, attempt, watch, heading)
 
 
-def _find_micro_batch(config: Config, attempt: Attempt, heading: Heading) -> micro_batch.Found | None:
+def _find_micro_batch(
+    config: Config, attempt: Attempt, heading: Heading, steps: Steps | None
+) -> micro_batch.Found | None:
     """Find the micro-batch of a run, which goes on as if that had been asked for; ``None`` if the run has failed."""
 
     def note(field: Mapping[str, Any]) -> None:
         attempt.amend(lambda written: written | {"micro_batch": field}, durable=False)
 
-    finder = micro_batch.Finder(attempt.directory, config, heading, _run, note)
+    carry_out = partial(_in_step, steps) if steps else _run
+    finder = micro_batch.Finder(attempt.directory, config, heading, carry_out, note, steps)
     earlier = ((attempt.draft or {}).get("micro_batch") or {}).get("found")
     try:
         found = (finder.given(earlier) if earlier else None) or finder.find()
@@ -145,6 +171,17 @@ def _find_micro_batch(config: Config, attempt: Attempt, heading: Heading) -> mic
     fields = dict(found.summary.fields) | ({} if found.field["found"] == earlier else {"micro_batch": found.field})
     attempt.amend(lambda written: written | fields)
     return found
+
+
+def _in_step(steps: Steps, directory: Path, config: Config, known: Summary, heading: Heading) -> None:
+    """Have ranks of a job carry out a run, and say so in its record if they end without a word."""
+    store.write_record(directory, record.begin(config.resolved, directory, {}) | dict(known.fields))
+    echo(f"{heading}", sys.stderr)
+    status = steps.start(directory)
+    written = store.load_record(directory)
+    if record.is_open(written):
+        cause = failure.of_launcher("Gone", f"its step ended with exit status {status} and without a result")
+        store.write_record(directory, record.failed(written, cause))
 
 
 def _prepare_data(config: Config, heading: Heading | None) -> None:

@@ -357,3 +357,15 @@ class TestRepeats:
 
 def ended(record: dict[str, Any]) -> float:
     return (Path(record["directory"]) / "record.json").stat().st_mtime
+
+
+@pytest.mark.thorough
+def test_the_script_of_a_job_finds_the_micro_batch_by_steps_on_both_nodes(submit, tmp_path):
+    """Nothing cheaper has srun start ranks again and again within a job."""
+    done = submit(*TOY, "cluster.nodes=2", "cluster.ranks_per_node=1", "train.micro_batch=max", timeout=400)
+    assert done.returncode == 0, done.stderr
+    (written,) = records(tmp_path)
+    assert (written["status"], written["launcher"], written["nodes"]) == ("ok", "srun", ["n1", "n2"])
+    assert written["layout"]["micro_batch"] == written["micro_batch"]["found"] == 8
+    tries = [json.loads(path.read_text()) for path in sweep(tmp_path).glob("*/tries/*/record.json")]
+    assert [(one["status"], one["nodes"]) for one in tries] == [("ok", ["n1", "n2"])] * 2

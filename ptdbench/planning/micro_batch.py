@@ -7,13 +7,14 @@ whoever of them was out of memory, and none of them decides anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
+from ptdbench.launch.steps import Steps
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning import steps
 from ptdbench.planning.search import Search, Try
@@ -22,8 +23,8 @@ from ptdbench.records import store
 from ptdbench.report.display import Heading
 from ptdbench.report.reason import reason
 from ptdbench.setup import checks, run_spec
-from ptdbench.setup.config import Config
-from ptdbench.setup.run_spec import Summary
+from ptdbench.setup.config import Config, Slurm
+from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.units import gib_text
 
 #: Carries out the run of a directory.
@@ -66,6 +67,12 @@ def is_sought(config: Config) -> bool:
     return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
 
 
+def as_found(config: Config, record: Mapping[str, Any] | None) -> Config:
+    """The configuration of a run with the micro-batch that has been found for it before its ranks were started."""
+    found = ((record or {}).get("micro_batch") or {}).get("found")
+    return config.changed({"train.micro_batch": found}) if found and is_sought(config) else config
+
+
 #: Bytes of a GPU, until a try has told them.
 _UNKNOWN = 1 << 62
 
@@ -99,6 +106,7 @@ class Finder:
         heading: What it is called.
         carry_out: Carries a try out.
         note: Adds the record's field ``micro_batch`` after each try.
+        steps: Of the job whose script searches; ``None`` where the ranks are started on this machine.
     """
 
     directory: Path
@@ -106,6 +114,7 @@ class Finder:
     heading: Heading
     carry_out: CarryOut
     note: Callable[[dict[str, Any]], None]
+    steps: Steps | None = None
     _rates: dict[int, list[float]] = field(default_factory=dict)
 
     def find(self) -> Found:
@@ -116,7 +125,7 @@ class Finder:
             MemoryError: Not even the smallest fits.
             Broken: See there.
         """
-        self._spec = run_spec.specify(self.config, None)
+        self._spec = self._specify()
         if not self._spec.training:
             name, asked = self.config.call("workload").name, self.config.train.micro_batch
             raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
@@ -135,10 +144,15 @@ class Finder:
 
     def given(self, micro_batch: int) -> Found | None:
         """The same of a micro-batch that an earlier start of the run has found; ``None`` if these ranks have it not."""
-        self._spec, self._search = run_spec.specify(self.config, None), Search([micro_batch], 0, self._tried)
+        self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
         assert self._spec.training
         self._layouts = steps.layouts(self._spec.training)
         return self._with(micro_batch) if micro_batch in self._layouts else None
+
+    def _specify(self) -> RunSpec:
+        if self.steps is None:
+            return run_spec.specify(self.config, None)
+        return run_spec.specify(self.config, self.steps.world, self.steps.gpus)
 
     def _with(self, micro_batch: int) -> Found:
         config = self.config.changed({"train.micro_batch": micro_batch})
@@ -158,22 +172,28 @@ class Finder:
         return replace(known, fields={**known.fields, "layout": layout.as_dict()})
 
     def _room(self, metrics: dict[str, Any] | None) -> int:
-        """Bytes that the run may take: of this host on all ranks, or of a GPU, whose size the first try tells."""
-        general = self.config.general
+        """Bytes that the run may take: of this host on its ranks, or of a GPU, whose size the first try tells."""
+        general, cluster = self.config.general, self.config.cluster
         if self._spec.device_type == "cpu":
-            return checks.on_host(self._spec.world_size, general.memory_reserve or 0.0, running=False).size
+            of_job = checks.in_job(cluster, self._ranks_here) if self.steps and isinstance(cluster, Slurm) else None
+            here = checks.on_host(self._ranks_here, general.memory_reserve or 0.0, running=False).size
+            return min(here, of_job.size) if of_job else here
         if self._spec.virtual:
             size = self._spec.virtual.gpu.memory
         else:
             size = (metrics or {}).get("device_memory_bytes") or _UNKNOWN
         return size if size == _UNKNOWN else int(size * (1 - (general.memory_reserve or 0.0)))
 
+    @property
+    def _ranks_here(self) -> int:
+        return self.steps.world.local_size if self.steps else self._spec.world_size
+
     def _needed(self, record: dict[str, Any]) -> int | None:
-        """Bytes that a run took: of all ranks of this host, or of the GPU of the rank that took most."""
+        """Bytes that a run took: of the ranks of this host, or of the GPU of the rank that took most."""
         metrics = record.get("metrics") or {}
         if self._spec.device_type == "cpu":
             peak = metrics.get("peak_memory_bytes")
-            return None if peak is None else peak * self._spec.world_size
+            return None if peak is None else peak * self._ranks_here
         reserved = metrics.get("peak_reserved_bytes")
         return None if reserved is None else reserved + (metrics.get("outside_memory_bytes") or 0)
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ptdbench.files import read_bytes, write_json
 from ptdbench.records import schema
-from ptdbench.records.store import Damaged
+from ptdbench.records.store import TRIES, Damaged
 
 LEDGER = "sweep.json"
 
@@ -47,7 +47,9 @@ def with_id(job: Job, identity: str) -> Job:
 
 
 def sweep_of(directory: Path) -> Path | None:
-    """Return the sweep that a run's directory lies in, if it does."""
+    """Return the sweep that a run's directory lies in, if it does; a run that only tries a micro-batch is in none."""
+    if TRIES in directory.parts:
+        return None
     return next((parent for parent in directory.absolute().parents if (parent / LEDGER).exists()), None)
 
 

@@ -46,11 +46,11 @@ def _against_lack_of_memory(record: Written) -> Iterator[str]:
     """Options that need less memory than those of a run that trains."""
     if not record.get("model") or record.get("kind") == "planned":  # whose message says what fits
         return
-    micro_batch = part(record, Layout).micro_batch or 1
-    if micro_batch > 1:
-        yield f"train.micro_batch={micro_batch // 2}"
-        if record.get("launcher") == "local":
+    if (part(record, Layout).micro_batch or 1) > 1 and not record.get("micro_batch"):
+        if record.get("launcher") in (None, "local") or option(record, "cluster.submit", str):
             yield "train.micro_batch=max, which finds what fits"
+        else:  # what has started the ranks does so once
+            yield "the train.micro_batch that ptdbench plan finds"
     if record.get("parallel") in ("single", "ddp"):
         yield "parallel=fsdp"
     if option(record, "activations.name", str) == "keep":

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from ptdbench.launch.world import THIS_MACHINE, Place, World
+from ptdbench.launch.world import LAUNCHERS, THIS_MACHINE, Place, World
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel import fp8
 from ptdbench.problems import ErrorCollector, Problem, require
@@ -268,9 +268,10 @@ def _check_sought(config: Config, world: World | None, virtual: Machine | None) 
     if asked == "best" and virtual and not virtual.real_time:
         rule = "is found by times, and virtual GPUs have none"
         require(Problem("train.micro_batch", asked, rule, "try max"))
-    if asked in ("max", "best") and world and not world.started_by.has_parent:
-        rule = f"is found by short runs that ptdbench starts itself, and {world.launcher} starts these ranks"
-        require(Problem("train.micro_batch", asked, rule, f"give the number that {command('plan')} finds"))
+    if asked in ("max", "best") and world and world.launcher in LAUNCHERS:
+        rule = f"is found by short runs, each with fresh ranks, and {world.launcher} has started these once"
+        remedy = f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"
+        require(Problem("train.micro_batch", asked, rule, remedy))
 
 
 def _check_requeue(config: Config) -> None:

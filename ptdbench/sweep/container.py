@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,12 @@ def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], 
     if container.kind == "apptainer":
         flags = [*(["--nv"] if shape.gpus_per_node else []), *(f"--bind={mount}" for mount in mounts)]
         outer = ["apptainer", "exec", *flags, f"--pwd={workdir}", *container.args, container.image]
-        return Step([*outer, *command], step.flags)
+        return replace(step, command=[*outer, *command])
     if container.kind == "oci":
-        return Step(command, [*step.flags, f"--container={bundle}", *container.args])
+        return replace(step, command=command, flags=[*step.flags, f"--container={bundle}", *container.args])
     flags = [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
-    return Step(command, [*step.flags, *flags, f"--container-workdir={workdir}", *container.args])
+    flags += [f"--container-workdir={workdir}", *container.args]
+    return replace(step, command=command, flags=[*step.flags, *flags])
 
 
 def write_bundle(container: Container, used: Sequence[Path], folder: Path) -> Path | None:

@@ -139,12 +139,10 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
     if "virtual" not in read.resolved:
         return None  # the machine's own memory changes
     options = {name: value for name, value in read.resolved.items() if not bears(name, "nothing")}
-    targets = set(_targets(read.resolved))
-    versions = {name: _version(name) for name in _PACKAGES}
-    for package in {target.partition(".")[0] for target in targets} - {"ptdbench"}:
-        versions[package] = _version(package)
-        if versions[package] is None:  # somebody's own files, of which nothing tells when they change
-            return None
+    named = {target.partition(".")[0] for target in _targets(read.resolved)} - {"ptdbench"}
+    if any(map(_may_change, named | set(filter(util.find_spec, _PACKAGES)))):
+        return None
+    versions = {name: _version(name) for name in {*_PACKAGES, *named}}
     of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package()}
     return of | {"cores": len(os.sched_getaffinity(0)), "environment": settings.here()}
 
@@ -158,6 +156,14 @@ def _targets(options: Any) -> Iterator[str]:
     if isinstance(options, list):
         for one in options:
             yield from _targets(one)
+
+
+@once
+def _may_change(package: str) -> bool:
+    """Whether its files are somebody's own, imported from where they are edited: no version tells when they change."""
+    found = util.find_spec(package)
+    places = [*(found.submodule_search_locations or []), found.origin or ""] if found else []
+    return not any({"site-packages", "dist-packages"}.intersection(Path(place).parts) for place in places)
 
 
 @once

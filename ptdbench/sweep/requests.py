@@ -108,7 +108,7 @@ def of_cluster(composed: Composed) -> list[Request]:
         shape = problems.catch(lambda read=read: shape_of(read, known))  # type: ignore[misc]
         if shape:
             problems.catch(lambda read=read, shape=shape: require(*container.check(read.cluster.container, shape)))  # type: ignore[misc]
-            found.append(planned(whole, read, words, shape, _world(shape)))
+            found.append(planned(whole, read, words, shape, world_of(shape)))
     problems.close()
     _require_one(found)
     return found
@@ -171,7 +171,7 @@ def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
     if not isinstance(read.cluster, Slurm):
         return planned(pickle.dumps(whole), read, words, None, None)
     shape = shape_of(read, _partitions(read.cluster))
-    return planned(pickle.dumps(whole), read, words, shape, _world(shape))
+    return planned(pickle.dumps(whole), read, words, shape, world_of(shape))
 
 
 def planned(whole: bytes, read: Config, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
@@ -197,7 +197,7 @@ def _check_beginning(read: Config) -> None:
         raise ConfigError([Problem("model", read.call("model").name, rule, remedy)])
 
 
-def _world(shape: Shape) -> World:
+def world_of(shape: Shape) -> World:
     """The world that a job of this shape will be, as its first rank sees it."""
     return World(0, shape.world_size, 0, shape.ranks_per_node, "SLURM", nodes=shape.nodes)
 

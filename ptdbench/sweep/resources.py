@@ -189,10 +189,12 @@ class Step:
     Attributes:
         command: The command and its arguments.
         flags: More flags for srun, before the cluster's.
+        before: A command that the script itself runs first; if it fails, the ranks are not started.
     """
 
     command: Sequence[str]
     flags: Sequence[str] = ()
+    before: Sequence[str] = ()
 
 
 def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], output: Output) -> str:
@@ -206,8 +208,7 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
         output: Where the output of the script goes.
     """
     wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
-    srun = ["srun", "--kill-on-bad-exit=1"]
-    lines = [shlex.join([*srun, *step.flags, *cluster.srun_args, *step.command]) for step in steps]
+    lines = [" && ".join(shlex.join(words) for words in (step.before, srun(cluster, step)) if words) for step in steps]
     if len(lines) > 1:
         lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), "exit $failed"]
     return "\n".join([
@@ -221,6 +222,11 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
         *lines,
         "",
     ])  # fmt: skip
+
+
+def srun(cluster: Slurm, step: Step) -> list[str]:
+    """The command that starts the ranks of a step."""
+    return ["srun", "--kill-on-bad-exit=1", *step.flags, *cluster.srun_args, *step.command]
 
 
 def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:

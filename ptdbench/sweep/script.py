@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
+from ptdbench.planning import micro_batch
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import store
 from ptdbench.setup import commandline, compose, config
@@ -41,6 +42,10 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
         rule = "each rank of the script's job would search by itself"
         remedy = f"try {command()} -m cluster=slurm, which submits jobs"
         require(Problem(commandline.SWEEPER, name, rule, remedy))
+    for sought in filter(micro_batch.is_sought, map(config.read, composed.jobs)):
+        rule = "is found by short runs, each with fresh ranks, and the script of one run starts its ranks once"
+        remedy = f"try {command()} cluster=slurm, which submits jobs"
+        require(Problem("train.micro_batch", sought.train.micro_batch, rule, remedy))
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])

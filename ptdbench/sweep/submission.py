@@ -19,13 +19,16 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 from ptdbench import terminal
 from ptdbench.launch import forced_exit, local, slurm
 from ptdbench.launch.slurm import SlurmError
+from ptdbench.launch.steps import Steps
+from ptdbench.launch.world import discover
+from ptdbench.planning.micro_batch import is_sought
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import failure, ledger, record, store
 from ptdbench.setup.config import Container, Slurm
 from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.sweep import container, resources
 from ptdbench.sweep.agenda import Opened
-from ptdbench.sweep.requests import Request
+from ptdbench.sweep.requests import Request, world_of
 from ptdbench.sweep.resources import Output, Step
 from ptdbench.terminal import echo, plural
 
@@ -44,10 +47,10 @@ def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
     Raises:
         ConfigError: Runs of one job ask for different things, or it would be requeued.
     """
-    alike: dict[tuple[str, int], list[list[int]]] = {}
+    alike: dict[tuple[str, tuple[bool, ...]], list[list[int]]] = {}
     for job in _jobs(requests):
         given = _given([requests[place] for place in job])
-        alike.setdefault((given, len(job)), []).append(job)
+        alike.setdefault((given, tuple(is_sought(requests[place].config) for place in job)), []).append(job)
     return list(alike.values())
 
 
@@ -114,8 +117,8 @@ def script(array: Sequence[Sequence[Request]], name: str, sweep: Path, options: 
     setup = [f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
     used, bundle = _used(array, sweep), _bundle(sweep, name)
     steps = [
-        container.enter(_step(of_run, len(array)), cluster.container, shape, used, bundle)
-        for of_run in folders(output, len(array[0]))
+        container.enter(_step(run, of_run, len(array)), cluster.container, shape, used, bundle)
+        for run, of_run in zip(array[0], folders(output, len(array[0])), strict=True)
     ]
     return resources.script(cluster, shape, name, steps, Output(out, {**flags, "error": errors}, setup))
 
@@ -129,11 +132,26 @@ def _bundle(sweep: Path, name: str) -> Path:
     return sweep.absolute() / "containers" / name
 
 
-def _step(folder: Path, jobs: int) -> Step:
-    """One run in every task of its job."""
-    out, errors = _outputs(folder, jobs)
+def _step(run: Request, folder: Path, jobs: int) -> Step:
+    """One run in every task of its job; a micro-batch that is sought is found by the job's script before."""
     command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
-    return Step(command, ["--unbuffered", f"--output={out}", f"--error={errors}"])
+    return Step(command, _to_files(folder, jobs), command if is_sought(run.config) else ())
+
+
+def _to_files(folder: Path, jobs: int) -> list[str]:
+    """Flags of srun for the output of tasks."""
+    out, errors = _outputs(folder, jobs)
+    return ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"]
+
+
+def _search(run: Request, name: str, folder: Path, jobs: int, used: Sequence[Path], sweep: Path) -> Steps | None:
+    """How the script of a run's job starts ranks that try a micro-batch; ``None`` if none is sought."""
+    if not is_sought(run.config):
+        return None
+    assert run.shape is not None
+    step = Step([sys.executable, "-u", "-m", "ptdbench", "run"], _to_files(folder, jobs))
+    entered = container.enter(step, run.cluster.container, run.shape, used, _bundle(sweep, name))
+    return Steps(world_of(run.shape), run.shape.gpus_per_node, resources.srun(run.cluster, entered))
 
 
 def _outputs(folder: Path, jobs: int) -> tuple[str, str]:
@@ -174,23 +192,28 @@ def make_folders(requests: Sequence[Request]) -> None:
     require(*found)
 
 
-def carry_out(directory: str, environment: Mapping[str, str | None]) -> None:
+def carry_out(directory: str, environment: Mapping[str, str | None], steps: Steps | None = None) -> None:
     """Carry out the run of a directory, in every task of the job.
 
     Args:
         directory: The run's directory.
         environment: Variables that the run must see; ``None`` for one that it must not.
+        steps: How the job's script, which calls this before, starts ranks that try a micro-batch.
 
     Raises:
         SystemExit: The run failed here.
     """
-    from ptdbench.run import run
+    from ptdbench.run import find_micro_batch, run
 
     for name, value in environment.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
     local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue without being asked
     try:
-        run(Path(directory))
+        if steps and discover(os.environ) is None:
+            if not find_micro_batch(Path(directory), steps):
+                raise SystemExit(1)  # and the script starts no ranks
+        else:
+            run(Path(directory))
     finally:
         forced_exit.exit_soon()
 
@@ -239,8 +262,8 @@ def _submit(
     """Submit the jobs of an array, each with its runs; they are noted down before and after."""
     requests = [[run.request for run in job] for job in array]
     output = folder(requests[0][0], directory)
-    text = script(requests, name, directory, options)
-    container.write_bundle(requests[0][0].cluster.container, _used(requests, directory), _bundle(directory, name))
+    text, used = script(requests, name, directory, options), _used(requests, directory)
+    container.write_bundle(requests[0][0].cluster.container, used, _bundle(directory, name))
     noted = [
         ledger.Job(
             number=run.number,
@@ -263,7 +286,17 @@ def _submit(
         ledger.add(directory, noted)
 
     ledger.add(directory, noted)
-    calls = [[DelayedSubmission(carry_out, *call_of(directory, run)) for run in runs] for runs in array]
+    calls = [
+        [
+            DelayedSubmission(
+                carry_out,
+                *call_of(directory, run),
+                _search(run.request, name, of_run, len(array), used, directory),
+            )
+            for run, of_run in zip(job, folders(output, len(job)), strict=True)
+        ]
+        for job in array
+    ]
     _hand_over(text, name, calls, output, note)
     return noted
 

@@ -126,3 +126,12 @@ def test_a_layout_that_cannot_be_is_one_line(word, said):
         foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))
     (problem,) = refused.value.problems
     assert str(problem).startswith(said)
+
+
+def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_path):
+    """A package installed editable has a version, which stays as its files change."""
+    (tmp_path / "edited_by_somebody.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert plans._may_change("edited_by_somebody")
+    assert plans._may_change("not_there_at_all")
+    assert not plans._may_change("torch")

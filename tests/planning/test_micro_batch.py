@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ptdbench.launch.steps import Steps
+from ptdbench.launch.world import World
 from ptdbench.measure import memory
-from ptdbench.planning.micro_batch import Broken, Finder, Found
+from ptdbench.planning.micro_batch import Broken, Finder, Found, as_found
 from ptdbench.records import record, store
 from ptdbench.report.display import Heading
-from ptdbench.run import run
+from ptdbench.run import find_micro_batch, run
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Config
@@ -136,6 +138,38 @@ def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
     again = finder.given(8)
     assert again
     assert again.config.train.micro_batch == 8
+
+
+def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
+    read = config.read(compose_all([*TOY, "train.micro_batch=max"]).jobs[0])
+    assert as_found(read, {"micro_batch": {"found": 4}}).train.micro_batch == 4
+    assert as_found(read, {"micro_batch": {"found": None}}) is read
+    typed = read.changed({"train.micro_batch": 2})
+    assert as_found(typed, {"micro_batch": {"found": 4}}) is typed
+
+
+def of_job(directory: Path, command: Sequence[str], *words: str) -> Steps:
+    """The steps of a job of two nodes, and the record of its run as it was submitted."""
+    composed = compose_all([*TOY, "cluster=slurm", "cluster.nodes=2", *words])
+    store.write_record(directory, record.begin(config.read(composed.jobs[0]).resolved, directory, {}))
+    return Steps(World(0, 4, 0, 2, "SLURM", nodes=2), 0, command)
+
+
+def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, room):
+    steps = of_job(tmp_path, [], "cluster.mem_gb=0.5", "train.micro_batch=max")
+    found = Finder(tmp_path, config.of_record(store.load_record(tmp_path)), Heading("toy"), lambda *_: None,
+                   lambda _: None, steps)  # fmt: skip
+    assert found.given(4)
+    assert found._room(None) == 512 * MIB
+    assert found._needed({"metrics": {"peak_memory_bytes": 5 * MIB}}) == 10 * MIB
+
+
+def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):
+    steps = of_job(tmp_path, ["sh", "-c", "exit 3"], "train.micro_batch=max")
+    assert not find_micro_batch(tmp_path, steps)
+    written = store.load_record(tmp_path)
+    assert (written["status"], written["error"]["type"]) == ("failed", "Broken")
+    assert "failed: Gone: its step ended with exit status 3 and without a result" in written["error"]["message"]
 
 
 @pytest.mark.ranks

@@ -88,8 +88,16 @@ def test_out_of_memory_says_what_to_try():
     layout = {"data": 2, "replicate": 2, "pipeline": 1, "micro_batch": 8}
     record = failed("ddp", "CUDA out of memory", "oom") | {"layout": layout}
     record["config"] = {"activations": {"name": "keep"}}
-    tried = "try train.micro_batch=4, parallel=fsdp, activations=recompute, precision=bf16"
-    assert " ".join(render([record], 80).split()).endswith(f"CUDA out of memory; {tried}")
+    others = "parallel=fsdp, activations=recompute, precision=bf16"
+    for fields, first in (
+        ({"launcher": "local"}, "train.micro_batch=max, which finds what fits, "),
+        ({"launcher": "torchrun"}, "the train.micro_batch that ptdbench plan finds, "),
+        ({"launcher": "local", "micro_batch": {"asked": "max"}}, ""),
+    ):
+        tried = f"; try {first}{others}"
+        assert " ".join(render([record | fields], 80).split()).endswith(f"CUDA out of memory{tried}")
+    submitted = record | {"launcher": "srun", "config": record["config"] | {"cluster": {"submit": "wait"}}}
+    assert "; try train.micro_batch=max, " in " ".join(render([submitted], 80).split())
     small = record | {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
     assert " ".join(render([small], 80).split()).endswith("; try activations=recompute")
     frugal = small | {"config": {"activations": {"name": "recompute"}}}

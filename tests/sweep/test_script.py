@@ -86,6 +86,11 @@ def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
             "hydra/sweeper=optuna: each rank of the script's job would search by itself; "
             "try python train.py -m cluster=slurm, which submits jobs",
         ),
+        (
+            ["train.micro_batch=max"],
+            "train.micro_batch=max: is found by short runs, each with fresh ranks, and the script of one run starts "
+            "its ranks once; try python train.py cluster=slurm, which submits jobs",
+        ),
         (["model=toyy"], "model=toyy: there is no such choice; try toy"),
     ],
 )

@@ -205,10 +205,40 @@ def test_what_a_job_is_given_is_a_function_and_a_path_and_the_words_that_name_th
     submission.submit(tmp_path, [Agenda(tmp_path, [run]).open(0)], {})
     call = DelayedSubmission.load(tmp_path / "logs" / "101" / "101_submitted.pkl")
     typed = {"FOO": "1", "PTDBENCH_TYPED": "train.py -m --config-dir 'my own'"}
-    assert (call.function, call.args, call.kwargs) == (submission.carry_out, (str(tmp_path / "0_toy_ddp"), typed), {})
+    assert (call.function, call.args, call.kwargs) == (
+        submission.carry_out,
+        (str(tmp_path / "0_toy_ddp"), typed, None),
+        {},
+    )
     monkeypatch.setattr(sys, "argv", ["submit"])
     monkeypatch.setenv("PTDBENCH_TYPED", typed["PTDBENCH_TYPED"])
     assert terminal.command() == "python train.py --config-dir 'my own'"
+
+
+class TestSought:
+    """A micro-batch that is to be found: by the job's script, whose steps have fresh ranks."""
+
+    def test_the_script_searches_before_it_starts_the_ranks(self, asked, tmp_path):
+        (array,) = arrays(asked("train.micro_batch=max"))
+        runs = [asked("train.micro_batch=max")[place] for place in array[0]]
+        *_, last = script([runs], "toy", tmp_path, {}).strip().splitlines()
+        search, _, ranks = last.partition(" && ")
+        assert search == f"{sys.executable} -u -m submitit.core._submit {tmp_path}/logs/%j"
+        assert ranks.startswith("srun ")
+        assert ranks.endswith(search)
+
+    def test_runs_that_search_share_no_array_with_others(self, asked):
+        assert arrays(asked("train.micro_batch=4,max,8,best")) == [[[0], [2]], [[1], [3]]]
+
+    def test_the_job_is_told_how_to_start_ranks(self, asked, tmp_path, monkeypatch):
+        monkeypatch.setattr(slurm, "submit", lambda script: "101")
+        (run,) = asked("train.micro_batch=max", "cluster.nodes=2", "cluster.srun_args=[--label]")
+        submission.submit(tmp_path, [Agenda(tmp_path, [run]).open(0)], {})
+        *_, steps = DelayedSubmission.load(tmp_path / "logs" / "101" / "101_submitted.pkl").args
+        assert (steps.world.size, steps.world.local_size, steps.world.nodes) == (4, 2, 2)
+        assert steps.command[0] == "srun"
+        assert "--open-mode=append" in steps.command
+        assert list(steps.command[-6:]) == ["--label", sys.executable, "-u", "-m", "ptdbench", "run"]
 
 
 class TestSearch:
