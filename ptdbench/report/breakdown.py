@@ -131,6 +131,7 @@ def of_runs(records: Mapping[str, Written], width: int) -> str:
     steps = {called: recorded_phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
     remarks = [remark for called, record in records.items() for remark in why.remarks(record, called)]
+    remarks += why.costs_of_imbalance(records)
     times = _times("run", "ms of a step, means over ranks", rows, width)
     return _blocks(times, records, memory_of_runs(records, width), remarks, width)
 
@@ -208,21 +209,32 @@ _BESIDE = {
 }
 
 
+def _figure(known: float | None) -> str:
+    return "-" if known is None else three_digits(known)
+
+
+def _range_of(sent: Communication) -> dict[str, str]:
+    """``1.57-2.36`` by formula, where that is known no better."""
+    ends = [three_digits(size / 1e6) for size in sent.formula_range or []]
+    return {"by formula": "-".join(ends)} if ends else {}
+
+
 def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
     """Yield the table of what each run sends in a step."""
     rows = [
-        (called, why.spoken(name), {heading: figure(sent) for heading, figure in _FIGURES.items()})
+        (
+            called,
+            why.spoken(name),
+            {heading: _figure(figure(sent)) for heading, figure in _FIGURES.items()} | _range_of(sent),
+        )
         for called, record in records.items()
         for name, sent in recorded_phases.step(record).operations.items()
     ]
     if not rows:
         return
-    beside = [heading for heading in _BESIDE if any(figures[heading] is not None for *_, figures in rows)]
+    beside = [heading for heading in _BESIDE if any(figures[heading] != "-" for *_, figures in rows)]
     headings = [heading for heading in _FIGURES if heading not in _BESIDE or heading in beside]
-    shown = [
-        [called, name, *("-" if (known := figures[heading]) is None else three_digits(known) for heading in headings)]
-        for called, name, figures in rows
-    ]
+    shown = [[called, name, *(figures[heading] for heading in headings)] for called, name, figures in rows]
     meant = ["a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms"]
     yield drawn(["run", "operation", *headings], shown, width, words=["operation"], folding="run")
     yield wrap("; ".join([*meant, *(f"{heading}: {_BESIDE[heading]}" for heading in beside)]), width)

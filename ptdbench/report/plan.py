@@ -8,6 +8,7 @@ from typing import Any
 from ptdbench.report.labels import names
 from ptdbench.report.reason import reason, wrap
 from ptdbench.report.text import fitted, lines
+from ptdbench.report.virtual import of_experts
 from ptdbench.units import gib_text, three_digits
 
 Record = Mapping[str, Any]
@@ -101,6 +102,7 @@ def _remarks(called: Sequence[str], records: Sequence[Record]) -> Iterator[str]:
             "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "
             "that fits; carried out: " + "; ".join(dict.fromkeys(map(_stands_for, virtual)))
         )
+    yield from (line for record in records if record.get("virtual") for line in of_experts(record))
     for plan in (record.get("plan") or {} for record in records):
         if plan.get("capacity_bytes") and plan.get("reason"):
             yield f"memory: {plan['capacity_of']}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ptdbench.records.record import option
 from ptdbench.records.schema import Memory, Virtual, Written, part
 from ptdbench.report.reason import wrap
 from ptdbench.report.text import drawn
@@ -36,6 +37,16 @@ def remarks(records: Iterable[Written]) -> Iterator[str]:
     if names:
         devices = ", ".join(dict.fromkeys(names))
         yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
+    yield from dict.fromkeys(line for record in records if record.get("virtual") for line in of_experts(record))
+
+
+def of_experts(record: Written) -> Iterator[str]:
+    """That experts are in turn on virtual GPUs, where a model has any."""
+    if option(record, "model.router", dict):
+        yield (
+            "experts take turns by position, as with model.router.balance=forced: nothing is computed to choose by; "
+            "real tokens choose less evenly"
+        )
 
 
 def explained(record: Written, called: str, width: int) -> str:
@@ -49,6 +60,7 @@ def explained(record: Written, called: str, width: int) -> str:
         lines.append(wrap(f"no kernels and no messages: {found['reason']}", width))
     else:
         lines += [*_kernels(found, width), *_messages(found, width)]
+    lines += [wrap(line, width) for line in of_experts(record)]
     host = max(found["host_seconds"])
     lines.append(
         wrap(f"the host launched a step in {1e3 * host:.0f} ms, beside the other ranks on this machine", width)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from ptdbench.comparison.ranking import Place
 from ptdbench.measure.parts import PHASES
-from ptdbench.records.schema import Communication, Metrics, Phases, StepSeconds, Written, part
+from ptdbench.records.record import option, work
+from ptdbench.records.schema import Communication, Experts, Metrics, Phases, StepSeconds, Written, part
 from ptdbench.report import recorded_phases
 from ptdbench.report.text import difference
 from ptdbench.units import bytes_text, three_digits
@@ -24,6 +26,9 @@ _SHORTER = 0.95
 
 #: What is sent may differ from the formula by this share of it, and by messages of single numbers, in bytes.
 _AS_FORMULA, _SINGLE_NUMBERS = 0.01, 100
+
+#: The option of what keeps experts equally busy, and its value by which they are.
+_BALANCE, _FORCED = "model.router.balance", "forced"
 
 #: Waiting for a rank is named from this share of the step on.
 _WAITED = 0.02
@@ -86,10 +91,35 @@ def remarks(record: Written, called: str) -> Iterator[str]:
         formula = sent.formula_bytes
         if formula is not None and abs(sent.bytes - formula) > max(_AS_FORMULA * formula, _SINGLE_NUMBERS):
             yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {bytes_text(formula)} by formula"
+        known = sent.formula_range or []
+        low, high = known if len(known) == 2 else (0.0, math.inf)
+        if not low <= sent.bytes <= high:
+            between = f"{bytes_text(low)} to {bytes_text(high)}"
+            yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {between} by formula"
+    if fullest := part(record, Experts).fullest_rank:
+        waited = recorded_phases.step(record).phases["experts"]
+        share = f"{waited / (found.step_seconds or math.inf):.0%} of the step"
+        yield (
+            f"{called}: the fullest rank computed {fullest:.2f} times the mean tokens of experts, others waited "
+            f"{three_digits(1e3 * waited)} ms, {share}"
+        )
     if bubble := _bubble(record):
         yield f"{called}: bubble {bubble}"
     if ranks := "; ".join([*_uneven(found), *_straggler(found)]):
         yield f"{called}: {ranks}"
+
+
+def costs_of_imbalance(records: Mapping[str, Written]) -> Iterator[str]:
+    """Yield by how much runs whose experts share ranks are longer than the same with forced balance, where both are."""
+
+    def same(record: Written) -> tuple[Any, ...]:
+        return record.get("world_size"), work(record.get("config"), {_BALANCE})
+
+    forced = [(called, record) for called, record in records.items() if option(record, _BALANCE, str) == _FORCED]
+    for called, record in records.items():
+        twin = next(((name, other) for name, other in forced if same(other) == same(record)), None)
+        if twin and twin[1] is not record and part(record, Experts).fullest_rank:
+            yield f"imbalance: {compare(record, twin[1], called, twin[0])}"
 
 
 def doubt(record: Written, called: str) -> Iterator[str]:

@@ -148,6 +148,14 @@ def test_formula_and_fit_stand_beside_what_was_measured_where_they_are_known():
     assert "by formula" not in of_runs({"fsdp": FSDP}, 200)
 
 
+def test_what_the_data_decide_has_a_range_by_formula():
+    sent = operation(6, 10, formula_bytes=None, formula_range=[1.5e6, 4.5e6])
+    record = phased("ep", 50, {"forward": [20], "backward": [20]}, communication={"dispatch": sent})
+    assert ["ep", "dispatch", "2.00", "4.00", "1.50-4.50", "10.0", "6.00", "0.400"] in [
+        re.split(r"\s{2,}", line) for line in of_runs({"ep": record}, 200).splitlines()
+    ]
+
+
 def test_the_ranks_of_a_run():
     text = of_ranks(PDP, "pdp 1x2 1f1b", 100)
     assert rows(text) == [

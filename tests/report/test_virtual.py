@@ -39,6 +39,14 @@ def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
     assert lines[-1] == "the host launched a step in 34 ms, beside the other ranks on this machine"
 
 
+def test_experts_in_turn_are_told():
+    of_experts = {**RUN, "config": {"model": {"router": {"balance": "loss"}}}}
+    told = "experts take turns by position, as with model.router.balance=forced"
+    assert told in virtual.explained(of_experts, "ep", 140)
+    assert sum(told in line for line in virtual.remarks([of_experts, of_experts, RUN])) == 1
+    assert told not in virtual.explained(RUN, "fsdp", 140)
+
+
 def test_why_kernels_are_not_known_stands_in_their_place():
     found = virtual.explained({**RUN, "virtual": {**RUN["virtual"], "reason": "profile.steps=0"}}, "fsdp", 140)
     assert "no kernels and no messages: profile.steps=0" in found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Place
 from ptdbench.measure.parts import PHASES
-from ptdbench.report.why import against_first, compare, in_order, remarks, shares
+from ptdbench.report.why import against_first, compare, costs_of_imbalance, in_order, remarks, shares
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 
 
@@ -179,6 +179,27 @@ class TestRanks:
         sent = {"all_gather": operation(0, 10, size=size, formula_bytes=formula)}
         record = phased("ddp", 90, {"forward": [30] * 2, "backward": [60] * 2}, communication=sent)
         assert list(remarks(record, "ddp")) == ([f"ddp: all-gather {told}"] if told else [])
+
+    @pytest.mark.parametrize(("size", "told"), [(2e6, None), (3.1e6, "3.10 MB a step, 1.00 MB to 3.00 MB by formula")])
+    def test_what_is_sent_besides_a_range_is_told(self, size, told):
+        sent = {"dispatch": operation(0, 10, size=size, formula_bytes=None, formula_range=[1e6, 3e6])}
+        record = phased("ep", 90, {"forward": [30] * 2, "backward": [60] * 2}, communication=sent)
+        assert list(remarks(record, "ep")) == ([f"ep: dispatch {told}"] if told else [])
+
+    def test_what_imbalance_costs(self):
+        def balanced(balance, step, waits, **model):
+            config = {"model": {"name": "moe", "router": {"balance": balance}, **model}}
+            experts = {"fullest_rank": 1 + waits / 40, "dropped": 0, "tokens": {}}
+            ranks = {"forward": [30.0] * 2, "backward": [60.0] * 2, "experts": [2.0 * waits, 0.0]}
+            return phased("ep", step, ranks, config=config, experts=experts)
+
+        loss, forced = balanced("loss", 100.0, 10.0), balanced("forced", 90.0, 0.0)
+        assert list(remarks(loss, "a")) == [
+            "a: the fullest rank computed 1.25 times the mean tokens of experts, others waited 10.0 ms, 10% of the step"
+        ]
+        assert list(costs_of_imbalance({"a": loss, "b": forced})) == ["imbalance: a +10 ms vs b: experts +10"]
+        other = balanced("forced", 90.0, 0.0, capacity=1.25)
+        assert list(costs_of_imbalance({"a": loss, "b": other})) == []
 
     def test_one_slow_rank_of_four(self):
         waits = {"stragglers": [9, 9, 9, 0], "forward": [30] * 4, "backward": [60, 60, 60, 69]}
