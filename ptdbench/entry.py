@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -98,10 +98,11 @@ def _main() -> int:
     if arguments.help or arguments.info:
         return hydra_output.shown_by_hydra(arguments, conf) if is_first_rank(os.environ) else 0
 
-    cluster, world = _cluster(composed), discover(os.environ)
+    cluster = config.read(composed.jobs[0]).cluster  # all jobs have the same, if not the same shape
+    world = discover(os.environ)
     hydra_options.check(composed, cluster, world, line.goes_on)
     blocks.check(composed, world, line.goes_on)
-    return _on_cluster(composed, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
+    return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
 
 def carry_out(directories: Sequence[Path]) -> int:
@@ -203,13 +204,11 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     return int(_count_ok(records) < (asked or max(1, len(records))))
 
 
-def _on_cluster(composed: compose.Composed, line: resume.Line) -> int:
+def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> int:
     """Runs that SLURM carries out as jobs."""
     from ptdbench.sweep import requests, submission, watch
     from ptdbench.sweep.agenda import Agenda
 
-    cluster = _cluster(composed)
-    assert isinstance(cluster, Slurm)
     options = composed.first.hydra.launcher
     runs = requests.of_cluster(composed)
     if ignored := slurm.ignored_variables(os.environ):
@@ -288,11 +287,6 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
         raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
 
 
-def _cluster(composed: compose.Composed) -> config.Cluster:
-    """The cluster of the first job; all jobs have the same, if not the same shape."""
-    return config.read(composed.jobs[0]).cluster
-
-
 def _count_ok(records: Sequence[Written]) -> int:
     return sum(record["status"] == "ok" for record in records)
 
@@ -300,40 +294,30 @@ def _count_ok(records: Sequence[Written]) -> int:
 def prepare_ranks(configs: Sequence[Config]) -> None:
     """Have the fork server import what the ranks of these runs need, while this process goes on.
 
+    A stranger's modules are left out: they might touch the GPU when imported. The dynamic linker's variables of virtual
+    GPUs are those of the first run.
+
     Raises:
         ConfigError: It cannot be started, or what the ranks need cannot be built.
     """
+    from ptdbench.setup import choices
+
     local.check_address_space()
-    local.warm_up(_rank_modules(configs), _loading(configs[0]))
-
-
-def _rank_modules(configs: Iterable[Config]) -> list[str]:
-    """Modules that the runs' ranks will need; not a stranger's own, which might touch the GPU when imported."""
     groups = [node for read in configs for node in read.resolved.values() if isinstance(node, dict)]
     targets = {str(group.get("_target_")) for group in groups}
     chosen = {target.rpartition(".")[0] for target in targets if target.startswith("ptdbench.")}
-    return ["ptdbench.rank_imports", *sorted(chosen), *(EVENT_FILES if "ptdbench.workloads.train" in chosen else ())]
-
-
-def _loading(first: Config) -> dict[str, str]:
-    """The dynamic linker's variables for the ranks of the first run, which the fork server has to be started with."""
-    from ptdbench.setup import choices
-
-    try:
-        machine = choices.virtual(first)
-    except ConfigError:  # is told with all else that is wrong
-        return {}
-    return Place(environ=machine.environment(1)).loading if machine else {}
+    event_files = EVENT_FILES if "ptdbench.workloads.train" in chosen else ()
+    machine = None
+    with suppress(ConfigError):  # is told with all else that is wrong
+        machine = choices.virtual(configs[0])
+    loading = Place(environ=machine.environment(1)).loading if machine else {}
+    local.warm_up(["ptdbench.rank_imports", *sorted(chosen), *event_files], loading)
 
 
 def _print_results(directory: Path, jobs: Sequence[DictConfig], is_sweep: bool, asked: int) -> list[dict[str, Any]]:
     """Print the table of what the runs left; nothing where a signal came before the first one began.
 
-    Args:
-        directory: Of the run or the sweep.
-        jobs: The configurations that were typed; their workloads, also strangers', may show what they found.
-        is_sweep: Whether it is one of a sweep.
-        asked: How many runs were asked for.
+    The workloads of the jobs that were typed, also strangers', may show what they found.
     """
     if is_sweep:
         records = store.read_results(directory, lambda damage: echo(damage, sys.stderr))

@@ -56,24 +56,16 @@ def test_a_peer_that_native_code_ended_is_named_by_those_who_lost_it(directory):
     assert (directory / "traceback.txt").read_text() == error["traceback"] == path.read_text()
 
 
-def test_a_rank_that_outlives_its_job_does_not_undo_what_the_queue_said(directory):
-    store.write_record(directory, record.failed(OPEN, NODE_LOST))
-    ending.report(world(1), attempt(directory), RuntimeError("Connection closed by peer"))
-    assert store.load_record(directory)["error"]["type"] == "NODE_FAIL"
-
-
-def test_a_rank_that_fails_on_its_way_out_does_not_undo_that_the_run_has_saved(directory):
-    store.write_record(directory, record.stopped({**OPEN, "directory": str(directory)}, "SIGTERM"))
-    ending.report(world(1), attempt(directory), RuntimeError("Connection closed by peer"))
-    assert store.load_record(directory)["status"] == "preempted"
-    assert "it has saved" in store.load_record(directory)["error"]["message"]
+SAVED = record.stopped({**OPEN, "directory": "run"}, "SIGTERM")
+OK = {**OPEN, "status": "ok", "error": None}
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ValueError("in an exit handler")])
-def test_what_happens_to_a_rank_after_the_run_was_ok_does_not_undo_that(directory, error):
-    store.write_record(directory, {**OPEN, "status": "ok", "error": None})
+@pytest.mark.parametrize("written", [record.failed(OPEN, NODE_LOST), SAVED, OK], ids=["by the queue", "saved", "ok"])
+def test_what_happens_to_a_rank_on_its_way_out_does_not_undo_what_is_settled(directory, written, error):
+    store.write_record(directory, written)
     ending.report(world(1), attempt(directory), error)
-    assert store.load_record(directory)["status"] == "ok"
+    assert store.load_record(directory) == written
 
 
 def test_nor_does_what_happens_to_the_launcher(directory, monkeypatch):
@@ -83,4 +75,5 @@ def test_nor_does_what_happens_to_the_launcher(directory, monkeypatch):
 
     monkeypatch.setattr(local, "start", start)
     carry_out(composed("model=toy", "device=cpu"), directory)
-    assert store.load_record(directory)["status"] == "ok"
+    written = store.load_record(directory)
+    assert written["status"] == "ok", written["error"]

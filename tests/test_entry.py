@@ -60,10 +60,6 @@ class TestRefusals:
         for words in (["-m", "model=toy,toyy,gpt_tiny", "parallel=ddp,fsdp"], ["--help", "model=toyy"]):
             assert refused(*words, cwd=tmp_path) == [line]
 
-    def test_a_sweep_of_which_nothing_can_run(self, tmp_path):
-        found = refused("-m", "parallel=ddp,fsdp", "train.global_batch=15,17", cwd=tmp_path)
-        assert [line.partition(":")[0] for line in found] == ["train.global_batch=15", "train.global_batch=17"]
-
     @pytest.mark.parametrize(
         "arguments", [["--foo"], ["--cfg"], ["--cfg", "nothing"], ["model=toy,gpt_tiny"]], ids=" ".join
     )
@@ -136,7 +132,6 @@ class TestRuns:
             "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; try 14, 16"
         )
         assert done.returncode == 1  # not all were ok
-        assert "must be a multiple" in done.stdout
         assert "Traceback" not in done.stdout + done.stderr
 
     def test_a_model_without_reset_is_built_once_in_each_process_and_is_gone_from_the_one_that_waits(

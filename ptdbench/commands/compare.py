@@ -8,13 +8,12 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.records.schema import Written
 from ptdbench.terminal import command, echo, plural
 
 if TYPE_CHECKING:
@@ -64,13 +63,18 @@ def main(arguments: argparse.Namespace) -> int:
     """Print the table; the exit status is that of the gate, see :func:`ptdbench.report.versus.status`."""
     from ptdbench import files
     from ptdbench.records.store import Damaged
-    from ptdbench.report import text, versus
+    from ptdbench.report import recorded_phases, text, versus
 
     try:
         together = _carried_out(arguments) if arguments.python or arguments.checkout else None
-        folders = (together / "before", together / "after") if together else _typed(arguments.words)
+        if not together and len(arguments.words) != 2:
+            rule = "it takes the runs before and those after"
+            remedy = "give two directories, or --python or --checkout twice"
+            require(Problem("compare", " ".join(arguments.words), rule, remedy))
+        folders = [together / "before", together / "after"] if together else [*map(Path, arguments.words)]
         sides = [_trained(folder) for folder in folders]
-        if shared := _directories(sides[0]) & _directories(sides[1]):
+        before, after = ({Path(run["directory"]).resolve() for run in side} for side in sides)
+        if shared := before & after:
             raise versus.Incomparable(f"both have {plural(len(shared), 'run')} in common; give two that share none")
         found = versus.match(*sides)
     except versus.Incomparable as refusal:
@@ -89,28 +93,13 @@ def main(arguments: argparse.Namespace) -> int:
     text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
     if arguments.fail_if_slower and (other := [pair.label for pair in found.pairs if pair.losses]):
         echo(f"--fail-if-slower: {', '.join(other)}: fails, because it does not train the same on both sides")
-    shown = [os.path.relpath(together)] if together else map(str, folders)
-    echo("\n".join(_closing_lines(shlex.join(shown), [*sides[0], *sides[1]], are_together=bool(together))))
+    shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))
+    if together:  # one folder has all runs
+        echo(f"records      {shown}")
+        if any(recorded_phases.missing(run) is None for side in sides for run in side):
+            echo(f"phases       {command('explain')} {shown}")
+    echo(f"report       {command('report')} {shown}")
     return versus.status(found, arguments.fail_if_slower)
-
-
-def _closing_lines(shown: str, runs: Sequence[Run], are_together: bool) -> Iterator[str]:
-    """Tell how to look at the phases of all runs, where one folder has them, and how to send them."""
-    from ptdbench.report import recorded_phases
-
-    if are_together:
-        yield f"records      {shown}"
-        if any(recorded_phases.missing(run) is None for run in runs):
-            yield f"phases       {command('explain')} {shown}"
-    yield f"report       {command('report')} {shown}"
-
-
-def _typed(words: Sequence[str]) -> tuple[Path, Path]:
-    """Two directories."""
-    if len(words) != 2:
-        rule = "it takes the runs before and those after"
-        require(Problem("compare", " ".join(words), rule, "give two directories, or --python or --checkout twice"))
-    return Path(words[0]), Path(words[1])
 
 
 def _carried_out(arguments: argparse.Namespace) -> Path:
@@ -137,7 +126,8 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
 
 def _in_turn(arguments: argparse.Namespace) -> Path:
     """Return the directories of both sides' results; say so if they are not complete."""
-    from ptdbench.records.store import RECORD
+    from ptdbench import files
+    from ptdbench.records import store
     from ptdbench.sweep import alternating
 
     overrides, repeat = _repeats(arguments.words)
@@ -146,28 +136,20 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
             sides = alternating.interpreters(arguments.python)
         else:
             sides = until_done.enter_context(alternating.checkouts(arguments.checkout, overrides))
-        directory = _claimed(arguments)
+        typed = {"python": arguments.python, "checkout": arguments.checkout, "overrides": arguments.words}
+
+        def fill(folder: Path, _: Path) -> None:
+            files.write_json(folder / "compare.json", typed)
+
+        name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
+        directory = store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
         try:
             alternating.run(sides, overrides, repeat, directory)
         except BaseException:
-            if any(directory.glob(f"**/{RECORD}")):
+            if any(directory.glob(f"**/{store.RECORD}")):
                 echo(f"records      {directory}")
             raise
     return directory
-
-
-def _claimed(arguments: argparse.Namespace) -> Path:
-    """A directory of this process alone, with what was typed in ``compare.json``."""
-    from ptdbench import files
-    from ptdbench.records import store
-
-    typed = {"python": arguments.python, "checkout": arguments.checkout, "overrides": arguments.words}
-
-    def fill(folder: Path, _: Path) -> None:
-        files.write_json(folder / "compare.json", typed)
-
-    name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
-    return store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
 
 
 def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
@@ -193,10 +175,6 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
 
 class _Refused(Exception):
     """A folder that has nothing to compare; the message names it."""
-
-
-def _directories(runs: Sequence[Written]) -> set[Path]:
-    return {Path(run["directory"]).resolve() for run in runs}
 
 
 def _trained(folder: Path) -> list[Run]:

@@ -112,8 +112,10 @@ def _found(directory: Path, other: Path | None) -> _Found:
     found.reasons += [f"{run.directory}: {reason}" for run in measured if (reason := recorded_phases.missing(run))]
     if not imitated and len(found.reasons) == len(measured):
         raise _Refused("\n".join(found.reasons))
-    ranked = list(_ranked(measured))
-    found.groups += [_side_by_side(group, known) for places, known in ranked for group in _of_same_work(places)]
+    for places, is_known in _ranked(measured):
+        numbered = {str(number): place.alternative.median_run for number, place in enumerate(places)}
+        for same_work in recorded_phases.groups(numbered):
+            found.groups.append(_side_by_side([places[int(number)] for number in same_work], is_known))
     return found
 
 
@@ -178,13 +180,6 @@ def _ranked(runs: Sequence[Run]) -> Iterator[tuple[list[Place], bool]]:
             if kept
         ]
         yield places, found.is_known
-
-
-def _of_same_work(places: Sequence[Place]) -> list[list[Place]]:
-    from ptdbench.report import recorded_phases
-
-    numbered = {str(number): place.alternative.median_run for number, place in enumerate(places)}
-    return [[places[int(number)] for number in group] for group in recorded_phases.groups(numbered)]
 
 
 def _side_by_side(places: Sequence[Place], is_known: bool) -> _Group:

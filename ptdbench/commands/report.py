@@ -54,7 +54,8 @@ def main(arguments: argparse.Namespace) -> int:
         arguments.directories = arguments.directories or [_newest()]
         paths = _paths(arguments)
         runs = _runs(arguments.directories)
-        texts = {form: _FORMS[form](_title(arguments.directories), _subtitle(runs), runs) for form in paths}
+        title, subtitle = _titles(arguments.directories, runs)
+        texts = {form: _FORMS[form](title, subtitle, runs) for form in paths}
         for form, path in paths.items():
             replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
     except (ConfigError, Damaged) as refusal:
@@ -125,18 +126,16 @@ def _runs(directories: Sequence[Path]) -> list[Run]:
     return list(found.values())
 
 
-def _title(directories: Sequence[Path]) -> str:
-    found = dict.fromkeys(directory.resolve() for directory in directories)
-    return ", ".join((path.parent if path.is_file() else path).name or str(path) for path in found)
-
-
-def _subtitle(runs: Sequence[Run]) -> str:
+def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]:
+    """Return the names of the directories, and what runs they have, and when and by what the report was made."""
     from ptdbench.measure import hardware
 
+    found = dict.fromkeys(directory.resolve() for directory in directories)
+    title = ", ".join((path.parent if path.is_file() else path).name or str(path) for path in found)
     others = Counter(run["status"] for run in runs if run["status"] != "ok")
     counted = ", ".join([plural(len(runs), "run"), *(f"{count} {status}" for status, count in others.items())])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return f"{counted} · made by {hardware.this_package()} on {made}"
+    return title, f"{counted} · made by {hardware.this_package()} on {made}"
 
 
 def _html(title: str, subtitle: str, runs: Sequence[Run]) -> str:

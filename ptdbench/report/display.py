@@ -90,12 +90,7 @@ class Line:
 
 
 class Live(Progress):
-    """One line, which stays below what is printed meanwhile and is gone when it stops.
-
-    Args:
-        stream: The terminal.
-        line: What to draw in so many columns; asked for each time it is drawn.
-    """
+    """One line, asked for each time it is drawn, which stays below what is printed and is gone when it stops."""
 
     def __init__(self, stream: TextIO, line: Callable[[int], Line]) -> None:
         self._line = line
@@ -226,14 +221,9 @@ class Display:
     def begin_steps(
         self, done: int, total: int, unit: str, units_per_step: float | None, name: str = "first step"
     ) -> None:
-        """Begin the first step.
+        """Begin the first step, after those that an earlier start has done; until it is done, this phase has a name.
 
-        Args:
-            done: Steps that an earlier start has done.
-            total: Steps of the whole run.
-            unit: What throughput counts: ``tokens`` or ``samples``.
-            units_per_step: How many of them a step makes; ``None`` where no throughput is to be shown.
-            name: The name of the phase until the first step is done.
+        Throughput counts units, ``tokens`` or ``samples``; with ``None`` of them a step none is shown.
         """
         self.total_steps = total
         self._done, self._unit, self._units_per_step = done, unit, units_per_step

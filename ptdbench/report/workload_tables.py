@@ -276,7 +276,7 @@ def check_verdict(check: Mapping[str, Any], width: int) -> str:
         hello_table(check["hello"], width),
         matmul_tables(check["matmul"], width),
         *_figures(check),
-        "\n".join([*_versions(check["versions"], width), *_remarks(check, width), *_verdict(check, width)]),
+        "\n".join(_verdict(check, width)),
     ]
     return "\n\n".join(blocks)
 
@@ -307,20 +307,16 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def _versions(versions: Mapping[str, Any], width: int) -> list[str]:
-    text = ", ".join(f"{name} {str(version)[:20]}" for name, version in versions.items() if version is not None)
-    return [textwrap.fill(f"versions      {text}", width, subsequent_indent=" " * 14)]
-
-
-def _remarks(check: Mapping[str, Any], width: int) -> Iterator[str]:
-    for text in check["remarks"]:
-        yield textwrap.fill(f"note          {text}", width, subsequent_indent=" " * 14)
-
-
 def _verdict(check: Mapping[str, Any], width: int) -> Iterator[str]:
+    """Yield versions, notes, the verdict, and what was found."""
     attempts = max(check["attempts"].values())
     again = f"; what looked slow was measured {attempts} times, and the best counts" if attempts > 1 else ""
-    text = f"verdict       {check_remark(check)} (tolerance {check['tolerance']:.0%}{again})"
-    yield textwrap.fill(text, width, subsequent_indent=" " * 14)
+    known = {name: str(version)[:20] for name, version in check["versions"].items() if version is not None}
+    for title, text in (
+        ("versions", ", ".join(f"{name} {version}" for name, version in known.items())),
+        *(("note", remark) for remark in check["remarks"]),
+        ("verdict", f"{check_remark(check)} (tolerance {check['tolerance']:.0%}{again})"),
+    ):
+        yield textwrap.fill(f"{title:14}{text}", width, subsequent_indent=" " * 14)
     for finding in check["findings"]:
         yield textwrap.fill(finding["text"], width, initial_indent="  - ", subsequent_indent="    ")

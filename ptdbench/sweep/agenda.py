@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from ptdbench.files import appear, write_json
 from ptdbench.launch.world import discover
@@ -29,14 +28,11 @@ from ptdbench.terminal import echo
 class SweepEta:
     """The headings of a sweep's runs, with the time left by the mean duration of those that ended well.
 
-    Args:
-        requests: Its runs; of a search those so far.
-        is_whole: Whether there will be no others.
+    Of a search there are the runs so far, and others will come (``is_whole`` is false).
     """
 
     def __init__(self, requests: Sequence[Request], is_whole: bool = True) -> None:
-        self._requests = requests
-        self._is_whole = is_whole
+        self._requests, self._is_whole = requests, is_whole
         self._to_come: Sequence[int] = ()
         self._seconds: dict[int, float] = {}
         self._titles: list[str] = []
@@ -54,7 +50,12 @@ class SweepEta:
         """Return what the display of a run shows of the sweep."""
         if len(self._titles) < len(self._requests):  # a search has added some
             distinct = {id(request.whole): request for request in self._requests}  # repeats have the same
-            called = dict(zip(distinct, titles([_draft(request) for request in distinct.values()]), strict=True))
+            drafts = [
+                record.begin(request.config.resolved, Path(), {}, request.overrides)
+                | dict(request.summary.fields if request.summary else {})
+                for request in distinct.values()
+            ]
+            called = dict(zip(distinct, titles(drafts), strict=True))
             self._titles = [called[id(request.whole)] for request in self._requests]
         later = sum(one > number for one in self._to_come)
         return Heading(
@@ -63,12 +64,6 @@ class SweepEta:
             len(self._requests) if self._is_whole else None,
             later * fmean(self._seconds.values()) if later and self._seconds else None,
         )
-
-
-def _draft(request: Request) -> dict[str, Any]:
-    """Return what the run's record will begin with."""
-    draft = record.begin(request.config.resolved, Path(), {}, request.overrides)
-    return draft | dict(request.summary.fields if request.summary else {})
 
 
 @dataclass(frozen=True)
@@ -134,11 +129,9 @@ class Agenda:
         return SweepEta(self.requests, is_whole=not self.is_open)
 
     def batches(self, size: int | None) -> list[range]:
-        """The numbers of the runs that are handed over together.
+        """Return the numbers of the runs that are handed over together, at most ``size`` (``None``: any number).
 
-        Args:
-            size: Runs of a batch at most, ``hydra.sweeper.max_batch_size``; ``None``: no limit. A block is in one
-                batch where it is looked at after each block, and where the runs of a block share a job.
+        A block is in one batch where results are looked at after each block, and where the runs of a block share a job.
         """
         count = len(self.requests)
         of_block = sum(request.block == self.requests[0].block for request in self.requests)
@@ -173,12 +166,13 @@ class Agenda:
         """
         request, name = self.requests[number], self.subdirectory(number)
         directory, world = self.directory / name, discover(os.environ)
+        writes = world is None or world.rank == 0
         if self._is_left_out(name, request):
-            if (world is None or world.rank == 0) and self._is_done(name, request):
-                self._add_result(name)
+            if writes and self._is_done(name, request) and name not in self._counted:
+                store.append_result(self.directory, store.load_record(directory))  # killed before it could add it
             return None
         try:
-            if world is None or world.rank == 0:
+            if writes:
                 if request.summary:
                     reshaping.require_same(directory, request.summary, request.config.general.reshape)
                 self._write(directory, request)
@@ -207,11 +201,6 @@ class Agenda:
     def _is_done(self, name: str, request: Request) -> bool:
         directory = self.directory / name
         return (directory / store.RECORD).exists() and record.is_done(directory, request.config.resolved)
-
-    def _add_result(self, name: str) -> None:
-        """Add the result of a run that was ok, and whose sweep was killed before it could add it."""
-        if name not in self._counted:
-            store.append_result(self.directory, store.load_record(self.directory / name))
 
     @cached_property
     def _counted(self) -> set[str]:

@@ -48,6 +48,9 @@ class StoppedSide(local.Stopped):
     """A signal asked this process to end, and the side that was running has said so."""
 
 
+#: The top packages of the dotted names in a value, which may be a list of them.
+_PACKAGES = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\.")
+
 #: Prints where a package would be imported from, or an empty line.
 _LOCATE = """
 import importlib.util, sys
@@ -82,11 +85,9 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
 
 @contextmanager
 def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[list[Side]]:
-    """Two commits of the repository in the current directory, each checked out into a folder that is removed again.
+    """Check out two commits of the repository in the current directory into a folder that is removed again.
 
-    Args:
-        revisions: Both.
-        overrides: What is typed for each; a class of the user's own that they name has to come from the checkouts.
+    A class of the user's own that the overrides name has to come from the checkouts.
 
     Raises:
         ConfigError: There is no repository, one of them is no commit of it, or a class would not come from it.
@@ -163,7 +164,7 @@ def _checked_out(tree: Path, top: Path) -> Side:
 def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Sequence[str]) -> None:
     """Refuse a class that both sides would import from the working tree, as of a package installed as editable."""
     typed = (word.partition("=") for word in overrides if commandline.option(word).endswith("_target_"))
-    targets = {package: (option, value) for option, _, value in typed for package in _packages(value)}
+    targets = {package: (option, value) for option, _, value in typed for package in _PACKAGES.findall(value)}
     if not targets:
         return
     locate = [side.python, "-c", _LOCATE, *targets]
@@ -177,19 +178,11 @@ def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Seque
             raise ConfigError([Problem(option, value, rule, remedy)])
 
 
-def _packages(value: str) -> list[str]:
-    """The top packages of the dotted names in a value, which may be a list of them."""
-    return re.findall(r"(?<![\w.])([A-Za-z_]\w*)\.", value)
-
-
 def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directory: Path) -> None:
     """Run each block on both sides, in an order of its own, unless nothing runs on either: further blocks would not.
 
-    Args:
-        sides: Both.
-        overrides: What is typed for each, without repeats; lists are a sweep within each block.
-        repeat: Number of blocks; with ``repeat=auto`` until both sides are known to differ or to be tied.
-        directory: Where the results go, below ``before`` and ``after``.
+    With ``repeat=auto`` until both sides are known to differ or to be tied. Lists in the overrides are a sweep within
+    each block. Results go below ``before`` and ``after`` in the directory.
 
     Raises:
         ConfigError: A side refused the command line; it has said why.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ptdbench.comparison import alternatives, noise, significance
 from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.significance import Comparison
 from ptdbench.comparison.variation import Difference
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, require
@@ -102,17 +101,11 @@ def _undecided(config: Config, world: World | None) -> Problem | None:
 
 
 def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
-    """The runs of a sweep in the order in which they are carried out.
+    """Return the numbers of alternative and block of each run of a sweep, in the order of the runs.
 
     Every block has each alternative once. The order within a block is random, and that of every second block is the
-    reverse of the one before it (ABBA), so that a machine that gets steadily slower slows all alternatives alike.
-
-    Args:
-        alternatives: The number of combinations of the sweep's lists.
-        repeat: How often each is run; with ``repeat.block`` only the runs of that block are carried out.
-
-    Returns:
-        The number of the alternative and of the block of each run; ``None`` for a block that nothing need be told.
+    reverse of the one before it (ABBA), so that a machine that gets steadily slower slows all alternatives alike. With
+    ``repeat.block`` there are the runs of that block. A block that nothing need be told is ``None``.
     """
     if repeat.runs == 1:
         return [(number, None) for number in range(alternatives)]
@@ -135,13 +128,7 @@ def _of_block(alternatives: int, repeat: Repeat, block: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two alternatives whose order matters.
-
-    Attributes:
-        one: One of them.
-        other: The other one.
-        called: What both are called, where the names of their configurations do not tell.
-    """
+    """Two alternatives whose order matters; ``called`` is for where the names of their configurations do not tell."""
 
     one: Alternative
     other: Alternative
@@ -152,12 +139,7 @@ class Compared:
 
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
-    """Every pair of a sweep's alternatives of the same model, by its first blocks.
-
-    Args:
-        directory: The sweep.
-        blocks: How many count: a resumed sweep may have later ones.
-    """
+    """Return every pair of a sweep's alternatives of the same model, by its first blocks: there may be later ones."""
     earlier = [run for run in store.read_results(directory) if run["config"]["repeat"]["block"] < blocks]
     found = [one for one in alternatives.group(earlier) if one.sample]
     return [
@@ -204,12 +186,10 @@ class StoppingRule:
 def unsettled(differences: Sequence[Difference | None], repeat: Repeat) -> list[bool]:
     """Return whether each pair is neither known to differ, nor known to differ by at most ``repeat.tied_within``."""
     level = significance.level_of_look(repeat.max)
+
+    def is_tied(apart: Difference) -> bool:
+        known = significance.compare(apart, level)
+        return max(known.high, 1 / known.low) <= 1 + repeat.tied_within
+
     signs = significance.differing(differences, level)
-    return [
-        not sign and not (apart and _is_tied(significance.compare(apart, level), repeat.tied_within))
-        for apart, sign in zip(differences, signs, strict=True)
-    ]
-
-
-def _is_tied(known: Comparison, within: float) -> bool:
-    return max(known.high, 1 / known.low) <= 1 + within
+    return [not sign and not (apart and is_tied(apart)) for apart, sign in zip(differences, signs, strict=True)]

@@ -41,12 +41,8 @@ _ONE_TASK = (22, 5)
 def check(container: Container, shape: Shape, srun_says: Callable[[str], str] = slurm.srun_says) -> list[Problem]:
     """Return what keeps ranks from running in the container, as far as the submitting machine can tell.
 
-    An image is looked for where it is used, on the nodes; only the bundle of ``kind=oci`` is read here.
-
-    Args:
-        container: What is asked for.
-        shape: The shape of the job.
-        srun_says: Returns what srun prints with ``--help`` and ``--version``.
+    An image is looked for where it is used, on the nodes; only the bundle of ``kind=oci`` is read here. ``srun_says``
+    returns what srun prints with ``--help`` and ``--version``.
     """
     if container.image is None:
         return []
@@ -81,12 +77,8 @@ def _problems_of_bundle(image: str, shape: Shape, version: str) -> Iterator[Prob
 def folders(config: Config, outputs: Path | None) -> list[Path]:
     """Return what a run uses of this machine: ptdbench, the current directory, its outputs, its data, and the caches.
 
-    Args:
-        config: The run's configuration.
-        outputs: The sweep's directory; ``None`` for a script by itself, whose output is not in ``cluster.log`` either.
-
-    Returns:
-        Absolute paths; nothing where the run is in no container.
+    Paths are absolute; there are none where the run is in no container. A script by itself has no sweep's directory
+    (``outputs`` is ``None``), and its output is not in ``cluster.log`` either.
     """
     if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
         return []
@@ -96,24 +88,22 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     data = config.resolved.get("data")
     named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
     paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
-    log = (
-        outputs
-        and config.cluster.log
-        and JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser())
-    )
-    written = [log] if log else []
+    here = [Path.cwd(), user_cache(), *filter(Path.exists, paths)]
+    if outputs and config.cluster.log:
+        here.append(JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser()))
+    if outputs:
+        here.append(outputs)
     if not _is_installed():
-        written.append(PACKAGE.parent)
-    here = [*written, Path.cwd(), *([outputs] if outputs else []), user_cache(), *filter(Path.exists, paths)]
+        here.append(PACKAGE.parent)
     return outermost(path.absolute() for path in here)
 
 
 def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], bundle: Path | None = None) -> Step:
-    """Return a step whose ranks run in the container.
+    """Return a step whose ranks run in the container; without an image the step stays as it is.
 
     Args:
         step: The step outside; its command begins with a Python interpreter.
-        container: What is asked for; without an image the step stays as it is.
+        container: What is asked for.
         shape: The shape of the job: on GPUs Apptainer is told so.
         used: From :func:`folders`.
         bundle: For ``kind=oci`` the folder of :func:`write_bundle`.
@@ -138,13 +128,7 @@ def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], 
 def write_bundle(container: Container, used: Sequence[Path], folder: Path) -> Path | None:
     """Write a bundle like that of the image, with our mounts: srun takes none for OCI containers.
 
-    Args:
-        container: What is asked for.
-        used: From :func:`folders`.
-        folder: Where it goes; a folder that the nodes share.
-
-    Returns:
-        The bundle; ``None`` where the container is of another kind.
+    It goes to a folder that the nodes share; a container of another kind has none.
     """
     if container.image is None or container.kind != "oci":
         return None

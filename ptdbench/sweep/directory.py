@@ -14,13 +14,7 @@ from ptdbench.setup.compose import Composed
 
 
 def claim(composed: Composed, overrides: Sequence[str], world: World | None, goes_on: Path | None) -> Path:
-    """Make the output directory, or occupy the one that was typed.
-
-    Args:
-        composed: What the command line asks for.
-        overrides: What was typed.
-        world: This process's place among ranks that a launcher started.
-        goes_on: The directory of the run or sweep that goes on in its place.
+    """Make the output directory, or occupy the one that was typed, or that of what ``goes_on`` in its place.
 
     Raises:
         ConfigError: It holds results already, or cannot be made.
@@ -38,19 +32,16 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
         store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
         return str(wish)
 
-    def fill(folder: Path, name: Path) -> None:
-        _begin(composed, folder, name)
+    def fill(folder: Path, directory: Path) -> None:
+        """Write what it is, for whoever finds it after the program was killed."""
+        if composed.is_sweep:
+            ledger.begin(folder, composed.typed)
+            return
+        resolved = config.read(composed.jobs[0]).resolved
+        ownership.open_record(folder, record.begin(resolved, directory, {}, composed.typed))
 
     if world is None:
         return Path(make())
     from ptdbench.launch import rendezvous
 
     return Path(rendezvous.agree("directory", world, make() if world.rank == 0 else None))
-
-
-def _begin(composed: Composed, folder: Path, directory: Path) -> None:
-    """The first file of a run or a sweep: what it is, for whoever finds it after the program was killed."""
-    if composed.is_sweep:
-        ledger.begin(folder, composed.typed)
-        return
-    ownership.open_record(folder, record.begin(config.read(composed.jobs[0]).resolved, directory, {}, composed.typed))

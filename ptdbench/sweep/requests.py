@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -122,29 +121,24 @@ def _typed(composed: Composed) -> Iterator[tuple[bytes, Config, list[str]]]:
 
 
 def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
-    """The shape of a run's job.
+    """Return the shape of a run's job, by the cluster's partitions, or none of them where there is no SLURM to ask.
 
-    Args:
-        read: The run's configuration.
-        known: The cluster's partitions, or nothing where there is no SLURM to ask.
-        limits: Partitions that must have what is asked for, if not those.
+    Partitions that must have what is asked for, if not those, are the ``limits``.
 
     Raises:
         ConfigError: The cluster has not what is asked for, or the options contradict each other.
     """
     cluster = read.cluster
     assert isinstance(cluster, Slurm)
-    shape = resources.shape(cluster, read.general.device, lambda available: _ranks(read, available), known)
+
+    def ranks(available: int) -> int:
+        """Return how many of a node's devices the run takes: the strategy knows, if it trains."""
+        trains = choices.build(read, "workload").trains
+        return choices.build(read, "parallel").ranks(available) if trains else available
+
+    shape = resources.shape(cluster, read.general.device, ranks, known)
     require(*resources.check(cluster, shape, known if limits is None else limits))
     return shape
-
-
-def _ranks(read: Config, available: int) -> int:
-    """Return how many of a node's devices the run takes: the strategy knows, if it trains."""
-    if not choices.build(read, "workload").trains:
-        return available
-    strategy: Any = choices.build(read, "parallel")
-    return strategy.ranks(available)
 
 
 def _partitions(cluster: config.Cluster) -> list[Partition]:
@@ -158,11 +152,7 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
 
 
 def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
-    """A run that a sweeper has just chosen.
-
-    Args:
-        whole: Its configuration with Hydra's own node.
-        words: What the sweeper chose, and what was typed for all.
+    """Return a run that a sweeper has just chosen, by its configuration with Hydra's own node, and what was typed.
 
     Raises:
         ConfigError: SLURM is not here, or has not what the run asks for.

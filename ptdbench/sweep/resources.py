@@ -113,13 +113,7 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
 
 
 def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
-    """Return what SLURM would refuse, keep waiting for ever or understand otherwise than it is meant.
-
-    Args:
-        cluster: What is asked for.
-        shape: The shape that it comes to.
-        known: SLURM's partitions, or nothing where it cannot be asked.
-    """
+    """Return what SLURM would refuse, keep waiting for ever or understand otherwise than it is meant."""
     found = [*_contradictions(cluster, shape), *_memory_problems(cluster), *_extra(cluster)]
     found += _unknown_partitions(cluster, known)
     if chosen := _chosen(cluster, known):
@@ -198,14 +192,9 @@ class Step:
 
 
 def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], output: Output) -> str:
-    """A script for sbatch.
+    """Return a script for sbatch, whose ranks run one step after the other.
 
-    Args:
-        cluster: What is asked for.
-        shape: The shape that it comes to.
-        name: The job's name.
-        steps: What the ranks run, one step after the other; one that fails ends no other, but the job has failed.
-        output: Where the output of the script goes.
+    A step that fails ends no other, but the job has failed.
     """
     wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
     lines = [" && ".join(shlex.join(words) for words in (step.before, srun(cluster, step)) if words) for step in steps]

@@ -21,15 +21,10 @@ from ptdbench.terminal import command
 
 
 def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
-    """The script, and what its reader should know.
+    """Return the script, and what the SLURM of this machine would refuse in it: it may be meant for another.
 
-    Args:
-        overrides: As for ``train.py``; ``cluster`` is ``slurm`` unless it is given. Lists make a sweep that runs in one
-            job, one run after the other.
-        config_dir: One more folder of configurations, as for ``train.py``.
-
-    Returns:
-        The script, and what the SLURM of this machine would refuse in it: the script may be meant for another.
+    Overrides are as for ``train.py``; ``cluster`` is ``slurm`` unless it is given. Lists make a sweep that runs in one
+    job, one run after the other.
 
     Raises:
         ConfigError: The overrides cannot be used, or ask for jobs of several shapes.
@@ -60,23 +55,15 @@ def write(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str
     sweep = ["-m"] if len(composed.jobs) > 1 else []
     name = "sweep" if sweep else store.file_name(composed.jobs[0].workload.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
-    words = [sys.executable, *_program(), *flags, *_overrides(overrides, shape)]
+    checkout = compose.conf_folder().with_name("train.py")  # where nothing need be installed
+    program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
+    words = [sys.executable, *program, *flags, *_overrides(overrides, shape)]
     used = container.folders(config.read(composed.jobs[0]), None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
-    return text, [*remarks, *_variables()]
-
-
-def _program() -> list[str]:
-    """``train.py`` in a checkout, where nothing need be installed."""
-    script = compose.conf_folder().with_name("train.py")
-    return [str(script)] if script.exists() else ["-m", "ptdbench", "train"]
-
-
-def _variables() -> list[str]:
-    """Name the shell's own variables that would change the script, if it is submitted from there."""
-    found = slurm.ignored_variables(os.environ)
-    return [f"sbatch prefers these variables of this shell to the script's lines: {' '.join(found)}"] if found else []
+    if own := slurm.ignored_variables(os.environ):
+        remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(own)}")
+    return text, remarks
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:

@@ -238,11 +238,7 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
 
 
 def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str) -> dict[str, Any]:
-    """Write down the end of a run that could not do so itself.
-
-    Returns:
-        The record.
-    """
+    """Write down the end of a run that could not do so itself, and return its record."""
     cause = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
     written = store.load_record(sweep_directory / subdirectory)
     done = {**written, "status": STATUS_OF.get(state, "failed"), "error": cause.as_error()}
@@ -301,7 +297,8 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
             kind, message = _end(job, state, begun=owner is not None)
             conclude(directory, job.directory, kind, message + _saved(known))
         elif _was_signaled(known) and _reached_its_limit(known, state):
-            conclude(directory, job.directory, "TIMEOUT", _out_of_time(job, known) + _saved(known))
+            limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={_time_minutes(known)}"
+            conclude(directory, job.directory, "TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(known)}")
         elif result is None:
             store.append_result(directory, known)  # the job was killed between its record and the sweep's results
 
@@ -367,11 +364,6 @@ def _saved(written: Written) -> str:
     """Return what a run that has saved says of how to go on."""
     message = schema.error(written).message
     return f"; {message}" if "it has saved" in message else ""
-
-
-def _out_of_time(job: ledger.Job, written: Written) -> str:
-    limit = f"cluster.time_minutes={_time_minutes(written)}"
-    return f"job {job.id} was about to reach its limit, {limit}{OUTPUT}{job.log}"
 
 
 def _time_minutes(written: Written) -> float | None:

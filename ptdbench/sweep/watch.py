@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -91,11 +92,9 @@ def _as_json(run: Run, number: int) -> dict[str, Any]:
 
 
 def table_lines(sweep: Sweep, width: int | None = None) -> list[str]:
-    """Headings, a rule and the rows, quickly also for thousands of them.
+    """Return headings, a rule and the rows, quickly also for thousands of them.
 
-    Args:
-        sweep: What to show.
-        width: Columns that no line exceeds: what matters least is left out, and the rest cut; ``None``: all of it.
+    No line exceeds the width: what matters least is left out, and the rest cut; with ``None`` there is all of it.
     """
     cells = list(table_rows(sweep))
     widths = table.fitted(HEADINGS, cells, width, _LEAST, _SPARED)
@@ -143,9 +142,9 @@ def _label(run: Run) -> str:
 
 
 def _shape(record: Record) -> str:
-    return (
-        f"{plural(len(record.nodes), 'node')}, {record.world_size} ranks" if record.nodes and record.world_size else "-"
-    )
+    if not record.nodes or not record.world_size:
+        return "-"
+    return f"{plural(len(record.nodes), 'node')}, {record.world_size} ranks"
 
 
 def _step(run: Run) -> str:
@@ -193,12 +192,8 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
 def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
     """Show how the jobs of a sweep are doing until all have ended; a signal leaves them to themselves.
 
-    Args:
-        sweep_directory: The sweep's directory.
-        told: Directories of runs of which all has been shown already.
-
     Returns:
-        The directories of all runs of which all has been shown.
+        The directories of all runs of which all has been shown, those ``told`` before included.
     """
     console = Console(stderr=True)
     show = _Table(console) if console.is_terminal else _Lines()
@@ -262,7 +257,7 @@ class _Table:
 
     def __call__(self, sweep: Sweep) -> None:
         room = max(1, self._console.height - _AROUND_THE_ROWS)
-        shown = Sweep(_first_the_open(sweep.runs)[:room])
+        shown = Sweep(sorted(sweep.runs, key=lambda run: run.is_over)[:room])  # those that still change first
         hidden = len(sweep.runs) - len(shown.runs)
         below = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} have ended"
         if hidden:
@@ -273,17 +268,12 @@ class _Table:
         self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 
-class _Lines:
+class _Lines(nullcontext[None]):
     """A line for every change, for a file or a pipe."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._last: dict[str, str] = {}
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to tidy up."""
 
     def __call__(self, sweep: Sweep) -> None:
         for run in sweep.runs:
@@ -292,8 +282,3 @@ class _Lines:
                 self._last[run.directory] = state
                 job = f"job {run.job.id} " if run.job else ""
                 echo(f"{job}{Path(run.directory).name}: {state}", sys.stderr)
-
-
-def _first_the_open(runs: Sequence[Run]) -> list[Run]:
-    """Sort runs that still change to the front, for where there is not room for all."""
-    return sorted(runs, key=lambda run: run.is_over)

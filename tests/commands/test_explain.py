@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from ptdbench import __main__ as command
-from tests.conftest import ROOT
 from tests.report.made import DDP, FSDP, PDP, failed, keep, repeated, run
 
 
@@ -70,8 +68,7 @@ class TestSweep:
         status, out, err = explain(tmp_path / "sweep")
         assert (status, err) == (0, [])
         assert [line.split()[:2] for line in out.splitlines()[3:5]] == [["ddp", "20.0"], ["fsdp", "50.0"]]
-        last = "shown: the run with the median throughput of ddp (2 runs), fsdp (3 runs)"
-        assert out.splitlines()[-1] == last
+        assert out.splitlines()[-1] == "shown: the run with the median throughput of ddp (2 runs), fsdp (3 runs)"
         assert "median" not in explain(tmp_path / "sweep" / "0_ddp")[1]
 
     def test_runs_of_other_work_stand_apart(self, explain, sweep):
@@ -95,16 +92,14 @@ class TestSweep:
         assert (status, "pdp 1x2 1f1b +24 ms" in out) == (0, True)
         assert damage.startswith(f"{sweep / '0_gpt_tiny_fsdp' / 'record.json'} is damaged: not JSON")
 
-    def test_two_sweeps_of_the_same_runs_are_told_apart(self, explain, sweep):
+    def test_two_sweeps_of_the_same_runs_are_told_apart_and_two_of_the_same_name_by_their_directories(
+        self, explain, tmp_path
+    ):
         for name in ("a", "b"):
-            keep(sweep.parent / name, "0_gpt_tiny_ddp", DDP)
-        _, out, _ = explain(sweep.parent)
-        assert all(f"\nddp [{name}] " in out for name in ("a", "b", "sweep"))
-
-    def test_two_sweeps_of_the_same_name_are_told_apart_by_their_directories(self, explain, tmp_path):
-        paths = [keep(tmp_path / name / "sweep", "0_gpt_tiny_ddp", DDP) for name in ("a", "b")]
-        _, out, _ = explain(tmp_path)
-        assert all(f"\nddp [{path}] " in out for path in paths)
+            keep(tmp_path / "named" / name, "0_gpt_tiny_ddp", DDP)
+        paths = [keep(tmp_path / "alike" / name / "sweep", "0_gpt_tiny_ddp", DDP) for name in ("a", "b")]
+        assert all(f"\nddp [{name}] " in explain(tmp_path / "named")[1] for name in ("a", "b"))
+        assert all(f"\nddp [{path}] " in explain(tmp_path / "alike")[1] for path in paths)
 
 
 class TestOneRun:
@@ -156,20 +151,13 @@ class TestJson:
         assert theirs["slower_by"] is None
         assert sum(ours["slower_by"].values()) == pytest.approx(-0.044)
 
-    def test_of_nothing_it_is_one_line_and_no_json(self, explain, tmp_path):
-        status, out, err = explain(tmp_path / "none", "--json")
-        assert (status, out, len(err)) == (1, "", 1)
-
 
 class TestRefused:
     def test_nothing_there(self, explain, tmp_path):
         path = tmp_path / "none"
         rule = "no record.json and no results.jsonl there or below"
-        assert explain(path) == (
-            1,
-            "",
-            [f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them"],
-        )
+        line = f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them"
+        assert explain(path) == explain(path, "--json") == (1, "", [line])
 
     def test_a_damaged_record(self, explain, sweep):
         path = sweep / "1_gpt_tiny_ddp"
@@ -219,15 +207,3 @@ class TestRefused:
         line = f"{sweep}: {rule}; try {', '.join(map(str, names))}"
         assert explain(sweep, "--against", names[0]) == (1, "", [line])
         assert explain(names[0], "--against", sweep) == (1, "", [line])
-
-
-def test_it_answers_at_once(sweep, environ):
-    """It imports no torch: that would cost seconds each time somebody looks."""
-    (sweep.parent / "torch.py").write_text("raise ImportError('it would cost seconds')")
-    done = subprocess.run(
-        [sys.executable, "-m", "ptdbench", "explain", str(sweep)],
-        cwd=ROOT, env={**environ, "PYTHONPATH": str(sweep.parent)}, capture_output=True, text=True,
-        timeout=240, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "fsdp +44 ms" in done.stdout

@@ -16,27 +16,14 @@ from ptdbench.sweep import blocks
 from ptdbench.sweep.agenda import Agenda, SweepEta
 
 
-@pytest.fixture
-def three(asked):
-    return [*asked("seed=0,1"), *asked("train.global_batch=32")]
-
-
-def test_names_and_numbers(three):
-    eta = SweepEta(three)
-    assert [str(eta.heading(number)) for number in range(3)] == [
-        "[1/3] toy ddp b16 seed=0", "[2/3] toy ddp b16 seed=1", "[3/3] toy ddp b32",
-    ]  # fmt: skip
-
-
 def test_what_is_asked_again_for_each_run_reads_no_configuration_of_those_to_come(asked, monkeypatch):
     (one,) = asked("seed=0")
     requests = [one.in_block(block) for block in range(50)]
     eta = SweepEta(requests)
     eta.expect(range(50))
     read = []
-    monkeypatch.setattr(
-        config, "read", lambda composed, read_it=config.read: read.append(composed) or read_it(composed)
-    )
+    read_it = config.read
+    monkeypatch.setattr(config, "read", lambda composed: read.append(composed) or read_it(composed))
     assert [eta.heading(number).title for number in range(3)] == ["toy ddp"] * 3
     assert len(read) <= 4  # its title, and of each run that begins its own
 
@@ -49,8 +36,10 @@ def test_a_search_does_not_know_how_many_there_will_be(asked, tmp_path):
     assert str(agenda.eta.heading(1)) == "[2] toy ddp seed=1"
 
 
-def test_runs_to_come_take_the_mean_of_those_that_ended_well(three):
-    eta = SweepEta(three)
+def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
+    eta = SweepEta([*asked("seed=0,1"), *asked("train.global_batch=32")])
+    names = ["[1/3] toy ddp b16 seed=0", "[2/3] toy ddp b16 seed=1", "[3/3] toy ddp b32"]
+    assert [str(eta.heading(number)) for number in range(3)] == names
     eta.expect([0, 1, 2])
     eta.ended(0, 90.0, {"status": "oom"})
     assert eta.heading(0).later_seconds is None

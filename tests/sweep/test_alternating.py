@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -154,29 +156,25 @@ def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
     assert len(started(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(("status", "kind"), [(130, alternating.StoppedSide), (0, local.Stopped)])
-def test_a_side_that_was_stopped_says_so_itself(tmp_path, stubs, status, kind):
+@pytest.mark.parametrize(
+    ("name", "status", "kind"),
+    [
+        ("TERM", 0, local.Stopped),
+        ("HUP", 0, local.Stopped),
+        ("INT", 0, local.Stopped),
+        ("INT", 130, alternating.StoppedSide),  # which has said so itself
+    ],
+)
+def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name, status, kind):
     sides = stubs()
     for side in sides:
         Path(side.python).write_text(
-            f"#!/bin/sh\ntrap 'exit {status}' INT\nkill -INT $PPID; while :; do sleep 0.05; done\n"
+            f"#!/bin/sh\ntrap 'echo saved > {tmp_path}/saved; exit {status}' {name}\n"
+            f"kill -{name} $PPID; while :; do sleep 0.05; done\n"
         )
     with local.stopping(), pytest.raises(local.Stopped) as stop:
         alternating.run(sides, [], repeat(2), tmp_path / "out")
-    assert type(stop.value) is kind
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGINT"])
-def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name):
-    sides = stubs()
-    for side in sides:
-        Path(side.python).write_text(
-            f"#!/bin/sh\ntrap 'echo saved > {tmp_path}/saved; exit 0' {name.removeprefix('SIG')}\n"
-            f"kill -{name.removeprefix('SIG')} $PPID; while :; do sleep 0.05; done\n"
-        )
-    with local.stopping(), pytest.raises(local.Stopped) as stop:
-        alternating.run(sides, [], repeat(2), tmp_path / "out")
-    assert stop.value.signal is signal.Signals[name]
+    assert (type(stop.value), stop.value.signal) == (kind, signal.Signals[f"SIG{name}"])
     assert (tmp_path / "saved").exists()
 
 
@@ -245,27 +243,22 @@ class TestCheckouts:
         assert len(self.git(repository, "worktree", "list").splitlines()) == 1
         assert path.read_text() == "three"
 
-    def test_what_is_no_commit(self, repository):
-        with (
-            pytest.raises(ConfigError, match=r"^--checkout=three: it is no commit"),
-            alternating.checkouts(["one", "three"], []),
-        ):
+    @staticmethod
+    def refused(*revisions: str, typed: Sequence[str] = ()) -> str:
+        with pytest.raises(ConfigError) as refusal, alternating.checkouts(revisions, typed):
             pass
+        return str(refusal.value)
+
+    def test_what_is_no_commit(self, repository):
+        assert self.refused("one", "three").startswith("--checkout=three: it is no commit")
         assert len(self.git(repository, "worktree", "list").splitlines()) == 1
 
-    def test_no_repository(self, tmp_path, monkeypatch):
+    def test_no_repository_and_no_git(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-        with pytest.raises(ConfigError, match="not a git repository"), alternating.checkouts(["one", "two"], []):
-            pass
-
-    def test_without_git(self, tmp_path, monkeypatch):
+        assert "not a git repository" in self.refused("one", "two")
         monkeypatch.setenv("PATH", str(tmp_path))
-        with (
-            pytest.raises(ConfigError, match=r"^--checkout=one: there is no git on PATH; install git$"),
-            alternating.checkouts(["one", "two"], []),
-        ):
-            pass
+        assert self.refused("one", "two") == "--checkout=one: there is no git on PATH; install git"
 
     @pytest.mark.parametrize("entry", ["", "{top}/code", "{top}"])
     def test_what_leads_to_the_working_tree_leads_to_the_checkout(self, repository, monkeypatch, entry):
@@ -287,9 +280,6 @@ class TestCheckouts:
         if "editable" not in value:
             with alternating.checkouts(["one", "two"], overrides):
                 return
-        with (
-            pytest.raises(ConfigError, match=r"^model\._target_=.*before would import it from .*/lib/editable\.py"),
-            alternating.checkouts(["one", "two"], overrides),
-        ):
-            pass
+        said = self.refused("one", "two", typed=overrides)
+        assert re.match(r"model\._target_=.*before would import it from .*/lib/editable\.py", said)
         assert len(self.git(repository, "worktree", "list").splitlines()) == 1

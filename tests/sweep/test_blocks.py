@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 
@@ -11,14 +10,13 @@ from ptdbench.comparison import significance
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
-from ptdbench.records.store import write_record
 from ptdbench.setup import config
 from ptdbench.setup.compose import Source, compose_all, conf_folder
 from ptdbench.setup.config import Repeat
 from ptdbench.sweep import blocks
 from ptdbench.sweep.blocks import StoppingRule
 from tests import forked
-from tests.report.made import run
+from tests.report.made import keep, run
 from tests.sweep.made import CONFIG, DONE
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
@@ -84,9 +82,8 @@ def refused(*arguments, cwd):
 
 class TestRefused:
     def test_several_numbers_and_orders_in_one_sweep(self, tmp_path):
-        rest = (
-            "a sweep has one number of repeats, and one order of its runs; give one value, or start one sweep for each"
-        )
+        remedy = "give one value, or start one sweep for each"
+        rest = f"a sweep has one number of repeats, and one order of its runs; {remedy}"
         assert refused("-m", "repeat=3,5", "repeat.seed=0,1", cwd=tmp_path) == [
             f"repeat.runs=3,5: {rest}",
             f"repeat.seed=0,1: {rest}",
@@ -100,10 +97,8 @@ class TestRefused:
             (["repeat=x"], "repeat.runs=x: must be a whole number or auto"),
             (["repeat=2.5"], "repeat.runs=2.5: must be a whole number or auto"),
             (["repeat=auto", "repeat.max=2"], "repeat.max=2: must be at least 3"),
-            (
-                ["repeat=auto", "repeat.tied_within=1"],
-                "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02",
-            ),
+            (["repeat=auto", "repeat.tied_within=1"],
+             "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02"),
             (["repeat=auto", "repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
             (["repeat=2", "repeat.block=2"],
              "repeat.block=2: there are 2 blocks, which count from 0; omit it for all of them"),
@@ -133,30 +128,21 @@ class TestRefused:
             "repeat.runs=3: several runs are a sweep; add -m, as in python train.py --config-dir mine -m repeat=3"
         ]
 
-    def test_ranks_that_would_each_decide_when_to_stop(self, tmp_path, monkeypatch):
-        ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-        torchrun = {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
-        monkeypatch.setattr(os, "environ", {**os.environ, **torchrun})
-        assert refused("-m", "repeat=auto", cwd=tmp_path) == [
-            "repeat.runs=auto: each of the 2 ranks that torchrun started would decide by itself when to stop; "
-            "give a number, or start it with plain python"
-        ]
-
-    @pytest.mark.parametrize("runs", ["auto", "2"])
-    def test_jobs_whose_results_nobody_waits_for(self, runs):
-        said = check("cluster=slurm", "cluster.submit=detach", f"repeat={runs}")
-        assert said == (
+    def test_jobs_whose_results_nobody_waits_for(self):
+        assert check("cluster=slurm", "cluster.submit=detach", "repeat=2") is None
+        assert check("cluster=slurm", "cluster.submit=detach", "repeat=auto") == (
             "cluster.submit=detach: repeat.runs=auto needs the results of a block before it can submit the next one; "
             "try wait, or a number of repeats"
-            if runs == "auto"
-            else None
         )
 
     def test_one_rank_decides_for_itself_and_a_number_needs_no_decision(self):
         assert check("repeat=auto", world=World(0, 1, 0, 1, "srun")) is None
         assert check("repeat=2", world=World(1, 2, 1, 2, "srun")) is None
         assert check("repeat=auto", "repeat.block=3", world=World(1, 2, 1, 2, "srun")) is None  # of a series: one block
-        assert "2 ranks that srun started" in (check("repeat=auto", world=World(1, 2, 1, 2, "srun")) or "")
+        assert check("repeat=auto", world=World(1, 2, 1, 2, "srun")) == (
+            "repeat.runs=auto: each of the 2 ranks that srun started would decide by itself when to stop; "
+            "give a number, or start it with plain python"
+        )
 
     @pytest.mark.parametrize("name", ["${hydra.job.num}", "${repeat.block}_x", "${hydra.job.override_dirname}"])
     def test_directories_of_their_own_may_be_named_as_one_likes(self, name):
@@ -187,15 +173,8 @@ class TestGoesOn:
     @staticmethod
     def sweep(folder, runs):
         """One whose first record is damaged."""
-        record = run("ddp") | {
-            "schema": 2,
-            "workload": "train",
-            "fingerprint": "",
-            "config": {"repeat": {"runs": runs}},
-        }
         for name in ("0_ddp", "1_ddp"):
-            (folder / name).mkdir()
-            write_record(folder / name, record)
+            keep(folder, name, run("ddp", config={"repeat": {"runs": runs}}))
         (folder / "0_ddp" / "record.json").write_text("{")
 
 
@@ -214,19 +193,10 @@ class TestShown:
     def test_the_configuration(self, tmp_path):
         done = forked.train_py("--cfg", "job", "--package", "repeat", "repeat=5", *TOY, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout.splitlines()[1:] == [
-            "runs: 5",
-            "max: 60",
-            "tied_within: 0.02",
-            "seed: 0",
-            "block: null",
-            "series: null",
-        ]
-
-    def test_that_of_several_runs_once_each(self, tmp_path):
-        done = forked.train_py(
-            "--cfg", "job", "--package", "repeat.runs", "repeat=5", "parallel=ddp,fsdp", *TOY, cwd=tmp_path
-        )
+        options = ["runs: 5", "max: 60", "tied_within: 0.02", "seed: 0", "block: null", "series: null"]
+        assert done.stdout.splitlines()[1:] == options
+        words = ("--cfg", "job", "--package", "repeat.runs", "repeat=5", "parallel=ddp,fsdp")  # of several once each
+        done = forked.train_py(*words, *TOY, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.count("# run ") == 2
 
@@ -278,11 +248,8 @@ def alike(share):
     return [1000 * math.exp(share * sign) for sign in (1, -1, 1, -1, 1, -1, 1, -1)]
 
 
-def test_the_looks_of_these_tests():
-    assert significance.interim_looks(MOST) == [3, 5, 8]
-
-
 def test_it_stops_at_a_look_when_all_pairs_are_known_to_differ(sweep, capsys):
+    assert significance.interim_looks(MOST) == [3, 5, 8]
     sweep("ddp", alike(0.001))
     sweep("fsdp", [1.1 * rate for rate in alike(0.002)])
     found = sweep("pdp", [1.3 * rate for rate in alike(0.003)])

@@ -103,17 +103,10 @@ def test_any_bytes(written, result, progress):
 
 
 @QUICK
-@given(records(), records(), values)
+@given(records() | values, records() | values, values)
 def test_any_values_in_the_fields_of_a_record(written, result, progress):
     texts = [json.dumps(value).encode() for value in (written, result, progress)]
     assert "toy ddp" in sweep_of(texts[0], texts[1] + b"\n", texts[2])
-
-
-@QUICK
-@given(values)
-def test_any_value_as_a_whole(value):
-    text = json.dumps(value).encode()
-    assert "toy ddp" in sweep_of(text, text + b"\n")
 
 
 @pytest.mark.parametrize(
@@ -137,12 +130,9 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path, text, wrong):
     (tmp_path / store.RECORD).write_bytes(text if isinstance(text, bytes) else json.dumps(text).encode())
     with pytest.raises(store.Damaged) as caught:
         store.load_record(tmp_path)
-    said = str(caught.value)
-    assert (said.startswith(f"{tmp_path / store.RECORD} is damaged: "), wrong in said, "\n" in said) == (
-        True,
-        True,
-        False,
-    )
+    (said,) = str(caught.value).splitlines()
+    assert said.startswith(f"{tmp_path / store.RECORD} is damaged: ")
+    assert wrong in said
 
 
 def test_a_record_as_it_is_written_is_not_damaged():

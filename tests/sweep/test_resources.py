@@ -91,18 +91,20 @@ class TestShape:
     def test_auto_becomes_what_is_there(self, options, expected):
         assert shape_of(**options) == Shape(*expected, *[None] * (4 - len(expected)))
 
-    @pytest.mark.parametrize("options", [{}, {"gres": "gpu:volta:2"}, {"partition": "mixed"}])
-    def test_on_cpus_no_gpu_is_asked_for(self, options):
-        assert shape_of(device="cpu", **options) == Shape(1, 2, 0, None)
-
-    def test_what_is_stated_stands_on_cpus_too(self):
-        """A partition may take no job that does not ask for a GPU."""
-        assert shape_of(device="cpu", gpus_per_node=1, ranks_per_node=1) == Shape(1, 1, 1, None)
-
-    def test_a_strategy_that_takes_fewer_devices_leaves_the_others_to_others(self):
-        assert shape_of(ranks=one, partition="gpu") == Shape(1, 1, 1, None)
-        assert shape_of(ranks=one, partition="gpu", gpus_per_node=8) == Shape(1, 1, 8, None)
-        assert shape_of(ranks=one, gres="gpu:volta:2") == Shape(1, 1, 2, None)
+    @pytest.mark.parametrize(
+        ("options", "expected"),
+        [
+            *(({"device": "cpu"} | more, (1, 2, 0)) for more in ({}, {"gres": "gpu:volta:2"}, {"partition": "mixed"})),
+            # a partition may take no job that does not ask for a GPU
+            ({"device": "cpu", "gpus_per_node": 1, "ranks_per_node": 1}, (1, 1, 1)),
+            # a strategy that takes fewer devices leaves the others to others, unless they are asked for
+            ({"ranks": one, "partition": "gpu"}, (1, 1, 1)),
+            ({"ranks": one, "partition": "gpu", "gpus_per_node": 8}, (1, 1, 8)),
+            ({"ranks": one, "gres": "gpu:volta:2"}, (1, 1, 2)),
+        ],
+    )
+    def test_on_cpus_and_for_strategies_of_one_rank_no_gpu_is_asked_for_that_nobody_uses(self, options, expected):
+        assert shape_of(**options) == Shape(*expected, None)
 
     @pytest.mark.parametrize(
         ("options", "message"),
@@ -206,14 +208,10 @@ class TestCheck:
 
 class TestFlags:
     def test_what_is_not_asked_for_is_not_passed(self):
-        cluster = asked(gpus_per_node=0)
-        assert flags(cluster, Shape(2, 4, 0, None), "a run") == {
-            "job_name": "a run",
-            "nodes": 2,
-            "ntasks_per_node": 4,
-            "time": 60,
-            "no_requeue": True,  # else SLURM starts it anew when a node fails
-        }
+        cluster = asked(gpus_per_node=0, extra={"hold": False, "nice": None})
+        wanted = {"job_name": "a run", "nodes": 2, "ntasks_per_node": 4, "time": 60}
+        kept = {"no_requeue": True}  # else SLURM starts it anew when a node fails
+        assert flags(cluster, Shape(2, 4, 0, None), "a run") == wanted | kept
 
     def test_every_option_has_its_flag(self):
         options = {
@@ -240,9 +238,6 @@ class TestFlags:
         """Down would turn the least memory into all of it."""
         assert flags(asked(mem_gb=0.0001), ONE_EACH, "x")["mem"] == "1M"
         assert flags(asked(mem_gb=0), ONE_EACH, "x")["mem"] == "0M"
-
-    def test_extra_flags_that_are_off_are_left_out(self):
-        assert not {"hold", "nice"} & flags(asked(extra={"hold": False, "nice": None}), ONE_EACH, "x").keys()
 
 
 class TestSetup:
@@ -385,27 +380,23 @@ class TestRealSlurm:
 class TestSiteFiles:
     """The examples of conf/cluster: each is the file it inherits, with what the site states."""
 
-    @pytest.mark.parametrize("site", ["site_gpu", "site_modules"])
-    def test_a_cluster_to_submit_to(self, site):
-        found = compose_all([f"cluster={site}"], multirun=False)
+    def site(self, name: str, known: Partition, *more: str) -> tuple[Slurm, Shape]:
+        found = compose_all([f"cluster={name}", *more], multirun=False)
         assert found.is_sweep
         assert found.first.hydra.runtime.choices["hydra/launcher"] == "submitit_slurm"
         cluster = config.read(found.jobs[0]).cluster
         assert isinstance(cluster, Slurm)
-        assert cluster.name == site
+        assert cluster.name == name
+        where = shape(cluster, "auto", every, [known])
+        assert check(cluster, where, [known]) == []
+        return cluster, where
 
     def test_eight_gpus_on_each_of_four_nodes(self):
-        cluster = config.read(composed("cluster=site_gpu", "cluster.nodes=4")).cluster
-        known = [Partition("gpu", True, 4, None, (8,), 96)]
-        where = shape(cluster, "auto", every, known)
-        assert check(cluster, where, known) == []
+        _, where = self.site("site_gpu", Partition("gpu", True, 4, None, (8,), 96), "cluster.nodes=4")
         assert where == Shape(4, 8, 8, 12)
 
     def test_modules_an_account_and_typed_gpus(self):
-        cluster = config.read(composed("cluster=site_modules")).cluster
-        known = [Partition("volta", True, 4, None, (2,), 40)]
-        where = shape(cluster, "auto", every, known)
-        assert check(cluster, where, known) == []
+        cluster, where = self.site("site_modules", Partition("volta", True, 4, None, (2,), 40))
         found = flags(cluster, where, "x")
         assert (found["account"], found["gres"]) == ("my_project", "gpu:volta:2")
         assert "module load gcc/12.2 cuda/12.8" in setup_lines(cluster, where)

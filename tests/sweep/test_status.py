@@ -33,9 +33,7 @@ class TestOnThisMachine:
         for number in (10, 0, 2):
             sweep.end(number)
         seen = status.look(sweep.path)
-        assert [run.record["directory"] for run in seen.runs] == [
-            str(sweep.path / f"{number}_toy_ddp") for number in (0, 1, 2, 10)
-        ]
+        assert [run.directory for run in seen.runs] == [f"{number}_toy_ddp" for number in (0, 1, 2, 10)]
         assert [run.is_over for run in seen.runs] == [True, False, True, True]
         assert (seen.is_over, seen.silence) == (False, "")
         assert [run.job for run in seen.runs] == [None] * 4
@@ -185,18 +183,17 @@ class TestSubmitted:
 
     def test_a_job_that_failed_by_itself_keeps_its_own_reason(self, sweep):
         sweep.submit(1)
-        sweep.end(0, told=False, **failure())
+        written = sweep.end(0, told=False, **failure())
         sweep.says(_0="FAILED (NonZeroExitCode)")
         (run,) = status.look(sweep.path).runs
-        assert (run.record["status"], run.record["error"]["type"]) == ("failed", "RuntimeError")
-        assert (run.record["error"]["rank"], "Traceback" in run.record["error"]["traceback"]) == (1, True)
+        assert run.record == written
 
     def test_a_job_whose_id_nobody_wrote_down_is_found_by_its_name(self, sweep):
         sweep.submit(2, known=False)
         sweep.says(_0="RUNNING n1", _1="FAILED")
         going, ended = status.look(sweep.path).runs
         assert (going.job.id, going.queue.state, going.is_over) == ("7_0", "RUNNING", False)
-        assert (ended.job.id, ended.is_over, ended.record["error"]["type"]) == ("7_1", True, "FAILED")
+        assert (ended.job.id, ended.is_over) == ("7_1", True)
         assert ended.record["error"]["message"].startswith("SLURM ended job 7_1: FAILED")
 
     @pytest.mark.parametrize(("owner", "concluded"), [("7_0", True), (None, True), ("6", False)])
@@ -220,7 +217,7 @@ class TestSubmitted:
 
     def test_a_run_that_was_refused_has_no_job_and_its_place_among_the_others(self, sweep):
         refused, *jobs = sweep.submit(3)
-        status.ledger.write(sweep.path, status.ledger.Ledger([], jobs))
+        ledger.write(sweep.path, ledger.Ledger([], jobs))
         sweep.end(0, **failure(rank=-1, kind="ConfigError"))
         sweep.says(_1="PENDING", _2="PENDING")
         seen = status.look(sweep.path).runs
@@ -268,9 +265,7 @@ class TestEndedByTheCluster:
     def test_a_step_that_did_not_start_says_why(self, sweep, written, expected):
         (job,) = sweep.submit(1)
         sweep.says(_0="FAILED n1")
-        folder = Path(job.log)
-        folder.mkdir(parents=True)
-        (folder / f"{job.id}_0_log.err").write_text(written)
+        sweep.log(job, 0, written)
         (run,) = status.look(sweep.path).runs
         assert expected in run.record["error"]["message"].split("; its output")[0]
         assert "srun" not in run.record["error"]["message"]
@@ -338,12 +333,10 @@ class TestEndedByTheCluster:
             sweep.end(number, told=told, **HEARD)
         sweep.says(_0="TIMEOUT n1", _1="CANCELLED n1", _2="PREEMPTED n1", _3="FAILED n1")
         for _ in range(2):
-            assert [(run.record["status"], run.record["error"]["type"]) for run in status.look(sweep.path).runs] == [
-                ("timeout", "TIMEOUT"),
-                ("failed", "CANCELLED"),
-                ("preempted", "PREEMPTED"),
-                ("preempted", "Stopped"),
-            ]
+            seen = [(run.record["status"], run.record["error"]["type"]) for run in status.look(sweep.path).runs]
+            *told_by_slurm, own = seen
+            assert told_by_slurm == [("timeout", "TIMEOUT"), ("failed", "CANCELLED"), ("preempted", "PREEMPTED")]
+            assert own == ("preempted", "Stopped")
         assert sweep.asked == [["7_0", "7_1", "7_2", "7_3"], ["7_3"]]
 
     @pytest.mark.parametrize(
@@ -436,18 +429,14 @@ class TestDamaged:
         sweep.submit(2)
         path = damage(sweep, 0)
         before = path.read_bytes() if path.exists() else None
+        sweep.queue = SlurmError("Unable to contact slurm controller")
+        assert [run[1:] for run in states(sweep)] == [(False, "damaged"), (False, "failed")]
         sweep.says(_0="RUNNING n1", _1="TIMEOUT")
         assert [run[1:] for run in states(sweep)] == [(False, "damaged"), (True, "timeout")]
         sweep.says(_0="FAILED")
         assert [run[1:] for run in states(sweep)] == [(True, "damaged"), (True, "timeout")]
         assert (path.read_bytes() if path.exists() else None) == before
         assert len(sweep.results()) == 1
-
-    def test_nothing_is_known_of_its_end_where_slurm_does_not_answer(self, sweep, damage):
-        sweep.submit(1)
-        damage(sweep, 0)
-        sweep.queue = SlurmError("Unable to contact slurm controller")
-        assert [run[1:] for run in states(sweep)] == [(False, "damaged")]
 
     def test_lines_of_the_results_are_told_one_by_one(self, sweep):
         sweep.begin(0)
@@ -456,16 +445,14 @@ class TestDamaged:
         (sweep.path / store.RESULTS).write_bytes(b"\n".join(lines))
         seen = status.look(sweep.path)
         assert [run.record["status"] for run in seen.runs] == ["ok"]
-        where = f"{sweep.path / store.RESULTS}: line"
-        assert [line.partition(" is damaged and skipped: ")[0] for line in seen.damage] == [
-            f"{where} {number}" for number in (1, 2, 3, 4)
-        ]
+        places = [line.partition(" is damaged and skipped: ")[0] for line in seen.damage]
+        assert places == [f"{sweep.path / store.RESULTS}: line {number}" for number in (1, 2, 3, 4)]
 
     @pytest.mark.parametrize("said", [b"", b"\xff", b"5", b"{}", b'{"jobs": [{}]}', b'{"jobs": 5}'])
     def test_a_list_of_jobs_is_told_and_the_runs_are_shown(self, sweep, said):
         sweep.submit(2)
         sweep.end(0)
-        (sweep.path / status.ledger.LEDGER).write_bytes(said)
+        (sweep.path / ledger.LEDGER).write_bytes(said)
         seen = status.look(sweep.path)
         assert [(run.is_over, run.job) for run in seen.runs] == [(True, None), (False, None)]
         (line,) = seen.damage
@@ -479,20 +466,18 @@ class TestDamaged:
         assert (run.progress, run.is_over) == (None, False)
 
 
-class TestSilence:
-    def test_nothing_is_concluded_where_slurm_does_not_answer(self, sweep):
-        jobs = sweep.submit(3)
-        sweep.end(0)
-        sweep.end(1, told=False)
-        sweep.queue = SlurmError("Unable to contact slurm controller")
-        seen = status.look(sweep.path)
-        assert seen.silence == "Unable to contact slurm controller"
-        assert [run.is_over for run in seen.runs] == [True, False, False]
-        assert [run.queue for run in seen.runs] == [None] * 3
-        assert len(sweep.results()) == 1
-        assert store.load_record(sweep.path / jobs[2].directory)["error"]["type"] == "Unfinished"
-        sweep.says(_2="RUNNING n1")  # it answers again
-        assert [run.is_over for run in status.look(sweep.path).runs] == [True, True, False]
+def test_nothing_is_concluded_where_slurm_does_not_answer(sweep):
+    jobs = sweep.submit(3)
+    sweep.end(0)
+    sweep.end(1, told=False)
+    sweep.queue = SlurmError("Unable to contact slurm controller")
+    seen = status.look(sweep.path)
+    assert seen.silence == "Unable to contact slurm controller"
+    assert [(run.is_over, run.queue) for run in seen.runs] == [(True, None), (False, None), (False, None)]
+    assert len(sweep.results()) == 1
+    assert store.load_record(sweep.path / jobs[2].directory)["error"]["type"] == "Unfinished"
+    sweep.says(_2="RUNNING n1")  # it answers again
+    assert [run.is_over for run in status.look(sweep.path).runs] == [True, True, False]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "killed before it told the sweep"])

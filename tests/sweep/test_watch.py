@@ -46,23 +46,18 @@ def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(tmp_pat
     folder = tmp_path / "compare"
     for block in (0, 10, 2):
         for side in ("before", "after"):
-            status_of = "failed" if (side, block) == ("after", 2) else "ok"
+            one = failed("ddp", "broken") if (side, block) == ("after", 2) else run("ddp")
             config = {"repeat": {"series": "compare", "block": block}}
-            keep(folder / side / str(block), "0_toy_ddp", run(model="toy", status=status_of, config=config))
+            keep(folder / side / str(block), "0_toy_ddp", one | {"model": "toy", "config": config})
     (folder / "before" / "11").mkdir()  # which has just begun
     seen = status.look(folder)
     assert [row[2] for row in watch.table_rows(seen)] == [
         f"toy ddp [{side}/{block}]" for block in (0, 2, 10) for side in ("before", "after")
     ]
     assert seen.is_over
+    assert watch.table_text(seen).splitlines()[-1].startswith("after/2/0_toy_ddp: failed on rank 1: ")
     with pytest.raises(FileNotFoundError):
         status.look(folder / "before" / "11")
-
-
-def test_why_a_run_of_a_comparison_failed_is_told_with_its_side_and_block(tmp_path):
-    config = {"repeat": {"series": "compare", "block": 2}}
-    keep(tmp_path / "after" / "2", "0_toy_ddp", failed("ddp", "broken") | {"config": config})
-    assert watch.table_text(status.look(tmp_path)).splitlines()[-1].startswith("after/2/0_toy_ddp: failed on rank 1: ")
 
 
 def test_forgotten_and_not_answered(sweep):
@@ -93,14 +88,6 @@ def test_a_failure_and_one_outside_of_the_ranks_which_names_no_rank(sweep):
     assert line.startswith("0_toy_ddp: failed: LaunchError: rank 0 did not start rank 0 did not start")
     assert line.endswith(" ...")
     assert 1000 < len(line) < 1100
-
-
-def test_a_refusal_is_never_cut_as_its_remedy_is_at_its_end(sweep):
-    sweep.begin(0)
-    refusal = "model.width=3: must be even\n" * 100
-    sweep.end(0, **failure(rank=-1, kind="ConfigError", message=refusal))
-    (line,) = watch.reasons(status.look(sweep.path))
-    assert line == f"0_toy_ddp: failed: ConfigError: {' '.join(refusal.split())}"
 
 
 @pytest.mark.parametrize(
@@ -142,30 +129,18 @@ def test_runs_of_this_machine_have_no_job_and_the_shape_that_they_found(sweep):
     ]
 
 
-class TestText:
-    def test_columns_stand_under_each_other_and_reasons_below(self, sweep):
-        sweep.submit(12)
-        sweep.end(3)
-        sweep.end(7, **failure())
-        sweep.says(**{f"_{number}": "PENDING (Resources)" for number in range(12)})
-        lines = watch.table_text(status.look(sweep.path)).splitlines()
-        assert lines[-1] == "7_toy_ddp: failed on rank 1: RuntimeError: on purpose"
-        heading, rule, *rows = lines[:-1]
-        assert len(rows) == 12
-        assert set(rule) == {"-"}
-        assert len(rule) == max(map(len, [heading, *rows]))
-        for row in rows:
-            assert re.split(r"\s{2,}", row)[3] == row[heading.index("shape") :].partition("  ")[0]
-            assert row[heading.index("state") :].startswith(("PENDING (Resources)", "ok", "failed"))
-
-    def test_a_thousand_runs(self, sweep):
-        sweep.submit(1000)
-        for number in range(0, 1000, 2):
-            sweep.end(number)
-        sweep.says(**{f"_{number}": "PENDING (Priority)" for number in range(1000)})
-        rows = watch.table_text(status.look(sweep.path)).splitlines()[2:]
-        assert [(row.split()[0], row.split()[1]) for row in rows] == [(str(n), f"7_{n}") for n in range(1000)]
-        assert sum(" ok " in row for row in rows) == sum("PENDING (Priority)" in row for row in rows) == 500
+def test_columns_stand_under_each_other_and_reasons_below(sweep):
+    sweep.submit(12)
+    sweep.end(3)
+    sweep.end(7, **failure())
+    sweep.says(**{f"_{number}": "PENDING (Resources)" for number in range(12)})
+    heading, rule, *rows, reason = watch.table_text(status.look(sweep.path)).splitlines()
+    assert reason == "7_toy_ddp: failed on rank 1: RuntimeError: on purpose"
+    assert [row.split()[:2] for row in rows] == [[str(number), f"7_{number}"] for number in range(12)]
+    assert rule == "-" * max(map(len, [heading, *rows]))
+    for row in rows:
+        assert re.split(r"\s{2,}", row)[3] == row[heading.index("shape") :].partition("  ")[0]
+        assert row[heading.index("state") :].startswith(("PENDING (Resources)", "ok", "failed"))
 
 
 class TestWidths:
@@ -209,23 +184,19 @@ class TestWidths:
         assert f"{wide.path}/logs/7_2" in text
         assert all(len(line) <= 40 or str(wide.path) in line for line in text.splitlines())
 
-    def test_wide_characters_count_twice(self, sweep):
+    def test_the_path_of_a_log_never_falls_to_the_length_of_a_message(self, sweep):
+        (job,) = sweep.submit(1)
+        sweep.end(0, **failure(message="word " * 5000 + f"; its output is in {job.log}"))
+        (line,) = watch.reasons(status.look(sweep.path))
+        assert len(line) < 1200 + len(job.log)
+        assert line.endswith(f"; its output is in {job.log}")
+
+    def test_wide_characters_count_twice_and_control_characters_are_shown(self, sweep):
         sweep.begin(0)
         sweep.end(0, model="模型模型模型模型模型模型")
         assert cell_len(watch.table_lines(status.look(sweep.path), 40)[2]) <= 40
-
-    def test_what_would_steer_a_terminal_or_break_a_row_does_not(self, sweep):
-        sweep.begin(0)
         sweep.end(0, model="\x1b[31mred\nline")
         assert watch.table_lines(status.look(sweep.path))[2].split()[2:5] == ["\\x1b[31mred", "line", "ddp"]
-
-
-def test_the_path_of_a_log_never_falls_to_the_length_of_a_message(sweep):
-    (job,) = sweep.submit(1)
-    sweep.end(0, **failure(message="word " * 5000 + f"; its output is in {job.log}"))
-    (line,) = watch.reasons(status.look(sweep.path))
-    assert len(line) < 1200 + len(job.log)
-    assert line.endswith(f"; its output is in {job.log}")
 
 
 @pytest.fixture
@@ -338,19 +309,32 @@ class TestFollowing:
         assert sweep.results() == []
 
 
-class TestSettling:
-    def test_a_job_of_this_machine_that_left_no_word(self, sweep, capsys):
-        path = sweep.begin(0)
-        watch.settle(sweep.path, path.name, "logs/1/1_log.err")
-        written = store.load_record(path)
-        assert (written["status"], written["error"]["type"]) == ("failed", "Gone")
-        assert written["error"]["message"].endswith("its output is in logs/1/1_log.err")
-        assert sweep.results() == [written]
-        sweep.begin(1)
-        ok = sweep.end(1)
-        watch.settle(sweep.path, "1_toy_ddp", "logs/1/1_log.err")  # it did, and is left as it is
-        assert sweep.results() == [written, ok]
-        assert capsys.readouterr().err == "0_toy_ddp: failed\n1_toy_ddp: ok\n"
+def test_a_job_of_this_machine_that_left_no_word(sweep, capsys):
+    path = sweep.begin(0)
+    watch.settle(sweep.path, path.name, "logs/1/1_log.err")
+    written = store.load_record(path)
+    assert (written["status"], written["error"]["type"]) == ("failed", "Gone")
+    assert written["error"]["message"].endswith("its output is in logs/1/1_log.err")
+    assert sweep.results() == [written]
+    sweep.begin(1)
+    ok = sweep.end(1)
+    watch.settle(sweep.path, "1_toy_ddp", "logs/1/1_log.err")  # it did, and is left as it is
+    assert sweep.results() == [written, ok]
+    assert capsys.readouterr().err == "0_toy_ddp: failed\n1_toy_ddp: ok\n"
+
+
+def drawn(sweep, width, height, *sets_in):
+    """The table on a terminal of this size, after whatever sets in meanwhile."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
+    table = watch._Table(console)
+    with table:
+        table(status.look(sweep.path))
+        for change in sets_in:
+            change()
+            console.file.seek(0)
+            console.file.truncate()
+            table(status.look(sweep.path))
+        return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line) for line in console.file.getvalue().split("\n")]
 
 
 def test_where_not_all_fit_those_that_still_change_are_shown(sweep):
@@ -358,27 +342,19 @@ def test_where_not_all_fit_those_that_still_change_are_shown(sweep):
     sweep.end(0)
     sweep.end(2)
     sweep.says(_1="RUNNING n1", _3="PENDING")
-    runs = status.look(sweep.path).runs
-    assert [run.job.number for run in watch._first_the_open(runs)] == [1, 3, 0, 2]
+    *rows, below = drawn(sweep, 80, 7)
+    assert [row.split()[0] for row in rows[2:]] == ["1", "3", "0"]
+    assert below == "2 of 4 have ended; 1 more are not shown"
 
 
-@pytest.mark.parametrize(("width", "height"), [(120, 24), (80, 24), (80, 10), (60, 10), (40, 8), (40, 4)])
+@pytest.mark.parametrize(("width", "height"), [(120, 24), (80, 10), (60, 10), (40, 8), (40, 4)])
 def test_the_table_never_grows_out_of_the_terminal_and_loses_no_line(sweep, width, height):
     sweep.submit(12)
     sweep.queue = SlurmError("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")
-    console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
-    table = watch._Table(console)
-    with table:
-        table(status.look(sweep.path))
-        sweep.says(**{f"_{number}": "PENDING (QOSMaxJobsPerUserLimit)" for number in range(12)})
-        console.file.seek(0)
-        console.file.truncate()
-        table(status.look(sweep.path))
-        drawn = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line) for line in console.file.getvalue().split("\n")]
-    *rows, below = drawn
+    waiting = {f"_{number}": "PENDING (QOSMaxJobsPerUserLimit)" for number in range(12)}
+    *rows, below = lines = drawn(sweep, width, height, lambda: sweep.says(**waiting))
     shown = min(12, height - 4) if height > 4 else 1
-    assert len(rows) == 2 + shown
-    assert max(map(cell_len, drawn)) <= width
+    assert max(map(cell_len, lines)) <= width
     assert [row.split()[0] for row in rows[2:]] == [str(number) for number in range(shown)]
     assert below.startswith("0 of 12 have ended")
     assert ("more are" in below) == (shown < 12)

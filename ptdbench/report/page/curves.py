@@ -71,12 +71,13 @@ def _series(run: Written, name: str) -> np.ndarray:
 
 def _damage(run: Written) -> str | None:
     """Return what is wrong with the series of a run that are on record."""
-    if (run.get("steps") or 0) <= MOST_LOST:  # nothing can be, and no file is read once more
-        return None
-    try:
-        cast("Run", run).series("losses")
-    except (FileNotFoundError, Damaged) as damage:
-        return str(damage) if isinstance(damage, Damaged) else None
+    if (run.get("steps") or 0) > MOST_LOST:  # else nothing can be, and no file is read once more
+        try:
+            cast("Run", run).series("losses")
+        except Damaged as damage:
+            return str(damage)
+        except FileNotFoundError:
+            return None
     return None
 
 
@@ -286,20 +287,18 @@ def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) 
         lambda row: row["nodes"],
         lambda row: row["sweep"],
     ):
-        parts = [(one, _grouped(one, key)) for one in waiting]
-        waiting = [part for one, divided in parts for part in ([one] if _is_curve(one) else _useful(divided, one))]
+        waiting = [part for rows in waiting for part in _parts(rows, key)]
     for one in waiting:
         fastest = {row["ranks"]: row for row in sorted(one, key=lambda row: row["rate"])}
         yield [fastest[ranks] for ranks in sorted(fastest)]
 
 
-def _is_curve(rows: Sequence[Row]) -> bool:
-    return len({row["ranks"] for row in rows}) == len(rows)
-
-
-def _useful(divided: list[list[Row]], whole: list[Row]) -> list[list[Row]]:
-    """The parts, unless none of them has two numbers of ranks: then it is no division of curves."""
-    return divided if any(len({row["ranks"] for row in part}) > 1 for part in divided) else [whole]
+def _parts(rows: list[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
+    """Divide rows that are no curve yet, unless no part has two numbers of ranks: then it is no division of curves."""
+    if len({row["ranks"] for row in rows}) == len(rows):
+        return [rows]
+    parts = _grouped(rows, key)
+    return parts if any(len({row["ranks"] for row in part}) > 1 for part in parts) else [rows]
 
 
 def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:

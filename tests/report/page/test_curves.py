@@ -135,9 +135,8 @@ def test_the_roofline_of_products_is_that_of_the_median_rank():
 
 
 def test_without_copies_there_is_no_roof():
-    (figure,) = workload_curves(
-        {"workload": "matmul", "matmul": {"ranks": [rank([("fp32", "2x2x2", 1e9)], copy=None)]}}
-    )
+    ranks = [rank([("fp32", "2x2x2", 1e9)], copy=None)]
+    (figure,) = workload_curves({"workload": "matmul", "matmul": {"ranks": ranks}})
     assert figure["bounds"] == []
 
 
@@ -176,52 +175,42 @@ def test_weak_scaling_keeps_the_batch_of_a_rank():
     assert brief(scaling_curves(rows, {})) == [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]
 
 
-def test_each_way_of_parallelizing_and_each_option_has_a_curve_of_its_own():
-    rows = [row(n, ranks, 1.0 * ranks, parallel=p) for n, (p, ranks) in enumerate([("ddp", 1), ("ddp", 2), ("tp", 2)])]
-    assert [curve["rows"] for curve in scaling_curves(rows, {})] == [[0, 1]]
-    rows = [row(n, ranks, 1.0 * ranks) for n, ranks in enumerate([1, 2, 1, 2])]
-    found = scaling_curves(rows, {"activations": ["keep", "keep", "recompute", "recompute"]})
-    assert {curve["name"]: curve["rows"] for curve in found} == {
-        "ddp activations=keep, batch 16": [0, 1],
-        "ddp activations=recompute, batch 16": [2, 3],
-    }
+def series_of(*ranks, parallel="ddp", **changes):
+    """Rows of so many ranks whose throughput grows as these do."""
+    return [row(number, size, 10.0 * size, parallel=parallel, **changes) for number, size in enumerate(ranks)]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"cluster.ranks_per_node": ["1", "2"]}, {"parallel.tensor": ["1", "2"]}, {"train.micro_batch": ["1", "2"]}],
-)
-def test_options_of_size_are_part_of_one_curve(options):
-    assert [curve["rows"] for curve in scaling_curves([row(0, 1, 1.0), row(1, 2, 2.0)], options)] == [[0, 1]]
+    ("rows", "options", "curves"),
+    [
+        # each way of parallelizing and each option has its own, and options of size are part of one
+        ([*series_of(1, 2), row(2, 2, 9.0, parallel="tp")], {}, [[0, 1]]),
+        (series_of(1, 2, 1, 2), {"seed": list("0011")}, [[0, 1], [2, 3]]),
+        (series_of(1, 2), {"cluster.ranks_per_node": ["1", "2"]}, [[0, 1]]),
+        (series_of(1, 2), {"parallel.tensor": ["1", "2"]}, [[0, 1]]),
+        (series_of(1, 2), {"train.micro_batch": ["1", "2"]}, [[0, 1]]),
+        (series_of(1, 2), {"cluster.partition": ["a", "b"]}, []),
+        # with the same ranks they are divided by how these are divided, by micro-batches, by nodes and by sweeps
+        (series_of(4, 8, 4, 8, parallel="tp"), {"parallel.tensor": list("2244")}, [[0, 1], [2, 3]]),
+        (series_of(1, 2, 4, 1, 2, 4),
+         {"train.micro_batch": list("444888"), "cluster.ranks_per_node": list("124124")}, [[0, 1, 2], [3, 4, 5]]),
+        ([*series_of(1, 2, 4), row(3, 4, 3.0, nodes=2)],
+         {"cluster.nodes": list("1112"), "cluster.ranks_per_node": list("1242")}, [[0, 1, 2]]),
+        ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b")], {}, [[0, 1]]),
+        ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b"), row(2, 2, 3.0, sweep="a")], {}, [[0, 2]]),
+        # what has no throughput is on none, and of the same the faster counts
+        ([row(0, 1, None), row(1, 2, 2.0)], {}, []),
+        ([row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)], {}, [[0, 2]]),
+    ],
+)  # fmt: skip
+def test_rows_stand_on_as_few_curves_as_will_do(rows, options, curves):
+    assert sorted(curve["rows"] for curve in scaling_curves(rows, options)) == curves
 
 
-def test_rows_with_the_same_ranks_stand_on_curves_by_how_ranks_are_divided():
-    rows = [row(n, ranks, 10.0 * ranks, parallel="tp") for n, ranks in enumerate([4, 8, 4, 8])]
-    found = scaling_curves(rows, {"parallel.tensor": ["2", "2", "4", "4"]})
-    assert sorted(curve["rows"] for curve in found) == [[0, 1], [2, 3]]
-
-
-def test_two_sweeps_make_one_curve_unless_they_have_the_same_point():
-    apart = [row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b")]
-    assert [curve["rows"] for curve in scaling_curves(apart, {})] == [[0, 1]]
-    twice = [*apart, row(2, 2, 3.0, sweep="a")]
-    assert [curve["rows"] for curve in scaling_curves(twice, {})] == [[0, 2]]
-
-
-def test_micro_batches_and_nodes_make_curves_of_their_own():
-    rows = [row(n, ranks, 1.0 * ranks) for n, ranks in enumerate([1, 2, 4, 1, 2, 4])]
-    found = scaling_curves(rows, {"train.micro_batch": ["4"] * 3 + ["8"] * 3, "cluster.ranks_per_node": list("124124")})
-    assert sorted(curve["rows"] for curve in found) == [[0, 1, 2], [3, 4, 5]]
-    wide = [row(0, 1, 1.0), row(1, 2, 2.0), row(2, 4, 4.0), row(3, 4, 3.0, nodes=2)]
-    found = scaling_curves(wide, {"cluster.nodes": list("1112"), "cluster.ranks_per_node": list("1242")})
-    assert [curve["rows"] for curve in found] == [[0, 1, 2]]
-
-
-def test_what_has_no_throughput_or_stands_alone_is_no_curve_and_of_the_same_the_faster_counts():
-    assert scaling_curves([row(0, 1, None), row(1, 2, 2.0)], {}) == []
-    assert scaling_curves([row(0, 1, 1.0), row(1, 2, 2.0)], {"cluster.partition": ["a", "b"]}) == []
-    rows = [row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)]
-    assert [curve["rows"] for curve in scaling_curves(rows, {})] == [[0, 2]]
+def test_a_curve_is_named_after_its_options():
+    found = scaling_curves(series_of(1, 2, 1, 2), {"activations": ["keep", "keep", "recompute", "recompute"]})
+    names = ["ddp activations=keep, batch 16", "ddp activations=recompute, batch 16"]
+    assert [curve["name"] for curve in found] == names
 
 
 def test_the_fastest_curve_comes_first():
