@@ -120,8 +120,8 @@ def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
     """
     whole = [path for path in _complete_by_name(run_directory) if _is_whole(path)]
     for path in (path for path in whole[keep:] if path.name != _name(best)):
-        named = {*manifest.read(path).files, manifest.MANIFEST}
-        if not first_foreign_entry(path, lambda name, named=named: _is_ours(name) and name in named):
+        named = set(filter(_is_ours, [*manifest.read(path).files, manifest.MANIFEST]))
+        if not first_foreign_entry(path, named.__contains__):
             remove(_set_aside(path), _is_ours)
 
 

@@ -23,6 +23,7 @@ class Clock(Protocol):
 
     def follow(self, step: int) -> None:
         """Let what comes next on the device wait for the end of the step; nothing where the device is synchronous."""
+        return
 
     def finished(self) -> int:
         """Count the steps that are not forgotten and the device has finished; never blocks, and in any thread."""

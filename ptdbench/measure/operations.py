@@ -124,6 +124,7 @@ def _gather(at: Place, count: int, to_all: bool = False) -> Message:
 
     def gather(asynchronous: bool) -> dist.Work | None:
         if to_all:
+            assert whole is not None
             return dist.all_gather_into_tensor(whole, share, group=at.group, async_op=asynchronous)
         shares = None if whole is None else list(whole.chunk(ranks))
         return dist.gather(share, shares, at.root, group=at.group, async_op=asynchronous)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -139,18 +139,11 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         found.catch(lambda: _check_data(config, model, data))
     optimizer = found.catch(lambda: _optimizer(config, module_of(model) if model else _ANY_MODEL))
     where = found.catch(layout) if strategy else None
-    if strategy and model and where:
-        found.catch(lambda: under("parallel", lambda: strategy.check(model, where)))
-        found.catch(lambda: strategy.check_beside("compile", config.resolved["compile"], where))
-        found.catch(lambda: strategy.check_beside("offload", config.resolved["offload"], where))
-    if strategy and data and where:
-        found.catch(lambda: under("parallel", lambda: strategy.check_sample(example()[0], where)))
     if strategy:
-        found.catch(lambda: strategy.check_beside("precision", config.resolved["precision"]))
+        for check in _checks(config, strategy, where, model, data, activations):
+            found.catch(check)
     if activations and model:
         found.catch(lambda: _check_activations(config, activations, model))
-    if activations and strategy and where:
-        found.catch(lambda: strategy.check_beside("activations", activations, where))
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
@@ -175,6 +168,26 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         masked_flops_per_sample=None if flops is None else masked_flops(model),
         flops_reason=reason,
     )
+
+
+def _checks(
+    config: Config,
+    strategy: Strategy,
+    where: BatchPlan | None,
+    model: Model | None,
+    data: Data | None,
+    activations: Activations | None,
+) -> Iterator[Callable[[], None]]:
+    """Yield what the strategy has to say about the parts that there are, each to be called by itself."""
+    if model and where:
+        yield lambda: under("parallel", lambda: strategy.check(model, where))
+        yield lambda: strategy.check_beside("compile", config.resolved["compile"], where)
+        yield lambda: strategy.check_beside("offload", config.resolved["offload"], where)
+    if data and where:
+        yield lambda: under("parallel", lambda: strategy.check_sample(data.example()[0], where))
+    yield lambda: strategy.check_beside("precision", config.resolved["precision"])
+    if activations and where:
+        yield lambda: strategy.check_beside("activations", activations, where)
 
 
 def prepare_data(config: Config) -> None:

@@ -53,11 +53,6 @@ def test_examples(text, hosts):
     assert hostlist.expand(text) == hosts.split()
 
 
-@pytest.mark.parametrize("text", [text for text in EXAMPLES if text])  # of nothing scontrol asks the environment
-def test_examples_are_what_scontrol_says(scontrol, text):
-    assert scontrol(text) == EXAMPLES[text].split()
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_scontrol_says(scontrol, seed):
     draw = random.Random(seed)

@@ -45,7 +45,3 @@ def test_the_types_lose_nothing_of_what_is_written(kind):
     assert list(written) == list(Record.__struct_fields__[: len(written)])  # fields are appended only
     for value, of in ((written, Record), (own, Findings)):
         assert without_unwritten(to_builtins(convert(value, of)), value) == value
-
-
-def test_there_are_some():
-    assert len(STORED) > 10
