@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,8 +20,8 @@ from benchmarks.attack import evidence, rounds, scenarios, victims
 from benchmarks.attack.__main__ import _environ
 from benchmarks.attack.rounds import Round, Setting
 from benchmarks.attack.scenarios import Reference, Scenario
-from benchmarks.attack.victims import Process
 from tests.conftest import ROOT
+from tests.programs import until
 
 CHECKPOINTS = next(one for one in scenarios.SCENARIOS if one.name == "checkpoints")
 
@@ -167,14 +166,7 @@ def test_lines_of_results(tmp_path):
     assert torn.endswith("line 1 does not parse")
 
 
-def test_each_role_is_killed_as_often_as_any_other():
-    family = [Process(1, "train.py"), Process(2, "fork server"), *(Process(pid, "rank") for pid in range(3, 9))]
-    rng = random.Random(0)
-    alone = [chosen[0].role for chosen in (victims.choose(family, rng) for _ in range(600)) if len(chosen) == 1]
-    assert len(alone) > 400
-    assert all(alone.count(role) > 100 for role in ("train.py", "fork server", "rank"))
-
-
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="the attack looks at processes in /proc")
 def test_interrupted_it_leaves_nothing(tmp_path, environ):
     environ |= {"TMPDIR": str(tmp_path)}
@@ -187,11 +179,3 @@ def test_interrupted_it_leaves_nothing(tmp_path, environ):
     attack.send_signal(signal.SIGINT)
     assert attack.wait(60) == 128 + signal.SIGINT
     assert victims.left(base.name) == []
-
-
-def until(reached: Any) -> Any:
-    deadline = time.monotonic() + 60
-    while not (found := reached()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import compare_truth
-from benchmarks.compare_truth import SLOWER, Share
+from benchmarks.compare_truth import SLOWER
 from ptdbench.records import store
 from tests.report.made import repeated
 
@@ -91,21 +91,3 @@ def test_a_run_takes_from_its_start_to_the_next(tmp_path):
     for second, one in zip((30, 0, 4, 8), repeated("ddp", [1.0] * 4, fingerprint="f", workload="train"), strict=True):
         store.append_result(tmp_path, {**one, "started": f"2026-01-01T00:00:{second:02d}+00:00"})
     assert compare_truth._seconds_a_run(tmp_path) == 4
-
-
-def test_blocks_are_in_the_order_in_which_they_ran():
-    sample = {("sweep", block): 1.0 for block in random.Random(0).sample(range(20), 20)}
-    assert compare_truth._whole_blocks([sample, sample]) == [("sweep", block) for block in range(20)]
-
-
-def test_a_share_of_none_is_neither_enough_nor_few_enough():
-    assert str(Share(0, 0)) == "0 of 0"
-    assert not Share(0, 0).point <= 0.05
-    assert not Share(0, 0).point >= 0.9
-
-
-def test_a_row_is_judged_by_its_share_and_not_by_what_the_interval_allows(judge, monkeypatch):
-    monkeypatch.setattr(compare_truth, "_differ", lambda one, other, blocks: blocks[0][1] == 0)
-    rows, _ = judge(0.002)
-    assert "5 of 60 (8.3%; exact" in rows[0]  # the first of twelve groups of each pair
-    assert rows[0].endswith("at most 5%: MISS")

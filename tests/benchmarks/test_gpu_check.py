@@ -14,8 +14,8 @@ from benchmarks.gpu_check import parts, results, session
 from benchmarks.gpu_check.__main__ import importable
 from benchmarks.gpu_check.results import Check, Found
 from benchmarks.gpu_check.session import SIZES, Session
-from ptdbench.measure.hardware import environment
 from tests.conftest import ROOT
+from tests.daily import cases
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -45,12 +45,9 @@ class Scripted(Session):
 
 def trained(losses: tuple[float, ...] = (5.0, 4.0, 3.0, 2.0, 1.0), mfu: float = 0.5, rate=100.0, peak=2**30):
     metrics = {
-        "tokens_per_second": rate,
-        "samples_per_second": rate,
-        "mfu": mfu,
-        "peak_memory_bytes": peak,
+        "tokens_per_second": rate, "samples_per_second": rate, "mfu": mfu, "peak_memory_bytes": peak,
         "step_seconds": {"median": 0.1},
-    }
+    }  # fmt: skip
     return {"status": "ok", "losses": list(losses), "metrics": metrics, "overrides": []}
 
 
@@ -79,6 +76,10 @@ def test_a_reference_that_learns_nothing_is_none() -> None:
     assert of.reference("idle") == []
     of.follows("after it", [], 1e-4)
     assert verdicts(of) == {"idle": False, "after it": False}
+    for losses in ((5.0, 4.0, 3.0, 2.0), (5.0, 4.0, float("nan"), 2.0, 1.0)):
+        of = Scripted(trained(losses))
+        of.follows("cut short", [5.0, 4.0, 3.0, 2.0, 1.0], 1e-4)
+        assert verdicts(of) == {"cut short": False}
 
 
 def test_an_mfu_of_1_or_more_fails_and_running_out_of_memory_is_a_result() -> None:
@@ -87,29 +88,6 @@ def test_an_mfu_of_1_or_more_fails_and_running_out_of_memory_is_a_result() -> No
         of.measured(name)
     assert verdicts(of) == {"too fast": False, "too large": True, "broken": False}
     assert of.checks[2].said == "failed on rank 0: RuntimeError: no"
-
-
-def test_a_model_of_which_no_size_ran_is_no_success() -> None:
-    of = Scripted(failed("oom"), failed("oom"), failed("oom"))
-    parts.PARTS["large-layers"](of)
-    assert verdicts(of)["goal"] is False
-    assert of.checks[-1].said == "no size ran"
-
-
-@pytest.mark.parametrize("losses", [(5.0, 4.0, 3.0, 2.0), (5.0, 4.0, float("nan"), 2.0, 1.0)])
-def test_losses_that_are_missing_or_nan_follow_nothing(losses: tuple[float, ...]) -> None:
-    of = Scripted(trained(losses))
-    of.follows("cut short", [5.0, 4.0, 3.0, 2.0, 1.0], 1e-4)
-    assert verdicts(of) == {"cut short": False}
-
-
-def test_why_a_step_is_not_explained_is_said() -> None:
-    phases = {"steps": 3, "ranks": {"other": [0.01]}, "step_seconds": 1.0}
-    lacking = {**trained(), "phases": phases, "memory": {"reason": "no allocation was seen"}}
-    of = Scripted(*[lacking] * len(parts.STRATEGIES))
-    parts.explained(of)
-    assert verdicts(of) == dict.fromkeys(parts.STRATEGIES, False)
-    assert of.checks[0].said == "no allocation was seen"
 
 
 def test_products_above_or_far_below_the_peak_fail() -> None:
@@ -150,6 +128,8 @@ def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
     assert of.checks[-1].name == "goal"
     assert "MFU 55.0%" in of.checks[-1].said
     assert "missed by 5.0%" in of.checks[-1].said
+    parts.PARTS["large-layers"](none := Scripted(*[failed("oom")] * 3))
+    assert (verdicts(none)["goal"], none.checks[-1].said) == (False, "no size ran")
 
 
 def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None:
@@ -159,14 +139,6 @@ def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None
     parts.two_ranks(of)
     passed = ["single", "ddp of 2", "fsdp of 2", "tp of 2", "ulysses of 2", "ring of 2"]
     assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False}
-
-
-def test_drivers_and_libraries_of_the_device_are_known_without_its_start_in_this_process() -> None:
-    before = torch.cuda.is_initialized()  # by another test, on a machine with a GPU
-    asked = session.environment_of("cuda")
-    assert asked.keys() == environment("cpu").keys()
-    assert asked["cudnn"] == torch.backends.cudnn.version()
-    assert torch.cuda.is_initialized() == before
 
 
 def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:
@@ -206,16 +178,6 @@ def test_a_part_replaces_what_it_found_before_and_leaves_the_others(tmp_path: Pa
     assert rows == [["numbers", "loss", "ok"], ["images", "loss", "FAIL"]]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_it_says_so_in_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu_check"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpu-check needs a GPU")
-    assert done.stderr.count("\n") == 1
-
-
 def test_wheels_are_unpacked_and_come_first_on_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lacking", "old"):
         with zipfile.ZipFile(tmp_path / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
@@ -229,32 +191,39 @@ def test_wheels_are_unpacked_and_come_first_on_the_path(tmp_path: Path, monkeypa
         assert sorted(os.listdir(site)) == ["lacking_of_the_wheel", "old_of_the_wheel"]
 
 
+def profiled(other: float = 0.001, weights: int = 51, activations: int = 40, unknown: int = 9) -> dict[str, Any]:
+    """A record of a run whose two ranks have steps of 0.1 s, and whose peak of memory is 100 bytes."""
+    kinds = {"weights": [weights], "activations": [activations], "other": [unknown]}
+    phases = {"steps": 5, "step_seconds": 0.1, "ranks": {"other": [0.001, other]}}
+    return {**trained(peak=100), "phases": phases, "memory": {"ranks": kinds}}
+
+
 @pytest.mark.parametrize(
-    ("seconds", "size", "passed"),
-    [(0.004, 9, [True, True]), (0.006, 9, [False, True]), (0.004, 12, [True, False])],
-)
-def test_what_is_not_explained_of_a_step_is_limited(seconds: float, size: int, passed: list[bool]) -> None:
-    record = trained(peak=100)
-    record["phases"] = {"steps": 5, "step_seconds": 0.1, "ranks": {"other": [0.001, seconds]}}
-    record["memory"] = {"ranks": {"weights": [60 - size], "activations": [40], "other": [size]}}
+    ("record", "passed", "said"),
+    [
+        (profiled(0.004), [True, True], ""), (profiled(0.006), [False, True], ""),
+        (profiled(0.004, weights=48, unknown=12), [True, False], ""),
+        (profiled(weights=31, unknown=4), [True, False], ""), (profiled(activations=0, weights=60), [True, False], ""),
+        ({**profiled(), "memory": {"reason": "no allocation was seen"}}, [False], "no allocation was seen"),
+        ({**trained(), "phases": {"steps": 0, "reason": "no trace"}}, [False], "no trace"),
+        (failed(), [False], "failed"),
+    ],
+)  # fmt: skip
+def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], passed: list[bool], said: str) -> None:
     of = Scripted(*[record] * len(parts.STRATEGIES))
     parts.explained(of)
     assert [check.passed for check in of.checks] == passed * len(parts.STRATEGIES)
+    assert said in of.checks[0].said
 
 
-@pytest.mark.parametrize("seen", [{"weights": [50], "activations": [40]}, {"weights": [60], "activations": [0]}])
-def test_memory_that_the_profiler_has_not_seen_is_not_explained(seen: dict[str, list[int]]) -> None:
-    record = trained(peak=120)
-    record["phases"] = {"steps": 5, "step_seconds": 0.1, "ranks": {"other": [0.0]}}
-    record["memory"] = {"ranks": {**seen, "other": [0]}}
-    of = Scripted(*[record] * len(parts.STRATEGIES))
-    parts.explained(of)
-    assert [check.passed for check in of.checks] == [True, False] * len(parts.STRATEGIES)
-
-
-def test_a_step_without_phases_is_not_explained() -> None:
-    record = {**trained(), "phases": {"steps": 0, "reason": "no trace"}}
-    of = Scripted(*[record, failed()] * (len(parts.STRATEGIES) // 2))
-    parts.explained(of)
-    assert [check.passed for check in of.checks] == [False] * len(parts.STRATEGIES)
-    assert of.checks[0].said == "no trace"
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@cases(
+    ("script", "need"),
+    [("gpu_check", "gpu-check needs a GPU"), ("gpu_cluster", "gpu-cluster needs two GPUs")],
+    daily=[("gpu_check", "gpu-check needs a GPU")],
+)
+def test_without_a_gpu_it_says_so_in_one_line(script: str, need: str) -> None:
+    command = [sys.executable, "-m", f"benchmarks.{script}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr.startswith(need)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import uuid
 
 import pytest
-import torch
 
 from benchmarks.gpu_cluster import checks as of_checks
 from benchmarks.gpu_cluster import launchers as of_launchers
@@ -17,7 +15,7 @@ from benchmarks.gpu_cluster.checks import LAYOUTS, Checks, Layouts
 from benchmarks.gpu_cluster.launchers import launchers, local
 from ptdbench.setup import config
 from ptdbench.setup.run_spec import specify
-from tests.conftest import ROOT, composed
+from tests.conftest import composed
 from tests.daily import cases
 
 
@@ -46,7 +44,7 @@ def test_layouts_are_held_against_a_single_rank(checks, capsys):
     assert checks.failed == ["local ddp seed=1"]
 
 
-@cases("ranks", [2, 4, 8, 16], daily=[8])
+@cases("ranks", [2, 4, 8, 16], daily=[2])
 def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
     for layouts in LAYOUTS:
         for name in layouts.names if layouts.ranks <= ranks else []:
@@ -76,12 +74,3 @@ def test_processes_are_known_by_their_mark():
         assert processes.living(mark) == [process.pid]
         process.kill()
     assert processes.living(mark) == []
-
-
-@pytest.mark.skipif(torch.cuda.device_count() > 1, reason="there are GPUs here")
-def test_without_two_gpus_it_says_so_in_one_line():
-    command = [sys.executable, "-m", "benchmarks.gpu_cluster"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr.startswith("gpu-cluster needs two GPUs")
-    assert done.stderr.count("\n") == 1

@@ -28,11 +28,6 @@ def test_errors_have_the_deviation_that_is_said(name):
     assert math.sqrt(float((errors**2).mean())) == pytest.approx(ERROR, rel=0.02)
 
 
-def test_of_unequal_layouts_the_first_has_three_times_the_variance():
-    first, *others = ERRORS["3:1"](RANDOM(0), 3, 50_000).var(axis=1)
-    assert [first / other for other in others] == pytest.approx([3, 3], rel=0.05)
-
-
 def test_without_errors_runs_differ_by_layout_and_drift():
     samples = sweep(RANDOM(1), LAYOUTS, 400, none)
     found = variation.noise(samples)
@@ -79,7 +74,4 @@ def test_make_bench_is_judged_by_its_table(tmp_path, monkeypatch):
 
 
 def test_the_repeats_are_those_of_make_bench():
-    (line,) = [
-        line for line in (ranks_truth.ROOT / "Makefile").read_text().splitlines() if "parallel=ddp,pdp,fsdp" in line
-    ]
-    assert f" repeat={ranks_truth.BENCH} " in line
+    assert f"parallel=ddp,pdp,fsdp repeat={ranks_truth.BENCH} " in (ranks_truth.ROOT / "Makefile").read_text()

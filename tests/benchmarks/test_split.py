@@ -44,8 +44,3 @@ def test_where_runs_differ_and_steps_do_not_the_shortest_runs_tell_most(runs):
     assert [float(one[2]) for one in found] == pytest.approx([2 + 0.1 * steps for steps in split.STEPS], rel=0.03)
     widths = [float(one[-1].rstrip("%")) for one in found]
     assert widths == sorted(widths)
-
-
-def test_of_ranks_the_slowest_counts(runs):
-    runs[0].seconds = np.array([[1.0, 2.0], [3.0, 1.0]])
-    assert split.step_seconds(runs[0]).tolist() == [2.0, 3.0]

@@ -35,8 +35,6 @@ def from_gpt2(state: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
     weights = {}
     for name, tensor in state.items():
         *modules, kind = name.removeprefix("transformer.").split(".")
-        if modules[-1] == "attn":
-            continue  # causal masks, which old checkpoints carry as buffers: attn.bias, attn.masked_bias
         is_linear = modules[-1].startswith("c_") and kind == "weight"
         turned = tensor.t() if is_linear else tensor
         weights[f"{_renamed(modules)}.{kind}"] = _by_head(turned, heads) if modules[-1] == "c_attn" else turned

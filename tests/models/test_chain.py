@@ -220,10 +220,6 @@ def test_trying_draws_no_random_numbers():
 
 
 class TestRepeated:
-    def test_they_are_the_layers_of_a_module_that_names_none(self):
-        model = adapt(Net(), example)
-        assert model.layers() == list(model.module.blocks)  # fsdp shards each of them
-
     def names(self, module):
         return list(chain.repeated(module))
 

@@ -4,7 +4,6 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from ptdbench.models import linear_cross_entropy as module
 from ptdbench.models.linear_cross_entropy import chunk_rows, linear_cross_entropy
@@ -98,11 +97,6 @@ def test_where_products_can_be_written_in_fp32_a_graph_has_those_that_compile(mo
     assert not [name for name in seen if name.startswith("aten.addmm")]
 
 
-def test_torch_has_wide_products_with_these_arguments():
-    for name in ("mm", "addmm"):
-        assert {"dtype", "dtype_out"} <= set(getattr(torch.ops.aten, name).overloads())
-
-
 def test_only_cuda_has_wide_products(monkeypatch):
     gpu = torch.device("cuda")
     assert [module.has_wide_products(device) for device in (CPU, torch.device("meta"), gpu)] == [False, False, True]
@@ -118,19 +112,12 @@ def test_casts_of_fp32_weights_give_an_fp32_loss_and_gradients_close_to_it(dtype
     assert_close(found, with_gradients(plain, *inputs, 64.0), 0.02, torch.float32)
 
 
-def test_low_precision_weights_get_gradients_of_their_dtype():
-    hidden, weight, targets = case(dtype=torch.bfloat16)
-    loss, hidden_grad, weight_grad = with_gradients(linear_cross_entropy, hidden, weight, targets)
-    assert loss.dtype == torch.float32
-    assert hidden_grad.dtype == weight_grad.dtype == torch.bfloat16
-
-
 def test_chunks_add_up_in_fp32(monkeypatch):
-    """1024 chunks of one row, each adding -3/4 to one element: a sum in bf16 would stall at 256 of them."""
+    """512 chunks of one row, each adding -3/4 to one element: a sum in bf16 would stall at 256 of them."""
     monkeypatch.setattr(module, "FREE_LOGITS", 1)
     monkeypatch.setattr(module, "LEAST_ROWS_CPU", 1)
-    hidden, weight = torch.ones(1024, 1), torch.zeros(4, 1, requires_grad=True)
-    loss = linear_cross_entropy(hidden, weight.bfloat16(), torch.zeros(1024, dtype=torch.int64))
+    hidden, weight = torch.ones(512, 1), torch.zeros(4, 1, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight.bfloat16(), torch.zeros(512, dtype=torch.int64))
     loss.backward()
     assert weight.grad.flatten().tolist() == [-0.75, 0.25, 0.25, 0.25]
 
@@ -206,16 +193,6 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again():
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     second = torch.autograd.grad(loss, (hidden, weight))
     assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-
-
-@pytest.mark.usefixtures("eight_rows")
-def test_under_activation_checkpointing():
-    inputs = case()
-
-    def recomputed(*args):
-        return checkpoint(linear_cross_entropy, *args, use_reentrant=False)
-
-    assert_close(with_gradients(recomputed, *inputs), with_gradients(plain, *inputs))
 
 
 @pytest.mark.usefixtures("eight_rows")

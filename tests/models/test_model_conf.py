@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import Model
+from tests.daily import cases
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 RUNNABLE = [path.stem for path in FILES if path.stem != "custom" and not path.stem.startswith("hf_")]
@@ -82,16 +83,7 @@ def test_a_token_meets_what_names_and_papers_say():
     assert active == pytest.approx({"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.3, "deepseek_v2_lite": 2.7}, rel=0.02)
 
 
-def test_names_keep_what_they_say():
-    billions = {
-        "gpt_small": 0.125, "gpt_medium": 0.35, "gpt_large": 0.76, "gpt_xl": 1.3, "gpt_xl_24h": 1.3, "gpt_2_7b": 2.7,
-        "gpt_6_7b": 6.7, "gpt_13b": 13, "gpt_175b": 175, "gpt_1t": 1000,
-    }  # fmt: skip
-    for name, said in billions.items():
-        assert parameter_count(on_meta(name)) / 1e9 == pytest.approx(said, rel=0.03), name
-
-
-@pytest.mark.parametrize("name", DENSE)
+@cases("name", DENSE, daily=["gpt_tiny", "gpt_small", "llama_8b", "resnet18", "resnet50", "toy"])
 def test_flops_are_those_that_pytorch_counts(name):
     chosen = options(name)
     if name.startswith(("gpt", "llama")):

@@ -1,20 +1,22 @@
 """What every built-in model must keep of the protocol, family by family."""
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, default_loss
-from ptdbench.models.resnet import ResNet
+from ptdbench.models.resnet import SHAPES, ResNet
 from ptdbench.models.toy import Toy
 from ptdbench.parallel import tensor
 from ptdbench.parallel.precision import narrow
+from ptdbench.problems import ConfigError
 from tests.parallel.ranks import on_ranks
 
 
@@ -44,14 +46,20 @@ def tied_llama():
     return llama(heads=2, tie_weights=True)
 
 
+def residual(block, size, **options):
+    """Of one block a stage, or a CPU takes long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, 10, (block, [1, 1, 1, 1]))
+        model = filled(ResNet, depth=10, classes=10, image_size=size, **options)
+    return model, torch.randn(3, 3, size, size), torch.randint(10, (3,))
+
+
 def resnet():
-    model = filled(ResNet, depth=18, classes=10, image_size=45)
-    return model, torch.randn(3, 3, 45, 45), torch.randint(10, (3,))
+    return residual(BasicBlock, 45)
 
 
 def bottleneck_resnet():
-    model = filled(ResNet, depth=50, classes=10, image_size=32)
-    return model, torch.randn(3, 3, 32, 32), torch.randint(10, (3,))
+    return residual(Bottleneck, 8, stem="small")
 
 
 def toy_of_numbers():
@@ -79,6 +87,7 @@ def test_it_is_a_model_whose_layers_are_modules_of_it_in_order(case):
     positions = [order.index(layer) for layer in model.layers()]
     assert len(positions) >= 3
     assert positions == sorted(positions)
+    assert list(model.train_flops()) == list(model.parts())
 
 
 def test_parts_are_submodules_by_name_and_hold_every_tensor_once(case):
@@ -172,14 +181,80 @@ def test_the_loss_is_fp32_in_low_precision(case, precision):
     torch.testing.assert_close(loss, exact, rtol=rtol, atol=0)
 
 
-def test_flops_are_those_that_pytorch_counts(case):
-    model, inputs, targets = case
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(inputs, targets).backward()
-    flops = model.train_flops()
-    assert list(flops) == list(model.parts())
-    assert counter.get_total_flops() > 0
-    assert sum(flops.values()) * len(inputs) == pytest.approx(counter.get_total_flops(), rel=0.02)
+SIZES = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabulary": 60}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "flops"),
+    [
+        # Per token 24 · 32² + 4 · 24 · 32 = 27648 a block and 2 · 32 · 60 = 3840 in the head, times 3 · 24.
+        (GPT, SIZES, {"embedding": 0, "blocks.0": 1990656, "blocks.1": 1990656, "head": 276480}),
+        # 2 · 64 · 32 + 4 · 24 · 32 + 2 · 32² + 6 · 32 · 48 = 18432 a block.
+        (Llama, {**SIZES, "key_value_heads": 2, "hidden": 48},
+         {"embedding": 0, "blocks.0": 1327104, "blocks.1": 1327104, "head": 276480}),
+        (Toy, {"inputs": 6, "width": 5, "outputs": 4, "layers": 3},
+         {"chain.0": 4 * 30, "chain.1": 6 * 25, "chain.2": 6 * 20}),
+    ],
+)  # fmt: skip
+def test_flops_by_hand(family, options, flops):
+    assert filled(family, **options).train_flops() == flops
+    if family is not Toy:  # scores and mixing are of all heads, and half of them is masked
+        assert filled(family, **options).masked_flops() == 2 * 3 * 4 * 24 * 24 * 32 / 2
+
+
+@pytest.mark.parametrize(("family", "options"), [(GPT, {}), (Llama, {"key_value_heads": 2, "hidden": 352})])
+def test_initial_values_of_a_decoder(family, options):
+    """As GPT-2 has them: of what is added to the stream they are smaller by √(2 · layers)."""
+    model = filled(family, layers=8, heads=4, width=256, sequence_length=24, vocabulary=1000, **options)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any()
+        elif "norm" in name:
+            assert (parameter == 1).all()
+        else:
+            std = 0.02 / 4 if name.endswith(("attention.output.weight", "mlp.down.weight")) else 0.02
+            assert parameter.std().item() == pytest.approx(std, rel=0.05), name
+            assert abs(parameter.mean().item()) < 0.05 * std, name
+    tokens, targets = torch.randint(1000, (2, 4, 24))
+    assert model(tokens, targets).item() == pytest.approx(math.log(1000), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "lines"),
+    [
+        (GPT, {"layers": 0, "heads": 5, "width": 32, "sequence_length": "long", "vocabulary": 1}, [
+            "layers=0: must be a whole number of at least 1",
+            "sequence_length=long: must be a whole number of at least 1",
+            "vocabulary=1: must be a whole number of at least 2",
+            "heads=5: must divide width=32; try 2, 4, 8",
+        ]),
+        (GPT, {"layers": 1, "heads": 0, "width": 32}, ["heads=0: must be a whole number of at least 1"]),
+        (Llama, {"layers": 0, "heads": 6, "key_value_heads": 4, "width": 32, "hidden": 48, "rope_theta": 1,
+                 "rope_factor": 0.5}, [
+            "layers=0: must be a whole number of at least 1",
+            "heads=6: must divide width=32 into heads of an even number of features, which are turned in pairs; "
+            "try 2, 4, 8",
+            "key_value_heads=4: must divide heads=6; try 2, 3, 6",
+            "rope_theta=1: must be greater than 1",
+            "rope_factor=0.5: must be at least 1 (no scaling)",
+        ]),
+        (ResNet, {"depth": 51, "classes": 1, "image_size": 16}, [
+            "depth=51: is not the depth of a ResNet; try 18, 34, 50, 101, 152",
+            "classes=1: must be a whole number of at least 2",
+            "image_size=16: must be a whole number of at least 32",
+        ]),
+        (Toy, {"inputs": 0, "width": 1.5, "outputs": True, "layers": 1}, [
+            "inputs=0: must be a whole number of at least 1",
+            "width=1.5: must be a whole number of at least 1",
+            "outputs=true: must be a whole number of at least 1",
+            "layers=1: must be a whole number of at least 2",
+        ]),
+    ],
+)  # fmt: skip
+def test_all_problems_of_the_options_come_at_once_and_each_once(family, options, lines):
+    with pytest.raises(ConfigError) as error:
+        family(**options)
+    assert str(error.value).splitlines() == lines
 
 
 class TestDefaultLoss:

@@ -52,25 +52,6 @@ def test_initial_values_are_distributed_as_torchvisions():
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_stem_by_hand():
-    """The first convolution: 2 · 7² · 3 · 64 for each of 112² pixels, forward and for its weight."""
-    flops = resnet(18).train_flops()
-    assert flops["conv1"] == 2 * 2 * 49 * 3 * 64 * 112**2
-    assert flops["fc"] == 3 * 2 * 512 * 1000
-    assert flops["layer1.0"] == 3 * 2 * (2 * 9 * 64 * 64) * 56**2
-    assert flops["layer2.0"] == 3 * 2 * (9 * 64 * 128 + 9 * 128 * 128 + 64 * 128) * 28**2
-
-
-def test_all_problems_of_the_options_come_at_once():
-    with pytest.raises(ConfigError) as error:
-        ResNet(depth=51, classes=1, image_size=16)
-    assert str(error.value).splitlines() == [
-        "depth=51: is not the depth of a ResNet; try 18, 34, 50, 101, 152",
-        "classes=1: must be a whole number of at least 2",
-        "image_size=16: must be a whole number of at least 32",
-    ]
-
-
 class TestSmallStem:
     def test_the_first_blocks_see_every_pixel(self):
         model = resnet(18, classes=10, image_size=8, stem="small")

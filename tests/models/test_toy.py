@@ -5,7 +5,6 @@ import torch
 
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.toy import Toy
-from ptdbench.problems import ConfigError
 
 
 def toy(**options):
@@ -28,14 +27,3 @@ def test_initial_values_are_those_of_linear_layers():
     for parameter in toy(inputs=64, width=64, outputs=64, layers=3).parameters():
         assert parameter.abs().max() <= 1 / 8
         assert parameter.std().item() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.25)
-
-
-def test_flops_by_hand():
-    flops = toy(inputs=6, width=5, outputs=4, layers=3).train_flops()
-    assert flops == {"chain.0": 4 * 30, "chain.1": 6 * 25, "chain.2": 6 * 20}
-
-
-def test_all_problems_of_the_options_come_at_once():
-    with pytest.raises(ConfigError) as error:
-        Toy(inputs=0, width=1.5, outputs=True, layers=1)
-    assert [problem.option for problem in error.value.problems] == ["inputs", "width", "outputs", "layers"]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import outputs
 from tests.newcomer.conftest import active
 from tests.parallel.splitting import is_refused
 from tests.shown import PAGES, typed
@@ -57,12 +56,8 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def started_as_root(environ: Mapping[str, str]) -> dict[str, str]:
     """What Open MPI wants of root, and for more ranks than cores."""
-    return {
-        **environ,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "OMPI_MCA_rmaps_base_oversubscribe": "1",
-    }
+    words = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMPI_MCA_rmaps_base_oversubscribe")
+    return {**environ, **dict.fromkeys(words, "1")}
 
 
 @pytest.mark.parametrize("line", COMMANDS, ids=[str(number) for number in range(len(COMMANDS))])
@@ -91,20 +86,3 @@ def test_a_model_data_and_an_optimizer_of_ones_own(shell, home):
         (parallel, "mine", "ok") for parallel in ("ddp", "fsdp", "pdp")
     ]
     assert all(record["final_loss"] < 0.4 for record in found)  # of targets whose variance is about 0.5
-
-
-def test_a_run_goes_on_where_it_was_saved(shell, home):
-    assert call("ptdbench train model=toy train.steps=10 checkpoint.every_steps=5", home, shell).returncode == 0
-    (run,) = outputs(home)
-    done = call(f"ptdbench train resume={run.relative_to(home)} train.steps=20 parallel=fsdp", home, shell)
-    assert done.returncode == 0, done.stderr
-    assert [(record["parallel"], record["steps"]) for record in records(home)] == [("ddp", 10), ("fsdp", 20)]
-
-
-def test_a_script_for_sbatch(programs, slurm, home):
-    env = active(programs, slurm)
-    line = "ptdbench sbatch model=toy train.steps=3 parallel=ddp cluster.nodes=2 > job.sh && sbatch --wait job.sh"
-    done = call(line, home, env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (record,) = records(home)
-    assert (record["status"], record["nodes"]) == ("ok", ["n1", "n2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import time
 import urllib.request
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import numpy as np
 import pytest
 
 import ptdbench
@@ -73,60 +71,6 @@ def _read_runs(address: str) -> set[str]:
 def fetch(address: str, path: str, **query: str) -> Any:
     with urllib.request.urlopen(f"{address}/{path}?{urlencode(query)}", timeout=30) as answer:
         return json.load(answer)
-
-
-def test_every_scalar_is_the_records(sweep, tensorboard):
-    tags = fetch(tensorboard, "data/plugin/scalars/tags")
-    runs = {run.directory.name: run for run in ptdbench.load(sweep)}
-    assert tags.keys() == runs.keys()
-    for name, run in runs.items():
-        expected = scalars(run)
-        assert tags[name].keys() == expected.keys()
-        for tag, points in expected.items():
-            found = {
-                step: value for _, step, value in fetch(tensorboard, "data/plugin/scalars/scalars", run=name, tag=tag)
-            }
-            if tag.startswith("summary/"):  # written again and again as the run goes on: the last one counts
-                found = {max(found): found[max(found)]}
-            assert found.keys() == points.keys(), tag
-            for step, value in points.items():
-                assert math.isclose(found[step], value, rel_tol=1e-6), (name, tag, step)  # it keeps float32
-
-
-def scalars(run: ptdbench.Run) -> dict[str, dict[int, float]]:
-    """What TensorBoard should have of a run of six steps over tokens: tag → step → value, from its record alone."""
-    seconds = run.series("slowest_seconds")
-    tokens = run["global_batch"] * run["tokens_per_sample"]
-    curves = {
-        "loss": run.series("losses"),
-        "seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "memory_bytes": run.series("memory_bytes"),
-        "learning_rate": run.series("learning_rates"),
-        "gradient_norm": run.series("gradient_norms"),
-        "data_wait_share": run.series("wait_seconds") / seconds,
-    }
-    metrics, last = run["metrics"], run["evaluations"][-1]
-    summary = {
-        "ok": 1.0,
-        "throughput": metrics["tokens_per_second"],
-        **{
-            name: metrics[name]
-            for name in ("model_flops_per_second", "mfu", "mfu_causal", "peak_memory_bytes", "first_step_seconds")
-        },
-        "step_seconds_median": metrics["step_seconds"]["median"],
-        "last_loss": run["final_loss"],
-        **{name: last[name] for name in ("top1", "bits_per_byte")},
-    }
-    evaluated = {
-        f"eval/{name}": {entry["step"]: entry[name] for entry in run["evaluations"] if entry[name] is not None}
-        for name in ("loss", "top1", "top5", "bits_per_byte")
-    }
-    return {
-        **{f"step/{name}": dict(enumerate(np.asarray(values).tolist())) for name, values in curves.items()},
-        **{tag: points for tag, points in evaluated.items() if points},
-        **{f"summary/{name}": {5: value} for name, value in summary.items() if value is not None},
-    }
 
 
 def test_hparams_has_a_column_for_each_option_that_was_swept(sweep, tensorboard, tmp_path):

@@ -34,12 +34,6 @@ def test_the_largest_that_fits_is_found_and_was_tried(room: int, tells: bool) ->
     assert len(search.tries) <= 4
 
 
-@pytest.mark.parametrize("room", [1 << power for power in range(10, 20)])
-def test_with_a_line_the_first_proposal_is_right(room: int) -> None:
-    search = searched(room, lambda size: 500 + 37 * size)
-    assert search.best in {one.micro_batch for one in search.tries[:3]}
-
-
 @pytest.mark.parametrize("room", range(30, 4000, 123))
 @pytest.mark.parametrize("tells", [True, False], ids=["tells", "ends"])
 def test_needs_that_are_no_line_cost_more_tries_and_give_the_same_answer(room: int, tells: bool) -> None:

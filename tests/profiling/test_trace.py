@@ -184,13 +184,6 @@ def test_what_nccl_sends_to_experts_is_named_by_the_label_under_which_it_was_lau
     assert [call.operation for call in calls] == ["dispatch", "all_to_all", "combine"]
 
 
-def test_what_follows_the_backward_pass_is_no_wait(read):
-    """A step that pauses between backward pass and optimizer, and again before its first operation."""
-    found = read(*step(0, 1, 5, 60), event(BACKWARD, 1, 4), *reduced(4.5), event("aten::add_", 55, 56))
-    assert milliseconds(found.waits) == [(3, 3.5), (4, 4.5)]
-    assert phases(found)["optimizer"] == [(5, 60)]
-
-
 def test_what_waits_for_a_message_waits_for_no_other_whose_end_is_not_yet_noted(read):
     """gloo notes the end of a message when it is awaited."""
     events = [

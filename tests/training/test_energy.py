@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 
-from ptdbench.measure import gpu_state
 from ptdbench.training.energy import Counted, Gpu, Packages, energy, none
 
 
@@ -212,23 +211,6 @@ class TestGpu:
         gpu.look()
         assert metered(gpu) == Counted("GPU-b of n1", reason="NVML does not know GPU-b: Not Found")
         assert set(gpu.clocks().values()) == {None}
-
-    def test_no_nvml(self, monkeypatch):
-        monkeypatch.setattr(gpu_state, "connect", lambda nvml: (None, "the package nvidia-ml-py is not installed"))
-        gpu = Gpu("n1", "GPU-a")
-        gpu.look()
-        assert metered(gpu).reason == "the package nvidia-ml-py is not installed"
-        gpu.close()
-
-    def test_nvml_is_let_go_once(self):
-        nvml = Nvml()
-        gpu = Gpu("n1", "GPU-a", nvml)
-        for expected in (True, False):
-            assert nvml.is_up == expected
-            gpu.close()
-        nvml.is_up = True  # of another user
-        gpu.close()
-        assert nvml.is_up
 
 
 class TestEnergy:

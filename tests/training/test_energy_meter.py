@@ -125,9 +125,6 @@ class TestOnAGpu:
         msgspec.convert(found, schema.Hardware)
         assert not nvml.is_up
 
-    def test_a_second_rank_reads_no_cpu(self, nvml):
-        assert self.meter(SimpleNamespace(taken=0), local_rank=1)._cpu is None
-
     def test_without_counters_nothing_waits_for_the_device(self, nvml, monkeypatch):
         monkeypatch.setattr(gpu_state, "connect", lambda _: (None, "the package nvidia-ml-py is not installed"))
         loop: Any = SimpleNamespace(taken=0)

@@ -113,12 +113,6 @@ class TestOnRanks:
 
 
 @pytest.mark.ranks
-def test_it_comes_every_so_many_steps_and_at_the_end(shared_run):
-    record = shared_run(*TASK, "parallel=ddp", "train.steps=5", "eval.every=2")
-    assert [evaluation["step"] for evaluation in record["evaluations"]] == [2, 4, 5]
-
-
-@pytest.mark.ranks
 @cases("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"], daily=["fsdp", "pdp"])
 def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
     # With averages, which take the weights' place for as long, and checkpoints, which need them as they are laid out.
@@ -147,16 +141,6 @@ def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpo
     here = shared_run(*TASK, *steps, "parallel=single", f"resume={there['directory']}")
     (again,) = here["evaluations"]
     assert (again["top1"], again["loss"]) == (evaluation["top1"], pytest.approx(evaluation["loss"], rel=1e-6))
-
-
-@pytest.mark.ranks
-def test_the_average_of_the_weights_is_judged_whatever_the_layout(shared_run):
-    options = (*TASK, "+model.norm=false", "train.steps=6", "eval.every=6")
-    single, plain = (shared_run(*options, "parallel=single", f"train.ema={decay}") for decay in ("0.9", "null"))
-    assert abs(single["evaluations"][0]["loss"] / plain["evaluations"][0]["loss"] - 1) > 1e-2
-    for strategy in ("ddp", "fsdp", "pdp"):
-        record = shared_run(*options, f"parallel={strategy}", "cluster.ranks_per_node=2", "train.ema=0.9")
-        assert record["evaluations"][0]["loss"] == pytest.approx(single["evaluations"][0]["loss"], rel=1e-5)
 
 
 @pytest.mark.ranks
@@ -209,7 +193,7 @@ class TestInterrupted:
         "profile.steps=0",
     )  # fmt: skip
 
-    @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp"])
+    @cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
     def test_all_ranks_stop_after_a_batch_with_the_checkpoint_and_without_the_evaluation(self, tmp_path, strategy):
         options = composed(*self.OPTIONS, f"parallel={strategy}")
         for of_rank in on_ranks(2, interrupted, tmp_path / "run", options, 2):

@@ -94,18 +94,9 @@ def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
     assert max(resharded) < whole < min(kept)
 
 
-@pytest.mark.thorough
-def test_recomputed_layers_have_fewer_activations(shared_run):
-    wide = ("model.layers=8", "train.global_batch=16", "model.sequence_length=64", "model.vocabulary=256")
-    kept, recomputed = (
-        of_kind(shared_run(*TINY, "parallel=ddp", *wide, f"activations={name}"), "activations")
-        for name in ("keep", "recompute")
-    )
-    assert max(recomputed) < 0.5 * min(kept)
-
-
 def test_the_timeline_shows_each_rank_and_each_kind(tmp_path: Path):
     RANKS.run(composed(*TINY, "parallel=fsdp", "profile.trace=true"), tmp_path)
+    assert "aten::addmm" in (tmp_path / "trace" / "operations.txt").read_text()
     peaks = record_of(tmp_path)["memory"]["ranks"]
     events = json.loads(gzip.decompress((tmp_path / "memory.json.gz").read_bytes()))["traceEvents"]
     counted = [event for event in events if event["ph"] == "C"]

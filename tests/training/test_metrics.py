@@ -69,13 +69,6 @@ def test_fp8_is_compared_with_both_peaks():
     assert metrics(MEASURED)[1]["mfu_of_bf16"] is None
 
 
-def test_throughput_is_not_a_mean_of_rates():
-    uneven = replace(MEASURED, step_seconds=[1.0, 9.0, 1.0, 9.0], world_size=1, minimum_warmup=0)
-    warmup_steps, found = metrics(uneven)
-    assert warmup_steps == 0
-    assert found["samples_per_second"] == pytest.approx(4 * 16 / 20.0)
-
-
 def test_images_have_no_tokens():
     _, found = metrics(replace(MEASURED, tokens_per_sample=None))
     assert found["tokens_per_second"] is None

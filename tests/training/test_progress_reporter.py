@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import io
-import os
-import pty
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +16,6 @@ from ptdbench.report.display import Display, Heading
 from ptdbench.training import progress_reporter as module
 from ptdbench.training.progress_reporter import ProgressReporter
 from tests import forked
-from tests.conftest import ROOT
 
 
 class Rank:
@@ -152,33 +147,3 @@ def test_a_real_pipeline(tmp_path):
     assert done.returncode == 0, done.stderr
     line = [line for line in done.stderr.splitlines() if "  step " in line][-1]
     assert re.fullmatch(r"toy pdp  step 5/5  [\d,]+ samples/s  loss \d\.\d{4}  0:00 left", line)
-
-
-def on_terminal(*arguments: str, cwd: Any, environ: Any) -> tuple[int, str]:
-    """The exit status of ``train.py`` on a terminal, and all that it has sent there."""
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, *arguments], cwd=cwd, env=environ, stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    sent = b""
-    while True:
-        try:
-            sent += os.read(ours, 1 << 16)
-        except OSError:  # nobody has it open any more
-            break
-    os.close(ours)
-    return process.wait(), sent.decode()
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks
-def test_a_real_sweep_on_a_terminal(tmp_path, environ):
-    here = {**environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-    status, sent = on_terminal(str(ROOT / "train.py"), "-m", *RUN, "seed=0,1", cwd=tmp_path, environ=here)
-    assert status == 0, sent
-    for number in (1, 2):
-        name = re.escape(f"[{number}/2] toy pdp seed={number - 1}")
-        assert f"[{number}/2] toy pdp seed={number - 1} · starting… 0:00 " in sent
-        assert re.search(rf"\x1b\[2K{name}  step 5/5  [\d,]+ samples/s  loss \d\.\d+  in \d:\d\d\r\n", sent)
-    assert "\x1b[?25l" not in sent

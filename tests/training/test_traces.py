@@ -1,4 +1,4 @@
-from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from ptdbench.launch.peers import Peer
 from ptdbench.training import traces
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import each, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -21,22 +21,14 @@ def aheads(hosts: str, skew: float) -> float:
     with pytest.MonkeyPatch.context() as patched:
         if hosts[rank] != hosts[0]:
             now = traces.time.time
-            patched.setattr(traces, "time", replace_time(lambda: now() + skew))
+            patched.setattr(traces, "time", SimpleNamespace(time=lambda: now() + skew))
         return traces.clock_ahead([peer(number, host) for number, host in enumerate(hosts)], rank, CPU)
-
-
-class replace_time:
-    def __init__(self, time):
-        self.time = time
 
 
 @pytest.mark.ranks
 def test_one_rank_of_each_other_machine_asks_rank_0_for_the_time():
-    found = on_ranks(3, partial(aheads, "abb", 5.0))
-    assert found[0] == 0
-    assert found[1] == found[2] == pytest.approx(5.0, abs=0.5)
-
-
-@pytest.mark.ranks
-def test_ranks_of_one_machine_have_one_clock():
-    assert on_ranks(2, partial(aheads, "aa", 5.0)) == [0, 0]
+    found = on_ranks(3, each, aheads, [("abb", 5.0), ("aab", 5.0)])
+    assert [[of_rank[hosts, 5.0] for of_rank in found] for hosts in ("abb", "aab")] == [
+        [0, pytest.approx(5.0, abs=0.5), found[1]["abb", 5.0]], [0, 0, pytest.approx(5.0, abs=0.5)],
+    ]  # fmt: skip
+    assert found[1]["abb", 5.0] == found[2]["abb", 5.0]
