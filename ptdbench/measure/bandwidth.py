@@ -47,14 +47,9 @@ FACTORS: dict[str, Factor] = {
 }
 
 
-def algorithm_bandwidth(size: int, seconds: float) -> float:
-    """Return ``algbw = S / t``, in bytes a second."""
-    return size / seconds
-
-
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
     """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raises KeyError if no data move."""
-    return algorithm_bandwidth(size, seconds) * FACTORS[operation].of(ranks)
+    return size / seconds * FACTORS[operation].of(ranks)
 
 
 class Fit(Struct, frozen=True):

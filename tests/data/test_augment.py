@@ -57,6 +57,7 @@ def test_what_happens_to_an_image_depends_on_its_number_alone():
     whole = shifted(images, seed=4, start=100, padding=2, flip=True)
     parts = [shifted(images[a:b], seed=4, start=100 + a, padding=2, flip=True) for a, b in ((0, 1), (1, 17), (17, 30))]
     assert (np.concatenate(parts) == whole).all()
+    assert not (shifted(images, seed=5, start=100, padding=2, flip=True) == whole).all()
 
 
 def test_the_images_that_are_given_are_not_written_to():

@@ -76,6 +76,10 @@ class TestSamples:
 
 
 class TestOptions:
+    def test_say_how_images_are_moved_and_mirrored(self, root):
+        assert (small(root).padding, small(root).flip) == (4, True)
+        assert (small(root, padding=2).padding, small(root, flip=False).flip) == (2, False)
+
     def test_all_bad_ones_are_reported_at_once(self):
         problems = problems_of(Cifar10, seed=-1, padding=-1, classes=1000, image_size=224)
         assert [p.option for p in problems] == ["seed", "padding", "root", "classes", "image_size"]

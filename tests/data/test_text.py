@@ -272,7 +272,7 @@ class TestHeldOut:
         text(folder, held_out=0.3).prepare()
         assert sorted(path.name.rpartition("-")[0] for path in cache.glob("*.tokens")) == ["books", "books-held_out"]
         before = {path: path.stat().st_ino for path in cache.glob("*.tokens")}
-        text(folder, held_out=0.3).prepare()
+        text(folder, held_out=0.3, sequence_length=8, seed=7, vocabulary=512).prepare()
         assert {path: path.stat().st_ino for path in cache.glob("*.tokens")} == before
         text(folder, held_out=0.5).prepare()
         text(folder).prepare()

@@ -96,6 +96,10 @@ class TestRefused:
                 "train.global_batch=17: must be a multiple of the number of data-parallel replicas, 2; try 16, 18",
             ),
             (
+                ["parallel=pdp", "cluster.ranks_per_node=8", "parallel.pipeline=8"],
+                "parallel.pipeline=8: must not exceed the number of the model's layers, 4; try 2, 4",
+            ),
+            (
                 ["parallel=single", "cluster.ranks_per_node=2"],
                 "parallel.replicate=1: all degrees of parallelism are 1, and there are 2 ranks; "
                 "try 2, auto, or cluster.ranks_per_node=1",
@@ -104,6 +108,16 @@ class TestRefused:
             (["model.vocabulary=100"], "data.vocabulary=100: must be a whole number of at least 256"),
             (["optimizer.lr=fast"], "optimizer.lr=fast: must be a number"),
             (["optimizer.lr=-1"], "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
+            (
+                ["parallel=ddp", "offload=optimizer_and_weights"],
+                "offload=optimizer_and_weights: is for sharded weights, and these degrees of parallelism shard none; "
+                "try parallel=fsdp,hsdp",
+            ),
+            (
+                ["parallel.gradients=powersgd", "precision=fp16"],
+                "parallel.gradients=powersgd: is not for scaled losses: a step that overflows is skipped, and its "
+                "infinite error would be kept; try auto, or precision=bf16",
+            ),
             (["offload=weights"], "offload=weights: must be none or optimizer_and_weights"),
             (
                 ["parallel=fsdp", "parallel.reshard_after_forward=half"],
