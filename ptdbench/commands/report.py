@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
 HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or CSV"
 
-#: The name of each form, beside the results.
-_NAMES = {"html": "report.html", "md": "report.md", "csv": "report.csv"}
-
 #: Characters that GitHub takes in a comment.
 _MOST_OF_COMMENT = 65_536
 
@@ -100,13 +97,13 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
     Raises:
         ConfigError: One is there already, or there is no such folder.
     """
-    asked = [form for form in _NAMES if getattr(arguments, form)]
+    asked = [form for form in _FORMS if getattr(arguments, form)]
     forms = dict.fromkeys([*(["html"] if arguments.open or not asked else []), *asked])
     first = arguments.directories[0]
     folder = arguments.output or (first if first.is_dir() else first.parent)
     if arguments.output and not folder.is_dir():
         require(Problem("--output", folder, "there is no such folder", "create it, or give another one"))
-    paths = {form: folder / _NAMES[form] for form in forms}
+    paths = {form: folder / f"report.{form}" for form in forms}
     there = [path for path in paths.values() if path.exists()]
     if there and not arguments.force:
         remedy = "give --force to overwrite it, or --output with another folder"

@@ -1,9 +1,9 @@
-"""Labels of runs beside each other: how each is parallelized, and the options that tell them apart."""
+"""Labels of runs and environments beside each other: how a run is parallelized, and what tells it from others."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +178,38 @@ _PLACES: tuple[_Detail, ...] = (
     lambda record: f"[{Path(record['directory']).name}]",
     lambda record: f"[{record['directory']}]",
 )
+
+
+#: What is always named of an environment, with a word before it where the value alone says too little.
+_HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
+
+
+class Environments:
+    """Each environment once, in the order of the runs.
+
+    Attributes:
+        found: The environments, as records have them.
+    """
+
+    def __init__(self, runs: Iterable[Written]) -> None:
+        known = {json.dumps(one, sort_keys=True): one for run in runs if (one := run.get("environment"))}
+        self.found: list[Mapping[str, Any]] = [*known.values()]
+        self._numbers = {text: number for number, text in enumerate(known)}
+
+    def number(self, run: Written) -> int | None:
+        """The place of a run's environment among all; ``None`` where it is not on record."""
+        return self._numbers.get(json.dumps(run.get("environment"), sort_keys=True))
+
+    def titles(self) -> list[str]:
+        """A line for each environment: machine and versions, and whatever else differs."""
+        known = [
+            {name.removeprefix("settings."): _typed(value) for name, value in leaves(one) if value not in (None, {})}
+            for one in self.found
+        ]
+        names = dict.fromkeys(name for one in known for name in one if name not in _HEAD)
+        differing = [name for name in names if len({one.get(name) for one in known}) > 1]
+        titles = []
+        for one in known:
+            head = [f"{word}{one[name]}" for name, word in _HEAD.items() if name in one]
+            titles.append(", ".join([*head, *(f"{name} {one.get(name, 'unknown')}" for name in differing)]))
+        return titles

@@ -12,7 +12,7 @@ from ptdbench.records.load import Run
 from ptdbench.records.record import retyped
 from ptdbench.report import columns, table
 from ptdbench.report.columns import Block, Column
-from ptdbench.report.environments import Environments
+from ptdbench.report.labels import Environments
 from ptdbench.terminal import plain
 
 #: Columns in which the output of other workloads is shown.

@@ -35,7 +35,9 @@ def reason(record: Written) -> str:
     text = ": ".join(filter(None, (kind, " ".join(message.split()) if kind == "ConfigError" else _cut(message))))
     said = OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
     if frame := error.where:
-        said += f" at {frame}; the whole traceback is in {_below_here(Path(record['directory']) / TRACEBACK)}"
+        path = Path(record["directory"]) / TRACEBACK
+        shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
+        said += f" at {frame}; the whole traceback is in {shown}"
     if record.get("kind") == "virtual" and record["status"] == "failed" and error.rank != -1:
         said += f"; {_ON_VIRTUAL}"
     remedies = ", ".join(_against_lack_of_memory(record)) if record["status"] == "oom" else ""
@@ -57,11 +59,6 @@ def _against_lack_of_memory(record: Written) -> Iterator[str]:
         yield "activations=recompute"
     if record.get("precision") == "fp32":
         yield "precision=bf16"
-
-
-def _below_here(path: Path) -> str:
-    """Relative to the working directory if it is below."""
-    return os.path.relpath(path) if Path.cwd() in path.absolute().parents else str(path)
 
 
 def wrap(text: str, width: int | None) -> str:

@@ -6,7 +6,7 @@ import json
 import os
 import pkgutil
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -81,22 +81,18 @@ def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str
     has just let run.
     """
     workload = str(record.get("workload"))
+    lines = []
     try:
-        lines = list(_shown_by_workload(record, width, typed))
+        if found := record.get(workload):
+            target = option(record, "workload._target_", str) or ""
+            shows = get_object(target) if target in typed else _own_workload(target)
+            lines.append(shows.show(found, width) if shows else _as_it_is(found))
     except Exception as error:  # its types are not in the schema
         cause = f"{type(error).__name__}: {error}".partition("\n")[0]
         lines = [f"{workload}: the results in {record['directory']} cannot be shown: {cause}"]
     if record["status"] != "ok" or not lines:
         lines.append(wrap(f"{workload}: {reason(record)}", width))
     return "\n".join(lines)
-
-
-def _shown_by_workload(record: Written, width: int, typed: Collection[str]) -> Iterator[str]:
-    """Let the workload's class show what it left in the record's field of its name."""
-    if found := record.get(str(record.get("workload"))):
-        target = option(record, "workload._target_", str) or ""
-        shows = get_object(target) if target in typed else _own_workload(target)
-        yield shows.show(found, width) if shows else _as_it_is(found)
 
 
 def _own_workload(target: str) -> Any:

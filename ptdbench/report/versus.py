@@ -26,6 +26,9 @@ from ptdbench.units import three_digits
 
 Verdict = Literal["faster", "slower", "no difference seen", "not enough data", "fails", "fails at times", "runs again"]
 
+#: What is seen of a difference, by its sign.
+_SEEN: dict[int, Verdict] = {1: "faster", -1: "slower", 0: "no difference seen"}
+
 #: Verdicts that no throughput makes good.
 _FAILING = ("fails", "fails at times")
 
@@ -169,7 +172,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     found = []
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
         known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
-        verdict = _failing(before, after, level / len(pairs)) or _seen_of(known, sign)
+        verdict = _failing(before, after, level / len(pairs)) or (_SEEN[sign] if known else "not enough data")
         other = losses.apart(before.runs, after.runs) if is_same else None
         found.append(Pair(label, before, after, known, verdict, other))
     return found
@@ -185,12 +188,6 @@ def _failing(before: Alternative, after: Alternative, level: float) -> Verdict |
     if before.sample and now and (not was or significance.chance_of_failures(was, of, now, on) <= level):
         return "fails at times"
     return None
-
-
-def _seen_of(known: Comparison | None, sign: int) -> Verdict:
-    if known is None:
-        return "not enough data"
-    return {1: "faster", -1: "slower", 0: "no difference seen"}[sign]  # type: ignore[return-value]
 
 
 def _failed(one: Alternative) -> list[Written]:

@@ -123,7 +123,8 @@ def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Prob
 
 def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool]:
     """The flags of sbatch, with underscores for hyphens; ``True`` is a flag without a value."""
-    gres = _gres(cluster, shape)
+    # Without the GPUs among them where the job uses none.
+    gres = ",".join(one for one in (cluster.gres or "").split(",") if shape.gpus_per_node or not gpu_count(one))
     wanted = {
         "job_name": name,
         "partition": cluster.partition,
@@ -132,10 +133,10 @@ def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks_per_node,
         "cpus_per_task": shape.cpus_per_rank,
-        "gpus_per_node": None if gpu_count(gres or "") else shape.gpus_per_node or None,
-        "gres": gres,
+        "gpus_per_node": None if gpu_count(gres) else shape.gpus_per_node or None,
+        "gres": gres or None,
         "constraint": cluster.constraint,
-        "mem": _memory(cluster.mem_gb),
+        "mem": None if cluster.mem_gb is None else f"{math.ceil(cluster.mem_gb * 1024)}M",  # 0 is all that a node has
         "time": cluster.time_minutes,
         "exclusive": cluster.exclusive or None,
         "dependency": cluster.dependency,
@@ -331,17 +332,6 @@ def _too_many_cpus(cluster: Slurm, shape: Shape, where: str, most: int) -> Itera
         yield Problem("cluster.cpus_per_rank", cores, rule, f"try auto, {most // ranks}")
     else:
         yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, f"try {most // cores or most}")
-
-
-def _gres(cluster: Slurm, shape: Shape) -> str | None:
-    """The generic resources; without the GPUs among them where the job uses none."""
-    entries = (cluster.gres or "").split(",")
-    return ",".join(entry for entry in entries if shape.gpus_per_node or not gpu_count(entry)) or None
-
-
-def _memory(gib: float | None) -> str | None:
-    """Memory of a node as sbatch reads it, in MiB; 0 is all that the node has."""
-    return None if gib is None else f"{math.ceil(gib * 1024)}M"
 
 
 def _flag(name: str) -> str:

@@ -174,7 +174,9 @@ def look(directory: Path) -> Sweep:
     runs += [Run(name, None, None, record, is_over=True) for name, record in results.items()]
     known = {run.directory for run in runs}
     paths = sorted([*directory.glob(store.RECORD), *directory.glob(f"*/{store.RECORD}")])
-    runs += [_of_machine(path.parent) for path in paths if path.parent.name not in known]
+    for path in (path.parent for path in paths if path.parent.name not in known):  # of this machine
+        told = written(path)
+        runs.append(Run(path.name, None, None, told, not is_open(told), read_progress(path)))
     if not runs:
         raise FileNotFoundError(directory)
     return Sweep(sorted(runs, key=_number), silence, damage)
@@ -254,12 +256,6 @@ def _write(sweep_directory: Path, subdirectory: str, done: Written) -> None:
 def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Written]:
     """The results of a sweep, by the runs' directories as they are below it; it may have been moved since."""
     return {store.below(directory, record["directory"]): record for record in store.read_results(directory, tell)}
-
-
-def _of_machine(directory: Path) -> Run:
-    """A run that was not submitted and has not ended, or is no part of a sweep."""
-    found = written(directory)
-    return Run(directory.name, None, None, found, not is_open(found), read_progress(directory))
 
 
 def _submitted(

@@ -1,8 +1,8 @@
-"""What runs are called: in the display of their sweep, and by the options that tell them apart."""
+"""What runs and environments are called, and what tells them apart."""
 
 import pytest
 
-from ptdbench.report.labels import differences, titles
+from ptdbench.report.labels import Environments, differences, titles
 from ptdbench.report.table import render
 from tests.report.made import run
 from tests.report.test_table import cells
@@ -94,3 +94,35 @@ def test_they_stand_in_the_rows_that_would_look_alike():
     ]
     labels = ["ddp activations=keep", "ddp activations=recompute", "fsdp"]
     assert [row[1] for row in cells(render(runs, 200))] == labels
+
+
+ONE = {"host": "n1", "cpu": "a CPU", "torch": "2.11.0", "ptdbench": "1.0", "cores": 2, "cuda": None, "settings": {}}
+
+
+def of(*environments):
+    return Environments([{"environment": one} for one in environments])
+
+
+def test_each_environment_has_one_number_whatever_the_order_of_its_fields():
+    other = ONE | {"cores": 4}
+    found = of(ONE, other, dict(reversed(ONE.items())), None)
+    assert found.found == [ONE, other]
+    runs = [{"environment": one} for one in (dict(reversed(ONE.items())), other, None)]
+    assert [found.number(run) for run in [*runs, {}]] == [0, 1, None, None]
+
+
+def test_an_environment_alone_is_its_machine_and_versions():
+    assert of(ONE).titles() == ["n1, a CPU, torch 2.11.0, ptdbench 1.0"]
+
+
+@pytest.mark.parametrize(
+    ("other", "ends"),
+    [
+        ({"cores": 4}, ("2.11.0, ptdbench 1.0, cores 2", "2.11.0, ptdbench 1.0, cores 4")),
+        ({"cuda": "13.0"}, ("2.11.0, ptdbench 1.0, cuda unknown", "2.11.0, ptdbench 1.0, cuda 13.0")),
+        ({"settings": {"OMP": "1"}}, ("2.11.0, ptdbench 1.0, OMP unknown", "2.11.0, ptdbench 1.0, OMP 1")),
+        ({"torch": "2.12.0"}, ("2.11.0, ptdbench 1.0", "2.12.0, ptdbench 1.0")),  # what is said already
+    ],
+)
+def test_of_several_environments_it_is_said_what_differs(other, ends):
+    assert of(ONE, ONE | other).titles() == [f"n1, a CPU, torch {end}" for end in ends]

@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, series
 from ptdbench.report import loggers, scalars
-from ptdbench.report.loggers import Log, MLflow, WandB
+from ptdbench.report.loggers import Log
 from ptdbench.report.scalars import Scalar
 from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
@@ -238,9 +238,3 @@ class TestServices:
         found = run(*RUN, "logger=mlflow", "logger.tracking_uri=http://127.0.0.1:9")
         assert (found["status"], len(found["losses"])) == ("ok", 6)
         assert not (Path(found["directory"]) / loggers.FILE).exists()
-
-
-def test_both_can_be_built_of_their_files():
-    made = [choices.build(config.read(composed("model=toy", "device=cpu", f"logger={name}")), "logger")
-            for name in ("wandb", "mlflow")]  # fmt: skip
-    assert [type(one) for one in made] == [WandB, MLflow]

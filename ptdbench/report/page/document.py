@@ -19,8 +19,7 @@ from ptdbench.records.record import option, retyped
 from ptdbench.records.schema import Written
 from ptdbench.report import breakdown, columns, recorded_phases, table
 from ptdbench.report.columns import Block
-from ptdbench.report.environments import Environments
-from ptdbench.report.labels import by_option, titles, varying
+from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.reason import reason
 
