@@ -171,7 +171,7 @@ def test_an_offloaded_layer_casts_its_weights_again_instead_of_keeping_casts():
 
 
 @cases("how", ["layers", "whole"], daily=["layers"])
-@pytest.mark.parametrize("frugal", FRUGAL, ids=str)
+@cases("frugal", FRUGAL, daily=[Selective(), Offload()], ids=str)
 def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
     """By the compiler's own division into forward and backward graphs, which decides what is recomputed."""
     if frugal.after_compilation and how == "whole":

@@ -204,7 +204,7 @@ RECIPES = {
     ("recipe", "how"),
     [*((recipe, "layers") for recipe in RECIPES), ("digits_resnet18", "whole"), ("custom", "whole"),
      ("hf_gpt2_tiny", "whole"), ("hf_llama_tiny", "whole")],
-    daily=[("gpt_tiny", "layers"), ("custom", "whole"), ("hf_llama_tiny", "layers")],
+    daily=[("gpt_tiny", "layers"), ("custom", "whole")],
 )  # fmt: skip
 def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
     """In the graphs of the compiler that the run would use; how these are computed is left to torch."""
