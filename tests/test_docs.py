@@ -134,7 +134,7 @@ def test_the_script_is_the_one_that_is_shown(monkeypatch):
 
 
 def test_the_readme_is_short():
-    assert len(TEXTS[0].splitlines()) <= 200
+    assert len(TEXTS[0].splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -71,14 +71,3 @@ def test_narrow_arithmetic_recomputation_and_evaluation_work_too(shared_run, who
     assert record["losses"] == pytest.approx(whole["losses"], rel=2e-2)
     found = [one["loss"] for one in record["evaluations"]]
     assert found == pytest.approx([one["loss"] for one in whole["evaluations"]], rel=2e-2)
-
-
-@pytest.mark.thorough
-def test_a_checkpoint_of_a_pipeline_goes_on_in_one_process(shared_run, alone):
-    """The embedding and the head of GPT-2 are one weight, and were on two ranks."""
-    begun = shared_run(*COMMON, *MODELS["gpt2"], *LAYOUTS["1f1b"], "train.steps=2", "checkpoint.every_steps=2")
-    assert begun["error"] is None
-    record = shared_run(*COMMON, *MODELS["gpt2"], "parallel=single", f"resume={begun['directory']}")
-    assert record["error"] is None
-    assert "after step 2" in record["remarks"]["resumed"]
-    assert record["losses"] == pytest.approx(alone["gpt2"]["losses"], rel=1e-5)

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "ptdbench"
@@ -66,10 +67,11 @@ def room_of(module: str) -> str:
     return module.split(".")[1]
 
 
-def edges() -> Iterator[tuple[str, str]]:
+@cache
+def edges() -> frozenset[tuple[str, str]]:
     known = modules()
-    for module, path in known.items():
-        yield from ((module, other) for other in imported(path.read_text(), known) if other in known)
+    found = ((module, other) for module, path in known.items() for other in imported(path.read_text(), known))
+    return frozenset((module, other) for module, other in found if other in known)
 
 
 def test_every_room_has_its_place():
@@ -80,9 +82,7 @@ def test_every_room_has_its_place():
 
 
 def test_imports_run_downward_only():
-    between = [
-        (module, other) for module, other in set(edges()) - {(PUBLIC, "ptdbench.records.load")} if module != other
-    ]
+    between = [(module, other) for module, other in edges() - {(PUBLIC, "ptdbench.records.load")} if module != other]
     upward = [
         f"{module} imports {other}"
         for module, other in between

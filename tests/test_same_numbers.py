@@ -18,6 +18,7 @@ pytestmark = pytest.mark.ranks
 COMMON = ("train.steps=6", "train.global_batch=24", "device=cpu", "cluster.cpus_per_rank=1")
 MODELS = {
     "gpt": ("model=gpt_tiny", "model.width=32", "model.sequence_length=16", "model.vocabulary=300"),
+    "llama": ("model=llama_tiny", "model.width=32", "model.hidden=48", "model.sequence_length=16"),
     "toy": ("model=toy", "optimizer.lr=3e-2"),
     # Where a gradient is nearly zero, Adam makes a full step of the sign of its rounding error, and batch norm over few
     # pixels amplifies that: at lr=1e-4 a single process with two threads instead of one is off by 1e-3 after ten steps.
@@ -62,10 +63,10 @@ PIPELINE_BATCHING = {
 
 def products() -> list[tuple[str, str, int, tuple[str, ...]]]:
     found = []  # three ranks: three stages of one replica
-    for model, strategy, ranks in combinations(("gpt", "toy"), STRATEGIES, (2, 3, 4)):
+    for model, strategy, ranks in combinations(("gpt", "llama", "toy"), STRATEGIES, (2, 3, 4)):
         for name, batching in (PIPELINE_BATCHING if strategy in PIPELINES else BATCHING).items():
-            if model == "toy" and (name == "micro" or ranks > 2):
-                continue  # what a model without attention and shared weights adds shows on two
+            if model != "gpt" and (name == "micro" or ranks > 2):
+                continue  # what a model without shared weights adds shows on two
             if strategy == "hsdp" and ranks < 4:
                 continue  # two copies of two shards are the fewest
             if strategy == "gpipe" and ranks > 2 and name != "accumulated":
@@ -97,6 +98,7 @@ def check(run: Callable[..., Record], expected: list[float], ranks: int, toleran
         "gpt-fsdp-2-accumulated",
         "gpt-hsdp-4-whole",
         "gpt-1f1b-3-micro",
+        "llama-1f1b-2-whole",
         "toy-gpipe-2-whole",
     ],
 )
@@ -158,20 +160,26 @@ def test_narrow_formats_stay_near_fp32(shared_run, single, strategy, precision) 
     check(shared_run, single(*MODELS["gpt"]), 2, 2e-2, *MODELS["gpt"], *STRATEGIES[strategy], f"precision={precision}")
 
 
-@cases(
-    ("options", "strategy"),
-    [
-        *(pytest.param(("compile=layers",), name, id=f"compiled-{name}") for name in ONE_SCHEDULE),
-        *(pytest.param(("compile=whole",), name, id=f"whole-{name}") for name in ("ddp", "1f1b")),
-        *(pytest.param(("model.tie_weights=false",), name, id=f"untied-{name}") for name in ONE_SCHEDULE),
-    ],
-    daily=["compiled-fsdp", "whole-ddp", "untied-1f1b"],
-)
-def test_options_change_the_cost_and_not_the_numbers(shared_run, single, strategy, options) -> None:
+#: What a layer keeps for the backward pass, eager and compiled, and weights of which no two are one.
+OPTIONS = {
+    **{f"{kept}-{name}": (name, f"activations={kept}") for kept, name in [
+        ("recompute", "fsdp"), ("selective", "ddp"), ("selective", "1f1b"), ("offload", "fsdp"), ("offload", "tensor"),
+    ]},
+    "compiled-ddp": ("ddp", "compile=layers", "activations=offload"),
+    "compiled-fsdp": ("fsdp", "compile=layers", "activations=selective"),
+    "compiled-1f1b": ("1f1b", "compile=layers", "activations=recompute"),
+    "whole-ddp": ("ddp", "compile=whole"),
+    "whole-1f1b": ("1f1b", "compile=whole", "activations=selective"),
+    **{f"untied-{name}": (name, "model.tie_weights=false") for name in ONE_SCHEDULE},
+}  # fmt: skip
+
+
+@cases("name", OPTIONS, daily=["offload-tensor", "compiled-fsdp", "untied-1f1b"])
+def test_options_change_the_cost_and_not_the_numbers(shared_run, single, name) -> None:
+    strategy, *options = OPTIONS[name]
     reference = single(*MODELS["gpt"], *(option for option in options if option.startswith("model.")))
-    check(
-        shared_run, reference, 4 if strategy in PIPELINES else 2, 1e-5, *MODELS["gpt"], *STRATEGIES[strategy], *options
-    )
+    layout = {**STRATEGIES, "tensor": ("parallel=tp",)}[strategy]
+    check(shared_run, reference, 4 if strategy in PIPELINES else 2, 1e-5, *MODELS["gpt"], *layout, *options)
 
 
 @cases(("strategy", "ranks"), [("ddp", 3), ("fsdp", 2)], daily=[("ddp", 3)])
@@ -196,9 +204,7 @@ def whole(tmp_path_factory):
 class TestClipping:
     @cases(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("gpipe", 2), ("1f1b", 4)], daily=[("fsdp", 2)])
     def test_it_goes_by_the_norm_of_the_whole_gradient(self, shared_run, whole, strategy, ranks):
-        record = shared_run(
-            *CLIPPED, *STRATEGIES[strategy], f"cluster.ranks_per_node={ranks}", "train.clip_norm=0.3"
-        )  # fmt: skip
+        record = shared_run(*CLIPPED, *STRATEGIES[strategy], f"cluster.ranks_per_node={ranks}", "train.clip_norm=0.3")
         assert record["status"] == "ok", record["error"]
         assert record["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
         assert record["losses"] == pytest.approx(whole["losses"], rel=1e-5)

@@ -111,22 +111,15 @@ class TestPrograms:
 
     TRAIN = (str(ROOT / "train.py"), "model=toy", "train.steps=2", "device=cpu", "hydra.run.dir=run")
 
-    @pytest.mark.thorough
-    def test_the_exit_status_is_that_of_the_run(self, environ, tmp_path):
-        done = without_reader(*self.TRAIN, environ=environ, cwd=tmp_path)
-        assert done.returncode == 0
-        assert all(line.startswith("toy ddp") for line in (done.stderr or "").splitlines())
-        assert (tmp_path / "run" / "record.json").exists()
-
     def test_a_run_that_fails_still_does(self, environ, tmp_path):
         """Although nobody reads its errors either."""
         done = without_reader(*self.TRAIN, "optimizer.lr=1e30", environ=environ, cwd=tmp_path, both=True)
         assert done.returncode == 1
         assert (tmp_path / "run" / "record.json").exists()
 
-    @pytest.mark.parametrize("words", [("--cfg", "job"), ("-m", "seed=1,2", "--cfg", "job")], ids=" ".join)
-    def test_what_hydra_shows(self, environ, tmp_path, words):
-        done = without_reader(str(ROOT / "train.py"), *words, environ=environ, cwd=tmp_path)
+    def test_what_hydra_shows(self, environ, tmp_path):
+        words = (str(ROOT / "train.py"), "-m", "seed=1,2", "--cfg", "job")
+        done = without_reader(*words, environ=environ, cwd=tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
 
     def test_what_a_failed_run_wrote_does_not_steer_the_terminal(self, environ, tmp_path):

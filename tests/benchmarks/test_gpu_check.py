@@ -15,7 +15,6 @@ from benchmarks.gpu_check.__main__ import importable
 from benchmarks.gpu_check.results import Check, Found
 from benchmarks.gpu_check.session import SIZES, Session
 from tests.conftest import ROOT
-from tests.daily import cases
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -97,8 +96,7 @@ def test_products_above_or_far_below_the_peak_fail() -> None:
     products = [product("bf16", 700.0), product("bf16", 300.0), product("tf32", 480.0), product("fp16", 500.0),
                 product("fp32", 64.0)]  # fmt: skip
     of = Scripted(
-        {"status": "ok", "matmul": {"ranks": [{"products": products}]}},
-        {"status": "ok", "check": {"verdict": "sound"}},
+        {"status": "ok", "matmul": {"ranks": [{"products": products}]}}, {"status": "ok", "check": {"verdict": "sound"}}
     )
     parts.ceilings(of)
     assert verdicts(of) == {
@@ -217,10 +215,9 @@ def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], pass
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@cases(
-    ("script", "need"),
-    [("gpu_check", "gpu-check needs a GPU"), ("gpu_cluster", "gpu-cluster needs two GPUs")],
-    daily=[("gpu_check", "gpu-check needs a GPU")],
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    ("script", "need"), [("gpu_check", "gpu-check needs a GPU"), ("gpu_cluster", "gpu-cluster needs two GPUs")]
 )
 def test_without_a_gpu_it_says_so_in_one_line(script: str, need: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{script}"]

@@ -99,16 +99,6 @@ def test_parts_are_submodules_by_name_and_hold_every_tensor_once(case):
     assert sorted(held) == sorted(model.state_dict())
 
 
-def test_the_chain_of_parts_is_forward(case):
-    model, inputs, targets = case
-    *chain, last = model.parts().values()
-    x = inputs
-    for part in chain:
-        x = part(x)
-    torch.testing.assert_close(last(x, targets), model(inputs, targets), rtol=0, atol=0)
-    torch.testing.assert_close(last(x), model(inputs), rtol=0, atol=0)
-
-
 @pytest.fixture(params=[gpt, llama], ids=lambda family: family.__name__)
 def decoder(request):
     torch.manual_seed(0)
@@ -130,20 +120,21 @@ def test_a_decoder_compiles_without_a_graph_break(decoder):
     torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
 
 
-def test_every_part_can_begin_a_stage(case):
+def test_the_chain_of_parts_is_the_model_and_every_part_can_begin_a_stage(case):
     """A stage receives a leaf tensor that requires a gradient, and must give that gradient back."""
     model, inputs, targets = case
     *chain, last = model.parts().values()
     expected = gradients(model, lambda: model(inputs, targets))
 
     def staged():
-        received, sent = [], []
-        x = inputs
+        received, sent, x = [], [], inputs
         for part in chain:
             sent.append(part(x))
             x = sent[-1].detach().requires_grad_()
             received.append(x)
         loss = last(x, targets)
+        torch.testing.assert_close(loss, model(inputs, targets), rtol=0, atol=0)
+        torch.testing.assert_close(last(x), model(inputs), rtol=0, atol=0)
         loss.backward()
         for output, leaf in zip(reversed(sent), reversed(received), strict=True):
             output.backward(leaf.grad)

@@ -44,12 +44,10 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "tensor by muon": (Strategy(shard="auto", tensor=2), {"muon": True}),
     "fsdp in bf16": (Strategy(shard="auto", gradients="bf16"), {"micro_batch": 1, "precision": "bf16"}),
     "fsdp that keeps weights": (Strategy(shard="auto", reshard_after_forward=False), {"micro_batch": 1}),
-    "fsdp that keeps them between passes": (
-        Strategy(shard="auto", reshard_between_microbatches=False), {"micro_batch": 1}
-    ),
+    "fsdp that keeps them between passes": (Strategy(shard="auto", reshard_between_microbatches=False),
+                                            {"micro_batch": 1}),
     "fsdp that keeps them in a pass": (
-        Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 1}
-    ),
+        Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 1}),
     "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),
     "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),
     "hsdp": (Strategy(replicate=2, shard="auto"), {}),
@@ -121,7 +119,7 @@ MODELS: dict[str, Any] = {
         partial(GPT, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42),
         partial(SyntheticTokens, sequence_length=8, vocabulary=42),
     ),
-}
+}  # fmt: skip
 
 
 def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setting: Any) -> tuple[Any, Counter[str]]:

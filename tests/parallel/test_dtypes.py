@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.models.resnet import BasicBlock
 
 from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
@@ -15,8 +15,8 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.resnet import SHAPES, ResNet
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
-from tests.daily import cases
-from tests.parallel.ranks import mesh_of, on_ranks
+from tests.daily import cases, selected
+from tests.parallel.ranks import each, mesh_of, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -46,8 +46,10 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def of_ranks() -> list[dict[Any, dict[str, Any]]]:
-    return on_ranks(4, of_all)
+def of_ranks(request: pytest.FixtureRequest) -> list[dict[Any, dict[str, Any]]]:
+    chosen = [selected(request, part) for part in ("name", "precision", "kind")]
+    wanted = [case for case in CASES if all(part in some for part, some in zip(case, chosen, strict=True))]
+    return on_ranks(4, each, step_of, wanted)
 
 
 @cases(
@@ -75,10 +77,6 @@ def test_dtypes_do_not_depend_on_the_layout(of_ranks, name, precision, kind):
 NOT_CALLED = {"head.projection", "head.cross_entropy", "fc"}
 
 
-def of_all() -> dict[Any, dict[str, Any]]:
-    return {(name, precision, kind): step_of(*STRATEGIES[name], precision, kind) for name, precision, kind in CASES}
-
-
 def model(kind: str) -> Any:
     with torch.device("meta"):
         if kind == "resnet":
@@ -89,17 +87,18 @@ def model(kind: str) -> Any:
         return GPT(layers=2, heads=2, width=16, sequence_length=8, vocabulary=40, tie_weights=False)
 
 
-def step_of(strategy: Strategy, micro_batch: int, precision: Any, kind: str) -> dict[str, Any]:
-    """What the tensors of one training step and one evaluation are."""
+def step_of(name: str, precision: Any, kind: str) -> dict[str, Any]:
+    """In a rank: what the tensors of one training step and one evaluation are."""
+    strategy, micro_batch = STRATEGIES[name]
     layout = strategy.layout(strategy.dims(4), 8, micro_batch)
     mesh, built = mesh_of(layout.dims), model(kind)
     device = torch.device("cpu")
     engine = strategy(built, Setting(mesh=mesh, layout=layout, device=device, precision=precision))
     activations: dict[str, set[torch.dtype]] = {}
-    for name, module in engine.module.named_modules():
-        if not any(module.children()) and name not in NOT_CALLED:
-            activations[name] = set()
-            module.register_forward_hook(lambda *seen, into=activations[name]: into.add(seen[-1].dtype))
+    for place, module in engine.module.named_modules():
+        if not any(module.children()) and place not in NOT_CALLED:
+            activations[place] = set()
+            module.register_forward_hook(lambda *seen, into=activations[place]: into.add(seen[-1].dtype))
     data = SyntheticTokens(sequence_length=8, vocabulary=40, seed=0) if kind == "gpt" else images()
     batch = data.samples(*layout.rows(0, mesh.batch.get_local_rank()))
     with pytest.MonkeyPatch.context() as patch:
@@ -133,13 +132,3 @@ def recorded(patch: pytest.MonkeyPatch) -> set[torch.dtype]:
 
     patch.setattr(dist.P2POp, "__init__", noting)
     return seen
-
-
-def test_the_wrong_dtype_would_show():
-    """Under autocast a layer norm returns fp32, and so does an embedding."""
-    seen: set[torch.dtype] = set()
-    norm = nn.LayerNorm(4)
-    norm.register_forward_hook(lambda *given: seen.add(given[-1].dtype))
-    with torch.autocast("cpu", torch.bfloat16):
-        norm(torch.ones(1, 4))
-    assert seen == {torch.float32}

@@ -22,20 +22,6 @@ def engine(model: Toy, micro_batch: int, **options) -> Accumulating:
     return Accumulating(LaidOutModule(model, model, **options), micro_batch)
 
 
-@pytest.mark.parametrize("micro_batch", [1, 2, 4, 12])
-def test_gradients_and_loss_are_those_of_the_whole_batch(micro_batch):
-    inputs, targets = torch.randn(12, 4), torch.randn(12, 2)
-    whole, split = toy(), toy()
-    expected = whole(inputs, targets)
-    expected.backward()
-    loss = engine(split, micro_batch).gradients(inputs, targets, lambda loss: loss)
-    torch.testing.assert_close(loss, expected.detach())
-    assert loss.dtype == torch.float32
-    assert not loss.requires_grad
-    for ours, theirs in zip(split.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-
-
 def test_the_scale_reaches_the_gradients_and_not_the_loss():
     inputs, targets = torch.randn(4, 4), torch.randn(4, 2)
     plain, scaled = toy(), toy()
@@ -85,9 +71,3 @@ def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
     assert model.count == 0
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_the_engine_makes_the_optimizer_of_what_it_trains():
-    model = toy()
-    optimizer = engine(model, 1).optimizer(lambda weights: torch.optim.SGD(weights, lr=1))
-    assert optimizer.param_groups[0]["params"] == list(model.parameters())

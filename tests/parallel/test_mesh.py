@@ -40,15 +40,9 @@ def ranks(mesh: DeviceMesh | None) -> Any:
 
 
 def test_ranks_share_what_their_places_say(of_ranks):
-    of_three = of_ranks[3]["plain"]
-    assert of_three == {
-        "replicate": [3, 7],
-        "pipeline": [1, 3],
-        "shard": [3],
-        "tensor": [2, 3],
-        "context": None,
-        "expert": None,
-    }
+    assert of_ranks[3]["plain"] == {
+        "replicate": [3, 7], "pipeline": [1, 3], "shard": [3], "tensor": [2, 3], "context": None, "expert": None
+    }  # fmt: skip
 
 
 def test_groups_have_names_that_are_the_same_on_all_ranks(of_ranks):

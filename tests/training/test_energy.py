@@ -169,6 +169,9 @@ class TestGpu:
         self.work(nvml, joules=1000, held=7)  # between the stretches
         assert metered(gpu, lambda: self.work(nvml, held=0.8)).joules == 600.0
         assert gpu.clocks()["held_back"] == {"power limit": pytest.approx(2 / 20), "temperature limit": 0.0}
+        assert nvml.is_up
+        gpu.close()
+        assert not nvml.is_up
 
     def test_the_clock_while_it_works(self):
         nvml = Nvml()

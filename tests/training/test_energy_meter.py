@@ -77,7 +77,7 @@ class TestOnAGpu:
         monkeypatch.setattr(energy, "gather", lambda value: [value])
         monkeypatch.setattr(energy, "time", SimpleNamespace(perf_counter=lambda: nvml.now))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait(nvml))
-        nvml.now, nvml.queued = 0.0, 0
+        nvml.now, nvml.queued, nvml.is_up = 0.0, 0, True
         return nvml
 
     @staticmethod

@@ -113,7 +113,7 @@ class TestOnRanks:
 
 
 @pytest.mark.ranks
-@cases("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"], daily=["fsdp", "pdp"])
+@cases("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"], daily=["fsdp"])
 def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
     # With averages, which take the weights' place for as long, and checkpoints, which need them as they are laid out.
     layout = f"parallel={strategy}".split()

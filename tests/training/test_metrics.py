@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from omegaconf import DictConfig
 
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured
@@ -14,7 +13,7 @@ from ptdbench.measure.hardware import environment
 from ptdbench.training.metrics import Measurement, against_higher_ceiling, metrics
 from ptdbench.workloads import train
 from tests.conftest import composed
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import each, on_ranks
 from tests.workloads.made_job import job
 
 # Two ranks, the first step slow; the others take 2.0 s in all.
@@ -156,9 +155,10 @@ def test_a_lower_one_does_not_count_and_one_may_be_impossible_to_measure():
     assert remark.startswith("ceiling passed, and not re-measured: workload.shapes=512x512x512: takes 9 GiB; the ")
 
 
-def trained(directory: Path, options: DictConfig, cache: str, known: float) -> tuple[Any, int, float]:
-    """The fields of a run, how often products were measured, and the ceiling that is kept then."""
-    with mock.patch.dict("os.environ", XDG_CACHE_HOME=cache):
+def trained(directory: Path, known: float) -> tuple[Any, int, float]:
+    """In a rank: the fields of a run, how often products were measured, and the ceiling that is kept then."""
+    options = composed("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "profile.steps=0")
+    with mock.patch.dict("os.environ", XDG_CACHE_HOME=f"{directory}-cache"):
         key = ceiling.Key.of(environment("cpu"), None, "fp32", 1)
         ceiling.store_ceiling(key, Measured(known, "2x2x2", beside_load=True))
         measured = mock.Mock(wraps=ceiling.measure)
@@ -169,23 +169,15 @@ def trained(directory: Path, options: DictConfig, cache: str, known: float) -> t
         return outcome.fields, measured.call_count, kept.flops_per_second
 
 
-TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "profile.steps=0")
-
-
 @pytest.mark.ranks
-def test_a_run_that_passes_it_measures_it_again_once_and_keeps_the_higher_one(tmp_path):
-    (fields, times, kept), (_, elsewhere, _) = on_ranks(
-        2, trained, tmp_path / "run", composed(*TOY), str(tmp_path / "cache"), 1.0
-    )
+def test_a_run_that_passes_it_measures_it_again_once_and_keeps_the_higher_one_and_one_below_does_not(tmp_path):
+    passes, stays_below = runs = [(tmp_path / "passes", 1.0), (tmp_path / "stays below", 1e30)]
+    of_first, of_other = on_ranks(2, each, trained, runs)
+    fields, times, kept = of_first[passes]
     metrics = fields["metrics"]
-    assert (times, elsewhere) == (1, 1)
+    assert (times, of_other[passes][1]) == (1, 1)
     assert metrics["ceiling_flops_per_second"] == kept > 1.0
     assert metrics["share_of_ceiling"] == pytest.approx(metrics["model_flops_per_second"] / 2 / kept)
     assert fields["remarks"]["ceiling"].startswith("ceiling re-measured: was 1e-09 GFLOP/s, taken beside other load")
-
-
-@pytest.mark.ranks
-def test_a_run_below_it_does_not(tmp_path):
-    (fields, times, kept), _ = on_ranks(2, trained, tmp_path / "run", composed(*TOY), str(tmp_path / "cache"), 1e30)
-    assert (times, kept) == (0, 1e30)
-    assert "ceiling" not in fields["remarks"]
+    fields, times, kept = of_first[stays_below]
+    assert (times, kept, "ceiling" in fields["remarks"]) == (0, 1e30, False)

@@ -12,8 +12,6 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ptdbench.data.feed import Feed
 from ptdbench.measure.parts import PHASES
@@ -83,24 +81,6 @@ def slow_replicate(original: Callable[..., Any]) -> Callable[..., Any]:
     return replicated
 
 
-def slow_link(original: Callable[..., Any]) -> Callable[..., Any]:
-    """FSDP's operation behind a larger one of its kind; FSDP awaits both, if it does not ask to be held until then."""
-
-    def behind(self: Any, *, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        times = LARGE // 4 // max(output_tensor.numel(), input_tensor.numel())
-        large = {"output_tensor": output_tensor.repeat(times), "input_tensor": input_tensor.repeat(times)}
-        begin = time.time()
-        first = original(self, **large, **options)
-        if first is None:
-            SLEPT.append((begin, time.time()))
-            return original(self, output_tensor=output_tensor, input_tensor=input_tensor, **options)
-        first.get_future().add_done_callback(lambda _: SLEPT.append((begin, time.time())))
-        last = original(self, output_tensor=output_tensor, input_tensor=input_tensor, **options)
-        return _create_work_from_future(torch.futures.collect_all([first.get_future(), last.get_future()]))
-
-    return behind
-
-
 #: What is slowed down: the attribute, and what takes its place.
 PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "data": (Feed, "_next_batch", asleep),
@@ -110,8 +90,6 @@ PLACES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "ring": (ring, "kernel", asleep),
     "optimizer": (Update, "__call__", asleep),
     "collective": (apply, "replicate", slow_replicate),
-    "all_gather": (DefaultAllGather, "__call__", slow_link),
-    "reduce_scatter": (DefaultReduceScatter, "__call__", slow_link),
 }
 
 
@@ -202,17 +180,13 @@ def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_p
     assert other.waited(True, COLLECTIVE, last=rank) > MOST * other.waits
 
 
-SLOW = [("ddp", "collective", "all_reduce"), *(("fsdp", name, name) for name in ("all_gather", "reduce_scatter"))]
-
-
-@cases(("parallel", "place", "operation"), SLOW, daily=[("ddp", "collective", "all_reduce")])
-def test_a_slow_link_is_exposed_communication(tmp_path, parallel, place, operation):
-    ranks = slowed(tmp_path, f"parallel={parallel}", place=place, ranks=[0, 1])
+def test_a_slow_link_is_exposed_communication(tmp_path):
+    ranks = slowed(tmp_path, "parallel=ddp", place="collective", ranks=[0, 1])
     both = intersect(ranks[0].slept, ranks[1].slept)  # before that a rank waits for the other to call it
     for rank in ranks:
         rank.slept = both
         assert rank.waits > MOST
-        assert rank.waited(False, [operation]) > 0.9 * rank.waits
+        assert rank.waited(False, ["all_reduce"]) > 0.9 * rank.waits
 
 
 @pytest.mark.thorough

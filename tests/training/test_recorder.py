@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
 import pytest
-from omegaconf import DictConfig
 
 from ptdbench.records import series
 from ptdbench.training import recorder
@@ -17,7 +17,7 @@ from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
 from tests.conftest import composed, record_of
 from tests.daily import cases
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import each, on_ranks
 from tests.shared_ranks import carry_out
 from tests.workloads.made_job import job
 
@@ -26,9 +26,8 @@ pytestmark = pytest.mark.ranks
 TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.global_batch=4", "profile.steps=0")
 
 
-def drained(directory: Path, composed: DictConfig) -> tuple[list[int], int, list[float]]:
-    """The steps of each block, the most that a rank held, and the losses, of a run that drains every 3."""
-    directory.mkdir(exist_ok=True)
+def drained(directory: Path) -> tuple[list[int], int, list[float]]:
+    """In a rank: the steps of each block, the most that it held, and the losses, of a run that drains every 3."""
     held = 0
 
     def step(self: StepLoop) -> None:
@@ -40,31 +39,32 @@ def drained(directory: Path, composed: DictConfig) -> tuple[list[int], int, list
     take = StepLoop.step
     seldom = mock.patch.multiple(recorder, DRAIN_EVERY=3, DRAIN_SECONDS=math.inf)
     with seldom, mock.patch.object(StepLoop, "step", step):
-        outcome = train.Train()(job(directory, composed))
-    assert outcome.error is None
-    blocks = list(series.blocks(directory / series.NAME))
+        blocks = blocks_of(directory, TOY)
     return [len(rows) for rows in blocks], held, series.column(blocks, "loss").tolist()
 
 
+def blocks_of(directory: Path, options: tuple[str, ...]) -> list[np.ndarray]:
+    """In a rank: the blocks of the series of a run of ten steps."""
+    outcome = train.Train()(job(directory, composed(*options, "train.steps=10")))
+    assert outcome.error is None
+    return list(series.blocks(directory / series.NAME))
+
+
+def at_once_and_drained(folder: Path) -> tuple[Any, ...]:
+    """In a rank: the losses of a run that brings its steps together once, at its end, and one that drains them."""
+    with mock.patch.object(recorder.Recorder, "due", False):
+        (rows,) = blocks_of(folder / "at once", TOY)
+    return rows["loss"].tolist(), *drained(folder / "drained")
+
+
 def test_ranks_hold_no_more_steps_than_since_the_last_drain(tmp_path):
-    at_once = on_ranks(2, whole, tmp_path / "whole", composed(*TOY, "train.steps=10"))[0]
-    for blocks, held, losses in on_ranks(2, drained, tmp_path / "drained", composed(*TOY, "train.steps=10")):
+    for at_once, blocks, held, losses in on_ranks(2, at_once_and_drained, tmp_path):
         assert (blocks, held) == ([1, 3, 3, 3], 3)
         assert losses == at_once
 
 
-def whole(directory: Path, composed: DictConfig) -> list[float]:
-    """The losses of a run that brings its steps together once, at its end."""
-    directory.mkdir(exist_ok=True)
-    with mock.patch.object(recorder.Recorder, "due", False):
-        train.Train()(job(directory, composed))
-    (rows,) = series.blocks(directory / series.NAME)
-    return rows["loss"].tolist()
-
-
-def with_full_disk(directory: Path, composed: DictConfig, times: int) -> tuple[list[float], str]:
-    """The losses of a run whose disk takes nothing the first ``times`` times."""
-    directory.mkdir(exist_ok=True)
+def with_full_disk(directory: Path, times: int) -> tuple[list[float], str]:
+    """In a rank: the losses of a run whose disk takes nothing the first ``times`` times."""
     append, tried, failed = series.append, 0, ""
 
     def full(path: Path, rows: np.ndarray) -> None:
@@ -76,18 +76,18 @@ def with_full_disk(directory: Path, composed: DictConfig, times: int) -> tuple[l
 
     with mock.patch.object(recorder, "DRAIN_EVERY", 3), mock.patch.object(series, "append", full):
         try:
-            train.Train()(job(directory, composed))
+            blocks_of(directory, (*TOY, "parallel=single", "cluster.ranks_per_node=1"))
         except OSError as error:
             failed = str(error)
     return series.column(series.blocks(directory / series.NAME), "loss").tolist(), failed
 
 
 def test_what_a_full_disk_does_not_take_is_written_later(tmp_path):
-    options = composed(*TOY, "parallel=single", "cluster.ranks_per_node=1", "train.steps=10")
-    ((losses, failed),) = on_ranks(1, with_full_disk, tmp_path / "for a while", options, 2)
+    cases = [(tmp_path / "for a while", 2), (tmp_path / "for ever", 99)]
+    (found,) = on_ranks(1, each, with_full_disk, cases)
+    (losses, failed), at_last = found.values()
     assert (len(losses), failed) == (10, "")
-    ((losses, failed),) = on_ranks(1, with_full_disk, tmp_path / "for ever", options, 99)
-    assert (losses, failed) == ([], "[Errno 28] No space left on device")
+    assert at_last == ([], "[Errno 28] No space left on device")
 
 
 @cases("left", [None, 2], daily=[2])

@@ -133,8 +133,7 @@ def test_steps_follow_one_rank(of_ranks, case):
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("1f1b", [0, 1, 2]), ("looped_bfs", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])],
+    ("name", "ranks"), [("1f1b", [0, 1, 2]), ("looped_bfs", [0, 1, 2, 0, 1, 2]), ("zbv", [0, 1, 2, 2, 1, 0])]
 )
 def test_stages_lie_in_a_loop_or_a_v(name, ranks):
     schedule = SCHEDULES[name]

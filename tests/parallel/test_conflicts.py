@@ -1,0 +1,198 @@
+"""Options that do not go together: what is refused, in which words, and what goes with it all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+from ptdbench.parallel import ring
+from ptdbench.parallel.activations import Recompute, Selective
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from tests.parallel.splitting import needs_splitting
+
+DDP, FSDP = {"replicate": "auto"}, {"shard": "auto"}
+PDP = {**DDP, "pipeline": "auto"}
+INTERLEAVED = {**PDP, "schedule": "interleaved1f1b"}
+RING = {**DDP, "context": 2, "context_method": "ring"}
+POWERSGD = {**DDP, "gradients": "powersgd"}
+NO_EFFECT = "has no effect under these degrees of parallelism; it belongs to parallel"
+WITHOUT_POWERSGD = "has no effect without parallel.gradients=powersgd; omit it"
+_1F1B = "parallel.schedule=interleaved1f1b"
+
+
+def split(*values: Any) -> Any:
+    """A row for a torch that splits backward passes."""
+    return pytest.param(*values, marks=needs_splitting)
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> BatchPlan:
+    return strategy.layout(strategy.dims(world_size), global_batch, micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        *(({**DDP, "bucket_mb": size}, f"bucket_mb={size}: must be greater than 0 (MiB); try auto, 25")
+          for size in (0, -1)),
+        *(({degree: 0}, f"{degree}=0: must be a whole number of at least 1")
+          for degree in ("replicate", "shard", "context", "tensor", "pipeline")),
+        *(({**degrees, "bucket_mb": 50}, f"bucket_mb=50: {NO_EFFECT}=ddp,pdp")
+          for degrees in ({"shard": 4}, {"replicate": 4, "tensor": 2}, {"context": 2, "shard": 2})),
+        ({"replicate": 2, "shard": 2, "static_graph": True}, f"static_graph=true: {NO_EFFECT}=ddp,pdp"),
+        ({"pipeline": 4, "gradients": "bf16"}, f"gradients=bf16: {NO_EFFECT}=ddp,pdp,fsdp,hsdp"),
+        ({"replicate": 4, "reshard_between_microbatches": False},
+         f"reshard_between_microbatches=false: {NO_EFFECT}=fsdp,hsdp"),
+        ({"shard": 4, "pipeline": 2, "reshard_between_microbatches": True}, "reshard_between_microbatches=true: has no "
+         "effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches; try auto"),
+        ({"shard": 4, "schedule": "gpipe"}, f"schedule=gpipe: {NO_EFFECT}=pdp"),
+        ({"shard": 4, "sequence": True}, f"sequence=true: {NO_EFFECT}=tp,3d"),
+        ({"shard": 4, "context_method": "ring"}, f"context_method=ring: {NO_EFFECT}.context=2"),
+        ({"shard": 4, "optimizer": "zero1"}, f"optimizer=zero1: {NO_EFFECT}=ddp,pdp"),
+        ({"shard": 4, "gradients": "powersgd"}, "gradients=powersgd: is made of whole gradients, and here are shards "
+         "of them; try auto, bf16, or parallel=ddp"),
+        *(({degree: 2, other: 2, "powersgd_rank": 2}, f"powersgd_rank=2: {NO_EFFECT}=ddp,pdp")
+          for degree, other in (("replicate", "shard"), ("pipeline", "tensor"), ("pipeline", "pipeline"))),
+        *(({degree: 2, "powersgd_rank": 3}, f"powersgd_rank=3: {WITHOUT_POWERSGD}")
+          for degree in ("replicate", "context")),
+        ({**DDP, "gradients": "bf16", "powersgd_start": 5}, f"powersgd_start=5: {WITHOUT_POWERSGD}"),
+        ({**POWERSGD, "powersgd_start": 1}, "powersgd_start=1: must be a whole number of at least 2"),
+        ({**POWERSGD, "powersgd_rank": 0}, "powersgd_rank=0: must be a whole number of at least 1"),
+        ({"replicate": 4, "prefetch": 2}, f"prefetch=2: {NO_EFFECT}=fsdp,hsdp"),
+        ({"shard": 4, "prefetch": 0}, "prefetch=0: must be a whole number of at least 1"),
+        ({"shard": 4, "pipeline": 2, "reshard_after_forward": 2}, "reshard_after_forward=2: makes groups of ranks "
+         "that only shard, without stages, tensor or context parallelism; try true, false"),
+        ({**PDP, "stages_per_rank": 2}, f"stages_per_rank=2: must be 1 under 1f1b; try auto, or {_1F1B}"),
+        split({**PDP, "schedule": "dualpipev", "stages_per_rank": 3},
+              f"stages_per_rank=3: must be 2 under dualpipev; try auto, or {_1F1B}"),
+        ({**PDP, "schedule": "looped_bfs", "stages_per_rank": 1}, "stages_per_rank=1: must be a whole number of at "
+         "least 2 under looped_bfs; try auto, or parallel.schedule=1f1b"),
+    ],
+)  # fmt: skip
+def test_whatever_the_number_of_ranks(options, message):
+    assert refused(lambda: Strategy(**options)) == message
+
+
+@pytest.mark.parametrize(
+    "options", [{"bucket_mb": 50}, {"gradients": "bf16"}, {"optimizer": "zero1"}, {"static_graph": True}]
+)
+def test_ranks_that_share_a_sequence_average_gradients_as_copies_do(options):
+    Strategy(context=2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "batch", "message"),
+    [
+        ({**DDP, "static_graph": True}, 2, (16, 2), "static_graph=true: is not sound with gradient accumulation, and "
+         "there are 4 passes a step; try auto, false, or train.micro_batch=auto"),
+        ({**PDP, "pipeline": 2, "static_graph": True}, 4, (16,),
+         "static_graph=true: gives wrong gradients under a pipeline; try auto, false"),
+        ({**PDP, "microbatches": 5}, 2, (12,),
+         "microbatches=5: must divide a replica's share of the batch, 12; try 3, 4, 6"),
+        ({**PDP, "microbatches": 4}, 2, (12, 2),
+         "microbatches=4: must divide the micro-batches of a replica's step, 6; try 2, 3, 6"),
+        *(({**PDP, "microbatches": count}, 2, batch, "microbatches=1: must be at least the number of stages, 2, under "
+           f"1f1b; try {remedy}, or parallel.schedule=gpipe") for count, batch, remedy in (
+               (1, (16,), "auto"), ("auto", (16, 16), "a smaller train.micro_batch than 16"),
+               ("auto", (1,), "a train.global_batch of at least 2"))),
+        ({**PDP, "pipeline": 4}, 4, (3,), "microbatches=3: must be at least the number of stages, 4, under 1f1b; try a "
+         "train.global_batch of at least 4, or parallel.schedule=gpipe"),
+        ({**PDP, "pipeline": 4}, 8, (2,), "microbatches=1: must be at least the number of stages, 4, under 1f1b; try a "
+         "train.global_batch of at least 8, or parallel.schedule=gpipe"),
+        split({**PDP, "schedule": "dualpipev", "microbatches": 2}, 2, (16,), "microbatches=2: must be at least the "
+              "number of stages, 4, under dualpipev; try auto, or parallel.schedule=gpipe"),
+        split({**PDP, "schedule": "dualpipev"}, 2, (3,), "microbatches=3: must be at least the number of stages, 4, "
+              "under dualpipev; try a train.global_batch of at least 4, or parallel.schedule=gpipe"),
+        ({**INTERLEAVED, "microbatches": 5}, 2, (10,), "microbatches=5: must be a multiple of 2 under "
+         "interleaved1f1b, which takes them in 2 equal rounds; try auto, or parallel.schedule=gpipe"),
+        split({"shard": 2, "pipeline": 2, "schedule": "zbv"}, 4, (16,), "reshard_after_forward=true: gives wrong "
+              "gradients under zbv, which computes those of weights after other forward passes; "
+              f"try false, or {_1F1B}"),
+        *(({**FSDP, "reshard_after_forward": size}, ranks, (16,), f"reshard_after_forward={size}: a number must divide "
+           f"shard({ranks}), and lie between 1 and it; try {fits}") for size, ranks, fits in (
+               (3, 4, "true, false, 2"), (4, 4, "true, false, 2"), (1, 2, "true, false"))),
+    ],
+)  # fmt: skip
+def test_with_degrees_and_micro_batches(options, ranks, batch, message):
+    assert refused(layout_of, Strategy(**options), ranks, *batch) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "batch"),
+    [
+        ({**DDP, "static_graph": "auto"}, 2, (16, 2)), ({**DDP, "static_graph": False}, 2, (16, 2)),
+        ({**DDP, "static_graph": True}, 2, (16,)),
+        ({**PDP, "schedule": "gpipe", "microbatches": 1}, 2, (16,)), ({**PDP, "pipeline": 4}, 4, (4,)),
+        ({**PDP, "pipeline": 4}, 8, (8,)), ({"replicate": 2, **FSDP, "reshard_after_forward": 2}, 8, (16,)),
+        split({"shard": 2, "pipeline": 2, "schedule": "zbv", "reshard_after_forward": False}, 4, (16,)),
+        ({"shard": 2, "pipeline": 2, "schedule": "interleaved1f1b"}, 4, (16,)),
+    ],
+)  # fmt: skip
+def test_near_what_is_refused_something_is_not(options, ranks, batch):
+    layout_of(Strategy(**options), ranks, *batch)
+
+
+ONE_GRAPH = "compile=whole: is one graph, and"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value", "message"),
+    [
+        (RING, "compile", "whole", f"{ONE_GRAPH} ring attention is not compiled; try layers, or "
+         "parallel.context_method=ulysses"),
+        (FSDP, "compile", "whole", f"{ONE_GRAPH} sharded weights are gathered between the graphs of the layers; try "
+         "layers, or parallel=ddp"),
+        split({**PDP, "schedule": "zbv"}, "compile", "layers", "compile=layers: makes one graph of the backward pass, "
+              f"which zbv splits; try false, or {_1F1B}"),
+        *(split({**PDP, "schedule": schedule}, "activations", Selective(), "activations=selective: has what it keeps "
+                f"for one backward pass, and {schedule} takes two; try recompute, keep, or {_1F1B}")
+          for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
+        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: is not for scaled losses: a step that overflows "
+         "is skipped, and its infinite error would be kept; try auto, or precision=bf16"),
+        *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
+           "these degrees of parallelism shard none; try parallel=fsdp,hsdp") for options in ({}, DDP, PDP)),
+    ],
+)  # fmt: skip
+def test_beside_other_options(options, name, value, message):
+    strategy = Strategy(**options)
+    assert refused(strategy.check_beside, name, value, layout_of(strategy, strategy.ranks(4), 16)) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "value"),
+    [
+        (RING, "compile", "layers"), (FSDP, "compile", "layers"), (INTERLEAVED, "compile", "layers"),
+        *((options, "compile", "whole") for options in ({}, DDP, PDP)),
+        *((options, "activations", Selective()) for options in (DDP, PDP)), (PDP, "offload", "none"),
+        split({**PDP, "schedule": "zbv"}, "activations", Recompute()), (POWERSGD, "precision", "bf16"),
+        ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
+    ],
+)  # fmt: skip
+def test_what_goes_with_other_options(options, name, value):
+    strategy = Strategy(**options)
+    strategy.check_beside(name, value, layout_of(strategy, strategy.ranks(4), 16))
+
+
+def test_an_older_torch_does_not_split_a_backward_pass(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
+    rule = "needs torch 2.15 or newer, and this is 2.14.1+cpu; try interleaved1f1b, looped_bfs"
+    Strategy(**PDP, schedule="looped_bfs")
+    assert refused(lambda: Strategy(**PDP, schedule="zbv")) == f"schedule=zbv: {rule}"
+
+
+def test_a_torch_without_a_ring(monkeypatch):
+    monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
+    assert refused(lambda: Strategy(context=2, context_method="ring")) == (
+        "context_method=ring: needs torch.distributed.tensor.experimental._context_parallel._attention."
+        f"no_such_function, which torch {torch.__version__} has not; try ulysses"
+    )
