@@ -3,10 +3,11 @@
     python benchmarks/virtual_matrix.py
     python benchmarks/virtual_matrix.py --rows tp,gpipe --columns fp32,bf16
 
-A cell is a run of three steps through the product's own launcher on virtual GPUs, with the passes
-that look at a step. It is ok with the peak of what was reserved, refused with the reason that a GPU would get, or
-wrong. The whole result is written to virtual/matrix.json beside this file, cell by cell, and as a table to
-docs/virtual.md; a part of the table prints only. With ``--resume`` cells that are in the file and not wrong are kept.
+A cell is a run of three steps through the product's own launcher on virtual GPUs, with the passes that look at a step.
+It is ok with the peak of what was reserved, refused with the reason that a GPU would get, or wrong. All ranks are
+carried out in the columns whose messages are their own, in the others the first one, and the last one of a pipeline.
+What is run replaces its cells in virtual/matrix.json beside this file and in the table of docs/virtual.md, one after
+the other. With ``--resume`` cells that are there and not wrong are kept.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -54,49 +55,40 @@ COLUMNS: dict[str, str] = {
     "compiled selective": "precision=bf16 compile=layers activations=selective",
 }
 
+#: Those in which all ranks are carried out: what is sent in the others is sent in one of these.
+ALL_RANKS = ("fp32", "fp16", "host", "accumulated")
+
 Table = Mapping[str, Mapping[str, str]]
 
 
 def main(options: argparse.Namespace) -> int:
-    """Fill the table; 1 if a cell is wrong."""
+    """Fill the table, or part of it, column by column; 1 if a cell is wrong."""
     rows = options.rows.split(",") if options.rows else list(ROWS)
     columns = options.columns.split(",") if options.columns else list(COLUMNS)
-    before = _before() if options.resume else {}
-    started = time.monotonic()
-    table: dict[str, dict[str, str]] = {}
-    for row in rows:
-        for column in columns:
-            known = before.get(row, {}).get(column, "wrong")
-            said = cell(typed(row, column)) if known.startswith("wrong") else known
-            table.setdefault(row, {})[column] = said
-            print(f"  {row:<24} {column:<20} {said}", flush=True)
-            if not (options.rows or options.columns):
-                _write(table)
-    text = page(table, torch.__version__)
-    print(f"\n{text}\n{time.monotonic() - started:.0f} s")
-    if not (options.rows or options.columns):
-        PAGE.write_text(inserted(PAGE.read_text(), "matrix", text))
-    return int(any(said.startswith("wrong") for cells in table.values() for said in cells.values()))
-
-
-def _before() -> Table:
-    """The cells of an earlier start with this torch."""
     found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    cells: Table = found["cells"] if found.get("torch") == torch.__version__ else {}
-    return cells
-
-
-def _write(table: Table) -> None:
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": table}, indent=1) + "\n")
+    known = found["cells"] if found.get("torch") == torch.__version__ else {}
+    failed = False
+    for column, row in product(columns, rows):
+        before = known.get(row, {}).get(column, "wrong")
+        if options.resume and not before.startswith("wrong"):
+            continue
+        said = cell(typed(row, column))
+        print(f"  {row:<24} {column:<20} {said}", flush=True)
+        known.setdefault(row, {})[column] = said
+        failed |= said.startswith("wrong")
+        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": known}, indent=1) + "\n")
+        PAGE.write_text(inserted(PAGE.read_text(), "matrix", page(known, torch.__version__)))
+    return int(failed)
 
 
 def typed(row: str, column: str) -> list[str]:
     """The options of a cell."""
     ranks, layout = ROWS[row]
-    levers = COLUMNS[column].split()
-    if not any(name in layout for name in PIPELINES):
+    levers, has_stages = COLUMNS[column].split(), any(name in layout for name in PIPELINES)
+    if not has_stages:
         levers = [option for option in levers if not option.startswith("parallel.microbatches")]
+    if column not in ALL_RANKS:
+        levers.append(f"virtual.ranks=[0,{ranks - 1}]" if has_stages else "virtual.ranks=[0]")
     return [*COMMON, *layout.split(), *levers, f"cluster.ranks_per_node={ranks}"]
 
 
@@ -120,22 +112,25 @@ def cell(words: list[str]) -> str:
 
 
 def page(table: Table, version: str) -> str:
-    """The table with its reasons."""
-    columns = list(next(iter(table.values())))
+    """The cells that have been run, as a part of the page, with the reasons of refusals."""
     reasons: dict[str, int] = {}
-    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    for row, cells in table.items():
+    lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
+    for row in (name for name in ROWS if name in table):
         shown = [
-            said if said.startswith("ok") else f"({reasons.setdefault(said, len(reasons) + 1)})"
-            for said in cells.values()
+            said.removeprefix("ok ")
+            if said.startswith(("ok", "not"))
+            else f"({reasons.setdefault(said, len(reasons) + 1)})"
+            for said in (table[row].get(column, "not run") for column in COLUMNS)
         ]
         lines.append(f"| {row} | {' | '.join(shown)} |")
-    count = sum(len(cells) for cells in table.values())
-    fine = sum(said.startswith("ok") for cells in table.values() for said in cells.values())
-    head = f"{count} cells with torch {version}: {fine} are *ok*, with the peak of what was reserved on a rank; "
-    head += "a number in parentheses is a refusal, with the reason that a GPU would get."
+    every = [said for cells in table.values() for said in cells.values()]
+    fine = sum(said.startswith("ok") for said in every)
+    head = f"{len(every)} of {len(ROWS) * len(COLUMNS)} cells have been run with torch {version}: {fine} came to their "
+    head += "end, with the peak of what was reserved on a rank; a number in parentheses is a refusal, with the reason "
+    head += "that a GPU would get."
     numbered = [f"{number}. {said}" for said, number in reasons.items()]
-    options = [f"- *{name}*: `{COLUMNS[name] or 'no other option'}`" for name in columns]
+    options = [f"- *{name}*: `{ROWS[name][1]}`, {ROWS[name][0]} ranks" for name in ROWS if name in table]
+    options += [f"- *{name}*: `{lever or 'no other option'}`" for name, lever in COLUMNS.items()]
     return "\n".join([head, "", *lines, "", *numbered, "", *options])
 
 
@@ -151,5 +146,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", help="some of them, by comma")
     parser.add_argument("--columns", help="some of them, by comma")
-    parser.add_argument("--resume", action="store_true", help="keep the cells that an earlier start has written")
+    parser.add_argument("--resume", action="store_true", help="keep the cells that have been run, and were not wrong")
     sys.exit(main(parser.parse_args()))

@@ -7,7 +7,8 @@
 
 Every part adds what it found to ``benchmarks/gpu/<device>.json``, in place of what it found there before. Exit status
 0: all checks passed; 1: one failed; 2: there is no GPU here. ``--device cpu`` tries the parts themselves with small
-models; it shows nothing about a GPU and records nothing unless ``--results`` says where.
+models; it shows nothing about a GPU and records nothing unless ``--results`` says where. Nor is anything recorded of a
+GPU that is not there (``benchmarks/on_virtual.py``), which has no numbers and no times to compare.
 
 The wheels (``benchmarks/README.md`` lists them) are made elsewhere by ``pip wheel``. They are unpacked and not
 installed; what they hold comes before what the machine has.
@@ -60,7 +61,7 @@ def _check(options: argparse.Namespace) -> int:
         print(f"gpu-check needs a GPU, and torch {torch.__version__} finds none on this machine", file=sys.stderr)
         return 2
     session = Session.begin(options)
-    folder = options.results or (results.FOLDER if options.device == "cuda" else None)
+    folder = options.results or (results.FOLDER if session.kind == "cuda" else None)
     failed = []
     for name in options.part or parts.PARTS:
         print(f"\n{name}: {parts.PARTS[name].__doc__}", flush=True)

@@ -27,8 +27,8 @@ def on_cpu(tmp_path: Path) -> Session:
 class Scripted(Session):
     """A session on an H100 whose runs end as the test says."""
 
-    def __init__(self, *records: dict[str, Any]) -> None:
-        super().__init__("cuda", {"devices": [H100]}, Path("nowhere"), SIZES["cuda"])
+    def __init__(self, *records: dict[str, Any], device: str = H100) -> None:
+        super().__init__("cuda", {"devices": [device]}, Path("nowhere"), SIZES["cuda"])
         self.records = list(records)
         self.typed: list[tuple[str, ...]] = []
 
@@ -112,6 +112,25 @@ def test_runs_of_one_process_must_be_as_fast_and_as_small_as_fresh_ones() -> Non
     of = Scripted(*[trained(peak=2**30 + 2**26)] * 5, *[trained()] * 5)
     parts.processes(of)
     assert verdicts(of) == {"throughput": True, "peak memory": False}
+
+
+def test_on_a_gpu_that_is_not_there_memory_is_judged_and_numbers_and_times_are_not() -> None:
+    idle = trained((0.0,) * 5, rate=80.0, peak=2**30 + 2**26)
+    of = Scripted(*[idle] * 7, *[trained()] * 5, failed(), device=f"virtual {H100}")
+    of.follows("ddp", of.reference("single"), 1e-4)
+    parts.processes(of)
+    of.follows("fsdp", [], 1e-4)
+    assert verdicts(of) == {"single": True, "ddp": True, "throughput": True, "peak memory": False, "fsdp": False}
+    assert [check.name for check in of.checks if check.said.startswith("virtual: not compared: ")] == [
+        "single",
+        "ddp",
+        "throughput",
+    ]
+
+
+@pytest.mark.parametrize(("found", "expected", "off"), [(0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (1.0, 2.0, 0.5)])
+def test_a_difference_from_nothing(found: float, expected: float, off: float) -> None:
+    assert session.difference(found, expected) == off
 
 
 def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.func import functional_call
 
 from ptdbench.launch import collect
 from ptdbench.models.protocol import Model
@@ -52,7 +53,7 @@ def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dt
     """Predict what the parts of a model would send, on the meta device.
 
     Args:
-        model: A chain of parts; these are on the meta device.
+        model: A chain of parts; no value of these is used.
         names: The first ones, in order.
         inputs: Of a micro-batch.
         dtype: Of what they send.
@@ -61,8 +62,9 @@ def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dt
     parts = model.parts() or {}
     found = torch.empty_like(inputs, device="meta")
     with torch.no_grad():
-        for name in names:
-            found = parts[name](found)
+        for name in names:  # on this rank's device is a weight that one of its own parts shares
+            weights = {key: weight.to("meta") for key, weight in parts[name].named_parameters()}
+            found = functional_call(parts[name], weights, found)
     batch, *rest = found.shape
     if shares > 1:
         rest[0] //= shares

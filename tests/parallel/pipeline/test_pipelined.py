@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.parallel.pipeline.pipelined import receive_tensor, send_tensor
+from ptdbench.models.gpt import GPT
+from ptdbench.models.protocol import module_of
+from ptdbench.parallel.pipeline.pipelined import arriving, receive_tensor, send_tensor
 from tests.parallel.ranks import on_ranks
-
-pytestmark = pytest.mark.ranks
 
 TENSORS = {
     "scalar": torch.tensor(3.0),
@@ -30,5 +30,16 @@ def hand_over() -> bool:
     return same
 
 
+@pytest.mark.ranks
 def test_what_arrives_is_what_was_sent():
     assert on_ranks(2, hand_over)[1] == [True] * len(TENSORS)
+
+
+def test_what_arrives_from_an_absent_rank_is_foreseen_beside_a_weight_that_it_shares():
+    """The last stage has materialized its head, whose weight is that of the embedding."""
+    with torch.device("meta"):
+        model = GPT(layers=2, heads=2, width=8, sequence_length=6, vocabulary=20, tie_weights=True)
+    head = model.parts()["head"].to_empty(device="cpu")
+    module_of(model).get_submodule("embedding.token").weight = head.projection.weight
+    found = arriving(model, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1)
+    assert (found.shape, found.dtype, found.device.type) == ((4, 6, 8), torch.bfloat16, "meta")
