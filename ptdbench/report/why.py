@@ -96,7 +96,7 @@ def remarks(record: Written, called: str) -> Iterator[str]:
         if not low <= sent.bytes <= high:
             between = f"{bytes_text(low)} to {bytes_text(high)}"
             yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {between} by formula"
-    if fullest := part(record, Experts).fullest_rank:
+    if (fullest := part(record, Experts).fullest_rank or 1.0) > 1:
         waited = recorded_phases.step(record).phases["experts"]
         share = f"{waited / (found.step_seconds or math.inf):.0%} of the step"
         yield (
