@@ -33,7 +33,8 @@ def start_afresh(how: Compile) -> None:
     after eight sizes not at all. A part that cannot be compiled any more raises an error: torch would only warn, and
     the run would be measured without compilation.
     """
-    if "torch._dynamo" in sys.modules:
+    frames = sys.modules.get("torch._dynamo.convert_frame")  # imported by most optimizers
+    if frames and frames.input_codes.seen:  # else nothing was compiled, and a reset takes the seconds of its imports
         torch.compiler.reset()
     if how:
         config = torch._dynamo.config  # imported here, which takes a second that only runs that compile spend
