@@ -154,8 +154,8 @@ def _named(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[An
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    """The tensors on the device in some values, each once."""
-    found = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_cuda}
+    """The tensors in some values, each once."""
+    found = {id(leaf): leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)}
     return list(found.values())
 
 
