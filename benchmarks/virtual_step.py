@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -114,12 +115,8 @@ class Counted(TorchDispatchMode):
             self.operations.append(("memory", kernel.inductor_meta["kernel_num_gb"] * 1e9, 0.0))
             return run(kernel, *arguments, **options)
 
-        CachingAutotuner.run = counted
-        try:
-            with self:
-                yield self
-        finally:
-            CachingAutotuner.run = run
+        with mock.patch.object(CachingAutotuner, "run", counted), self:
+            yield self
 
 
 def traffic(func: Any, args: Any, kwargs: Mapping[str, Any], found: Any) -> float:
@@ -222,7 +219,8 @@ def is_cast(kernel: str) -> bool:
 
 def device(name: str) -> Device:
     """A model of GPU, by its file in ``conf/virtual``."""
-    return Device(**OmegaConf.to_container(OmegaConf.load(conf_folder() / "virtual" / f"{name}.yaml").gpu))
+    gpu: Any = OmegaConf.to_container(OmegaConf.load(conf_folder() / "virtual" / f"{name}.yaml").gpu)
+    return Device(**gpu)
 
 
 def row(label: str, found: Mapping[str, Any]) -> str:

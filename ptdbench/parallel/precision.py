@@ -178,15 +178,16 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        wide, pairs = list[Tensor | None](), list[tuple[Tensor, Tensor]]()
+        wide, narrow, casts = list[Tensor | None](), list[Tensor](), list[Tensor]()
         for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
             if gradient is None or isinstance(gradient, DTensor):  # which may be a summand of one
                 wide.append(gradient if gradient is None else gradient.to(dtype))
             else:
-                wide.append(torch.empty_like(gradient, dtype=dtype))
-                pairs.append((wide[-1], gradient))
-        if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+                narrow.append(gradient)
+                casts.append(torch.empty_like(gradient, dtype=dtype))
+                wide.append(casts[-1])
+        if casts:
+            torch._foreach_copy_(casts, narrow)
         return None, *wide
 
 

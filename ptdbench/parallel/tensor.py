@@ -274,7 +274,7 @@ def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient:
         spread = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
         part.register_parameter(name, nn.Parameter(spread, weight.requires_grad))
     if plain:
-        part.__class__ = _reading(type(part), tuple(plain), of_gradient)  # type: ignore[assignment]
+        part.__class__ = _reading(type(part), tuple(plain), of_gradient)  # type: ignore[assignment, arg-type]
 
 
 @cache
