@@ -20,7 +20,7 @@ endef
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-truth phases-truth memory-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-step virtual-truth phases-truth memory-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -109,6 +109,9 @@ parity-experts: install  ## losses and norms of gradients of a model with expert
 
 virtual-matrix: install  ## does every layout run on virtual GPUs, in each precision; the table of docs/virtual.md
 	$(BIN)/python benchmarks/virtual_matrix.py $(ARGS)
+
+virtual-step: install  ## kernels, bytes, FLOPs and memory of a training step on a virtual GPU: ours, nanoGPT's and transformers'
+	$(BIN)/python benchmarks/virtual_step.py $(ARGS)
 
 virtual-truth: install  ## memory reserved on virtual GPUs, against what torchtitan has published; the table of docs/virtual.md
 	$(BIN)/python benchmarks/virtual_truth.py $(ARGS)

@@ -61,7 +61,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a mesh wants one
     if memory_of:
-        print(_peak_bytes(_stepper(memory_of, options, mode), options))
+        print(_peak_bytes(stepper(memory_of, options, mode), options))
         return
     if not options.json:
         print(
@@ -91,7 +91,7 @@ def _shown(mode: str, rival: str, found: dict[str, Any]) -> str:
 
 
 def _times(options: Options, mode: str) -> dict[str, Any]:
-    ours, theirs = (_stepper(who, options, mode) for who in ("ours", "theirs"))
+    ours, theirs = (stepper(who, options, mode) for who in ("ours", "theirs"))
     for _ in range(options.warmup):
         ours(), theirs()
     pairs = [
@@ -121,7 +121,7 @@ def _seconds(step: Step, options: Options) -> float:
     return time.perf_counter() - start
 
 
-def _stepper(who: str, options: Options, mode: str) -> Step:
+def stepper(who: str, options: Options, mode: str) -> Step:
     """One training step of a model, on tokens that are the same for both."""
     sizes = yaml.safe_load((conf_folder() / "model" / f"{options.model}.yaml").read_text())
     generator = torch.Generator().manual_seed(0)
@@ -162,8 +162,9 @@ def _ours(options: Options, _: dict[str, Any], inputs: Tensor, targets: Tensor, 
 
 
 def _theirs(options: Options, sizes: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
-    model, loss_of = RIVALS[options.against](sizes)
-    model.to(options.device).train()
+    with options.device:
+        model, loss_of = RIVALS[options.against](sizes)
+    model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     forward = loss_of if mode == "false" else torch.compile(loss_of)
 

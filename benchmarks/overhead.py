@@ -37,7 +37,7 @@ from ptdbench.job import Job
 from ptdbench.launch import local, peers
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.precision import narrow
+from ptdbench.parallel.precision import DTYPES, Copies, narrow
 from ptdbench.report.display import REDRAW_SECONDS, Display, Heading, Line, Live
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
@@ -150,7 +150,10 @@ def _bare(job: Job) -> Step:
     assert spec
     model = module_of(spec.model)
     materialize(spec.model, model, device=device, seed=spec.config.general.seed)
-    narrow(model, (), spec.config.general.precision, weights=True)
+    precision = spec.config.general.precision
+    narrow(model, (), precision)
+    if DTYPES[precision] != torch.float32:
+        Copies(model, spec.model.layers(), DTYPES[precision])
     optimizer = spec.optimizer(model.named_parameters())
     forward: nn.Module = model
     if world.size > 1:

@@ -1,4 +1,4 @@
-"""GPT-2 as others train it: models that take tokens and targets and return a mean loss, with torch's own optimizer."""
+"""Models as others train them: they take tokens and targets and return a mean loss, with torch's own optimizer."""
 
 from __future__ import annotations
 
@@ -31,6 +31,31 @@ def transformers_gpt2(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
     config._attn_implementation = "sdpa"
     model: nn.Module = GPT2LMHeadModel(config)
     return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
+
+
+def transformers_llama(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
+    """``LlamaForCausalLM`` with SDPA."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=sizes["vocabulary"],
+        max_position_embeddings=sizes["sequence_length"],
+        hidden_size=sizes["width"],
+        intermediate_size=sizes["hidden"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["key_value_heads"],
+        tie_word_embeddings=sizes["tie_weights"],
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    model: nn.Module = LlamaForCausalLM(config)
+    return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
+
+
+def transformers(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
+    """The model of ``transformers`` with these sizes: Llama has fewer heads of keys and values."""
+    return (transformers_llama if "key_value_heads" in sizes else transformers_gpt2)(sizes)
 
 
 def nanogpt(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
@@ -78,4 +103,4 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-RIVALS = {"transformers": transformers_gpt2, "nanogpt": nanogpt}
+RIVALS = {"transformers": transformers, "nanogpt": nanogpt}

@@ -173,15 +173,13 @@ def _offloading(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pack(tensor: Tensor) -> Callable[[], Tensor]:
-    """What fetches a saved tensor. A weight, and a view of it, stays where it is; a cast of a weight is cast again.
+    """What fetches a saved tensor. A weight or a copy of one in a narrow dtype, and a view of it, stays where it is.
 
     :class:`torch.autograd.graph.save_on_cpu` would move weights too.
     """
     whole = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-    if isinstance(whole, nn.Parameter):
+    if isinstance(whole, nn.Parameter) or _is_copy(whole):
         return tensor.detach
-    if (weight := _weight_of_cast(whole)) is not None:
-        return _casting_again(weight, whole, tensor)
     if isinstance(tensor, DTensor):
         local, mesh, placements = _to_host(tensor.to_local()), tensor.device_mesh, tensor.placements
         size, stride = tensor.size(), tensor.stride()
@@ -203,21 +201,6 @@ def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
     return fetch
 
 
-def _casting_again(weight: nn.Parameter, cast: Tensor, view: Tensor) -> Callable[[], Tensor]:
-    """What casts a weight again, and views the result as ``view`` views ``cast``."""
-    dtype = cast.dtype
-    if view is cast:
-        return lambda: weight.detach().to(dtype)
-    if isinstance(weight.data, DTensor):  # which has no view by strides
-        return view.detach
-    size, stride, start = view.size(), view.stride(), view.storage_offset()
-    return lambda: weight.detach().to(dtype).as_strided(size, stride, start)
-
-
-def _weight_of_cast(tensor: Tensor) -> nn.Parameter | None:
-    """The weight that a tensor is a cast of, as :func:`ptdbench.parallel.precision.narrow` casts weights."""
-    made = tensor.grad_fn
-    if made is None or made.name() != "ToCopyBackward0":
-        return None
-    weight = getattr(made.next_functions[0][0], "variable", None)
-    return weight if isinstance(weight, nn.Parameter) else None
+def _is_copy(tensor: Tensor) -> bool:
+    """Whether a tensor is a copy of a weight that :class:`ptdbench.parallel.precision.Copies` has given to a module."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == "_GivenBackward"

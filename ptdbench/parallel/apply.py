@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ptdbench.models.experts import Router
 from ptdbench.models.materialize import materialize
@@ -16,13 +16,13 @@ from ptdbench.parallel import context, experts, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
-from ptdbench.parallel.compile import Compile, compile_parts
+from ptdbench.parallel.compile import Compile, beside, compile_parts
 from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.fsdp import shard
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Offload, Options
-from ptdbench.parallel.precision import Name, narrow
+from ptdbench.parallel.precision import DTYPES, Copies, Name, narrow
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
-    parts = list((model.parts() or {}).values()) if setting.compile else []  # asked of the model as it is
+    parts = list((model.parts() or {}).values())  # asked of the model as it is
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
@@ -87,7 +87,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if ranks := setting.mesh["tensor"]:
         tensor.parallelize(model, module, ranks, sequence=how.sequence)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
-    narrow(module, layers, setting.precision, weights=not is_sharded)
+    narrow(module, layers, setting.precision)
     # Recomputation before the compiler, so that it sees it and can choose what to keep.
     if not setting.activations.after_compilation:
         setting.activations(layers)
@@ -95,12 +95,17 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     compile_parts(module, layers, parts, setting.compile)
     if setting.activations.after_compilation:
         setting.activations(layers)
+    # Outside of all that: weights are cast once for all micro-batches, and neither traced nor computed again.
+    copies = None
+    if not is_sharded and (dtype := DTYPES[setting.precision]) != torch.float32:
+        units = [] if setting.compile == "whole" else [*layers, *beside(module, layers, parts)]
+        copies = Copies(module, units, dtype)
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if is_sharded:
         of_experts = shared, setting.mesh.experts
         formats = {"precision": setting.precision, "offload": setting.offload != "none"}
         part = shard(module, layers, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
-        return _completed(part, shared, setting)
+        return _completed(part, shared, setting, copies)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
     # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
@@ -109,24 +114,33 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
         part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
-        return _completed(part, shared, setting)
-    return _completed(LaidOutModule(module, module), shared, setting)
+        return _completed(part, shared, setting, copies)
+    return _completed(LaidOutModule(module, module), shared, setting, copies)
 
 
-def _completed(part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting) -> LaidOutModule:
-    """With what completes the gradients of a step where FSDP and DDP do not."""
+def _completed(
+    part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting, copies: Copies | None
+) -> LaidOutModule:
+    """With what begins a step, and what completes its gradients where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
+    begins: list[Callable[[Tensor], None]] = []
     settles: list[Callable[[], None]] = []
+    if copies:
+        begins.append(copies.begin)
+        settles.append(copies.end)
     if dims.tensor > 1:
         settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
     if any(isinstance(inner, Router) for inner in part.module.modules()):
         routing = experts.Routing(part.module, shared, setting.mesh, setting.layout)
+        begins.append(routing.begin)
         settles.append(routing.settle)
-    if not settles:
-        return part
+
+    def begin(weight: Tensor) -> None:
+        for one in begins:
+            one(weight)
 
     def settle() -> None:
         for one in settles:
             one()
 
-    return replace(part, settle=settle, routing=routing, begin=routing.begin if routing else part.begin)
+    return replace(part, begin=begin, settle=settle, routing=routing, copies=copies)

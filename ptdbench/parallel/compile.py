@@ -65,13 +65,13 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
         wrap_forward(module, _compiler(module, how, fullgraph=True))
         return
     options = {"mode": "max-autotune-no-cudagraphs"} if how == "autotune" else {}
-    units = [*layers, *_beside(module, layers, parts)]
+    units = [*layers, *beside(module, layers, parts)]
     _expect(units)
     for unit in units:
         wrap_forward(unit, _compiler(unit, how, **options))
 
 
-def _beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
+def beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
     """The parts of a chain that have weights and share no module with a layer: embedding and head."""
     here, of_layers = set(module.modules()), {inner for layer in layers for inner in layer.modules()}
     return [

@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.powersgd import PowerSGD
+from ptdbench.parallel.precision import Copies
 from ptdbench.parallel.zero import Zero1
 
 #: Multiplies a loss by the loss scale before its backward pass.
@@ -50,6 +51,7 @@ class LaidOutModule:
         routing: Of a model with experts: what they have been given.
         division: How the optimizer's state is divided among the replicas, if it is.
         compressor: Averages the gradients by approximations, if they are not averaged as they are.
+        copies: What it computes with in place of its weights, if it computes in a narrow dtype.
     """
 
     module: nn.Module
@@ -63,6 +65,7 @@ class LaidOutModule:
     routing: Routing | None = None
     division: Zero1 | None = None
     compressor: PowerSGD | None = None
+    copies: Copies | None = None
 
 
 class Engine(ABC):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from functools import cache, partial, wraps
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from itertools import compress
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
+from ptdbench.local_part import local_part
 from ptdbench.measure import products, tf32
 from ptdbench.parallel.activations import wrap_forward
 
@@ -30,28 +34,20 @@ def arithmetic(precision: Name, device_type: str) -> str:
     return precision
 
 
-def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name, *, weights: bool) -> None:
-    """Let a module compute in ``precision``, the same way under every layout; fp32 and tf32 leave it as it is.
+def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name) -> None:
+    """Cast what enters a module or one of its layers to ``precision``, except targets; fp32 and tf32 change nothing.
 
-    Its parameters stay fp32. Each use of one in a forward pass is a differentiable cast, so that its gradient is
-    accumulated and reduced in fp32. What enters the module or one of its layers is cast too, except targets. Batch
-    norms keep fp32 weights and statistics, and buffers their dtypes.
+    Buffers keep their dtypes. Weights: see :class:`Copies`, or under FSDP the dtype in which they are gathered.
 
     Args:
         module: The model, or a stage of it.
         layers: Its units of sharding and compilation.
         precision: Dtype of the arithmetic.
-        weights: Whether weights are cast here; FSDP gathers them in the narrow dtype already.
     """
-    dtype = DTYPES[precision]
-    if dtype == torch.float32:
+    if DTYPES[precision] == torch.float32:
         return
     for unit in dict.fromkeys((module, *layers)):  # a module of one layer may be it
-        wrap_forward(unit, partial(_casting_inputs, dtype=dtype))
-    for part in module.modules() if weights else ():
-        names = tuple(name for name, weight in part.named_parameters(recurse=False) if weight.is_floating_point())
-        if not isinstance(part, _BatchNorm):
-            cast_on_read(part, names, _cast_to(dtype))
+        wrap_forward(unit, partial(_casting_inputs, dtype=DTYPES[precision]))
 
 
 def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
@@ -73,10 +69,126 @@ def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable
     return wrapped
 
 
-@cache
-def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The cast, one function for each dtype, so that equal modules get one class."""
-    return lambda weight: weight.to(dtype)
+class Copies:
+    """A copy in a narrow dtype of each weight of a module, which the module computes with.
+
+    Parameters stay fp32: ``parameters()``, ``state_dict()`` and optimizers see these. A unit that runs is given the
+    copies of its weights, as results of a function whose backward pass casts their gradients, all at once, so that they
+    are accumulated and reduced in fp32. Batch norms keep fp32 weights and statistics.
+
+    Within a step weights do not change, and are cast once, when it begins. Otherwise a unit casts its own each time.
+
+    Args:
+        module: The model, or a stage of it, on the meta device or with its weights.
+        units: Disjoint parts of it that run as one; what is in none of them is one more. Wrap what is compiled or
+            recomputed before, or it would cast too.
+        dtype: Of the copies.
+    """
+
+    def __init__(self, module: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._copies: dict[nn.Parameter, Tensor] = {}
+        self._in_step = False
+        self._units: list[list[_Own]] = []
+        seen = set[nn.Module]()
+        for unit in dict.fromkeys((*units, module)):
+            parts = [part for part in unit.modules() if part not in seen and not isinstance(part, _BatchNorm)]
+            seen.update(parts)
+            if own := [weight for part in parts for weight in _own(part)]:
+                self._units.append(own)
+                wrap_forward(unit, partial(self._giving, own))
+
+    @property
+    def tensors(self) -> Collection[Tensor]:
+        """The copies; none before a unit has run."""
+        return self._copies.values()
+
+    def begin(self, *_: Any) -> None:
+        """Cast all weights for a step: they do not change before :meth:`end`."""
+        self._cast([one.weight for unit in self._units for one in unit])
+        self._in_step = True
+
+    def end(self) -> None:
+        """Let units cast again."""
+        self._in_step = False
+
+    @torch.no_grad()
+    def _cast(self, weights: Iterable[nn.Parameter]) -> None:
+        """Bring the copies of some weights up to date, in one operation."""
+        weights = list(dict.fromkeys(weights))  # a tied one once
+        for weight in weights:
+            if weight not in self._copies:
+                self._copies[weight] = torch.empty_like(weight, dtype=self._dtype)
+        copies = [local_part(self._copies[weight]) for weight in weights]
+        torch._foreach_copy_(copies, [local_part(weight) for weight in weights])
+
+    def _giving(self, own: Sequence[_Own], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of a unit that is given the copies of its own weights."""
+
+        @wraps(forward)
+        def run(*arguments: Any, **named: Any) -> Any:
+            weights = [one.weight for one in own]
+            if not self._in_step:
+                self._cast(weights)
+            given = _Given.apply([self._copies[weight] for weight in weights], *weights)
+            for one, copy in zip(own, given, strict=True):
+                one.replace(copy)
+            return forward(*arguments, **named)
+
+        return run
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A module's own weight, by its name."""
+
+    part: nn.Module
+    name: str
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The parameter."""
+        weight = self.part._parameters[self.name]
+        assert weight is not None
+        return weight
+
+    def replace(self, copy: Tensor) -> None:
+        """Let the module see a copy: what an instance has itself stands before its parameters."""
+        vars(self.part)[self.name] = copy
+        if isinstance(self.part, nn.RNNBase):  # computes with a list of its weights
+            vars(self.part)["_flat_weights"] = [getattr(self.part, name) for name in self.part._flat_weights_names]
+
+
+def _own(part: nn.Module) -> list[_Own]:
+    weights = part.named_parameters(recurse=False, remove_duplicate=False)
+    return [_Own(part, name) for name, weight in weights if weight.is_floating_point()]
+
+
+class _Given(torch.autograd.Function):
+    """Copies of weights as a function of these, whose gradients are cast in one operation."""
+
+    @staticmethod
+    def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtypes = [weight.dtype for weight in weights]
+        given = tuple(copy.detach() for copy in copies)
+        is_frozen = [not wanted for wanted in ctx.needs_input_grad[1:]]
+        ctx.mark_non_differentiable(*compress(given, is_frozen))
+        return given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        wide, narrow, casts = list[Tensor | None](), list[Tensor](), list[Tensor]()
+        for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
+            if gradient is None or isinstance(gradient, DTensor):  # which may be a summand of one
+                wide.append(gradient if gradient is None else gradient.to(dtype))
+            else:
+                narrow.append(gradient)
+                casts.append(torch.empty_like(gradient, dtype=dtype))
+                wide.append(casts[-1])
+        if casts:
+            torch._foreach_copy_(casts, narrow)
+        return None, *wide
 
 
 class AgreedGradScaler(torch.amp.GradScaler):
@@ -96,36 +208,3 @@ class AgreedGradScaler(torch.amp.GradScaler):
         for overflow in found.values():
             dist.all_reduce(overflow, dist.ReduceOp.MAX)
         return found
-
-
-def cast_on_read(module: nn.Module, names: tuple[str, ...], how: Callable[[Tensor], Tensor]) -> None:
-    """Let ``module`` see ``how(parameter)`` where it reads one of its own parameters ``names``.
-
-    ``parameters()``, ``state_dict()`` and optimizers see the parameters themselves. The compiler traces ``how`` with
-    the rest of a layer. Applied twice, the second one gets what the first one returns.
-
-    Args:
-        module: Its class becomes a subclass whose attributes ``names`` are properties, as in torchtitan's SimpleFSDP.
-        names: Of its own parameters, not of those of its submodules.
-        how: A differentiable function; hashable.
-    """
-    if names:
-        module.__class__ = _reading(type(module), names, how)  # type: ignore[arg-type]
-
-
-@cache
-def _reading(kind: type[nn.Module], names: tuple[str, ...], how: Callable[[Tensor], Tensor]) -> type[nn.Module]:
-    """The subclass; equal modules get one, so that they share a compiled graph."""
-
-    def attribute(name: str) -> property:
-        before = getattr(kind, name, None)
-        if isinstance(before, property) and before.fget is not None:
-            read = before.fget
-            return property(lambda self: how(read(self)))
-        return property(lambda self: how(self._parameters[name]))
-
-    attributes: dict[str, Any] = {name: attribute(name) for name in names}
-    if issubclass(kind, nn.RNNBase):  # computes with a list of its weights
-        ordered = property(lambda self: [getattr(self, name) for name in self._flat_weights_names], lambda *_: None)
-        attributes["_flat_weights"] = ordered
-    return type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__, "__doc__": kind.__doc__})

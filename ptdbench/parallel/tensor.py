@@ -23,7 +23,6 @@ from ptdbench.models.experts import Router
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, VocabularyShare
 from ptdbench.models.protocol import Model, Role, module_of
 from ptdbench.parallel.activations import wrap_forward
-from ptdbench.parallel.precision import cast_on_read
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
@@ -274,22 +273,36 @@ def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient:
     for name, weight in plain.items():
         spread = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
         part.register_parameter(name, nn.Parameter(spread, weight.requires_grad))
-    cast_on_read(part, tuple(plain), _local_part(of_gradient))
+    if plain:
+        part.__class__ = _reading(type(part), tuple(plain), of_gradient)  # type: ignore[assignment, arg-type]
 
 
 @cache
-def _local_part(gradient: Placement) -> Callable[[Tensor], Tensor]:
-    """Reads the local tensor of a DTensor, with this placement of its gradient; one function, for equal classes.
+def _reading(kind: type[nn.Module], names: tuple[str, ...], of_gradient: Placement) -> type[nn.Module]:
+    """A subclass that reads the local tensors of some weights; equal modules get one, and so share compiled graphs.
+
+    Its attributes of these names are properties, as in torchtitan's SimpleFSDP. What an instance has been given in
+    place of a weight comes first, see :class:`ptdbench.parallel.precision.Copies`.
+    """
+
+    def attribute(name: str) -> property:
+        return property(lambda self: _local_part(self.__dict__.get(name, self._parameters[name]), of_gradient))
+
+    attributes: dict[str, Any] = {name: attribute(name) for name in names}
+    if issubclass(kind, nn.RNNBase):  # computes with a list of its weights
+        ordered = property(lambda self: [getattr(self, name) for name in self._flat_weights_names], lambda *_: None)
+        attributes["_flat_weights"] = ordered
+    return type(kind.__name__, (kind,), {**attributes, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+def _local_part(weight: Tensor, of_gradient: Placement) -> Tensor:
+    """The local tensor of a DTensor.
 
     FSDP reads attributes too, when it looks after its shards. These are on a mesh of two dimensions.
     """
-
-    def read(weight: Tensor) -> Tensor:
-        if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
-            return weight
-        return weight.to_local(grad_placements=[gradient])
-
-    return read
+    if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
+        return weight
+    return weight.to_local(grad_placements=[of_gradient])
 
 
 def _names_by_parameter(module: nn.Module) -> Mapping[nn.Parameter, list[str]]:

@@ -96,6 +96,7 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
             for values in loop.update.optimizer.state.values()
             for value in (values.values() if isinstance(values, Mapping) else ())
         ],
+        "activations": [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors],
         "communication": loop.engine.own_state().values(),
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, _pack, wrap_forward
 from ptdbench.parallel.compile import Compile, compile_parts, start_afresh
-from ptdbench.parallel.precision import narrow
+from ptdbench.parallel.precision import Copies, narrow
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
@@ -85,8 +86,10 @@ def test_gradients_are_bitwise_those_of_a_model_that_keeps_all(frugal, precision
     plain, model = gpt(), gpt()
     names = list(model.state_dict())
     for one in (plain, model):
-        narrow(one, one.layers(), precision, weights=True)
+        narrow(one, one.layers(), precision)
     frugal(model.layers())
+    for one in (plain, model) if precision == "bf16" else ():
+        Copies(one, one.layers(), torch.bfloat16)
     assert list(model.state_dict()) == names
     for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
         assert torch.equal(ours, theirs)
@@ -149,25 +152,21 @@ def walk(function: Any) -> Iterator[Any]:
             yield from walk(before)
 
 
-def test_an_offloaded_layer_casts_its_weights_again_instead_of_keeping_casts():
-    layer, casts = nn.Linear(4, 4), []
-    narrow(layer, [layer], "bf16", weights=True)
+@pytest.mark.parametrize("how", [False, "layers"])
+def test_an_offloaded_layer_does_not_move_the_copies_of_its_weights(how, monkeypatch):
+    moved = []
+    move = lambda tensor: (moved.append(tensor.shape), tensor.clone)[1]  # noqa: E731
+    monkeypatch.setattr("ptdbench.parallel.activations._to_host", move)
+    layer = nn.Linear(4, 4)
+    narrow(layer, [layer], "bf16")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    compile_parts(layer, [layer], (), how)
     Offload()([layer])
-
-    class Casts(TorchDispatchMode):
-        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = operation(*args, **(kwargs or {}))
-            if operation is torch.ops.aten._to_copy.default and args[0].shape == (4, 4):
-                casts.append(weakref.ref(out))
-            return out
-
-    with Casts():
-        out = layer(torch.ones(2, 4, requires_grad=True))
-        gc.collect()
-        assert [cast() for cast in casts] == [None]
-        out.sum().backward()
+    Copies(layer, [layer], torch.bfloat16)
+    layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    assert moved == [(2, 4)]
     assert [weight.grad.dtype for weight in layer.parameters()] == [torch.float32] * 2
-    assert len(casts) >= 2
+    torch._dynamo.reset()
 
 
 @cases("how", ["layers", "whole"], daily=["layers"])

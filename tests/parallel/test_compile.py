@@ -15,9 +15,9 @@ from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.apply import Setting
-from ptdbench.parallel.compile import Compile, compile_parts, start_afresh
+from ptdbench.parallel.compile import Compile, beside, compile_parts, start_afresh
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.precision import narrow
+from ptdbench.parallel.precision import Copies, narrow
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
@@ -89,13 +89,15 @@ def tokens(batch: int = 2) -> Tensor:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_layer_is_a_graph_which_equal_layers_share_and_so_are_embedding_and_head(graphs, precision):
-    """Casts of weights and inputs are in it."""
+    """Casts of inputs are in it, and those of weights outside."""
     plain, model = gpt(), gpt()
     names = list(model.state_dict())
     for one in (plain, model):
-        narrow(one, one.layers(), precision, weights=True)
-    expected = plain(tokens(), tokens())
-    torch.testing.assert_close(compiled(model)(tokens(), tokens()), expected)
+        narrow(one, one.layers(), precision)
+    compiled(model)
+    for one in (plain, model) if precision == "bf16" else ():
+        Copies(one, [*one.layers(), *beside(one, one.layers(), one.parts().values())], torch.bfloat16)
+    torch.testing.assert_close(model(tokens(), tokens()), plain(tokens(), tokens()))
     assert len(graphs) == 3
     assert list(model.state_dict()) == names
 

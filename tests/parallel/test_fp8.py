@@ -10,7 +10,7 @@ from torch import nn
 
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import fp8
-from ptdbench.parallel.precision import narrow
+from ptdbench.parallel.precision import Copies, narrow
 
 needs_torchao = pytest.mark.skipif(not fp8.is_installed(), reason="torchao is not installed")
 
@@ -46,7 +46,9 @@ def test_blocks_are_converted_and_embedding_and_head_are_not(monkeypatch):
     tokens, targets = torch.randint(128, (2, 2, 16))
     losses = {}
     for name, one in (("fp8", model), ("bf16", copy.deepcopy(wide)), ("fp32", wide)):
-        narrow(one, one.layers(), name, weights=True)
+        narrow(one, one.layers(), name)
+        if name != "fp32":
+            Copies(one, one.layers(), torch.bfloat16)
         loss = one(tokens, targets)
         loss.backward()
         losses[name] = loss.item()
@@ -62,7 +64,7 @@ def test_a_converted_block_is_one_graph(monkeypatch):
     monkeypatch.setattr(fp8, "SMALLEST", 64)
     block = GPT(layers=1, heads=2, width=64, sequence_length=16, vocabulary=128).blocks[0]
     fp8.convert([block], emulate=True)
-    narrow(block, [block], "fp8", weights=True)
+    narrow(block, [block], "fp8")
     inputs = torch.randn(2, 16, 64)
     compiled = torch.compile(block.forward, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(inputs), block(inputs))

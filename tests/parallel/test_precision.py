@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.measure import tf32
-from ptdbench.parallel.precision import AgreedGradScaler, arithmetic, narrow
+from ptdbench.parallel.precision import DTYPES, AgreedGradScaler, Copies, arithmetic, narrow
 from tests.parallel.ranks import each, on_ranks
 
 
@@ -33,10 +34,11 @@ NARROW = pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat1
 
 
 @NARROW
-def test_weights_are_cast_where_they_are_used_and_stay_fp32(precision, dtype):
+def test_a_module_computes_with_copies_of_its_weights_which_stay_fp32(precision, dtype):
     layer = nn.Linear(4, 4)
     state, masters = layer.state_dict(), list(layer.parameters())
-    narrow(layer, [], precision, weights=True)
+    narrow(layer, [], precision)
+    Copies(layer, [], DTYPES[precision])
     inputs = torch.rand(2, 4)
     outputs = layer(inputs)
     assert layer.weight.dtype == layer.bias.dtype == outputs.dtype == dtype
@@ -51,22 +53,72 @@ def test_weights_are_cast_where_they_are_used_and_stay_fp32(precision, dtype):
 def test_gradients_add_up_in_fp32():
     """Each of 512 passes adds 1 to the gradient: a sum in bf16 would stall at 256."""
     layer = nn.Linear(1, 1, bias=False)
-    narrow(layer, [], "bf16", weights=True)
+    Copies(layer, [], torch.bfloat16)
     for _ in range(512):
-        layer(torch.ones(1, 1)).sum().backward()
+        layer(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
     (master,) = layer.parameters()
     assert master.grad.item() == 512
 
 
 def test_a_new_value_of_a_weight_counts_at_once():
     layer = nn.Linear(1, 1, bias=False)
-    narrow(layer, [], "bf16", weights=True)
+    narrow(layer, [], "bf16")
+    Copies(layer, [], torch.bfloat16)
     with torch.no_grad():
         for weight in layer.parameters():
             weight.fill_(3)
     assert layer(torch.ones(1, 1)).item() == 3
     layer.weight = nn.Parameter(torch.full((1, 1), 5.0))
     assert layer(torch.ones(1, 1)).item() == 5
+
+
+def test_a_step_casts_all_weights_once_and_all_gradients_of_a_unit_at_once():
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    copies, casts = Copies(module, list(module)[:2], torch.bfloat16), []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "copy" in operation.__name__:
+                casts.append(len(args[0]) if operation is torch.ops.aten._foreach_copy_.default else operation)
+            return operation(*args, **(kwargs or {}))
+
+    inputs = torch.rand(2, 4, dtype=torch.bfloat16)
+    with Casts():
+        copies.begin()
+        assert casts == [6]
+        for _ in range(2):  # micro-batches
+            casts.clear()
+            loss = module(inputs).sum()
+            assert casts == []
+            loss.backward()
+            assert casts == [2, 2, 2]
+        copies.end()
+        casts.clear()
+        with torch.no_grad():
+            module(inputs)
+        assert casts == [2, 2, 2]
+
+
+def test_gradients_of_a_tied_weight_add_up_in_fp32():
+    """256 and 1 from its two uses: in bf16 their sum would be 256."""
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    second.weight = first.weight
+    module = nn.ModuleList([first, second])
+    Copies(module, units := list(module), torch.bfloat16)
+    inputs = (torch.full((1, 1), size, dtype=torch.bfloat16) for size in (256, 1))
+    sum(unit(one) for unit, one in zip(units, inputs, strict=True)).sum().backward()
+    (weight,) = module.parameters()
+    assert weight.grad.item() == 257
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    layer = nn.Linear(2, 2)
+    layer.weight.requires_grad_(False)
+    Copies(layer, [], torch.bfloat16)
+    layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    assert not layer.weight.requires_grad
+    assert layer._parameters["weight"].grad is None
+    assert layer._parameters["bias"].grad.tolist() == [1, 1]
 
 
 class Told(nn.Module):
@@ -83,7 +135,7 @@ class Told(nn.Module):
 
 def test_what_enters_is_cast_except_targets_and_integers():
     module, one = Told(), torch.ones(2)
-    narrow(module, [], "bf16", weights=False)
+    narrow(module, [], "bf16")
     tokens = torch.ones(2, dtype=torch.int64)
     for call in (lambda: module((one, [tokens]), one, mask=one, size=3), lambda: module((one, [tokens]), targets=one,
                  mask=one, size=3)):  # fmt: skip
@@ -98,13 +150,15 @@ def test_what_enters_is_cast_except_targets_and_integers():
 def test_a_layer_casts_what_it_gets_from_a_module_that_computes_in_fp32():
     module = nn.Sequential(nn.Linear(2, 2), nn.Softplus(), nn.Linear(2, 2))
     module[1].register_forward_hook(lambda *seen: seen[-1].float())
-    narrow(module, [module[2]], "bf16", weights=True)
+    narrow(module, [module[2]], "bf16")
+    Copies(module, [module[2]], torch.bfloat16)
     assert module(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
 def test_batch_norms_and_buffers_stay_fp32():
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
-    narrow(module, [], "bf16", weights=True)
+    narrow(module, [], "bf16")
+    Copies(module, [], torch.bfloat16)
     assert module(torch.rand(3, 3, 3, 3)).dtype == torch.bfloat16
     assert module[1].weight.dtype == module[1].running_mean.dtype == torch.float32
     assert module[0].weight.dtype == torch.bfloat16
@@ -115,7 +169,8 @@ def test_modules_that_hold_their_weights_in_their_own_way(kind):
     made = {nn.Bilinear: (4, 4, 2), nn.PReLU: (), nn.MultiheadAttention: (4, 2)}
     module = kind(*made.get(kind, (4, 4)))
     expected = called(module)
-    narrow(module, [], "bf16", weights=True)
+    narrow(module, [], "bf16")
+    Copies(module, [], torch.bfloat16)
     found = called(module)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
@@ -132,7 +187,7 @@ def called(module: nn.Module) -> Tensor:
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_fp32_tensors_leave_the_forward_alone(precision):
     layer = nn.Linear(4, 4)
-    narrow(layer, [layer], precision, weights=True)
+    narrow(layer, [layer], precision)
     assert "forward" not in vars(layer)
     assert type(layer) is nn.Linear
 

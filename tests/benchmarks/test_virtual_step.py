@@ -1,0 +1,71 @@
+"""What a step asks of a GPU: bytes of operations by their tensors, and kernels by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.conftest import ROOT
+
+A = torch.zeros(8, 4)  # 128 bytes
+ROWS = torch.tensor([1, 5])  # 16 bytes
+
+
+@pytest.fixture
+def subject(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import virtual_step
+
+    return virtual_step
+
+
+@pytest.mark.parametrize(
+    ("operation", "size"),
+    [
+        (lambda: A + A, 128 + 128),  # one tensor is read once
+        (lambda: A + torch.ones(4).expand(8, 4), 16 + 128 + 16 + 128),  # made, then read unexpanded
+        (A.T.view(4, 2, 4)[0].detach, 0),
+        (lambda: A.clone().add_(1), 256 + 256),
+        (lambda: A.clone().zero_(), 256 + 128),
+        (lambda: A.to(torch.bfloat16), 128 + 64),
+        (lambda: torch._foreach_copy_([torch.empty(4)], [torch.empty(4, dtype=torch.float64)]), 32 + 16),
+        (lambda: F.embedding(ROWS, A), 16 + 32 + 32),  # the rows, not the table
+        (lambda: torch.mm(A, A.T), 128 + 128 + 256),  # a view is a factor of its own
+    ],
+)
+def test_bytes_are_those_that_an_operation_reads_and_writes(subject, operation: Callable[[], Tensor], size):
+    with subject.Counted() as counted:
+        operation()
+    assert sum(one for _, one, _ in counted.operations) == size
+
+
+def test_a_product_has_flops_and_waits_for_the_slower_of_both(subject):
+    with subject.Counted() as counted:
+        torch.mm(A, A.T)
+    ((kind, size, flops),) = counted.operations
+    assert (kind, flops) == ("product", 2 * 8 * 8 * 4)
+    gpu = subject.device("h100")
+    by_memory = size / gpu.bandwidth / subject.SHARES["memory"]
+    assert subject.seconds(counted.operations, gpu) == pytest.approx(by_memory)
+    by_arithmetic = 1e12 / gpu.peaks["bf16"] / subject.SHARES["product"]
+    assert subject.seconds([("product", size, 1e12)], gpu) == pytest.approx(by_arithmetic)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "is_cast"),
+    [
+        ("triton_poi_fused__to_copy_12", True),
+        ("triton_poi_fused__to_copy_view_2", True),
+        ("triton_poi_fused__to_copy_add_5", False),
+        ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(...)>", True),
+        ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda(...), LoadWithCast<1>>", True),
+        ("void at::native::unrolled_elementwise_kernel<CUDAFunctor_add<float>, LoadWithCast<2>>", False),
+        ("void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float, 2, 1, 1>>", True),
+    ],
+)
+def test_a_cast_does_nothing_else(subject, kernel, is_cast):
+    assert subject.is_cast(kernel) == is_cast
