@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ptdbench.report import virtual
 from ptdbench.report.reason import reason
+from ptdbench.report.table import render
+from tests.report.made import run
 
 GIB = 2**30
 RUN = {
@@ -37,6 +39,12 @@ def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
     assert lines[-3].split() == ["all_gather", "4", "1,000", "1,000"]
     assert lines[-2].split() == ["send", "2", "-", "-"]
     assert lines[-1] == "the host launched a step in 34 ms, beside the other ranks on this machine"
+
+
+def test_what_came_to_its_end_without_a_throughput_gives_no_reason():
+    ended = [run(name, kind=kind, metrics=None) for name, kind in (("ddp", "virtual"), ("fsdp", "planned"))]
+    assert "no reason on record" not in render(ended)
+    assert "ddp: ok: no reason on record" in render([run(metrics=None)])
 
 
 def test_why_kernels_are_not_known_stands_in_their_place():
