@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ptdbench.report import virtual
 from ptdbench.report.reason import reason
+from ptdbench.report.table import render
+from tests.report.made import run
 
 GIB = 2**30
 RUN = {
@@ -45,6 +47,12 @@ def test_experts_in_turn_are_told():
     assert told in virtual.explained(of_experts, "ep", 140)
     assert sum(told in line for line in virtual.remarks([of_experts, of_experts, RUN])) == 1
     assert told not in virtual.explained(RUN, "fsdp", 140)
+
+
+def test_what_came_to_its_end_without_a_throughput_gives_no_reason():
+    ended = [run(name, kind=kind, metrics=None) for name, kind in (("ddp", "virtual"), ("fsdp", "planned"))]
+    assert "no reason on record" not in render(ended)
+    assert "ddp: ok: no reason on record" in render([run(metrics=None)])
 
 
 def test_why_kernels_are_not_known_stands_in_their_place():
