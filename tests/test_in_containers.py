@@ -7,7 +7,6 @@ script that only the image has, so that a run that ends well was in the containe
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -19,23 +18,6 @@ from tests.forked import train_py
 
 #: Enough of this machine for its own interpreter.
 MOUNTS = ["/usr", "/bin", "/lib", "/lib64", "/etc", "/proc", "/dev", "/sys", "/root", "/tmp"]
-
-#: In place of Apptainer, which Debian does not have: binds, then a new root.
-APPTAINER = """\
-#!/bin/sh
-[ "$1" = exec ] && shift
-binds=
-while [ "${1#--}" != "$1" ]; do
-  case "$1" in --bind=*) binds="$binds ${1#*=}" ;; --pwd=*) export FOLDER="${1#*=}" ;; *) exit 2 ;; esac
-  shift
-done
-export IMAGE="$1" BINDS="$binds"
-shift
-exec unshare --mount sh -ec '
-  for one in $BINDS; do mkdir -p "$IMAGE${one#*:}"; mount --rbind "${one%%:*}" "$IMAGE${one#*:}"; done
-  exec chroot "$IMAGE" sh -ec "cd \\"$FOLDER\\"; exec \\"\\$@\\"" sh "$@"
-' sh "$@"
-"""
 
 
 @pytest.fixture
@@ -52,18 +34,13 @@ def image(tmp_path):
 def hello(tmp_path, slurm):
     """Lists the ranks of a job in a container; returns the result and the sweep's record."""
     (tmp_path / "here").mkdir()
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "apptainer").write_text(APPTAINER)
-    (tools / "apptainer").chmod(0o755)
     machine = dict.fromkeys([*(path for path in MOUNTS if Path(path).exists()), sys.prefix, sys.base_prefix])
 
     def it(image: Path, *overrides: str, ranks: int = 2):
         within = [f"image={image}", f"mounts={json.dumps(list(machine))}", "python=/inside/python"]
         options = [*(f"cluster.container.{option}" for option in within), f"cluster.ranks_per_node={ranks}"]
-        environ = {**slurm, "PATH": f"{tools}{os.pathsep}{slurm['PATH']}"}
         words = ("cluster=slurm", "workload=hello", "device=cpu", *options, *overrides)
-        done = train_py(*words, cwd=tmp_path / "here", environ=environ)
+        done = train_py(*words, cwd=tmp_path / "here", environ=slurm)
         (directory,) = outputs(tmp_path / "here")
         (record,) = store.read_results(directory)
         return done, record
@@ -77,13 +54,6 @@ def test_pyxis_on_two_nodes(hello, image):
     assert "4 ranks on 2 nodes, started by srun" in done.stdout
     assert "PTDBENCH_CONTAINER=…/image" in done.stdout.splitlines()
     assert record["config"]["cluster"]["container"]["image"] == str(image)
-
-
-@pytest.mark.thorough
-def test_apptainer(hello, image):
-    done, _ = hello(image, "cluster.container.kind=apptainer")
-    assert done.returncode == 0, done.stderr
-    assert "2 ranks on 1 node, started by srun" in done.stdout
 
 
 @pytest.mark.thorough
