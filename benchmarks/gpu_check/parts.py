@@ -238,8 +238,7 @@ def _carried(session: Session, name: str, reference: Sequence[float], *overrides
     """A run over gloo, if gloo carries it: it has not every operation for a GPU's memory, and says so."""
     found = session.run(name, *overrides)
     if found["status"] == "ok":
-        off = largest_difference(found["losses"], reference)
-        session.tell(name, off <= FP32, f"off by {off:.1e}, at most {FP32:.0e}", by="numbers", off=off)
+        session.compare(name, found, reference, FP32)
     else:  # any other error is a fault
         refused = "gloo" in str(found["error"]["message"]).lower()
         session.tell(name, refused, f"{'not carried by gloo: ' * refused}{reason(found)}")

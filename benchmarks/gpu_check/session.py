@@ -191,13 +191,18 @@ class Session:
         found = self.run(name, *overrides)
         if found["status"] != "ok":
             self.tell(name, False, reason(found))
-        elif not reference:
-            self.tell(name, False, "ran, and there is no reference", by="numbers")
         else:
-            off = largest_difference(found["losses"], reference)
-            said = f"off by {off:.1e}, at most {tolerance:.0e}; {speed_text(found)}"
-            self.tell(name, off <= tolerance and plausible(found), said, by="numbers", off=off, **speed(found))
+            self.compare(name, found, reference, tolerance)
         return found
+
+    def compare(self, name: str, found: Record, reference: Sequence[float], tolerance: float) -> None:
+        """Hold the first losses of a run that went well against those of a reference, if there is one."""
+        if not reference:
+            self.tell(name, False, "ran, and there is no reference", by="numbers")
+            return
+        off = largest_difference(found["losses"], reference)
+        said = f"off by {off:.1e}, at most {tolerance:.0e}; {speed_text(found)}"
+        self.tell(name, off <= tolerance and plausible(found), said, by="numbers", off=off, **speed(found))
 
     def measured(self, name: str, *overrides: str) -> Record:
         """The record of a run whose speed counts; running out of memory is a result, an MFU of 1 is none."""

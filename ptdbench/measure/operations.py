@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ptdbench.measure.patterns import Dtype, Reduction, contributed, reduced, sent
+from ptdbench.virtual.machine import is_virtual
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,11 @@ def verify(message: Message, name: str, place: Place, asynchronous: bool) -> Non
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:
-    """Raise ArithmeticError if the two differ, with the first wrong element, its value and the expected one."""
-    if torch.equal(result, expected):
+    """Raise ArithmeticError if the two differ, with the first wrong element, its value and the expected one.
+
+    Nothing is compared on a virtual GPU, which neither computes nor moves them.
+    """
+    if (result.is_cuda and is_virtual(torch.cuda.get_device_name(result.device))) or torch.equal(result, expected):
         return
     wrong = (result != expected).nonzero().flatten()
     first = int(wrong[0])

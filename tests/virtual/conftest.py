@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
@@ -40,7 +43,14 @@ Start = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
-def start(environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Start:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that all workers of pytest share, so that what takes seconds is done by the first that needs it."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+
+@pytest.fixture(scope="session")
+def start(environ: dict[str, str], shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Run ``python -m tests.virtual.PROGRAM RANK`` for each rank; what each has printed as JSON, and its errors."""
     if shutil.which("cc") is None:
         pytest.skip("left out: a virtual GPU needs a C compiler")
@@ -48,6 +58,14 @@ def start(environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
         pytest.skip(f"left out: a virtual GPU needs torch's build for CUDA, and this is {torch.__version__}")
 
     def run(program: str, ranks: int = 1, **options: bool) -> list[dict[str, Any]]:
+        kept = shared / f"{program} {' '.join(options)}.json"
+        with FileLock(f"{kept}.lock"):
+            if not kept.exists():
+                kept.write_text(json.dumps(_carried_out(program, ranks, options)))
+        found: list[dict[str, Any]] = json.loads(kept.read_text())
+        return found
+
+    def _carried_out(program: str, ranks: int, options: dict[str, bool]) -> list[dict[str, Any]]:
         variables = library.environment(DEVICE, 2, **options)
         command = [sys.executable, "-m", f"tests.virtual.{program}"]
         meeting = tmp_path_factory.mktemp("meeting") / "store"

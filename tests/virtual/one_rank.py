@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from ptdbench.measure import clock
+from ptdbench.measure import clock, operations
 from tests.virtual.calls import resident
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -118,6 +118,11 @@ def products() -> list[str]:
     return [event.name for event in seen.events() if "gemm" in event.name]
 
 
+def uncompared() -> None:
+    """What the verification of messages says of a difference."""
+    return operations.compare(torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), "message", 0)
+
+
 def counted() -> list[int]:
     """Steps that a clock takes for finished, without a question to CUDA."""
     steps, found = clock.for_device(torch.device("cuda")), []
@@ -144,5 +149,5 @@ def unanswered() -> str:
 
 
 if __name__ == "__main__":
-    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, counted, unanswered)
-    print(json.dumps({ask.__name__: ask() for ask in asked}))
+    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, uncompared, counted)
+    print(json.dumps({ask.__name__: ask() for ask in (*asked, unanswered)}))

@@ -67,6 +67,11 @@ def test_products_of_all_types_have_their_sizes(answers):
     assert answers["products"] == [*plain, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]
 
 
+def test_messages_are_not_verified(answers):
+    """The pattern that they are held against is computed by kernels, and large ones arrive as zeros."""
+    assert answers["uncompared"] is None
+
+
 def test_the_device_counts_its_steps_without_being_asked(answers):
     assert answers["counted"] == [3, 0]
 
