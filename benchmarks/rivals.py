@@ -1,4 +1,4 @@
-"""GPT-2 as others train it: models that take tokens and targets and return a mean loss, with torch's own optimizer."""
+"""Models as others train them: they take tokens and targets and return a mean loss, with torch's own optimizer."""
 
 from __future__ import annotations
 
@@ -30,6 +30,28 @@ def transformers_gpt2(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
     )
     config._attn_implementation = "sdpa"
     model: nn.Module = GPT2LMHeadModel(config)
+    return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
+
+
+def transformers_mixtral(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
+    """``MixtralForCausalLM`` with SDPA, without an auxiliary loss."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=sizes["vocabulary"],
+        max_position_embeddings=sizes["sequence_length"],
+        hidden_size=sizes["width"],
+        intermediate_size=sizes["expert_hidden"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["key_value_heads"],
+        num_local_experts=sizes["experts"],
+        num_experts_per_tok=sizes["active"],
+        rms_norm_eps=sizes["norm_epsilon"],
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    model: nn.Module = MixtralForCausalLM(config)
     return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
 
 
@@ -78,4 +100,4 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-RIVALS = {"transformers": transformers_gpt2, "nanogpt": nanogpt}
+RIVALS = {"transformers": transformers_gpt2, "mixtral": transformers_mixtral, "nanogpt": nanogpt}
