@@ -1,7 +1,9 @@
-"""A training step of ptdbench's GPT against the same step of ``transformers`` or of nanoGPT's recipe.
+"""A training step of ptdbench's GPT or mixture of experts against that of ``transformers`` or of nanoGPT's recipe.
 
     python benchmarks/model_speed.py                      # fp32 on a CPU, bf16 on a GPU; eager and compiled
     python benchmarks/model_speed.py --against nanogpt --model gpt_xl --batch 8 --sequence 1024 --steps 50
+    python benchmarks/model_speed.py --against mixtral --model mixtral_8x7b --modes false --batch 2 --sequence 128
+        --set layers=2 width=256 heads=4 key_value_heads=2 expert_hidden=448 vocabulary=2048
 
 One step is forward, backward and AdamW. Ours is the one that a run does, built from the configuration; theirs is
 autocast in bf16 and ``torch.compile`` of the whole model, as their scripts have it, with torch's fused AdamW. For time
@@ -53,6 +55,7 @@ class Options:
     device: torch.device
     modes: list[str]
     json: bool
+    set: dict[str, Any]
 
 
 def main() -> None:
@@ -123,7 +126,7 @@ def _seconds(step: Step, options: Options) -> float:
 
 def stepper(who: str, options: Options, mode: str) -> Step:
     """One training step of a model, on tokens that are the same for both."""
-    sizes = yaml.safe_load((conf_folder() / "model" / f"{options.model}.yaml").read_text())
+    sizes = yaml.safe_load((conf_folder() / "model" / f"{options.model}.yaml").read_text()) | options.set
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(sizes["vocabulary"], (options.batch, options.sequence + 1), generator=generator)
     text = text.to(options.device)
@@ -136,6 +139,7 @@ def _ours(options: Options, _: dict[str, Any], inputs: Tensor, targets: Tensor, 
     typed = [
         f"model={options.model}",
         f"model.sequence_length={options.sequence}",
+        *(f"model.{name}={value}" for name, value in options.set.items()),
         "parallel=single",
         f"train.global_batch={options.batch}",
         f"precision={options.precision}",
@@ -193,7 +197,8 @@ def _peak_of_fresh_process(who: str, mode: str) -> int:
 def _parse() -> tuple[Options, str | None, str]:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt_small", help="a GPT of conf/model (default: %(default)s)")
+    parser.add_argument("--model", default="gpt_small", help="of conf/model (default: %(default)s)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="other sizes of the model")
     parser.add_argument("--against", choices=list(RIVALS), default="transformers", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="sequences (default: %(default)s)")
     parser.add_argument(
@@ -212,7 +217,8 @@ def _parse() -> tuple[Options, str | None, str]:
     parser.add_argument("--mode", default="false", help=argparse.SUPPRESS)
     values = vars(parser.parse_args())
     memory_of, mode = values.pop("memory_of"), values.pop("mode")
-    return Options(**values | {"device": torch.device(values["device"])}), memory_of, mode
+    sizes = {name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in values["set"])}
+    return Options(**values | {"device": torch.device(values["device"]), "set": sizes}), memory_of, mode
 
 
 if __name__ == "__main__":

@@ -53,8 +53,30 @@ def transformers_llama(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
     return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
 
 
+def transformers_mixtral(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
+    """``MixtralForCausalLM`` with SDPA, without an auxiliary loss."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=sizes["vocabulary"],
+        max_position_embeddings=sizes["sequence_length"],
+        hidden_size=sizes["width"],
+        intermediate_size=sizes["expert_hidden"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["key_value_heads"],
+        num_local_experts=sizes["experts"],
+        num_experts_per_tok=sizes["active"],
+        rms_norm_eps=sizes["norm_epsilon"],
+        use_cache=False,
+    )
+    config._attn_implementation = "sdpa"
+    model: nn.Module = MixtralForCausalLM(config)
+    return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
+
+
 def transformers(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
-    """The model of ``transformers`` with these sizes: Llama has fewer heads of keys and values."""
+    """The model of ``transformers`` with these sizes: only Llama gives its number of heads of keys and values."""
     return (transformers_llama if "key_value_heads" in sizes else transformers_gpt2)(sizes)
 
 
@@ -103,4 +125,4 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-RIVALS = {"transformers": transformers, "nanogpt": nanogpt}
+RIVALS = {"transformers": transformers, "mixtral": transformers_mixtral, "nanogpt": nanogpt}

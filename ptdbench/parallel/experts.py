@@ -118,7 +118,9 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
     def forward(tokens: Tensor, counts: Tensor) -> Tensor:
         leaving = counts.unflatten(0, (ranks, -1))
         # From each rank for each expert here.
-        arriving = leaving[mesh.get_local_rank()].expand_as(leaving) if virtual else _exchange(leaving, mesh, tokens)
+        arriving = _exchange(leaving, mesh, tokens)
+        if virtual:  # which answers nothing
+            arriving = leaving[mesh.get_local_rank()].expand_as(leaving)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
         if torch.is_grad_enabled():
             noted.append(sum(received))

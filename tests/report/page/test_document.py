@@ -92,7 +92,7 @@ def test_phases_and_memory_are_those_of_the_record():
     kinds = {kind: [1, 2] for kind in ("weights", "gradients", "optimizer", "activations", "communication", "other")}
     memory = {"ranks": kinds | {"weights": [9, 3]}, "moments": ["forward", "backward"]}
     ddp, fsdp = rows(content(runs(DDP | {"memory": memory}, FSDP)))
-    assert ddp["phases"] == pytest.approx([0.0, 0.024, 0.039, 0.006, 0.0, 0.0, 0.0, 0.004, 0.003])
+    assert ddp["phases"] == pytest.approx([0.0, 0.024, 0.039, 0.006, 0.0, 0.0, 0.0, 0.0, 0.004, 0.003])
     assert (ddp["kinds"], fsdp["kinds"]) == ([9, 1, 1, 1, 1, 1], None)
 
 
