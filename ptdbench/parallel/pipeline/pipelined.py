@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.func import functional_call
 
 from ptdbench.launch import collect
 from ptdbench.models.protocol import Model
@@ -52,7 +53,7 @@ def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dt
     """Predict what the parts of a model would send, on the meta device.
 
     Args:
-        model: A chain of parts; these are on the meta device.
+        model: A chain of parts.
         names: The first ones, in order.
         inputs: Of a micro-batch.
         dtype: Of what they send.
@@ -62,7 +63,11 @@ def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dt
     found = torch.empty_like(inputs, device="meta")
     with torch.no_grad():
         for name in names:
-            found = parts[name](found)
+            weights = chain(parts[name].named_parameters(), parts[name].named_buffers())
+            on_meta = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in weights}
+            found = functional_call(
+                parts[name], on_meta, found
+            )  # a tied weight of a stage that is here is on its device
     batch, *rest = found.shape
     if shares > 1:
         rest[0] //= shares
