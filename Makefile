@@ -95,7 +95,7 @@ split: install  ## few long runs or many short ones: which tell more in a given 
 phases-truth: install  ## the phases of a step against steps whose communication costs nothing
 	$(BIN)/python benchmarks/phases_truth.py $(ARGS)
 
-memory-truth: install  ## weights, gradients and optimizer state of each layout's ranks against the formula
+memory-truth: install  ## what plan says of each rank's training state and messages, against the same steps on real ranks
 	$(BIN)/python benchmarks/memory_truth.py $(ARGS)
 
 bubbles: install  ## how long each pipeline schedule idles, against its formula

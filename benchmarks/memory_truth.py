@@ -1,12 +1,17 @@
-"""The memory of weights, gradients and optimizer state on each rank, against what the layout must take by its formula.
+"""What ``ptdbench plan`` says of each rank's memory and messages, against the same steps on real ranks.
 
     python benchmarks/memory_truth.py
-    python benchmarks/memory_truth.py --model llama_tiny --only fsdp 3d
+    python benchmarks/memory_truth.py --rows fsdp,3d --columns "gpt keep fp32"
 
-The product assembles a run in each rank and takes one step. Then the memory in which its tensors lie is counted, each
-piece once, and set beside :func:`ptdbench.parallel.footprint.footprints`, by which a run that does not fit is refused
-before it starts. A row is of the rank that takes the most; all ranks are compared. The last shards of a weight are
-padded, but their optimizer state is not: so it may be less than the formula on other ranks than the first.
+A cell is a layout with a model, a way of handling activations and a precision. The product assembles it on gloo ranks
+of this machine and takes steps: the memory in which weights, gradients and optimizer state lie is counted, each piece
+once, then a step is watched by the profiler for its messages and another one for its memory. The same is planned on
+virtual GPUs. State must agree to the byte and messages in operations, calls and bytes. Of the rank that takes the
+most: the last shards of a weight are padded, but their optimizer state is not.
+
+The peak is shown, and nothing is required of it: a plan is of a GPU, whose kernels keep other things than those of a
+CPU, and whose streams free FSDP's buffers at other times. It is that of what is allocated, without ``other``, where a
+GPU has cuBLAS's workspaces.
 """
 
 from __future__ import annotations
@@ -14,8 +19,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,90 +32,147 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ptdbench.launch import local, peers
+from ptdbench.planning import foresee
+from ptdbench.problems import ConfigError
+from ptdbench.run import run
+from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
+from ptdbench.training import memory_split, profile
 from ptdbench.workloads.train import assemble
 
-#: How far from its formula the memory of a kind may be, on the rank that takes the most.
-TOLERANCE = 0.01
-
-LAYOUTS = {
-    "single": ["parallel=single"],
-    "ddp": ["parallel=ddp"],
-    "ddp, zero1": ["parallel=ddp", "parallel.optimizer=zero1"],
-    "fsdp": ["parallel=fsdp"],
-    "fsdp, bf16": ["parallel=fsdp", "precision=bf16"],
-    "hsdp": ["parallel=hsdp", "parallel.replicate=2", "parallel.shard=2"],
-    "tp": ["parallel=tp", "parallel.tensor=2", "parallel.replicate=2"],
-    "tp, fsdp": ["parallel=tp", "parallel.tensor=2", "parallel.shard=2"],
-    "context, fsdp": ["parallel=fsdp", "parallel.context=2", "parallel.shard=2"],
-    "pdp": ["parallel=pdp", "parallel.pipeline=2"],
-    "pdp, interleaved": ["parallel=pdp", "parallel.pipeline=2", "parallel.schedule=interleaved1f1b"],
-    "3d": ["parallel=3d", "parallel.pipeline=2", "parallel.tensor=2", "parallel.shard=2"],
+#: The layouts: ranks and options.
+ROWS = {
+    "single": (1, "parallel=single"),
+    "ddp": (4, "parallel=ddp"),
+    "ddp, zero1": (4, "parallel=ddp parallel.optimizer=zero1"),
+    "fsdp": (4, "parallel=fsdp"),
+    "fsdp of 8": (8, "parallel=fsdp"),
+    "hsdp": (4, "parallel=hsdp parallel.replicate=2 parallel.shard=2"),
+    "tp": (4, "parallel=tp parallel.tensor=2 parallel.replicate=2"),
+    "tp, fsdp": (4, "parallel=tp parallel.tensor=2 parallel.shard=2"),
+    "context, fsdp": (4, "parallel=fsdp parallel.context=2 parallel.shard=2"),
+    "pdp": (4, "parallel=pdp parallel.pipeline=2"),
+    "pdp, interleaved": (4, "parallel=pdp parallel.pipeline=2 parallel.schedule=interleaved1f1b"),
+    "3d": (8, "parallel=3d parallel.pipeline=2 parallel.tensor=2 parallel.shard=2"),
 }
 
-#: Ranks of a layout, where they are not four.
-RANKS = {"single": 1, "3d": 8}
+#: Models, ways of handling activations, and precisions.
+COLUMNS = {
+    "gpt keep fp32": "model=gpt_tiny",
+    "gpt recompute fp32": "model=gpt_tiny activations=recompute",
+    "gpt selective bf16": "model=gpt_tiny activations=selective precision=bf16",
+    "llama keep bf16": "model=llama_tiny precision=bf16",
+    "llama recompute bf16": "model=llama_tiny activations=recompute precision=bf16",
+}
+
+#: What all cells share.
+COMMON = ("data=synthetic_tokens", "train.global_batch=32", "train.steps=3", "profile.steps=1")
 
 KINDS = ("weights", "gradients", "optimizer")
 
 
-def main() -> int:
-    """Print a row for each layout; 1 if one of them misses."""
-    options = _parse()
-    headings = "".join(f"{kind:>12}{'formula':>12}" for kind in KINDS)
-    print(f"{'MiB, ' + options.model:18}{'ranks':>6}{headings}{'off by':>9}")
-    return int(not all([_passes(name, options.model) for name in options.only or LAYOUTS]))  # noqa: C419
+def main(options: argparse.Namespace) -> int:
+    """Print a row for each cell; 1 if one of them misses."""
+    rows = options.rows.split(";") if options.rows else list(ROWS)
+    columns = options.columns.split(",") if options.columns else list(COLUMNS)
+    started, verdicts = time.monotonic(), []
+    print(f"{'MiB':18}{'':22}{'ranks':>6}{'state':>10}{'planned':>10}{'peak':>10}{'planned':>10}  off by")
+    for row in rows:
+        for column, real in zip(columns, carried_out(row, columns), strict=True):
+            try:
+                verdicts.append(_told(row, column, real, planned(row, column)))
+            except (ConfigError, foresee.Failed) as error:
+                print(f"{row:18}{column:22} no plan: {error}", flush=True)
+                verdicts.append(False)
+    print(f"{sum(verdicts)} of {len(verdicts)} cells pass; {time.monotonic() - started:.0f} s")
+    return int(not all(verdicts))
 
 
-def _passes(name: str, model: str) -> bool:
-    """Print the row of a layout, and whether it is as required."""
-    ranks = RANKS.get(name, 4)
-    words = [f"model={model}", *LAYOUTS[name], f"cluster.ranks_per_node={ranks}", "device=cpu", "train.steps=1"]
-    composed = compose_all(words).jobs[0]
+def composed(row: str, column: str, *words: str) -> DictConfig:
+    """The configuration of a cell."""
+    ranks, layout = ROWS[row]
+    typed = [*COMMON, *layout.split(), *COLUMNS[column].split(), f"cluster.ranks_per_node={ranks}", *words]
+    return compose_all(typed).jobs[0]
+
+
+def carried_out(row: str, columns: Sequence[str]) -> list[dict[str, Any]]:
+    """What was measured of each cell of a row on real ranks, which are started once."""
+    cells = [composed(row, column, "device=cpu") for column in columns]
     with TemporaryDirectory() as directory:
-        local.start(_in_rank, ranks, composed, directory)
-        of_ranks = json.loads(Path(directory, "found").read_text())
-    most = {(kind, side): max(one[side][kind] for one in of_ranks) for kind in KINDS for side in ("real", "foreseen")}
-    off = max(abs(most[kind, "real"] / most[kind, "foreseen"] - 1) for kind in KINDS)
-    exceeds = any(one["real"][kind] > one["foreseen"][kind] for one in of_ranks for kind in KINDS)
-    figures = "".join(f"{most[kind, side] / 2**20:12.3f}" for kind in KINDS for side in ("real", "foreseen"))
-    passes = off <= TOLERANCE and not exceeds
-    print(f"{name:18}{ranks:6}{figures}{off:9.2%}  {'PASS' if passes else 'MISS'}", flush=True)
-    return passes
+        local.start(_in_rank, ROWS[row][0], cells, directory)
+        return [json.loads(Path(directory, f"found{number}").read_text()) for number in range(len(cells))]
 
 
-def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
+def planned(row: str, column: str) -> dict[str, Any]:
+    """The plan of a cell."""
+    read = config.read(composed(row, column, "virtual=h100"))
+    return foresee.plan(foresee.Asked(read, False, f"{row}, {column}", run))
+
+
+def _told(row: str, column: str, real: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
+    """Print the row of a cell, and whether it is as required."""
+    state = {kind: max(one[kind] for one in real["state"]) for kind in KINDS}
+    foreseen = {kind: max(one[kind] for one in plan["plan"]["state"]) for kind in KINDS}
+    sent = _messages(real["phases"]["communication"])
+    expected = _messages(plan["virtual"]["messages"])
+    peaks = _peak(real["memory"]), _peak(plan["memory"])
+    misses = [f"{kind} {state[kind]:,} and not {foreseen[kind]:,}" for kind in KINDS if state[kind] != foreseen[kind]]
+    misses += [
+        f"{name} {sent.get(name)} and not {expected.get(name)}"
+        for name in dict.fromkeys([*sent, *expected])
+        if sent.get(name) != expected.get(name)
+    ]
+    sizes = [sum(state.values()), sum(foreseen.values()), *peaks]
+    figures = "".join(f"{size / 2**20:10.3f}" for size in sizes)
+    verdict = f"MISS: {'; '.join(misses)}" if misses else "PASS"
+    print(f"{row:18}{column:22}{ROWS[row][0]:6}{figures}{peaks[1] / peaks[0] - 1:+8.2%}  {verdict}", flush=True)
+    return not misses
+
+
+def _messages(told: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """Calls and bytes of each operation, the mean over ranks."""
+    return {name: (round(one["calls"], 2), round(one["bytes"] or 0)) for name, one in told.items()}
+
+
+def _peak(memory: Mapping[str, Any]) -> int:
+    """Bytes allocated on the rank that takes the most, without what no kind is known of."""
+    return max(map(sum, zip(*(sizes for kind, sizes in memory["ranks"].items() if kind != "other"), strict=True)))
+
+
+def _in_rank(environ: Mapping[str, str], cells: Sequence[DictConfig], directory: str) -> None:
     torch.set_num_threads(1)
-    with joined(environ, composed, directory) as job:
-        loop = assemble(job)
-        loop.engine.gradients(*loop.feed.peek(0), loop.update.scale)
-        weights = [*loop.engine.module.parameters()]
-        gradients = _bytes(weight.grad for weight in weights if weight.grad is not None)
-        loop.update(0)
-        state = [value for values in loop.update.optimizer.state.values() for value in values.values()]
-        real = {
-            "weights": _bytes([*weights, *loop.engine.module.buffers()]),
-            "gradients": gradients,
-            "optimizer": _bytes(value for value in state if isinstance(value, Tensor)),
-        }
-        stage = job.training.layout.dims.stage(job.world.rank)
-        of_ranks = peers.gather({"real": real, "foreseen": asdict(job.training.footprints()[stage])})
-        if job.world.rank == 0:
-            Path(directory, "found").write_text(json.dumps(of_ranks))
+    for number, cell in enumerate(cells):
+        with joined(environ, cell, f"{directory}/{number}") as job:
+            Path(directory, str(number)).mkdir(exist_ok=True)
+            loop = assemble(job)
+            expected = profile.expect(job)
+            loop.engine.gradients(*loop.feed.peek(0), loop.update.scale)
+            weights = [*loop.engine.module.parameters()]
+            gradients = _bytes(weight.grad for weight in weights if weight.grad is not None)
+            loop.update(0)
+            kept = [value for values in loop.update.optimizer.state.values() for value in values.values()]
+            state = {
+                "weights": _bytes([*weights, *loop.engine.module.buffers()]),
+                "gradients": gradients,
+                "optimizer": _bytes(value for value in kept if isinstance(value, Tensor)),
+            }
+            found = {
+                "state": peers.gather(state),
+                "phases": profile.phases(job, loop, None, expected),
+                "memory": memory_split.split(job, loop),
+            }
+            if job.world.rank == 0:
+                Path(directory, f"found{number}").write_text(json.dumps(found))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory in which these tensors lie, each piece once."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in local}.values())
-
-
-def _parse() -> Any:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", default="gpt_tiny")
-    parser.add_argument("--only", nargs="*", choices=LAYOUTS, help="default: all")
-    return parser.parse_args()
+    plain = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in plain}.values())
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", help="some of them, by semicolon")
+    parser.add_argument("--columns", help="some of them, by comma")
+    sys.exit(main(parser.parse_args()))

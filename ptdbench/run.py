@@ -91,10 +91,11 @@ def find_micro_batch(directory: Path, steps: Steps) -> bool:
     """
     config, sweep = of_record(store.load_record(directory)), ledger.sweep_of(directory)
     attempt = _open_record(config, Attempt(directory, uuid.uuid4().hex))
-    found = _find_micro_batch(config, attempt, Heading(labels.name(attempt.draft or {})), steps)
-    if found is None and sweep:
-        _add_result(sweep, directory)
-    return found is not None
+    try:
+        return _find_micro_batch(config, attempt, Heading(labels.name(attempt.draft or {})), steps) is not None
+    finally:
+        if sweep:
+            _add_result(sweep, directory)
 
 
 def _add_result(sweep: Path, directory: Path) -> None:

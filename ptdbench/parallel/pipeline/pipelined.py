@@ -63,8 +63,9 @@ def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dt
     found = torch.empty_like(inputs, device="meta")
     with torch.no_grad():
         for name in names:  # on this rank's device is a weight that one of its own parts shares
-            weights = {key: weight.to("meta") for key, weight in parts[name].named_parameters()}
-            found = functional_call(parts[name], weights, found)
+            tensors = chain(parts[name].named_parameters(), parts[name].named_buffers())
+            on_meta = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in tensors}
+            found = functional_call(parts[name], on_meta, found)
     batch, *rest = found.shape
     if shares > 1:
         rest[0] //= shares
