@@ -15,6 +15,7 @@ from ptdbench.parallel import experts
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
 from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.precision import copied_weights
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, said
@@ -25,7 +26,7 @@ class Footprint:
     """Bytes of training state on one rank; activations, gathered weights and communication buffers come on top.
 
     Attributes:
-        weights: The rank's parameters and buffers.
+        weights: The rank's parameters and buffers, and the copies in a narrow dtype that it computes with.
         gradients: Gradients of its trained parameters.
         optimizer: State of the optimizer after its first step, moving average of the weights included.
     """
@@ -50,6 +51,7 @@ def footprints(
     average: bool,
     gradient_copies: int,
     owners: int = 1,
+    copied: torch.dtype | None = None,
 ) -> list[Footprint]:
     """The footprint of a rank of each place in a pipeline: of the one with the largest shards, or part of the state.
 
@@ -62,6 +64,7 @@ def footprints(
         average: Whether a moving average of the weights is kept.
         gradient_copies: 2 if DDP keeps its buckets beside the gradients, else 1.
         owners: Ranks that divide the optimizer's state among them.
+        copied: Dtype of the copies of weights, if the ranks keep any.
     """
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
@@ -82,7 +85,7 @@ def footprints(
         return sizes[key]
 
     return [
-        _footprint(of_rank, like, state_bytes, average, gradient_copies, owners)
+        _footprint(of_rank, like, state_bytes, average, gradient_copies, owners, copied)
         for of_rank in modules_of_ranks(model, stages)
     ]
 
@@ -103,6 +106,7 @@ def _footprint(
     average: bool,
     gradient_copies: int,
     owners: int,
+    copied: torch.dtype | None,
 ) -> Footprint:
     # A weight that is shared inside of a stage counts once, and each stage has its own copy.
     parameters = [parameter for module in held for parameter in module.parameters()]
@@ -114,8 +118,9 @@ def _footprint(
         assign_owners([one.numel() for one in trained], owners), trained, states, strict=True
     ):
         state_of[owner] += state + (tensor.nbytes if average else 0)
+    copies = [like(weight).to(copied) for module in held for weight in copied_weights(module)] if copied else []
     return Footprint(
-        weights=_bytes(local) + sum(_bytes(module.buffers()) for module in held),
+        weights=_bytes([*local, *copies]) + sum(_bytes(module.buffers()) for module in held),
         gradients=gradient_copies * _bytes(trained),
         optimizer=max(state_of),
     )

@@ -159,6 +159,12 @@ class _Own:
             vars(self.part)["_flat_weights"] = [getattr(self.part, name) for name in self.part._flat_weights_names]
 
 
+def copied_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of which :class:`Copies` keeps copies, each once."""
+    parts = (part for part in module.modules() if not isinstance(part, _BatchNorm))
+    return list(dict.fromkeys(one.weight for part in parts for one in _own(part)))
+
+
 def _own(part: nn.Module) -> list[_Own]:
     weights = part.named_parameters(recurse=False, remove_duplicate=False)
     return [_Own(part, name) for name, weight in weights if weight.is_floating_point()]

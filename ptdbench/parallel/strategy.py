@@ -23,7 +23,7 @@ from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
 from ptdbench.parallel.pipeline.pipelined import pipelined
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
-from ptdbench.parallel.precision import Name
+from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.problems import Problem, at_least, require, try_these
 
 
@@ -114,8 +114,10 @@ class Strategy(Options):
         rows = conflicts.beside(self, layout, option, value)
         require(next(conflicts.problems(self, rows, value), None))
 
-    def footprints(self, model: Model, layout: BatchPlan, make: MakeOptimizer, *, average: bool) -> list[Footprint]:
-        """The training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
+    def footprints(
+        self, model: Model, layout: BatchPlan, make: MakeOptimizer, *, average: bool, precision: Name = "fp32"
+    ) -> list[Footprint]:
+        """Foresee the training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
         dims = layout.dims
         in_buckets = self.replicates(dims)
         copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
@@ -129,6 +131,7 @@ class Strategy(Options):
             average=average,
             gradient_copies=copies,
             owners=dims.ways("samples", "positions") if in_buckets and self.optimizer == "zero1" else 1,
+            copied=None if self.shards(dims) or DTYPES[precision] == torch.float32 else DTYPES[precision],
         )
 
     def volume(

@@ -59,8 +59,8 @@ class TrainingSpec:
 
     def footprints(self) -> list[Footprint]:
         """Return the training state of a rank of each pipeline stage."""
-        average = self.config.train.ema is not None
-        return self.strategy.footprints(self.model, self.layout, self.optimizer, average=average)
+        average, precision = self.config.train.ema is not None, self.config.general.precision
+        return self.strategy.footprints(self.model, self.layout, self.optimizer, average=average, precision=precision)
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
         """Return bytes of communication in a step by formula, by operation; only before :meth:`engine`.

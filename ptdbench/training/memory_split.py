@@ -88,15 +88,15 @@ def _note(known: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -
 def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
     """The tensors that live from step to step, and the gradients."""
     weights = list(loop.engine.module.parameters())
+    copies = [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors]
     return {
-        "weights": [*weights, *loop.engine.module.buffers()],
+        "weights": [*weights, *loop.engine.module.buffers(), *copies],
         "gradients": [weight.grad for weight in weights],
         "optimizer": [
             value
             for values in loop.update.optimizer.state.values()
             for value in (values.values() if isinstance(values, Mapping) else ())
         ],
-        "activations": [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors],
         "communication": loop.engine.own_state().values(),
     }
 

@@ -17,6 +17,7 @@ from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.precision import Copies
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.optim.made_muon import muon_of
@@ -46,6 +47,7 @@ STRATEGIES = {
     }),
 }  # fmt: skip
 ADAMW = partial(torch.optim.AdamW, fused=True)
+SGD = torch.optim.SGD
 #: Where the state is Muon's.
 OF_MUON = ("zero1", "fsdp", "pdp", "tensor and shards")
 CASES = {name: (name, False) for name in STRATEGIES} | {f"{name}, muon": (name, True) for name in OF_MUON}
@@ -113,7 +115,7 @@ class TestOneProcess:
         model = ResNet(depth=18, classes=10)
         model.requires_grad_(False)
         trained = next(model.parameters()).requires_grad_(True)
-        (found,) = footprints(model, Dims(), torch.optim.SGD, average=False, gradient_copies=1)
+        (found,) = footprints(model, Dims(), SGD, average=False, gradient_copies=1)
         assert found.weights == sum(tensor.nbytes for tensor in model.state_dict().values())
         assert (found.gradients, found.optimizer) == (trained.nbytes, 0)
 
@@ -121,6 +123,23 @@ class TestOneProcess:
         (plain,) = footprints(gpt(), Dims(), ADAMW, average=False, gradient_copies=1)
         (more,) = footprints(gpt(), Dims(), ADAMW, average=True, gradient_copies=2)
         assert more == Footprint(plain.weights, 2 * plain.gradients, plain.optimizer + plain.weights)
+
+    def test_copies_in_a_narrow_dtype_are_weights_too_unless_shards_are_gathered_in_it(self):
+        def foreseen(shards: int, precision: Any) -> int:
+            strategy = Strategy(replicate=4 // shards, shard=shards)
+            layout = strategy.layout(strategy.dims(4), 16, "auto")
+            (found,) = strategy.footprints(
+                ResNet(depth=18, classes=10), layout, SGD, average=False, precision=precision
+            )
+            return found.weights
+
+        module = ResNet(depth=18, classes=10)
+        copies = Copies(module, [], torch.bfloat16)
+        copies.begin()
+        in_bf16 = sum(copy.nbytes for copy in copies.tensors)
+        assert in_bf16 == sum(2 * weight.numel() for weight in module.parameters() if weight.ndim > 1) + 2 * 10
+        assert foreseen(1, "bf16") == foreseen(1, "fp32") + in_bf16
+        assert foreseen(4, "bf16") == foreseen(4, "fp32")
 
     @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
     def test_ddp_has_its_buckets_beside_the_gradients_if_those_are_no_views(self, in_buckets, copies):
