@@ -54,7 +54,11 @@ def of_kind(record: dict[str, Any], kind: str) -> list[int]:
         [*PIPELINE],
         [*PIPELINE, "parallel.schedule=interleaved1f1b", "activations=recompute"],
     ],
-    daily=[["parallel=ddp", "parallel.optimizer=zero1"], ["parallel=tp", "parallel.sequence=true", "precision=bf16"], [*PIPELINE]],
+    daily=[
+        ["parallel=ddp", "parallel.optimizer=zero1"],
+        ["parallel=tp", "parallel.sequence=true", "precision=bf16"],
+        [*PIPELINE],
+    ],
     ids=" ".join,
 )
 def test_training_state_takes_what_was_foreseen(shared_run, layout):
