@@ -25,7 +25,7 @@ import torch
 from ptdbench import ending
 from ptdbench.job import Job, Workload
 from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvous, settings
-from ptdbench.launch.steps import Steps
+from ptdbench.launch.job_steps import JobSteps
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.measure import memory, tf32
@@ -81,7 +81,7 @@ def run(
         raise SystemExit(1) from None
 
 
-def find_micro_batch(directory: Path, steps: Steps) -> bool:
+def find_micro_batch(directory: Path, steps: JobSteps) -> bool:
     """Find the micro-batch of the run of a directory by steps of the job whose script this process is.
 
     The ranks that the script starts next find it in the record.
@@ -151,7 +151,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
 
 
 def _find_micro_batch(
-    config: Config, attempt: Attempt, heading: Heading, steps: Steps | None
+    config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | None
 ) -> micro_batch.Found | None:
     """Find the micro-batch of a run, which goes on as if that had been asked for; ``None`` if the run has failed."""
 
@@ -174,7 +174,7 @@ def _find_micro_batch(
     return found
 
 
-def _in_step(steps: Steps, directory: Path, config: Config, known: Summary, heading: Heading) -> None:
+def _in_step(steps: JobSteps, directory: Path, config: Config, known: Summary, heading: Heading) -> None:
     """Have ranks of a job carry out a run, and say so in its record if they end without a word."""
     store.write_record(directory, record.begin(config.resolved, directory, {}) | dict(known.fields))
     echo(f"{heading}", sys.stderr)

@@ -18,7 +18,7 @@ class HeldOut(Protocol):
         ...
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same inputs and targets of samples ``start`` to ``stop - 1`` always, on the CPU, batch first."""
+        """Return inputs and targets of samples ``start`` to ``stop - 1``, in every call the same; on the CPU, batch first."""
         ...
 
 

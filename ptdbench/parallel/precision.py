@@ -72,68 +72,74 @@ def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable
 class Copies:
     """A copy in a narrow dtype of each weight of a module, which the module computes with.
 
-    Parameters stay fp32: ``parameters()``, ``state_dict()`` and optimizers see these. A unit that runs is given the
-    copies of its weights, as results of a function whose backward pass casts their gradients, all at once, so that they
-    are accumulated and reduced in fp32. Batch norms keep fp32 weights and statistics.
+    Parameters stay fp32: ``parameters()``, ``state_dict()`` and optimizers see these. The module, as it begins to run,
+    is given the copies of its weights as results of a function whose backward pass casts their gradients, all at once,
+    so that they are accumulated and reduced in fp32. A unit is given its own anew, so that their gradients are cast as
+    soon as the unit's backward pass ends; a weight that is read elsewhere is that of the module. Batch norms keep fp32
+    weights and statistics.
 
-    Within a step weights do not change, and are cast once, when it begins. Otherwise a unit casts its own each time.
+    Within a step weights do not change, and are cast once, when it begins. Otherwise each forward pass casts.
 
     Args:
         module: The model, or a stage of it, on the meta device or with its weights.
-        units: Disjoint parts of it that run as one; what is in none of them is one more. Wrap what is compiled or
-            recomputed before, or it would cast too.
+        units: Disjoint parts of it that run as one. Wrap what is compiled or recomputed before, or it would cast too.
         dtype: Of the copies.
     """
 
     def __init__(self, module: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._copies: dict[nn.Parameter, Tensor] = {}
-        self._in_step = False
-        self._units: list[list[_Own]] = []
-        seen = set[nn.Module]()
+        self._all = _own(module)
+        self._are_current = False
         for unit in dict.fromkeys((*units, module)):
-            parts = [part for part in unit.modules() if part not in seen and not isinstance(part, _BatchNorm)]
-            seen.update(parts)
-            if own := [weight for part in parts for weight in _own(part)]:
-                self._units.append(own)
+            if own := _own(unit):
                 wrap_forward(unit, partial(self._giving, own))
 
     @property
     def tensors(self) -> Collection[Tensor]:
-        """The copies; none before a unit has run."""
+        """The copies; none before the module has run."""
         return self._copies.values()
 
     def begin(self, *_: Any) -> None:
         """Cast all weights for a step: they do not change before :meth:`end`."""
-        self._cast([one.weight for unit in self._units for one in unit])
-        self._in_step = True
+        self._cast(self._all)
 
     def end(self) -> None:
-        """Let units cast again."""
-        self._in_step = False
+        """Take the copies back: modules see parameters, and what runs next casts again."""
+        self._are_current = False
+        for one in self._all:
+            one.restore()
 
     @torch.no_grad()
-    def _cast(self, weights: Iterable[nn.Parameter]) -> None:
+    def _cast(self, own: Sequence[_Own]) -> None:
         """Bring the copies of some weights up to date, in one operation."""
-        weights = list(dict.fromkeys(weights))  # a tied one once
+        weights = list(dict.fromkeys(one.weight for one in own))  # a tied one once
         for weight in weights:
             if weight not in self._copies:
                 self._copies[weight] = torch.empty_like(weight, dtype=self._dtype)
         copies = [local_part(self._copies[weight]) for weight in weights]
         torch._foreach_copy_(copies, [local_part(weight) for weight in weights])
+        self._are_current = True
 
     def _giving(self, own: Sequence[_Own], forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of a unit that is given the copies of its own weights."""
+        """``forward`` of what is given the copies of its own weights."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
+            is_outermost = not self._are_current
+            if is_outermost:
+                self._cast(own)
             weights = [one.weight for one in own]
-            if not self._in_step:
-                self._cast(weights)
             given = _Given.apply([self._copies[weight] for weight in weights], *weights)
             for one, copy in zip(own, given, strict=True):
                 one.replace(copy)
-            return forward(*arguments, **named)
+            try:
+                return forward(*arguments, **named)
+            finally:
+                if is_outermost and torch.is_grad_enabled():  # a backward pass may compute again with the copies
+                    self._are_current = False
+                elif is_outermost:
+                    self.end()
 
         return run
 
@@ -155,19 +161,31 @@ class _Own:
     def replace(self, copy: Tensor) -> None:
         """Let the module see a copy: what an instance has itself stands before its parameters."""
         vars(self.part)[self.name] = copy
+        self._list()
+
+    def restore(self) -> None:
+        """Let the module see its parameter."""
+        if vars(self.part).pop(self.name, None) is not None:
+            self._list()
+
+    def _list(self) -> None:
         if isinstance(self.part, nn.RNNBase):  # computes with a list of its weights
             vars(self.part)["_flat_weights"] = [getattr(self.part, name) for name in self.part._flat_weights_names]
 
 
 def copied_weights(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights of which :class:`Copies` keeps copies, each once."""
+    return list(dict.fromkeys(one.weight for one in _own(module)))
+
+
+def _own(module: nn.Module) -> list[_Own]:
     parts = (part for part in module.modules() if not isinstance(part, _BatchNorm))
-    return list(dict.fromkeys(one.weight for part in parts for one in _own(part)))
-
-
-def _own(part: nn.Module) -> list[_Own]:
-    weights = part.named_parameters(recurse=False, remove_duplicate=False)
-    return [_Own(part, name) for name, weight in weights if weight.is_floating_point()]
+    return [
+        _Own(part, name)
+        for part in parts
+        for name, weight in part.named_parameters(recurse=False, remove_duplicate=False)
+        if weight.is_floating_point()
+    ]
 
 
 class _Given(torch.autograd.Function):

@@ -14,7 +14,7 @@ from typing import Any
 
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
-from ptdbench.launch.steps import Steps
+from ptdbench.launch.job_steps import JobSteps
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.planning import steps
 from ptdbench.planning.search import Search, Try
@@ -114,7 +114,7 @@ class Finder:
     heading: Heading
     carry_out: CarryOut
     note: Callable[[dict[str, Any]], None]
-    steps: Steps | None = None
+    steps: JobSteps | None = None
     _rates: dict[int, list[float]] = field(default_factory=dict)
 
     def find(self) -> Found:

@@ -48,9 +48,9 @@ def with_id(job: Job, identity: str) -> Job:
 
 def sweep_of(directory: Path) -> Path | None:
     """Return the sweep that a run's directory lies in, if it does; a run that only tries a micro-batch is in none."""
-    if TRIES in directory.parts:
-        return None
-    return next((parent for parent in directory.absolute().parents if (parent / LEDGER).exists()), None)
+    directory = directory.absolute()
+    sweep = next((parent for parent in directory.parents if (parent / LEDGER).exists()), None)
+    return None if sweep and TRIES in directory.relative_to(sweep).parts else sweep
 
 
 def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:

@@ -18,8 +18,8 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from ptdbench import terminal
 from ptdbench.launch import forced_exit, local, slurm
+from ptdbench.launch.job_steps import JobSteps
 from ptdbench.launch.slurm import SlurmError
-from ptdbench.launch.steps import Steps
 from ptdbench.launch.world import discover
 from ptdbench.planning.micro_batch import is_sought
 from ptdbench.problems import ConfigError, Problem, as_typed, require
@@ -144,14 +144,14 @@ def _to_files(folder: Path, jobs: int) -> list[str]:
     return ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"]
 
 
-def _search(run: Request, name: str, folder: Path, jobs: int, used: Sequence[Path], sweep: Path) -> Steps | None:
+def _search(run: Request, name: str, folder: Path, jobs: int, used: Sequence[Path], sweep: Path) -> JobSteps | None:
     """How the script of a run's job starts ranks that try a micro-batch; ``None`` if none is sought."""
     if not is_sought(run.config):
         return None
     assert run.shape is not None
     step = Step([sys.executable, "-u", "-m", "ptdbench", "run"], _to_files(folder, jobs))
     entered = container.enter(step, run.cluster.container, run.shape, used, _bundle(sweep, name))
-    return Steps(world_of(run.shape), run.shape.gpus_per_node, resources.srun(run.cluster, entered))
+    return JobSteps(world_of(run.shape), run.shape.gpus_per_node, resources.srun(run.cluster, entered))
 
 
 def _outputs(folder: Path, jobs: int) -> tuple[str, str]:
@@ -192,7 +192,7 @@ def make_folders(requests: Sequence[Request]) -> None:
     require(*found)
 
 
-def carry_out(directory: str, environment: Mapping[str, str | None], steps: Steps | None = None) -> None:
+def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobSteps | None = None) -> None:
     """Carry out the run of a directory, in every task of the job.
 
     Args:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -96,7 +97,43 @@ def test_a_step_casts_all_weights_once_and_all_gradients_of_a_unit_at_once():
         casts.clear()
         with torch.no_grad():
             module(inputs)
-        assert casts == [2, 2, 2]
+        assert casts == [6]
+
+
+class Beside(nn.Module):
+    """Reads a weight before its unit has run, and one of a unit that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = (nn.Linear(2, 2, bias=False) for _ in range(2))
+        for weight in self.parameters():
+            nn.init.ones_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.inner(x * self.inner.weight.sum()), self.head.weight)
+
+
+def test_a_weight_that_is_read_beside_its_unit_is_a_copy_with_a_gradient_and_an_evaluation_changes_nothing():
+    module = Beside()
+    Copies(module, [module.inner, module.head], torch.bfloat16)
+    inputs = torch.ones(1, 2, dtype=torch.bfloat16)
+    for _ in range(2):
+        module.zero_grad()
+        module(inputs).sum().backward()
+        # The loss is 2 s times the sum of inner's weights, and s is that sum, 4; its outputs are 8.
+        assert [weight.grad.unique().tolist() for weight in module.parameters()] == [[16], [8]]
+        with torch.no_grad():
+            module(inputs)
+
+
+def test_after_a_step_modules_see_their_parameters():
+    module = Beside()
+    copies = Copies(module, [module.inner], torch.bfloat16)
+    copies.begin()
+    module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    copies.end()
+    assert module.inner.weight is module.inner._parameters["weight"]
+    assert set(map(type, deepcopy(module.inner).parameters())) == {nn.Parameter}
 
 
 def test_gradients_of_a_tied_weight_add_up_in_fp32():

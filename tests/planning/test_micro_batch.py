@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ptdbench.launch.steps import Steps
+from ptdbench.launch.job_steps import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
 from ptdbench.planning.micro_batch import Broken, Finder, Found, as_found
@@ -148,11 +148,11 @@ def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
     assert as_found(typed, {"micro_batch": {"found": 4}}) is typed
 
 
-def of_job(directory: Path, command: Sequence[str], *words: str) -> Steps:
+def of_job(directory: Path, command: Sequence[str], *words: str) -> JobSteps:
     """The steps of a job of two nodes, and the record of its run as it was submitted."""
     composed = compose_all([*TOY, "cluster=slurm", "cluster.nodes=2", *words])
     store.write_record(directory, record.begin(config.read(composed.jobs[0]).resolved, directory, {}))
-    return Steps(World(0, 4, 0, 2, "SLURM", nodes=2), 0, command)
+    return JobSteps(World(0, 4, 0, 2, "SLURM", nodes=2), 0, command)
 
 
 def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, room):

@@ -70,3 +70,12 @@ def test_a_damaged_one_is_told_in_a_line(tmp_path, content):
     with pytest.raises(Damaged, match=r"sweep\.json is damaged: .") as caught:
         ledger.read(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_is_in_the_sweep_above_it_but_for_one_that_only_tries_a_micro_batch(tmp_path):
+    sweep = tmp_path / "tries" / "sweep"
+    sweep.mkdir(parents=True)
+    ledger.begin(sweep, [])
+    assert ledger.sweep_of(sweep / "0_toy") == sweep
+    assert ledger.sweep_of(sweep / "0_toy" / "tries" / "0_2") is None
+    assert ledger.sweep_of(tmp_path / "tries" / "toy") is None

@@ -11,7 +11,7 @@ from ptdbench.launch.world import World
 
 
 @dataclass(frozen=True)
-class Steps:
+class JobSteps:
     """How the script of a job starts its ranks.
 
     Attributes:

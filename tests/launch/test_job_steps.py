@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ptdbench.launch.steps import Steps
+from ptdbench.launch.job_steps import JobSteps
 from ptdbench.launch.world import World
 from tests.programs import until
 
@@ -16,7 +16,7 @@ WORLD = World(0, 4, 0, 2, "SLURM", nodes=2)
 
 
 def test_the_directory_is_appended_and_the_status_returned(tmp_path):
-    assert Steps(WORLD, 0, ["sh", "-c", 'echo found > "$0/word"; exit 3']).start(tmp_path) == 3
+    assert JobSteps(WORLD, 0, ["sh", "-c", 'echo found > "$0/word"; exit 3']).start(tmp_path) == 3
     assert (tmp_path / "word").read_text() == "found\n"
 
 
@@ -24,10 +24,10 @@ def test_who_is_told_to_end_ends_the_step(tmp_path):
     program = (
         "from pathlib import Path\n"
         "from ptdbench.launch import local\n"
-        "from ptdbench.launch.steps import Steps\n"
-        "from tests.launch.test_steps import WORLD\n"
+        "from ptdbench.launch.job_steps import JobSteps\n"
+        "from tests.launch.test_job_steps import WORLD\n"
         "local.stop_on_signals()\n"
-        f"Steps(WORLD, 0, ['sh', '-c', 'echo $$ > $0/pid; exec sleep 60']).start(Path({str(tmp_path)!r}))\n"
+        f"JobSteps(WORLD, 0, ['sh', '-c', 'echo $$ > $0/pid; exec sleep 60']).start(Path({str(tmp_path)!r}))\n"
     )
     starter = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL)
     pid = tmp_path / "pid"
