@@ -18,7 +18,7 @@ class HeldOut(Protocol):
         ...
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of samples ``start`` to ``stop - 1``, in every call the same; on the CPU, batch first."""
+        """Return inputs and targets of samples ``start`` to ``stop - 1``, the same at each call, on the CPU."""
         ...
 
 
