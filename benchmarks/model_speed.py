@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Options:
     device: torch.device
     modes: list[str]
     json: bool
-    set: dict[str, Any]
+    set: dict[str, Any] = field(default_factory=dict)
 
 
 def main() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -69,3 +72,19 @@ def test_a_product_has_flops_and_waits_for_the_slower_of_both(subject):
 )
 def test_a_cast_does_nothing_else(subject, kernel, is_cast):
     assert subject.is_cast(kernel) == is_cast
+
+
+@pytest.mark.thorough
+def test_the_step_of_a_small_model_has_a_row(tmp_path):
+    command = [sys.executable, "benchmarks/virtual_step.py", "--model", "gpt_tiny", "--batch", "2", "--sequence", "64"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [*command, "--only", "ours", "nanogpt", "--modes", "eager"], cwd=ROOT, env=environment, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "eager" in line]
+    assert [name for name, *_ in rows] == ["ours, eager", "nanogpt, eager"]
+    (_, ours, ours_casts, *_), (_, theirs, theirs_casts, *_) = rows
+    assert 0 < int(ours) < int(theirs)
+    assert 0 < int(ours_casts) < int(theirs_casts)
