@@ -28,9 +28,7 @@ def transformers_gpt2(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
         attn_pdrop=0.0,
         use_cache=False,
     )
-    config._attn_implementation = "sdpa"
-    model: nn.Module = GPT2LMHeadModel(config)
-    return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
+    return _with_sdpa(GPT2LMHeadModel, config)
 
 
 def transformers_llama(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
@@ -48,9 +46,7 @@ def transformers_llama(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
         tie_word_embeddings=sizes["tie_weights"],
         use_cache=False,
     )
-    config._attn_implementation = "sdpa"
-    model: nn.Module = LlamaForCausalLM(config)
-    return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
+    return _with_sdpa(LlamaForCausalLM, config)
 
 
 def transformers_mixtral(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
@@ -70,14 +66,20 @@ def transformers_mixtral(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
         rms_norm_eps=sizes["norm_epsilon"],
         use_cache=False,
     )
-    config._attn_implementation = "sdpa"
-    model: nn.Module = MixtralForCausalLM(config)
-    return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
+    return _with_sdpa(MixtralForCausalLM, config)
 
 
 def transformers(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
-    """The model of ``transformers`` with these sizes: only Llama gives its number of heads of keys and values."""
+    """The model of ``transformers`` with these sizes: Mixtral has experts, and Llama fewer heads of keys and values."""
+    if "experts" in sizes:
+        return transformers_mixtral(sizes)
     return (transformers_llama if "key_value_heads" in sizes else transformers_gpt2)(sizes)
+
+
+def _with_sdpa(kind: Callable[[Any], nn.Module], config: Any) -> tuple[nn.Module, Loss]:
+    config._attn_implementation = "sdpa"
+    model = kind(config)
+    return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
 
 
 def nanogpt(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
