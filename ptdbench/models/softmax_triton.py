@@ -27,7 +27,7 @@ def _statistics(row, vocabulary, COLUMNS: tl.constexpr):  # type: ignore[no-unty
     total = tl.full((), 0.0, tl.float32)
     for first in range(0, vocabulary, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        logits = tl.load(row + columns, mask=columns < vocabulary, other=-float("inf")).to(tl.float32)
+        logits = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(logits, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger), 0)
         largest = larger
