@@ -117,6 +117,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 hidden_grads.append(grad @ weight)
             if needs_weight:
                 weight_grad = _add_product(weight_grad, grad, chunk, precise)
+            del grad  # before the next chunk takes as much
 
         ctx.tokens = len(hidden)
         ctx.save_for_backward(_joined(hidden_grads, torch.cat) if needs_hidden else None, weight_grad)
