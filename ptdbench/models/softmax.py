@@ -88,7 +88,8 @@ def _of_all(logits: Tensor, target: Tensor, precise: torch.dtype) -> tuple[Tenso
     likelihood = likelihoods.gather(1, target)
 
     def gradient() -> Tensor:
-        softmax = likelihoods.exp_().to(logits.dtype)
+        is_precise = logits.dtype == precise
+        softmax = F.softmax(logits, dim=1) if is_precise else likelihoods.exp_().to(logits.dtype)
         return softmax.scatter_(1, target, torch.expm1(likelihood).to(logits.dtype))
 
     return likelihood, gradient
