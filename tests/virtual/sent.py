@@ -33,7 +33,7 @@ DEVICES = {"virtual": ("virtual=h100",), "gloo": ("device=cpu",)}
 
 
 def sent(words: str, device: str) -> list[Any]:
-    """The messages of each rank in their order: operation, bytes, the ranks of the group, and the peer's place in it."""
+    """The messages of each rank in their order: operation, bytes, ranks of the group, and the peer in it."""
     ranks, *layout = words.split()
     composed = compose_all([*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}"]).jobs[0]
     with TemporaryDirectory() as directory:

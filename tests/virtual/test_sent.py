@@ -22,10 +22,9 @@ LAYOUTS = (
     "4 parallel=fsdp parallel.tensor=2 parallel.sequence=true",
     "4 parallel=fsdp parallel.context=2",
     "4 parallel=fsdp parallel.context=2 parallel.context_method=ring",
-    "2 parallel=pdp parallel.pipeline=2 parallel.schedule=gpipe",
     "4 parallel=pdp parallel.pipeline=2",
-    "2 parallel=pdp parallel.schedule=interleaved1f1b",
-    "8 parallel=3d parallel.pipeline=2 parallel.tensor=2 parallel.shard=2",
+    "2 parallel=pdp parallel.schedule=interleaved1f1b model.layers=4",
+    "4 parallel=3d parallel.pipeline=2 parallel.tensor=2 parallel.shard=1",
 )
 
 #: Bytes of a number of fp32: gloo's trace has no size of a tensor without dimensions, such as a loss.
