@@ -23,7 +23,7 @@ from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
 from ptdbench.records import failure, record
-from ptdbench.records.cause import is_stop, root_cause
+from ptdbench.records.failure import is_stop, root_cause
 from ptdbench.records.ownership import Attempt
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged

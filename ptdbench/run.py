@@ -34,7 +34,7 @@ from ptdbench.measure.hardware import environment
 from ptdbench.planning import micro_batch
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ledger, ownership, record, store
-from ptdbench.records.cause import root_cause
+from ptdbench.records.failure import root_cause
 from ptdbench.records.ownership import Attempt, this_process
 from ptdbench.report import labels
 from ptdbench.report.display import Display, Heading

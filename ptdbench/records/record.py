@@ -15,8 +15,7 @@ import msgspec
 from ptdbench.files import strict
 from ptdbench.records import schema, store
 from ptdbench.records.bearing import bearing, bears, leaves
-from ptdbench.records.cause import status_of
-from ptdbench.records.failure import Failure
+from ptdbench.records.failure import Failure, status_of
 from ptdbench.records.schema import Owner, Written
 from ptdbench.terminal import command, under
 

@@ -17,8 +17,7 @@ from msgspec import convert
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, schema, store
-from ptdbench.records.cause import root_cause
-from ptdbench.records.failure import Failure, read_failures, write_traceback
+from ptdbench.records.failure import Failure, read_failures, root_cause, write_traceback
 from ptdbench.records.ownership import Attempt
 from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
