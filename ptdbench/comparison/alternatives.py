@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ptdbench.records import record
-from ptdbench.records.objective import value
+from ptdbench.records.record import objective_value
 from ptdbench.records.schema import Written
 
 
@@ -83,7 +83,7 @@ def by_identity(
 
 def throughput(run: Written) -> float | None:
     """Tokens or samples a second; ``None`` for a run that is not ok, or does not train."""
-    return value(run, "throughput")
+    return objective_value(run, "throughput")
 
 
 def sweep_of(run: Written) -> Path:

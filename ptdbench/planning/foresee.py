@@ -13,9 +13,8 @@ from typing import Any
 
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
-from ptdbench.planning import steps
-from ptdbench.planning.classes import classes
-from ptdbench.planning.merging import merged
+from ptdbench.planning.classes import classes, merged
+from ptdbench.planning.micro_batch import layouts, stand_in
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.profiling.nccl import NCCL_BUFFERS
@@ -139,7 +138,7 @@ def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     """What is known without carrying anything out."""
     training = spec.training
     assert training
-    layout = next(iter(steps.layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
+    layout = next(iter(layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
     reserve = asked.config.general.memory_reserve or 0.0
     room = run_spec.memory(spec, reserve, spec.world_size, 0, running=False)
     state = _state(training)
@@ -185,7 +184,7 @@ class _Virtual:
         self._state = _state(spec.training)  # before anything is carried out, as not every optimizer tells
         buffers = spec.training.layout.dims.communicators * NCCL_BUFFERS if spec.backend == "nccl" else 0
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": buffers} if buffers else {})
-        self._layouts = steps.layouts(spec.training, is_free=asked.sets_batch)
+        self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}
 
     def fields(self) -> dict[str, Any]:
@@ -225,7 +224,7 @@ class _Virtual:
 
     def _run(self, micro_batch: int, memory: int, profiled: bool) -> dict[str, Any]:
         """The record of one micro-batch on ranks of each class, as many at once as there are cores."""
-        carried = steps.stand_in(self._training, self._layouts[micro_batch])
+        carried = stand_in(self._training, self._layouts[micro_batch])
         ranks, cores = list(self._classes), len(os.sched_getaffinity(0))
         found = []
         for start in range(0, len(ranks), cores):
@@ -264,7 +263,7 @@ class _Virtual:
             "reserved_bytes": virtual["reserved_bytes"][most],
             "needed_bytes": needed,
             "fits": fits,
-            "accumulation": steps.stand_in(self._training, layout).accumulation,
+            "accumulation": stand_in(self._training, layout).accumulation,
         }
         names = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
         fields = {name: record.get(name) for name in names}

@@ -16,7 +16,7 @@ from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
 from ptdbench.launch.job_steps import JobSteps
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.planning import steps
+from ptdbench.parallel.dims import divisors
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
@@ -25,6 +25,7 @@ from ptdbench.report.reason import reason
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import RunSpec, Summary
+from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
 
 #: Carries out the run of a directory.
@@ -129,7 +130,7 @@ class Finder:
         if not self._spec.training:
             name, asked = self.config.call("workload").name, self.config.train.micro_batch
             raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
-        self._layouts = steps.layouts(self._spec.training)
+        self._layouts = layouts(self._spec.training)
         candidates = list(self._layouts)
         search = self._search = Search(candidates, self._room(None), self._tried, most=_MOST, stride=_STRIDE)
         largest = search.largest()
@@ -146,7 +147,7 @@ class Finder:
         """The same of a micro-batch that an earlier start of the run has found; ``None`` if these ranks have it not."""
         self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
         assert self._spec.training
-        self._layouts = steps.layouts(self._spec.training)
+        self._layouts = layouts(self._spec.training)
         return self._with(micro_batch) if micro_batch in self._layouts else None
 
     def _specify(self) -> RunSpec:
@@ -215,7 +216,7 @@ class Finder:
         """The record of a short run; of whole steps, or of such as stand for them."""
         assert self._spec.training
         layout = self._layouts[micro_batch]
-        layout = layout if is_whole else steps.stand_in(self._spec.training, layout)
+        layout = layout if is_whole else stand_in(self._spec.training, layout)
         tries = self.directory / store.TRIES
         tries.mkdir(exist_ok=True)
         directory = tries / f"{len([*tries.iterdir()]) + 1}_micro_batch_{micro_batch}"  # beside those of earlier starts
@@ -281,3 +282,46 @@ class Finder:
         if not rate:
             raise Broken(f"the try of micro-batch {size} has no throughput; train.micro_batch=max needs none")
         return rate
+
+
+#: Passes of a step that are carried out: from the second one on gradients are accumulated, and none needs more.
+_PASSES = 2
+
+#: Micro-batches of a run whose global batch is not given.
+_POWERS = [2**power for power in range(13)]
+
+
+def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPlan]:
+    """The layouts of a run by their micro-batches, in ascending order.
+
+    Args:
+        training: The run.
+        is_free: Whether the global batch follows from the micro-batch, so that a replica has one pass, of a pipeline
+            with as many micro-batches as it needs.
+
+    Raises:
+        ConfigError: There is none; why not of the smallest.
+    """
+    strategy, dims, batch = training.strategy, training.layout.dims, training.layout.global_batch
+    staged = strategy.applies("pipeline", dims)
+    fewest = strategy.pipeline_schedule.fewest(dims.pipeline, strategy.stages_on_rank) if staged else 1
+    sizes = {size: dims.batch * size * fewest for size in _POWERS} if is_free else {}
+    found = {}
+    first: ConfigError | None = None
+    for size, total in (sizes or dict.fromkeys(divisors(training.layout.replica_batch), batch)).items():
+        try:
+            found[size] = strategy.layout(dims, total, size)
+        except ConfigError as error:
+            first = first or error
+    if not found and first:
+        raise first.under("parallel")
+    return found
+
+
+def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
+    """A step with no more passes than it takes to see the peak of this one."""
+    if layout.accumulation <= _PASSES:
+        return layout
+    batch = layout.global_batch // layout.accumulation * _PASSES
+    shorter = training.strategy.layout(layout.dims, batch, layout.micro_batch)
+    return shorter if shorter.microbatches == layout.microbatches else layout

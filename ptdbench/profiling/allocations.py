@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch._C._profiler import _EventType, _TensorMetadata
 from torch.autograd.profiler import profile
 
-from ptdbench.measure.parts import KINDS
+from ptdbench.profiling.phases import KINDS
 from ptdbench.profiling.trace import BACKWARD, DATA, GRADIENTS, STEP, UPDATE
 
 #: The label under which the tensors of the training state were looked up.

@@ -13,10 +13,34 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ptdbench.measure.parts import PHASES
 from ptdbench.profiling.events import COMBINE, LABELED, POINT_TO_POINT
 from ptdbench.profiling.intervals import Interval, length, union
 from ptdbench.profiling.trace import Trace
+
+#: The phases of a step.
+PHASES = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "communication": "exposed communication",
+    "stragglers": "waiting for slower ranks",
+    "experts": "waiting for the fullest experts",
+    "bubble": "pipeline bubble",
+    "host": "waiting for the host",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
+#: What memory is for.
+KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "communication": "buffers of communication",
+    "other": "other memory",
+}
+
 
 #: What ranks wait for that have called these, if not for slower ones: they leave the dispatch together, and compute
 #: their experts until they combine.

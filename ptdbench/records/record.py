@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -16,7 +16,7 @@ from ptdbench.files import strict
 from ptdbench.records import schema, store
 from ptdbench.records.bearing import bearing, bears, leaves
 from ptdbench.records.failure import Failure, status_of
-from ptdbench.records.schema import Owner, Written
+from ptdbench.records.schema import Metrics, Owner, Written, part
 from ptdbench.terminal import command, under
 
 #: The type of error of a record that was opened and not yet closed.
@@ -192,3 +192,30 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 def _digest(options: Mapping[str, Any]) -> str:
     canonical = json.dumps(strict(options, str), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+Objective = Literal["throughput", "held_out_loss", "held_out_accuracy"]
+
+#: In which direction each objective is better.
+DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
+    "throughput": "maximize",
+    "held_out_loss": "minimize",
+    "held_out_accuracy": "maximize",
+}
+
+
+def objective_value(record: Written, objective: Objective) -> float | None:
+    """Return the figure by which a run is judged; ``None`` for a run that is not ok, or has no such figure.
+
+    ``throughput``: tokens per second, or samples per second where samples are not tokens. The others are those of the
+    best evaluation.
+    """
+    if record["status"] != "ok":
+        return None
+    if objective == "throughput":
+        metrics = part(record, Metrics)
+        return metrics.tokens_per_second or metrics.samples_per_second
+    name = {"held_out_loss": "loss", "held_out_accuracy": "top1"}[objective]
+    found = [figure for one in record.get("evaluations") or [] if (figure := one.get(name)) is not None]
+    best = max if DIRECTIONS[objective] == "maximize" else min
+    return best(found) if found else None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ptdbench.measure.parts import KINDS, PHASES
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.schema import Communication, Memory, Phases, Written, part
 from ptdbench.report import recorded_phases, why
 from ptdbench.report.reason import wrap

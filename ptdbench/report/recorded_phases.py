@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import is_open, option
 from ptdbench.records.schema import Communication, Environment, Phases, Written, part
 

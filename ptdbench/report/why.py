@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from ptdbench.comparison.ranking import Place
-from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import option, work
 from ptdbench.records.schema import Communication, Experts, Metrics, Phases, StepSeconds, Written, part
 from ptdbench.report import recorded_phases

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.bearing import OF_CHOICE
-from ptdbench.records.objective import Objective
+from ptdbench.records.record import Objective
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
 from ptdbench.terminal import command

@@ -24,7 +24,6 @@ from ptdbench.records.bearing import bears
 from ptdbench.setup import commandline, compose, config, hydra_output
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.sweep import directory as output
 from ptdbench.terminal import echo
 
 #: The folder of plans in the cache.
@@ -95,7 +94,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool) -> Planned:
         ConfigError: The directory cannot be written to.
     """
     is_free = _is_free(overrides)
-    directory = output.claim(of, overrides, None, None)
+    directory = hydra_output.claim(of, overrides, None, None)
     records = []
     for number, (whole, job, words) in enumerate(zip(of.whole, of.jobs, of.overrides, strict=True)):
         read = config.read(job)

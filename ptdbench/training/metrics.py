@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ptdbench.measure.statistics import summary, warmup_end
 from ptdbench.parallel import precision
 from ptdbench.problems import ConfigError
 from ptdbench.records import series
+from ptdbench.training.loop import StepLoop
 from ptdbench.units import flops_text
 
 
@@ -328,3 +330,19 @@ def against_higher_ceiling(
 
 def _text(ceiling: Measured) -> str:
     return flops_text(ceiling.flops_per_second) + ", taken beside other load" * bool(ceiling.beside_load)
+
+
+def experts_field(job: Job, loop: StepLoop) -> dict[str, Any] | None:
+    """The record's experts_field ``experts``, see :class:`ptdbench.records.schema.Experts`; called in all ranks."""
+    if job.spec.virtual:  # its experts take turns, and nothing is counted
+        return None
+    of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
+    counts = {name: numbers for of_rank, _ in of_ranks for name, numbers in of_rank.items()}
+    if not any(map(any, counts.values())):  # no experts, or no steps
+        return None
+    fullest = [ratio for _, of_rank in of_ranks for ratio in of_rank]
+    return {
+        "tokens": {name: [round(number) for number in numbers[:-1]] for name, numbers in sorted(counts.items())},
+        "dropped": round(sum(numbers[-1] for numbers in counts.values())),
+        "fullest_rank": fmean(fullest) if fullest else None,
+    }

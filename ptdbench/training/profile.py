@@ -22,10 +22,9 @@ from torch.autograd.profiler import profile, record_function
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
-from ptdbench.measure.parts import PHASES
 from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, trace
-from ptdbench.profiling.phases import Partition, partition
+from ptdbench.profiling.phases import PHASES, Partition, partition
 from ptdbench.profiling.profiler import operations, profiled
 from ptdbench.training import traces, traffic
 from ptdbench.training.loop import StepLoop

@@ -20,7 +20,7 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.training import memory_split, metrics, profile, routed, virtual_account
+from ptdbench.training import memory_split, metrics, profile, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
@@ -145,7 +145,7 @@ def _outcome(
         remarks["checkpoints"] = notes
     found = agreed_outcome(job, recorder, remarks)
     fields = {**found.fields, "evaluations": evaluator.as_dicts()}
-    if told := routed.field(job, loop):
+    if told := metrics.experts_field(job, loop):
         fields["experts"] = told
     if not stopped:
         fields = metrics.recheck_ceiling(job, fields)

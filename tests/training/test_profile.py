@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
-from ptdbench.measure.parts import PHASES
 from ptdbench.models.decoder import Decoder
 from ptdbench.models.experts import Experts
 from ptdbench.parallel import apply, ring
@@ -23,7 +22,7 @@ from ptdbench.parallel.pipeline.stage import Stage
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import Call
 from ptdbench.profiling.intervals import Interval, intersect, length, union
-from ptdbench.profiling.phases import Partition, Ready, divided, partition
+from ptdbench.profiling.phases import PHASES, Partition, Ready, divided, partition
 from ptdbench.records import schema
 from ptdbench.training import profile, traffic
 from ptdbench.training.loop import Update

@@ -12,7 +12,7 @@ from typing import Any
 
 from ptdbench.comparison.alternatives import of_sweeps, throughput
 from ptdbench.files import strict
-from ptdbench.measure.parts import KINDS, PHASES
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.bearing import bearing
 from ptdbench.records.load import Run
 from ptdbench.records.record import option, retyped
