@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
-from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load
-from ptdbench.checkpoints.manifest import Manifest, Stamp
+from ptdbench.checkpoints import checkpoint_dir, safe_load
+from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
 from ptdbench.launch import cores
 from ptdbench.launch.collect import gathered_or_alone, place_in
 from ptdbench.local_part import local_part
@@ -338,7 +338,7 @@ class Saver:
             written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
 
             def finish() -> None:
-                manifest.write(partial, written)
+                checkpoint_dir.write_manifest(partial, written)
                 checkpoint_dir.publish(partial)
 
             self._on_rank_0(finish)
@@ -397,7 +397,7 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
     """Stamp the files that ``rank`` wrote."""
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
     mine += [directory / safe_load.METADATA] if rank == 0 else []
-    return {path.name: manifest.stamp(path) for path in mine}
+    return {path.name: checkpoint_dir.stamp(path) for path in mine}
 
 
 def _stand_back() -> None:

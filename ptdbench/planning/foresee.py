@@ -17,7 +17,7 @@ from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.micro_batch import layouts, stand_in
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.profiling.nccl import NCCL_BUFFERS
+from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import store
 from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec

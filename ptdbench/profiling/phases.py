@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ptdbench.profiling.events import COMBINE, LABELED, POINT_TO_POINT
-from ptdbench.profiling.intervals import Interval, length, union
+from ptdbench.profiling.events import COMBINE, LABELED, POINT_TO_POINT, Interval, length, union
 from ptdbench.profiling.trace import Trace
 
 #: The phases of a step.

@@ -18,19 +18,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from ptdbench.profiling import nccl
 from ptdbench.profiling.events import (
     BYTES,
     LABELED,
     POINT_TO_POINT,
     Call,
     Event,
+    Interval,
+    calls_of_nccl,
     checked,
     events_of,
+    intersect,
+    is_of_nccl,
     launches_of,
     operation_of,
+    subtract,
+    union,
 )
-from ptdbench.profiling.intervals import Interval, intersect, subtract, union
 
 #: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
 STEP = "ProfilerStep#"
@@ -117,7 +121,7 @@ def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
         for event, moment in zip(kernels, moments, strict=True)
         if any(begin <= moment < end for begin, end in steps)
     ]
-    return inside, nccl.calls(events, (event for event in inside if nccl.is_of(event)))
+    return inside, calls_of_nccl(events, (event for event in inside if is_of_nccl(event)))
 
 
 def _of_host(
@@ -282,8 +286,8 @@ def _of_device(
         "optimizer": union(parts[UPDATE]),
     }
     launches, inside = launches_of(events), union(steps)
-    computed = [event for event in on_device if not nccl.is_of(event)]
-    calls = nccl.calls(events, (event for event in on_device if nccl.is_of(event)))
+    computed = [event for event in on_device if not is_of_nccl(event)]
+    calls = calls_of_nccl(events, (event for event in on_device if is_of_nccl(event)))
     phases: dict[str, list[Interval]] = {name: [] for name in by_phase}
     busy = union(event.interval for event in computed)
     sent = union((call.start, call.end) for call in calls)

@@ -1,4 +1,4 @@
-"""The output directory of a command line, Hydra's files there, and what it prints: ``--help``, ``--info``, ``--cfg``."""
+"""The output directory of a command line, and output in Hydra's forms: its files, ``--help``, ``--info``, ``--cfg``."""
 
 from __future__ import annotations
 

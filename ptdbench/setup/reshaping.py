@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.checkpoints import checkpoint_dir
-from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import Problem, require
 from ptdbench.setup.run_spec import Summary

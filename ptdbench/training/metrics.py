@@ -16,7 +16,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured, known_ceiling
 from ptdbench.measure.hardware import dense_peak
-from ptdbench.measure.statistics import summary, warmup_end
+from ptdbench.measure.timing import summary, warmup_end
 from ptdbench.parallel import precision
 from ptdbench.problems import ConfigError
 from ptdbench.records import series

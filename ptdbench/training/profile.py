@@ -26,7 +26,7 @@ from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, trace
 from ptdbench.profiling.phases import PHASES, Partition, partition
 from ptdbench.profiling.profiler import operations, profiled
-from ptdbench.training import traces, traffic
+from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
 #: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with one for each rank and
@@ -90,7 +90,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             assert isinstance(found, trace.Trace)
             assert loop.mesh
             groups = loop.mesh.groups()
-            divided = partition(found, traffic.ready(found.calls, groups, ahead))
+            divided = partition(found, traces.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
     if not job.world.is_first:
         return None
@@ -193,7 +193,7 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
     #: From seconds of all steps of a rank to seconds of one timed step.
     scales = [step_seconds / one.duration for one in of_ranks]
     waited_for = [
-        traffic.waited_for(
+        traces.waited_for(
             [
                 {rank: seconds * scale for rank, seconds in one.waited_for[step].items() if rank >= 0}
                 for one, scale in zip(of_ranks, scales, strict=True)

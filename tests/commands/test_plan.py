@@ -13,7 +13,7 @@ import pytest
 
 from ptdbench.planning import foresee
 from ptdbench.problems import ConfigError
-from ptdbench.profiling.nccl import NCCL_BUFFERS
+from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import store
 from ptdbench.setup import config
 from ptdbench.sweep import plans

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ptdbench.checkpoints import manifest
-from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
@@ -51,7 +51,7 @@ def begun(tmp_path):
     """The directory of a run with a checkpoint of four ranks."""
     path = tmp_path / "checkpoints" / "step-00000003"
     path.mkdir(parents=True)
-    manifest.write(path, checkpoint(4, layout(replicate=2, shard=2)))
+    checkpoint_dir.write_manifest(path, checkpoint(4, layout(replicate=2, shard=2)))
     return tmp_path
 
 
