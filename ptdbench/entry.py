@@ -179,7 +179,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     shows = world is None or world.rank == 0
     with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
-        from ptdbench.setup import reshaping
+        from ptdbench.setup import run_spec
         from ptdbench.sweep import requests
         from ptdbench.sweep.agenda import Agenda
 
@@ -188,7 +188,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
                 devices.check(world, str(job.get("device")), str(job.get("backend")))
         runs = requests.of_machine(composed, world)
     if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
-        reshaping.require_same(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
+        run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     directory = hydra_output.claim(composed, line.overrides, world, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only) if composed.is_sweep else None
     if not shows:

@@ -25,7 +25,7 @@ import torch
 from ptdbench import ending
 from ptdbench.job import Job, Workload
 from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvous, settings
-from ptdbench.launch.job_steps import JobSteps
+from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover, is_first_rank
 from ptdbench.measure import memory, tf32

@@ -14,7 +14,7 @@ from typing import Any
 
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
-from ptdbench.launch.job_steps import JobSteps
+from ptdbench.launch.slurm import JobSteps
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import divisors
 from ptdbench.planning.search import Search, Try

@@ -17,7 +17,7 @@ from ptdbench.records import failure, ownership, record, store
 from ptdbench.records.schema import Written
 from ptdbench.report.display import Heading
 from ptdbench.report.labels import titles
-from ptdbench.setup import hydra_output, reshaping
+from ptdbench.setup import hydra_output, run_spec
 from ptdbench.setup.compose import Composed
 from ptdbench.sweep import blocks
 from ptdbench.sweep.blocks import StoppingRule
@@ -174,7 +174,7 @@ class Agenda:
         try:
             if writes:
                 if request.summary:
-                    reshaping.require_same(directory, request.summary, request.config.general.reshape)
+                    run_spec.require_same_shape(directory, request.summary, request.config.general.reshape)
                 self._write(directory, request)
                 hydra_output.write_files(request.job(self.directory, number), directory)
         except ConfigError as refused:

@@ -18,8 +18,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from ptdbench import terminal
 from ptdbench.launch import forced_exit, local, slurm
-from ptdbench.launch.job_steps import JobSteps
-from ptdbench.launch.slurm import SlurmError
+from ptdbench.launch.slurm import JobSteps, SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.planning.micro_batch import is_sought
 from ptdbench.problems import ConfigError, Problem, as_typed, require

@@ -15,7 +15,7 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.job import Job
 from ptdbench.launch.collect import barrier, gather, gathered_or_alone
 from ptdbench.problems import Problem, require
-from ptdbench.setup import reshaping
+from ptdbench.setup import run_spec
 from ptdbench.terminal import echo
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
@@ -141,7 +141,7 @@ class Checkpointing:
         self._saved = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)
         layout = self._job.training.layout
-        self.reshaped = reshaping.change(found.manifest, layout.dims.world_size, layout.as_dict())
+        self.reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
         if self.reshaped and self._job.world.is_first:
             echo(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)

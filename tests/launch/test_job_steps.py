@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ptdbench.launch.job_steps import JobSteps
+from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from tests.programs import until
 
