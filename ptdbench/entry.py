@@ -136,8 +136,8 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
         ConfigError: The command line cannot be used.
     """
     from ptdbench import files
+    from ptdbench.planning import plans
     from ptdbench.report import plan as shown
-    from ptdbench.sweep import plans
 
     _import_from_here()
     if world := discover(os.environ):
@@ -146,7 +146,13 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     composed = plans.composed(overrides, config_dir)
     if not plans.are_known(composed, overrides, again):
         prepare_ranks(list(map(config.read, composed.jobs)))
-    made = plans.make(composed, overrides, again)
+
+    def carry_out(*run_of: Any) -> None:
+        from ptdbench.run import run
+
+        run(*run_of)
+
+    made = plans.make(composed, overrides, again, carry_out)
     if as_json:
         echo(files.as_text(made.records))
     else:

@@ -1,4 +1,4 @@
-"""Text on disk: its files and documents, their identity, and their bytes."""
+"""Text on disk: its files and documents, their identity and their bytes; and tokens, by a Hugging Face tokenizer."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
-from ptdbench.planning.micro_batch import layouts, stand_in
+from ptdbench.planning.micro_batch import SHORT, CarryOut, layouts, stand_in
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.profiling.events import NCCL_BUFFERS
@@ -22,12 +22,9 @@ from ptdbench.records import store
 from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
-from ptdbench.setup.run_spec import RunSpec, Summary
+from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
-
-#: Carries out the run of a directory: :func:`ptdbench.run.run`.
-CarryOut = Callable[[Path, Config, Summary, Heading], None]
 
 #: Bytes of the GPU on which needs are found out: a run that does not fit should say what it needs.
 _ROOMY = 1 << 40
@@ -45,19 +42,7 @@ _SOURCES = {
 }
 
 #: How a run is carried out to see what it needs: the optimizer's state is there from the second step on.
-_SHORT = {
-    "train.steps": 2,
-    "train.warmup_steps": 0,
-    "train.max_minutes": None,
-    "eval.every": None,
-    "checkpoint.every_steps": None,
-    "profile.trace": False,
-    "objective": "throughput",
-    "resume": None,
-    "check": False,
-    "memory_reserve": None,
-    "logger": {"name": "none", "_target_": "ptdbench.report.loggers.none"},
-}
+_SHORT = SHORT | {"train.steps": 2, "memory_reserve": None}
 
 
 class Failed(Exception):
@@ -80,7 +65,7 @@ class Asked:
         config: The configuration.
         is_free: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
         title: What it is called while it is planned.
-        carry_out: See :data:`CarryOut`.
+        carry_out: :func:`ptdbench.run.run`.
     """
 
     config: Config

@@ -47,7 +47,7 @@ _TELLING = ("ok", "oom", "diverged")
 _BLOCKS, _STEPS, _TIED = 12, 10, 0.02
 
 #: A try: the optimizer's state is there from the second step on, and nothing new after the third.
-_SHORT = {
+SHORT = {
     "train.steps": 3,
     "train.warmup_steps": 0,
     "train.max_minutes": None,
@@ -201,7 +201,7 @@ class Finder:
     def _tried(self, micro_batch: int) -> Try:
         """One short run."""
         started = time.monotonic()
-        record = self._carried_out(micro_batch, _SHORT, "")
+        record = self._carried_out(micro_batch, SHORT, "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
             self._search.room = self._room(record["metrics"])
         needed = None if record["status"] == "oom" else self._needed(record)
@@ -274,7 +274,7 @@ class Finder:
         Raises:
             Broken: It has no times.
         """
-        options = _SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
+        options = SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None
