@@ -122,7 +122,7 @@ def _found(directory: Path, other: Path | None) -> _Found:
 def _text(group: _Group, width: int) -> str:
     """Tables and lines; of a run by itself its ranks."""
     from ptdbench.report import breakdown
-    from ptdbench.report.reason import wrap
+    from ptdbench.report.text import wrap
 
     called, first = next(iter(group.runs.items()))
     if not group.lines:

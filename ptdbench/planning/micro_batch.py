@@ -21,7 +21,7 @@ from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
 from ptdbench.report.display import Heading
-from ptdbench.report.reason import reason
+from ptdbench.report.remarks import reason
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import RunSpec, Summary

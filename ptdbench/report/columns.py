@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 from ptdbench.comparison import noise, ranking
-from ptdbench.comparison.alternatives import Alternative, sweep_of, throughput
+from ptdbench.comparison.alternatives import Alternative, sweep_of
 from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
-from ptdbench.records.schema import Hardware, Metrics, Remarks, StepSeconds, Written, part
-from ptdbench.report import losses, virtual, why
+from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
+from ptdbench.report import remarks, why
 from ptdbench.report.labels import labels, names
-from ptdbench.report.reason import reason
-from ptdbench.terminal import plural
-from ptdbench.units import flops_text, memory_text, three_digits
+from ptdbench.units import memory_text, three_digits
 
 MISSING = "-"
 
@@ -198,18 +196,8 @@ COLUMNS = (
 )  # fmt: skip
 
 
-#: From this share of a run's time on, waiting for data is mentioned.
-_WAITED = 0.05
-
 #: Runs that are explained below a table.
 _EXPLAINED = 5
-
-#: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
-_HELD_BACK = 0.01
-
-
-#: A run and its name.
-_Named = tuple[str, Written]
 
 
 @dataclass(frozen=True)
@@ -264,79 +252,13 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
     counted = unit(records)
     found = ranking.rank(alternatives, noise.look_up(records))
     typical = [place.alternative.median_run for place in found.places]
-    ranked = [place.alternative.median_run for place in found.places if place.rank]
     called, named = labels(typical), names(typical)
-    by_name = list(zip(named, typical, strict=True))
-    certainty = ranking.remark(found)
-    remarks = [
-        *([certainty] if certainty else []),
-        *_reasons(list(zip(named, found.places, strict=True))),
-        *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
-        *_ceiling_remarks(by_name),
-        *losses.remarks([(name, run) for name, run in by_name if run["status"] == "ok"]),
-        *_data_remarks(by_name),
-        *_clock_remarks(by_name),
-        *_each_once(records, Remarks, "check"),
-        *virtual.remarks(records),
-    ]
     rows = [
         {column.heading.format(unit=counted): column.cell(row) for column in COLUMNS if column.cell}
         for place, label in zip(found.places, called, strict=True)
         for row in [Row(place, label, is_alone=len(called) == 1)]
     ]
-    return Block(found, called, named, rows, remarks, _why(found, named))
-
-
-def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
-    """Give the reasons of the runs that are not ok, by their names, each reason once."""
-    alike: dict[str, list[str]] = {}
-    for label, place in places:
-        failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
-        for said in dict.fromkeys(map(reason, failed)):
-            alike.setdefault(said, []).append(label)
-    named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
-    return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
-
-
-def _each_once(records: Iterable[Written], kind: type[Metrics | Remarks], field: str) -> list[str]:
-    """Return a remark that is on record, once where several runs have the same."""
-    return [text for text in dict.fromkeys(getattr(part(record, kind), field) for record in records) if text]
-
-
-def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
-    """Runs, by their names, that passed their ceiling, and ceilings that may be too low."""
-    loaded: dict[str, None] = {}
-    for label, record in records:
-        metrics = part(record, Metrics)
-        rate, share = metrics.ceiling_flops_per_second, metrics.share_of_ceiling
-        if remark := part(record, Remarks).ceiling:
-            yield f"{label}: {remark}"
-        elif share and rate and share > 1:
-            yield f"{label}: ceiling passed: was {flops_text(rate)}; it is re-measured after a run that finishes"
-        elif share and rate and metrics.ceiling_beside_load:
-            loaded[flops_text(rate)] = None
-    for too_low in loaded:
-        yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
-
-
-def _data_remarks(records: Sequence[_Named]) -> Iterator[str]:
-    """Runs, by their names, whose steps waited for their data."""
-    for label, record in records:
-        if (share := part(record, Metrics).data_wait_share) and share >= _WAITED:
-            yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
-
-
-def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
-    """Runs, by their names, whose GPUs were held back, and the GPU that was the most."""
-    for label, record in records:
-        clocks = part(record, Hardware).clocks or []
-        held = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
-        held = [one for one in held if one[0] > _HELD_BACK]
-        if held:
-            share, cause, rank = max(held)
-            more = len({one[2] for one in held}) - 1
-            others = f", and {plural(more, 'other')} by less" if more else ""
-            yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
+    return Block(found, called, named, rows, remarks.of_rows(found, named), _why(found, named))
 
 
 def _why(found: Ranking, named: Sequence[str]) -> list[str]:

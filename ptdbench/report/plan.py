@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptdbench.report.labels import names
-from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import fitted, lines
+from ptdbench.report.remarks import reason
+from ptdbench.report.text import fitted, lines, wrap
 from ptdbench.report.virtual import of_experts
 from ptdbench.units import gib_text, three_digits
 

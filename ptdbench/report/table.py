@@ -20,8 +20,8 @@ from ptdbench.records.schema import Written
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import columns, recorded_phases, virtual
 from ptdbench.report.columns import Block
-from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import fitted, lines, longest_word
+from ptdbench.report.remarks import reason
+from ptdbench.report.text import fitted, lines, longest_word, wrap
 from ptdbench.terminal import command
 from ptdbench.units import size_text
 

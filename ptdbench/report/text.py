@@ -85,6 +85,13 @@ def cropped(line: str, width: int | None) -> str:
     return line if width is None or cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
 
 
+def wrap(text: str, width: int | None) -> str:
+    """The text in lines of at most ``width`` columns, all but the first indented; words, such as a path, stay whole."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def _folded(cell: str, size: int) -> list[str]:
     return [cell] if cell_len(cell) <= size else textwrap.wrap(cell, size, break_on_hyphens=False)
 

@@ -15,12 +15,12 @@ from ptdbench.comparison.variation import MIN_RUNS
 from ptdbench.records import record, schema
 from ptdbench.records.bearing import bears, leaves
 from ptdbench.records.schema import Environment, Written, part
-from ptdbench.report import losses
+from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
-from ptdbench.report.reason import reason, wrap
 from ptdbench.report.recorded_phases import other_work
-from ptdbench.report.text import drawn
+from ptdbench.report.remarks import reason
+from ptdbench.report.text import drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -173,7 +173,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
         known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
         verdict = _failing(before, after, level / len(pairs)) or (_SEEN[sign] if known else "not enough data")
-        other = losses.apart(before.runs, after.runs) if is_same else None
+        other = remarks.losses_apart(before.runs, after.runs) if is_same else None
         found.append(Pair(label, before, after, known, verdict, other))
     return found
 

@@ -23,7 +23,7 @@ from ptdbench.launch import settings
 from ptdbench.launch.world import is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import record, store
-from ptdbench.report.reason import reason
+from ptdbench.report.remarks import reason
 from ptdbench.setup import hydra_options, hydra_output
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, quoted
 from ptdbench.setup.compose import Composed

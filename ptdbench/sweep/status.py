@@ -22,7 +22,7 @@ from ptdbench.records.ownership import Attempt
 from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
 from ptdbench.report.progress import Progress, read_progress
-from ptdbench.report.reason import OUTPUT
+from ptdbench.report.remarks import OUTPUT
 
 #: Bytes at the end of a file that are looked at.
 _LOOKED_AT = 65536

@@ -19,8 +19,8 @@ from ptdbench.records.record import option
 from ptdbench.records.schema import Metrics, Record, part
 from ptdbench.report import text as table
 from ptdbench.report.labels import name
-from ptdbench.report.reason import OUTPUT, reason, wrap
-from ptdbench.report.text import cropped
+from ptdbench.report.remarks import OUTPUT, reason
+from ptdbench.report.text import cropped, wrap
 from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import command, echo, plain, plural
