@@ -137,7 +137,6 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     """
     from ptdbench import files
     from ptdbench.planning import plans
-    from ptdbench.report import plan as shown
 
     _import_from_here()
     if world := discover(os.environ):
@@ -156,7 +155,7 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     if as_json:
         echo(files.as_text(made.records))
     else:
-        text.show(shown.table(made.records, shutil.get_terminal_size((110, 24)).columns))
+        text.show(table.of_plans(made.records, shutil.get_terminal_size((110, 24)).columns))
         echo(table.closing_lines(made.directory, made.records))
     return int(all(one["status"] != "ok" for one in made.records))
 

@@ -65,7 +65,7 @@ def shown(directory: Path) -> str:
     """What a person sees of a sweep, in the status and in the table at its end."""
     seen = status.look(directory)
     for width in (None, 40):
-        assert all("\n" not in line for line in watch.table_lines(seen, width))
+        assert all("\n" not in line for line in watch.table_lines(seen, width)[0])
     watch.table_text(seen, 80)
     told: list[str] = []
     table.render(store.read_results(directory, told.append))
