@@ -162,8 +162,9 @@ def remark(attempt: Attempt, rank: int, message: str) -> None:
     """Note in the record that a rank had to be ended after its work was done, and why."""
 
     def add(written: dict[str, Any]) -> dict[str, Any]:
-        noted = (written["remarks"] or {}).get("leaving", [])
-        return {**written, "remarks": {**(written["remarks"] or {}), "leaving": [*noted, f"rank {rank}: {message}"]}}
+        known = written["remarks"] or {}
+        noted = [*known.get("leaving", []), f"rank {rank}: {message}"]
+        return {**written, "remarks": {**known, "leaving": noted}}
 
     attempt.amend(add)
 

@@ -36,6 +36,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ledger, ownership, record, store
 from ptdbench.records.failure import root_cause
 from ptdbench.records.ownership import Attempt, this_process
+from ptdbench.records.schema import MicroBatch, part
 from ptdbench.report import labels
 from ptdbench.report.display import Display, Heading
 from ptdbench.setup import checks, choices, resume, run_spec, training_spec
@@ -160,7 +161,7 @@ def _find_micro_batch(
 
     carry_out = partial(_in_step, steps) if steps else _run
     finder = micro_batch.Finder(attempt.directory, config, heading, carry_out, note, steps)
-    earlier = ((attempt.draft or {}).get("micro_batch") or {}).get("found")
+    earlier = part(attempt.draft or {}, MicroBatch).found
     try:
         found = (finder.given(earlier) if earlier else None) or finder.find()
     except (ConfigError, MemoryError, RuntimeError) as error:

@@ -62,7 +62,7 @@ def by_identity(
 
     def identity(run: Written) -> Hashable:
         """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
-        return run.get("workload"), record.work(run.get("config"), ignored)
+        return run.get("workload"), record.work(record.configuration(run), ignored)
 
     found: dict[Hashable, Alternative] = {}
     runs = [(identity(run), run) for run in records]

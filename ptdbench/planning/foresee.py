@@ -18,7 +18,7 @@ from ptdbench.planning.micro_batch import SHORT, CarryOut, layouts, stand_in
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.profiling.events import NCCL_BUFFERS
-from ptdbench.records import store
+from ptdbench.records import schema, store
 from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
@@ -53,7 +53,7 @@ class Failed(Exception):
     """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
-        super().__init__(str((record.get("error") or {}).get("message")))
+        super().__init__(schema.error(record).message)
         self.record = record
 
 
@@ -182,7 +182,7 @@ class _Virtual:
             search.largest()
         else:
             shown = search.largest() or candidates[0]
-        if (self._records.get(shown) or {}).get("virtual") is None:  # more than the roomy one has: by the line
+        if self._records.get(shown, {}).get("virtual") is None:  # more than the roomy one has: by the line
             return self._beyond(shown, search)
         if not self._records[shown].get("memory"):
             self._tried(shown, profiled=True)

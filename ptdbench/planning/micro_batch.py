@@ -20,6 +20,7 @@ from ptdbench.parallel.dims import divisors
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
+from ptdbench.records.schema import Metrics, MicroBatch, part
 from ptdbench.report.display import Heading
 from ptdbench.report.remarks import reason
 from ptdbench.setup import checks, run_spec
@@ -70,7 +71,7 @@ def is_sought(config: Config) -> bool:
 
 def as_found(config: Config, record: Mapping[str, Any] | None) -> Config:
     """The configuration of a run with the micro-batch that has been found for it before its ranks were started."""
-    found = ((record or {}).get("micro_batch") or {}).get("found")
+    found = part(record or {}, MicroBatch).found
     return config.changed({"train.micro_batch": found}) if found and is_sought(config) else config
 
 
@@ -172,7 +173,7 @@ class Finder:
         known = self._spec.summary
         return replace(known, fields={**known.fields, "layout": layout.as_dict()})
 
-    def _room(self, metrics: dict[str, Any] | None) -> int:
+    def _room(self, metrics: Metrics | None) -> int:
         """Bytes that the run may take: of this host on its ranks, or of a GPU, whose size the first try tells."""
         general, cluster = self.config.general, self.config.cluster
         if self._spec.device_type == "cpu":
@@ -182,7 +183,7 @@ class Finder:
         if self._spec.virtual:
             size = self._spec.virtual.gpu.memory
         else:
-            size = (metrics or {}).get("device_memory_bytes") or _UNKNOWN
+            size = (metrics and metrics.device_memory_bytes) or _UNKNOWN
         return size if size == _UNKNOWN else int(size * (1 - (general.memory_reserve or 0.0)))
 
     @property
@@ -191,19 +192,19 @@ class Finder:
 
     def _needed(self, record: dict[str, Any]) -> int | None:
         """Bytes that a run took: of the ranks of this host, or of the GPU of the rank that took most."""
-        metrics = record.get("metrics") or {}
+        metrics = part(record, Metrics)
         if self._spec.device_type == "cpu":
-            peak = metrics.get("peak_memory_bytes")
+            peak = metrics.peak_memory_bytes
             return None if peak is None else peak * self._ranks_here
-        reserved = metrics.get("peak_reserved_bytes")
-        return None if reserved is None else reserved + (metrics.get("outside_memory_bytes") or 0)
+        reserved = metrics.peak_reserved_bytes
+        return None if reserved is None else reserved + (metrics.outside_memory_bytes or 0)
 
     def _tried(self, micro_batch: int) -> Try:
         """One short run."""
         started = time.monotonic()
         record = self._carried_out(micro_batch, SHORT, "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
-            self._search.room = self._room(record["metrics"])
+            self._search.room = self._room(part(record, Metrics))
         needed = None if record["status"] == "oom" else self._needed(record)
         fits = record["status"] != "oom" and (needed or 0) <= self._search.room
         found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
@@ -278,7 +279,7 @@ class Finder:
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None
-        rate: float | None = (record.get("metrics") or {}).get("samples_per_second")
+        rate = part(record, Metrics).samples_per_second
         if not rate:
             raise Broken(f"the try of micro-batch {size} has no throughput; train.micro_batch=max needs none")
         return rate

@@ -102,7 +102,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, carry_out: CarryOu
     records = []
     for number, (whole, job, words) in enumerate(zip(of.whole, of.jobs, of.overrides, strict=True)):
         read = config.read(job)
-        title = f"[{number + 1}/{len(of.jobs)}] {read.resolved['workload'].get('label', 'run')}"
+        title = f"[{number + 1}/{len(of.jobs)}] {read.label}"
         own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
         draft = record.begin(read.resolved, own, {}, words)
         made = draft | {"kind": "planned", **_fields(read, is_free, title, again, carry_out), "directory": str(own)}

@@ -70,12 +70,17 @@ def begin(
     }
 
 
+def configuration(record: Written) -> Mapping[str, Any]:
+    """Return the resolved configuration on record, empty where there is none."""
+    return record.get("config") or {}
+
+
 def option(record: Written, name: str, kind: Any) -> Any:
     """Return an option of the configuration on record by its dotted name; ``None`` unless it is there and of this type.
 
     What was refused is on record as it was typed, and a record may come from anybody.
     """
-    found: Any = record.get("config")
+    found: Any = configuration(record)
     for key in name.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     try:
@@ -94,7 +99,7 @@ def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
     """Return the draft of a resumed run, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
-    goes_on = same_work(earlier.get("config"), draft["config"])
+    goes_on = same_work(configuration(earlier), configuration(draft))
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
@@ -108,7 +113,7 @@ def stopped(record: Written, why: str, saved: bool = True) -> dict[str, Any]:
 def how_started(record: Written) -> str:
     """Return what starts a run again, before its overrides: it resubmits a job, but cannot start the ranks of srun."""
     launcher = record.get("launcher")
-    by_hand = launcher not in (None, "local") and "submit" not in (option(record, "cluster", dict) or ())
+    by_hand = launcher not in (None, "local") and not option(record, "cluster.submit", str)
     return under(str(launcher)) if by_hand else command()
 
 
@@ -141,7 +146,7 @@ def is_settled(record: Written) -> bool:
     return record["status"] == "ok" or (error.rank == -1 and error.type not in ("", UNFINISHED))
 
 
-def same_work(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether two resolved configurations describe the same run, possibly with other cluster resources.
 
     For example, a run that reached its time limit may be given more time.
@@ -149,7 +154,7 @@ def same_work(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) ->
     return work(one) == work(other)
 
 
-def work(config: Mapping[str, Any] | None, ignored: Collection[str] = ()) -> str:
+def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
     """Return sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
 
     An emptied group is not told from none, nor a shape that is not given. Options of the dotted names ``ignored``
@@ -178,7 +183,7 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    return found["status"] == "ok" and same_work(found.get("config"), config)
+    return found["status"] == "ok" and same_work(configuration(found), config)
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

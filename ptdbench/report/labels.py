@@ -10,7 +10,7 @@ from typing import Any
 from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.bearing import OF_CHOICE, bears, leaves
-from ptdbench.records.record import option
+from ptdbench.records.record import configuration, option
 from ptdbench.records.schema import Layout, Written, part
 from ptdbench.terminal import plural
 
@@ -62,7 +62,7 @@ def options(record: Written) -> dict[str, Any]:
     """The options of a run by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
     kept = [
         (name.removesuffix(".name"), value)
-        for name, value in sorted(leaves(record.get("config")), key=lambda leaf: leaf[0].count("."))
+        for name, value in sorted(leaves(configuration(record)), key=lambda leaf: leaf[0].count("."))
         if not bears(name, "start", "sweep") and _last(name) not in _REPEATING
     ]
     return dict(kept)

@@ -121,7 +121,7 @@ def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozens
         versions.append({(one.ptdbench, one.git_commit) for one in environments})
         of_side: dict[str, set[str]] = {}
         for run in runs:
-            for name, value in leaves(run.get("config")):
+            for name, value in leaves(record.configuration(run)):
                 of_side.setdefault(name, set()).add(repr(value))
         values.append(of_side)
     if versions[0] == versions[1]:

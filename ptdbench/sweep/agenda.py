@@ -216,7 +216,7 @@ class Agenda:
         if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             ownership.open_record(directory, draft)
         trained = record.option(earlier or {}, "model", dict)
-        if other := trained and record.other_model(trained, draft["config"]["model"]):
+        if other := trained and record.other_model(trained, record.option(draft, "model", dict) or {}):
             echo(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # done once more: its earlier result counts no longer

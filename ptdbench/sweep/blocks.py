@@ -140,7 +140,7 @@ class Compared:
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
     """Return every pair of a sweep's alternatives of the same model, by its first blocks: there may be later ones."""
-    earlier = [run for run in store.read_results(directory) if run["config"]["repeat"]["block"] < blocks]
+    earlier = [run for run in store.read_results(directory) if (record.option(run, "repeat.block", int) or 0) < blocks]
     found = [one for one in alternatives.group(earlier) if one.sample]
     return [
         Compared(one, other)

@@ -87,7 +87,7 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     executor = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
     executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
     for run in runs:
-        echo(f"{run.number} {run.request.label}: started", sys.stderr)
+        echo(f"{run.number} {run.request.config.label}: started", sys.stderr)
         # submitit hides every GPU that it was not asked for.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         submitted = executor.submit(carry_out, *call_of(directory, run, CUDA_VISIBLE_DEVICES=visible))
@@ -171,7 +171,7 @@ def _outcome(agenda: Agenda, number: int) -> JobReturn:
     """Tell the sweeper the objective of a run's record, or why it has none."""
     words, directory = agenda.requests[number].overrides, agenda.directory / agenda.subdirectory(number)
     written = store.load_record(directory)
-    wanted = written["config"]["objective"]
+    wanted = record.option(written, "objective", str)
     if (value := record.objective_value(written, wanted)) is not None:
         return JobReturn(words, status=JobStatus.COMPLETED, _return_value=value)
     error = NoObjective(f"{directory.name}: {written['status']}, so that it has no {wanted}")

@@ -69,11 +69,6 @@ class Request:
         assert isinstance(cluster, Slurm)
         return cluster
 
-    @property
-    def label(self) -> str:
-        """The run in a word or two, for people and for the queue."""
-        return str(self.config.resolved["workload"].get("label", "run"))
-
     def job(self, sweep: Path | None, number: int | None) -> DictConfig:
         """Its configuration as Hydra has it when it starts the run of this number.
 
@@ -240,7 +235,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
     shape = shapes.pop()
     sweep = ["-m"] if len(composed.jobs) > 1 else []
-    name = "sweep" if sweep else store.file_name(composed.jobs[0].workload.label)
+    name = "sweep" if sweep else store.file_name(config.read(composed.jobs[0]).label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # where nothing need be installed
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]

@@ -281,7 +281,7 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         if result is not None and is_open(result):  # begun once more, and not ended by itself
             result = None
         known = result or written(directory / job.directory)
-        owner = (known.get("owner") or {}).get("job")
+        owner = known["owner"]["job"] if known.get("owner") else None
         if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
             continue  # nobody can say more; or another job has the run, and this one was refused it
         crash = _crash(directory / job.directory, known) if is_open(known) and not _says_more(state) else None

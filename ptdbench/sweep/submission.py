@@ -269,7 +269,7 @@ def _submit(
             name=name,
             element=element if len(array) > 1 else None,
             id=None,
-            label=run.request.label,
+            label=run.request.config.label,
             shape=str(run.request.shape),
             overrides=list(run.request.overrides),
             directory=run.subdirectory,
@@ -303,7 +303,7 @@ def _submit(
 def _label(array: Sequence[Sequence[Opened]]) -> str:
     """What the queue shows of an array."""
     first, *others = (run for job in array for run in job)
-    return "sweep" if others else store.file_name(first.request.label)  # which may be any text
+    return "sweep" if others else store.file_name(first.request.config.label)  # which may be any text
 
 
 def _take_back(names: Sequence[str]) -> None:
