@@ -14,15 +14,10 @@ from ptdbench.records.schema import Written
 
 @dataclass(frozen=True)
 class Alternative:
-    """Runs of the same configuration, on as many ranks.
+    """Runs of the same configuration, on as many ranks."""
 
-    Attributes:
-        runs: In the order given; at least one.
-        sample: Tokens a second of those that are ok, by their blocks of repeats; samples a second where samples are
-            not tokens.
-    """
-
-    runs: list[Written]
+    runs: list[Written]  #: In the order given; at least one.
+    #: Tokens a second of those that are ok, by their blocks of repeats; samples a second where samples are not tokens.
     sample: dict[Hashable, float]
 
     @cached_property

@@ -310,17 +310,11 @@ def _words(said: str) -> str:
 
 @dataclass(frozen=True)
 class JobSteps:
-    """How the script of a job starts its ranks.
+    """How the script of a job starts its ranks."""
 
-    Attributes:
-        world: The ranks, as the first of them will see them.
-        gpus: GPUs of a node.
-        command: What starts them all; the directory of their run is appended.
-    """
-
-    world: World
-    gpus: int
-    command: Sequence[str]
+    world: World  #: The ranks, as the first of them will see them.
+    gpus: int  #: GPUs of a node.
+    command: Sequence[str]  #: What starts them all; the directory of their run is appended.
 
     def start(self, directory: Path) -> int:
         """Have the ranks carry out the run of a directory, and wait for them; the exit status of srun."""

@@ -27,21 +27,13 @@ _TICK = 1e-9
 
 @dataclass(frozen=True)
 class Effort:
-    """The measurement effort for one figure.
+    """The measurement effort for one figure."""
 
-    Attributes:
-        seconds: Target duration of the timed repetitions.
-        min_repetitions: Minimum number of timed repetitions.
-        max_repetitions: Maximum number of timed repetitions.
-        warmup: Untimed repetitions, at least one; the fastest of them determines how many fit into ``seconds``.
-        max_seconds: A size whose ``min_repetitions`` would take longer is skipped, and all larger ones.
-    """
-
-    seconds: float = 0.03
-    min_repetitions: int = 5
-    max_repetitions: int = 1000
-    warmup: int = 2
-    max_seconds: float = 1.0
+    seconds: float = 0.03  #: Target duration of the timed repetitions.
+    min_repetitions: int = 5  #: Minimum number of timed repetitions.
+    max_repetitions: int = 1000  #: Maximum number of timed repetitions.
+    warmup: int = 2  #: Untimed repetitions, at least one; the fastest of them determines how many fit into ``seconds``.
+    max_seconds: float = 1.0  #: A size whose ``min_repetitions`` would take longer is skipped, and all larger ones.
 
     def repetitions(self, once: float) -> int:
         """Return the number of timed repetitions of something that takes ``once`` seconds."""

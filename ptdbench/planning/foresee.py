@@ -59,19 +59,12 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Asked:
-    """A configuration to plan for.
+    """A configuration to plan for."""
 
-    Attributes:
-        config: The configuration.
-        is_free: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
-        title: What it is called while it is planned.
-        carry_out: :func:`ptdbench.run.run`.
-    """
-
-    config: Config
-    is_free: bool
-    title: str
-    carry_out: CarryOut
+    config: Config  #: The configuration.
+    is_free: bool  #: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
+    title: str  #: What it is called while it is planned.
+    carry_out: CarryOut  #: :func:`ptdbench.run.run`.
 
     @property
     def micro_batch(self) -> Any:

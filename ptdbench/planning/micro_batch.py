@@ -85,37 +85,23 @@ class Broken(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        config: That of the run, with the micro-batch.
-        summary: That of the run, with its layout.
-        field: The record's field ``micro_batch``.
-    """
-
-    config: Config
-    summary: Summary
-    field: dict[str, Any]
+    config: Config  #: That of the run, with the micro-batch.
+    summary: Summary  #: That of the run, with its layout.
+    field: dict[str, Any]  #: The record's field ``micro_batch``.
 
 
 @dataclass
 class Finder:
-    """The search of one run.
+    """The search of one run."""
 
-    Attributes:
-        directory: The run's directory.
-        config: Its configuration.
-        heading: What it is called.
-        carry_out: Carries a try out.
-        note: Adds the record's field ``micro_batch`` after each try.
-        steps: Of the job whose script searches; ``None`` where the ranks are started on this machine.
-    """
-
-    directory: Path
-    config: Config
-    heading: Heading
-    carry_out: CarryOut
-    note: Callable[[dict[str, Any]], None]
+    directory: Path  #: The run's directory.
+    config: Config  #: Its configuration.
+    heading: Heading  #: What it is called.
+    carry_out: CarryOut  #: Carries a try out.
+    note: Callable[[dict[str, Any]], None]  #: Adds the record's field ``micro_batch`` after each try.
+    #: Of the job whose script searches; ``None`` where the ranks are started on this machine.
     steps: JobSteps | None = None
     _rates: dict[int, list[float]] = field(default_factory=dict)
 

@@ -38,15 +38,10 @@ _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
 @dataclass(frozen=True)
 class Planned:
-    """What was planned.
+    """What was planned."""
 
-    Attributes:
-        directory: With a directory for each record.
-        records: In the order of the command line.
-    """
-
-    directory: Path
-    records: Sequence[Mapping[str, Any]]
+    directory: Path  #: With a directory for each record.
+    records: Sequence[Mapping[str, Any]]  #: In the order of the command line.
 
 
 def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:

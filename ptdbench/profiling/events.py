@@ -96,30 +96,20 @@ POINT_TO_POINT = ("send", "recv", "send_recv")
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of communication on this rank.
+    """One operation of communication on this rank."""
 
-    Attributes:
-        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``dispatch``, ``combine``,
-            ``broadcast``, ``send``, ...
-        bytes: Size of its largest tensor.
-        start: When it was called, in seconds since the epoch.
-        end: When it was done.
-        within: Names of what called it, the innermost last.
-        peer: The other rank of a message, by its number in the group.
-        ranks: The ranks that take part, where the trace says so.
-        group: The name of their group, where the trace says so.
-        held: When the rank called it and, last, when it awaited it; only of a message of gloo, whose end is noted when
-            it is awaited, however long it has been done.
-    """
-
+    #: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``dispatch``, ``combine``, ``broadcast``,
+    #: ``send``, ...
     operation: str
-    bytes: int
-    start: float
-    end: float
-    within: tuple[str, ...] = ()
-    peer: int | None = None
-    ranks: tuple[int, ...] | None = None
-    group: str | None = None
+    bytes: int  #: Size of its largest tensor.
+    start: float  #: When it was called, in seconds since the epoch.
+    end: float  #: When it was done.
+    within: tuple[str, ...] = ()  #: Names of what called it, the innermost last.
+    peer: int | None = None  #: The other rank of a message, by its number in the group.
+    ranks: tuple[int, ...] | None = None  #: The ranks that take part, where the trace says so.
+    group: str | None = None  #: The name of their group, where the trace says so.
+    #: When the rank called it and, last, when it awaited it; only of a message of gloo, whose end is noted when it is
+    #: awaited, however long it has been done.
     held: tuple[Interval, ...] | None = None
 
     @property

@@ -55,19 +55,15 @@ _AWAIT = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's profiled steps; all times are in seconds since the epoch.
+    """One rank's profiled steps; all times are in seconds since the epoch."""
 
-    Attributes:
-        steps: When each step ran.
-        phases: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and a GPU waited for its ``host``:
-            disjoint, and without the waits.
-        waits: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
-        calls: The operations of communication, in the order of their start; also those outside of the steps.
-    """
-
-    steps: Sequence[Interval]
+    steps: Sequence[Interval]  #: When each step ran.
+    #: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and a GPU waited for its ``host``: disjoint, and
+    #: without the waits.
     phases: Mapping[str, Sequence[Interval]]
+    #: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
     waits: Sequence[Interval]
+    #: The operations of communication, in the order of their start; also those outside of the steps.
     calls: Sequence[Call]
 
 

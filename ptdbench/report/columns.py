@@ -21,15 +21,11 @@ from ptdbench.units import memory_text, three_digits
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: a run, or an alternative with its repeats.
-
-    Attributes:
-        is_alone: Whether it is the only one of its model.
-    """
+    """A row of a table: a run, or an alternative with its repeats."""
 
     place: Place
     label: str
-    is_alone: bool = False
+    is_alone: bool = False  #: Whether it is the only one of its model.
 
     @property
     def runs(self) -> Sequence[Written]:
@@ -209,23 +205,15 @@ _EXPLAINED = 5
 
 @dataclass(frozen=True)
 class Block:
-    """The alternatives of one model.
+    """The alternatives of one model."""
 
-    Attributes:
-        ranking: All of them, in the order of the rows.
-        labels: What each is called in a table, which has columns for the ranks and the global batch.
-        names: What each is called in lines and figures.
-        rows: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
-        remarks: Sentences on the order, on failures and on what was measured.
-        why: Sentences on why the runs that come next are slower than the fastest one.
-    """
-
-    ranking: Ranking
-    labels: list[str]
-    names: list[str]
+    ranking: Ranking  #: All of them, in the order of the rows.
+    labels: list[str]  #: What each is called in a table, which has columns for the ranks and the global batch.
+    names: list[str]  #: What each is called in lines and figures.
+    #: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
     rows: list[dict[str, str]]
-    remarks: list[str]
-    why: list[str]
+    remarks: list[str]  #: Sentences on the order, on failures and on what was measured.
+    why: list[str]  #: Sentences on why the runs that come next are slower than the fastest one.
 
     def title(self, moved: Sequence[str] = ()) -> str:
         """The model, what all its runs have in common, and what has no column."""

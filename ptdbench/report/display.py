@@ -29,18 +29,12 @@ from ptdbench.units import duration_text, span_text
 
 @dataclass(frozen=True)
 class Heading:
-    """The name of a run in its display.
+    """The name of a run in its display."""
 
-    Attributes:
-        title: What it is, in a few words; in a sweep those that tell it from the others.
-        number: Its number in the sweep, from 1; ``None`` outside of one.
-        total: How many runs the sweep has; ``None`` where nobody knows yet.
-        later_seconds: Estimated duration of the runs after it; ``None`` if there are none, or none has ended yet.
-    """
-
-    title: str
-    number: int | None = None
-    total: int | None = None
+    title: str  #: What it is, in a few words; in a sweep those that tell it from the others.
+    number: int | None = None  #: Its number in the sweep, from 1; ``None`` outside of one.
+    total: int | None = None  #: How many runs the sweep has; ``None`` where nobody knows yet.
+    #: Estimated duration of the runs after it; ``None`` if there are none, or none has ended yet.
     later_seconds: float | None = None
 
     def __str__(self) -> str:
@@ -74,19 +68,12 @@ class _Console(Console):
 
 @dataclass(frozen=True)
 class Line:
-    """A live line: text, a bar, and text.
+    """A live line: text, a bar, and text."""
 
-    Attributes:
-        left: Before the bar: which run it is and what it does.
-        right: After the bar.
-        done: Steps of the bar.
-        total: All of its steps; ``None`` where it only moves.
-    """
-
-    left: str
-    right: str
-    done: int = 0
-    total: int | None = None
+    left: str  #: Before the bar: which run it is and what it does.
+    right: str  #: After the bar.
+    done: int = 0  #: Steps of the bar.
+    total: int | None = None  #: All of its steps; ``None`` where it only moves.
 
 
 class Live(Progress):

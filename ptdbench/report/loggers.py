@@ -32,15 +32,10 @@ _TIMEOUT = 30
 
 
 class Service(Protocol):
-    """The type of ``logger=<name>``.
+    """The type of ``logger=<name>``."""
 
-    Attributes:
-        package: What is imported for it.
-        extra: The optional dependencies that install this.
-    """
-
-    package: str
-    extra: str
+    package: str  #: What is imported for it.
+    extra: str  #: The optional dependencies that install this.
 
     def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
         """Open the run.

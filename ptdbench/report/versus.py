@@ -48,23 +48,14 @@ class Incomparable(Exception):
 
 @dataclass(frozen=True)
 class Pair:
-    """The same configuration before and after, or two that did the same work.
+    """The same configuration before and after, or two that did the same work."""
 
-    Attributes:
-        label: What it is called.
-        before: Its runs before.
-        after: Its runs after.
-        known: The throughput after over that before; ``None`` where there are too few runs.
-        verdict: What is seen of the difference, for all pairs together.
-        losses: How far the losses of the same configuration lie apart, if rounding does not explain it.
-    """
-
-    label: str
-    before: Alternative
-    after: Alternative
-    known: Comparison | None
-    verdict: Verdict
-    losses: str | None
+    label: str  #: What it is called.
+    before: Alternative  #: Its runs before.
+    after: Alternative  #: Its runs after.
+    known: Comparison | None  #: The throughput after over that before; ``None`` where there are too few runs.
+    verdict: Verdict  #: What is seen of the difference, for all pairs together.
+    losses: str | None  #: How far the losses of the same configuration lie apart, if rounding does not explain it.
 
     @property
     def sides(self) -> tuple[tuple[str, Alternative], tuple[str, Alternative]]:
@@ -74,15 +65,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Versus:
-    """Two sets of runs beside each other.
+    """Two sets of runs beside each other."""
 
-    Attributes:
-        pairs: The configurations that both have.
-        remarks: What is not compared, in sentences.
-    """
-
-    pairs: list[Pair]
-    remarks: list[str]
+    pairs: list[Pair]  #: The configurations that both have.
+    remarks: list[str]  #: What is not compared, in sentences.
 
 
 def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:

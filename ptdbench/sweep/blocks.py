@@ -155,13 +155,10 @@ class StoppingRule:
 
     Looking often would find a difference where there is none: the looks are few, known beforehand, and share the level
     (:func:`ptdbench.comparison.significance.interim_looks`).
-
-    Attributes:
-        repeat: The options.
-        compared: What matters in a directory after so many blocks.
     """
 
-    repeat: Repeat
+    repeat: Repeat  #: The options.
+    #: What matters in a directory after so many blocks.
     compared: Callable[[Path, int], Sequence[Compared]] = all_of_sweep
     _is_over: bool = False
 

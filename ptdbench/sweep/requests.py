@@ -34,25 +34,15 @@ from ptdbench.terminal import command
 
 @dataclass(frozen=True)
 class Request:
-    """One run of a sweep.
+    """One run of a sweep."""
 
-    Attributes:
-        whole: Its configuration with Hydra's own node, pickled.
-        config: Its configuration, ready to be typed.
-        overrides: What was typed for this run of the sweep.
-        shape: What its job is given; ``None`` where it runs on this machine.
-        summary: What is known of it; ``None`` where it cannot run.
-        refused: Why it cannot run; it is a row of the table then, and no job.
-        block: The block of repeats that it belongs to; ``None`` without.
-    """
-
-    whole: bytes
-    config: Config
-    overrides: Sequence[str]
-    shape: Shape | None
-    summary: Summary | None
-    refused: ConfigError | None
-    block: int | None = None
+    whole: bytes  #: Its configuration with Hydra's own node, pickled.
+    config: Config  #: Its configuration, ready to be typed.
+    overrides: Sequence[str]  #: What was typed for this run of the sweep.
+    shape: Shape | None  #: What its job is given; ``None`` where it runs on this machine.
+    summary: Summary | None  #: What is known of it; ``None`` where it cannot run.
+    refused: ConfigError | None  #: Why it cannot run; it is a row of the table then, and no job.
+    block: int | None = None  #: The block of repeats that it belongs to; ``None`` without.
 
     def in_block(self, block: int | None) -> Request:
         """The same run in a block of repeats."""

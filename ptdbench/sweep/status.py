@@ -88,23 +88,14 @@ GRACE = 3.0
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep, as far as it has come.
+    """One run of a sweep, as far as it has come."""
 
-    Attributes:
-        directory: The run's directory, as its record names it.
-        job: Its job, or ``None`` where it was not submitted.
-        queue: What SLURM says of the job; ``None`` where it says nothing any more.
-        record: What the run has written so far.
-        is_over: Whether it has ended and its result is among the sweep's.
-        progress: How far a run that is going on has come.
-    """
-
-    directory: str
-    job: ledger.Job | None
-    queue: JobState | None
-    record: Written
-    is_over: bool
-    progress: Progress | None = None
+    directory: str  #: The run's directory, as its record names it.
+    job: ledger.Job | None  #: Its job, or ``None`` where it was not submitted.
+    queue: JobState | None  #: What SLURM says of the job; ``None`` where it says nothing any more.
+    record: Written  #: What the run has written so far.
+    is_over: bool  #: Whether it has ended and its result is among the sweep's.
+    progress: Progress | None = None  #: How far a run that is going on has come.
 
     @cached_property
     def typed(self) -> Record:
@@ -114,17 +105,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, run by run.
+    """A sweep, run by run."""
 
-    Attributes:
-        runs: In the order of their numbers.
-        silence: Why SLURM could not be asked; empty where it could, or need not be.
-        damage: A sentence for each line of its results that is damaged, and for its list of jobs.
-    """
-
-    runs: Sequence[Run]
-    silence: str = ""
-    damage: Sequence[str] = ()
+    runs: Sequence[Run]  #: In the order of their numbers.
+    silence: str = ""  #: Why SLURM could not be asked; empty where it could, or need not be.
+    damage: Sequence[str] = ()  #: A sentence for each line of its results that is damaged, and for its list of jobs.
 
     @property
     def is_over(self) -> bool:

@@ -38,21 +38,13 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Counted:
-    """The count of an energy counter over all stretches.
+    """The count of an energy counter over all stretches."""
 
-    Attributes:
-        device: What was counted, the same name for two counters of the same device.
-        steps: Number of steps.
-        seconds: Their duration.
-        joules: Energy of the device in these seconds.
-        reason: Why nothing was counted, else ``None``.
-    """
-
-    device: str
-    steps: int = 0
-    seconds: float = 0.0
-    joules: float = 0.0
-    reason: str | None = None
+    device: str  #: What was counted, the same name for two counters of the same device.
+    steps: int = 0  #: Number of steps.
+    seconds: float = 0.0  #: Their duration.
+    joules: float = 0.0  #: Energy of the device in these seconds.
+    reason: str | None = None  #: Why nothing was counted, else ``None``.
 
 
 class Counter(ABC):

@@ -122,23 +122,14 @@ def collect_garbage() -> None:
 
 @dataclass(frozen=True)
 class Steps:
-    """Measurements of one rank, one item per step.
+    """Measurements of one rank, one item per step."""
 
-    Attributes:
-        losses: This rank's share of the loss, on the device.
-        learning_rates: ``optimizer.lr`` times the factor of the schedule.
-        gradient_norms: Before clipping, on the device; empty without clipping.
-        wait_seconds: Time spent waiting for the batch.
-        memory_bytes: Memory in use after the step.
-        seconds: Duration of the step.
-    """
-
-    losses: list[Tensor]
-    learning_rates: list[float]
-    gradient_norms: list[Tensor]
-    wait_seconds: list[float]
-    memory_bytes: list[int]
-    seconds: list[float]
+    losses: list[Tensor]  #: This rank's share of the loss, on the device.
+    learning_rates: list[float]  #: ``optimizer.lr`` times the factor of the schedule.
+    gradient_norms: list[Tensor]  #: Before clipping, on the device; empty without clipping.
+    wait_seconds: list[float]  #: Time spent waiting for the batch.
+    memory_bytes: list[int]  #: Memory in use after the step.
+    seconds: list[float]  #: Duration of the step.
 
 
 class StepLoop:

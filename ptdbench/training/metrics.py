@@ -26,44 +26,29 @@ from ptdbench.units import flops_text
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The combined measurements of all ranks of a run.
+    """The combined measurements of all ranks of a run."""
 
-    Attributes:
-        step_seconds: Seconds of every step on its slowest rank; the first step included.
-        samples_per_step: Samples of one step over all ranks: the global batch.
-        tokens_per_sample: Sequence length; ``None`` where samples are not token sequences.
-        flops_per_sample: FLOPs of forward and backward for one sample by the model's formula, if it has one.
-        flops_reason: Why there is no such formula, else ``None``.
-        world_size: Ranks, one device each.
-        device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
-        dtype: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-        peak_memory_bytes: Peak memory, maximum over ranks.
-        peak_reserved_bytes: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
-        first_step_seconds: From the start of the run's first step to its end, compilation included.
-        startup_seconds: Seconds of each phase before the first step, by name.
-        minimum_warmup: Minimum number of warm-up steps.
-        earlier_seconds: Seconds of steps of earlier starts of this run, without their warm-up.
-        wait_seconds: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
-        ceiling: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
-        masked_flops_per_sample: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
-    """
-
-    step_seconds: Sequence[float]
-    samples_per_step: int
-    tokens_per_sample: int | None
+    step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank; the first step included.
+    samples_per_step: int  #: Samples of one step over all ranks: the global batch.
+    tokens_per_sample: int | None  #: Sequence length; ``None`` where samples are not token sequences.
+    #: FLOPs of forward and backward for one sample by the model's formula, if it has one.
     flops_per_sample: float | None
-    flops_reason: str | None
-    world_size: int
-    device_name: str
-    dtype: str
-    peak_memory_bytes: int | None
+    flops_reason: str | None  #: Why there is no such formula, else ``None``.
+    world_size: int  #: Ranks, one device each.
+    device_name: str  #: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
+    dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+    peak_memory_bytes: int | None  #: Peak memory, maximum over ranks.
+    #: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
     peak_reserved_bytes: int | None = None
-    first_step_seconds: float | None
-    startup_seconds: Mapping[str, float]
-    minimum_warmup: int
-    earlier_seconds: Sequence[float] = ()
+    first_step_seconds: float | None  #: From the start of the run's first step to its end, compilation included.
+    startup_seconds: Mapping[str, float]  #: Seconds of each phase before the first step, by name.
+    minimum_warmup: int  #: Minimum number of warm-up steps.
+    earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
+    #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
+    #: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
     ceiling: tuple[Measured | None, str | None] = (None, "no ceiling was looked up")
+    #: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
     masked_flops_per_sample: float | None = None
 
 

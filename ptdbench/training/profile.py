@@ -41,14 +41,11 @@ MOST_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Expected:
-    """A step's expected kernels and messages by its layout.
+    """A step's expected kernels and messages by its layout."""
 
-    Attributes:
-        volume: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.comm_volume`.
-        parts: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
-    """
-
+    #: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.comm_volume`.
     volume: Mapping[str, Size] = field(default_factory=dict)
+    #: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
     parts: Sequence[Sequence[str]] | None = None
 
 
