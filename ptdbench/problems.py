@@ -69,14 +69,10 @@ def under(group: str, step: Callable[[], T]) -> T:
 
 
 class ErrorCollector:
-    """Collects problems: a step that fails adds its own, and the next step is tried all the same.
-
-    Attributes:
-        problems: What was found so far.
-    """
+    """Collects problems: a step that fails adds its own, and the next step is tried all the same."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[Problem] = []  #: What was found so far.
 
     def catch(self, step: Callable[[], T]) -> T | None:
         """Call ``step``; return its result, or ``None`` where it raised a ConfigError."""

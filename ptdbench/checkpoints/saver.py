@@ -192,13 +192,6 @@ class Saver:
     A save that fails in any rank leaves no checkpoint and adds a line to the :attr:`problems` of every rank; the run
     continues.
 
-    Attributes:
-        group: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
-        saved: Steps whose checkpoint is on disk, in the order of saving.
-        problems: One line for each failed save.
-        stall_seconds: How long each :meth:`save` blocked its caller.
-        best: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
-
     Args:
         run_directory: The run's directory, the same for all ranks.
         keep: Number of complete checkpoints to keep, at least 1.
@@ -206,10 +199,12 @@ class Saver:
     """
 
     def __init__(self, run_directory: Path, *, keep: int, asynchronous: bool = True) -> None:
+        #: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # contains all ranks
-        self.saved: list[int] = []
-        self.problems: list[str] = []
-        self.stall_seconds: list[float] = []
+        self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
+        self.problems: list[str] = []  #: One line for each failed save.
+        self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
+        #: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
         self.best: int | None = None
         self._run_directory = run_directory
         self._keep = keep

@@ -225,14 +225,7 @@ _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 class Tokenizer:
-    """A tokenizer from a ``tokenizer.json``.
-
-    Attributes:
-        digest: SHA-256 of the file, in hexadecimal digits.
-        size: How many tokens there are, which is one more than the largest.
-        dtype: The smallest unsigned integers that hold them, of 16 or 32 bits.
-        end: The token that ends every document; ``None`` where the tokenizer has none for that.
-    """
+    """A tokenizer from a ``tokenizer.json``."""
 
     def __init__(self, path: Path) -> None:
         """Read the file; raises ConfigError for ``tokenizer`` if there is none, or it is not a tokenizer."""
@@ -246,11 +239,14 @@ class Tokenizer:
             raise ConfigError([Problem("tokenizer", path, rule)]) from None
         self._tokenizer.no_truncation()  # a file may ask for 512 tokens and no more, and what follows would be lost
         self._tokenizer.no_padding()
-        self.digest = hashlib.sha256(content).hexdigest()
+        self.digest = hashlib.sha256(content).hexdigest()  #: SHA-256 of the file, in hexadecimal digits.
         # Not get_vocab_size(): numbers may be unused, and the model needs an entry for the largest.
+        #: How many tokens there are, which is one more than the largest.
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
+        #: The smallest unsigned integers that hold them, of 16 or 32 bits.
         self.dtype = np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
         ends: list[int | None] = [self._tokenizer.token_to_id(token) for token in _ENDS]
+        #: The token that ends every document; ``None`` where the tokenizer has none for that.
         self.end = next((end for end in ends if end is not None), None)
 
     def pieces(self, documents: Part, name: str) -> Iterator[Piece]:

@@ -46,15 +46,11 @@ _SHORT = SHORT | {"train.steps": 2, "memory_reserve": None}
 
 
 class Failed(Exception):
-    """A run on virtual ranks failed for another reason than memory.
-
-    Attributes:
-        record: Of that run.
-    """
+    """A run on virtual ranks failed for another reason than memory."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         super().__init__(schema.error(record).message)
-        self.record = record
+        self.record = record  #: Of that run.
 
 
 @dataclass(frozen=True)

@@ -128,10 +128,6 @@ class Display:
     stores two numbers, and if :meth:`due` what costs something, above all fetching the loss from a GPU, is done for
     :meth:`show`.
 
-    Attributes:
-        total_steps: Steps of the whole run; may change on the way.
-        remark: Text to show beside the loss.
-
     Args:
         heading: Which run it is; ``None`` for a rank that shows nothing.
         stays: Whether a line stays on a terminal when the display ends.
@@ -147,8 +143,8 @@ class Display:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total_steps = 0
-        self.remark = ""
+        self.total_steps = 0  #: Steps of the whole run; may change on the way.
+        self.remark = ""  #: Text to show beside the loss.
         self._heading, self._stays, self._clock = heading, stays, clock
         self._stream = sys.stderr if stream is None else stream
         in_place = heading is not None and redraws(self._stream)

@@ -185,15 +185,11 @@ _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
 
 
 class Environments:
-    """Each environment once, in the order of the runs.
-
-    Attributes:
-        found: The environments, as records have them.
-    """
+    """Each environment once, in the order of the runs."""
 
     def __init__(self, runs: Iterable[Written]) -> None:
         known = {json.dumps(one, sort_keys=True): one for run in runs if (one := run.get("environment"))}
-        self.found: list[Mapping[str, Any]] = [*known.values()]
+        self.found: list[Mapping[str, Any]] = [*known.values()]  #: The environments, as records have them.
         self._numbers = {text: number for number, text in enumerate(known)}
 
     def number(self, run: Written) -> int | None:

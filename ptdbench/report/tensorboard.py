@@ -37,14 +37,10 @@ def write_tensorboard(directory: Path, record: Written, shown: int = 0) -> None:
 
 
 class Live:
-    """Shows a run's curves while it goes on, as far as the ranks have brought their steps together.
-
-    Attributes:
-        shown: How many of the run's steps there are, those of earlier starts included.
-    """
+    """Shows a run's curves while it goes on, as far as the ranks have brought their steps together."""
 
     def __init__(self, directory: Path) -> None:
-        self.shown = 0
+        self.shown = 0  #: How many of the run's steps there are, those of earlier starts included.
         self._curves = scalars.Curves()
         self._directory = directory
         self._writer: SummaryWriter | None = None

@@ -25,10 +25,6 @@ from ptdbench.training.recorder import Recorder
 class Checkpointing:
     """Resumes a run from its last checkpoint and writes new ones.
 
-    Attributes:
-        resumed_from: Path of the checkpoint that this process resumed from.
-        reshaped: How the ranks or the layout have changed since; ``None`` if they have not.
-
     Args:
         job: The run.
         loop: Its step loop, before the first step.
@@ -45,8 +41,8 @@ class Checkpointing:
         self._saver: Saver | None = None
         self._saved = -1
         self._passed_over: list[str] = []
-        self.resumed_from: str | None = None
-        self.reshaped: str | None = None
+        self.resumed_from: str | None = None  #: Path of the checkpoint that this process resumed from.
+        self.reshaped: str | None = None  #: How the ranks or the layout have changed since; ``None`` if they have not.
         if self._every:
             if job.world.is_first:
                 with suppress(OSError):  # an unwritable directory is reported at the first save

@@ -42,19 +42,14 @@ _MANY, _SHARE = 10_000, 0.01
 class Recorder:
     """Gathers the measurements of all ranks for the series file and TensorBoard.
 
-    Attributes:
-        path: The series file, written by rank 0.
-        warnings: Which steps before this process have lost their numbers, and why.
-        log: What sends the run's curves to a logging service, on rank 0 of a run that has one.
-
     Args:
         job: The run.
         loop: The step loop.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
-        self.path = job.directory / series.NAME
-        self.warnings: list[str] = []
+        self.path = job.directory / series.NAME  #: The series file, written by rank 0.
+        self.warnings: list[str] = []  #: Which steps before this process have lost their numbers, and why.
         self._job = job
         self._loop = loop
         self._earlier: list[dict[str, Any]] = []
@@ -69,6 +64,7 @@ class Recorder:
         first = job.world.is_first
         self._live = Live(job.directory) if first else None
         logger = choices.build(job.spec.config, "logger") if first else None
+        #: What sends the run's curves to a logging service, on rank 0 of a run that has one.
         self.log = Log(logger, job.directory) if logger else None
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
