@@ -387,7 +387,7 @@ def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     refused = 0
     for run in runs:
         if run.refused:
-            echo(f"{run.label}: {run.refused}", sys.stderr)
+            echo(f"{run.config.label}: {run.refused}", sys.stderr)
             refused += 1
     for array in _arrays(runs):
         jobs, runs_of_job = len(array), len(array[0])

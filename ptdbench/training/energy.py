@@ -48,15 +48,10 @@ class Counted:
 
 
 class Counter(ABC):
-    """An energy counter, read at both ends of stretches of steps.
+    """An energy counter, read at both ends of stretches of steps."""
 
-    Attributes:
-        source: What is asked.
-        least_seconds: Shorter stretches are left out: ten times the interval in which the counter is updated.
-    """
-
-    source = ""
-    least_seconds = 0.0
+    source = ""  #: What is asked.
+    least_seconds = 0.0  #: Shorter stretches are left out: ten times the interval in which the counter is updated.
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -318,7 +318,7 @@ def _text(ceiling: Measured) -> str:
 
 
 def experts_field(job: Job, loop: StepLoop) -> dict[str, Any] | None:
-    """The record's experts_field ``experts``, see :class:`ptdbench.records.schema.Experts`; called in all ranks."""
+    """The record's field ``experts``, see :class:`ptdbench.records.schema.Experts`; called in all ranks."""
     if job.spec.virtual:  # its experts take turns, and nothing is counted
         return None
     of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
