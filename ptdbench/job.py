@@ -74,5 +74,4 @@ class Outcome:
     error: Exception | None = None
     stopped: str | None = None  #: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
     saved: bool = False  #: Whether a run that ended early has saved a checkpoint.
-    shown: int = 0  #: Number of steps already written to TensorBoard.
-    log: Log | None = None  #: What sends the run's curves to a logging service, on rank 0 of a run that has one.
+    logs: Sequence[Log] = ()  #: What sends the run's curves to TensorBoard and a logging service, on rank 0.
