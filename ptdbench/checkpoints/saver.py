@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 from ptdbench.launch.collect import gathered_or_alone, place_in
 from ptdbench.local_part import local_part
 
@@ -398,7 +398,7 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
 def _stand_back() -> None:
     """Lower this thread's CPU and I/O priority, and let it run on every core that the process was given."""
     with suppress(OSError):
-        cores.unbind_thread()
+        settings.unbind_thread()
     if sys.platform == "linux":  # elsewhere it would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError, psutil.Error):

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ptdbench.launch import cores, settings
+from ptdbench.launch import settings
 
 _A100 = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
@@ -136,7 +136,7 @@ def environment(device_type: str) -> dict[str, Any]:
         **(_gpus() if device_type == "cuda" else dict.fromkeys(_OF_GPUS) | {"devices": []}),
         **_git(Path(__file__).parents[2]),
         "cpu": _cpu_model(),
-        "cores": len(cores.mine()),
+        "cores": len(settings.own_cores()),
         "host": platform.node(),
         "os": platform.platform(),
         "settings": settings.here(),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
@@ -310,7 +310,7 @@ def test_the_writing_thread_stands_back_and_the_others_do_not(alone, tmp_path, w
         "write_manifest",
         lambda *_: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
     )
-    monkeypatch.setattr(cores, "unbind_thread", lambda: freed.append(threading.current_thread().name))
+    monkeypatch.setattr(settings, "unbind_thread", lambda: freed.append(threading.current_thread().name))
     before = os.getpriority(os.PRIO_PROCESS, 0)
     keeper = Saver(tmp_path, keep=1)
     keeper.save(1, weight, {}, {})
