@@ -83,12 +83,6 @@ def _is_free(overrides: Sequence[str]) -> bool:
 def make(of: Composed, overrides: Sequence[str], again: bool, carry_out: CarryOut) -> Planned:
     """Plan each configuration, and write the records.
 
-    Args:
-        of: The configurations.
-        overrides: What was typed.
-        again: Whether to plan anew what is known.
-        carry_out: :func:`ptdbench.run.run`.
-
     Raises:
         ConfigError: The directory cannot be written to.
     """

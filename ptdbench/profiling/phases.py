@@ -81,12 +81,7 @@ class Partition:
 
 
 def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
-    """Divide the steps of one rank among the phases.
-
-    Args:
-        trace: The rank's steps.
-        ready: When each call of the trace could begin.
-    """
+    """Divide the steps of one rank among the phases."""
     seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
     exposed: defaultdict[str, float] = defaultdict(float)
     begins = [begin for begin, _ in trace.steps]

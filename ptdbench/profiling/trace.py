@@ -70,10 +70,6 @@ class Trace:
 def read(path: Path, device_type: str = "cpu") -> Trace:
     """Read a trace in Chrome's format.
 
-    Args:
-        path: The trace.
-        device_type: What computed: ``cpu`` or ``cuda``.
-
     Raises:
         ValueError: It is damaged or too large, holds no profiled step, or does not show what a GPU did.
     """

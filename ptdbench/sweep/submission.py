@@ -226,11 +226,6 @@ def call_of(sweep: Path, opened: Opened, **environment: str | None) -> tuple[str
 def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) -> list[ledger.Job]:
     """Submit one array of jobs for each shape; nothing stays in the queue unless all were taken.
 
-    Args:
-        directory: The sweep's directory.
-        jobs: Its runs, whose records are open.
-        options: As for :func:`script`.
-
     Returns:
         The runs with the jobs that they are in, in the order of their numbers.
 

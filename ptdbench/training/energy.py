@@ -105,12 +105,7 @@ class Counter(ABC):
 
 
 class Packages(Counter):
-    """All CPU packages of a machine, without its memory modules, by RAPL.
-
-    Args:
-        device: The machine.
-        root: Where Linux shows the counters; ``None`` for :data:`POWERCAP`.
-    """
+    """All CPU packages of a machine, without its memory modules, by RAPL."""
 
     source = "RAPL"
     least_seconds = 0.1
@@ -283,10 +278,6 @@ class EnergyMeter:
     At both ends of a stretch the device has no work left, as an interruption waits for it anyway: counters then belong
     to whole steps. The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank
     reads its GPU, and the first rank of each node the CPU packages of its machine.
-
-    Args:
-        job: The run.
-        loop: Its step loop, before the first step.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:

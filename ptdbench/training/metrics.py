@@ -267,10 +267,6 @@ _OTHERWISE = (
 def recheck_ceiling(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the ceiling again if the run passed it; called in all ranks, after the last step.
 
-    Args:
-        job: The run.
-        fields: The fields of its record, with its ``metrics`` on rank 0.
-
     Returns:
         The fields; on rank 0, and if the run passed its ceiling, with the higher one and a remark.
     """

@@ -60,12 +60,6 @@ def expect(job: Job) -> Expected:
 def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected: Expected) -> dict[str, Any] | None:
     """Profile some steps; called in all ranks, after everything else of a run.
 
-    Args:
-        job: The run.
-        loop: Its step loop, whose steps are drained.
-        metrics: On rank 0 those of the timed steps.
-        expected: On rank 0 what :func:`expect` returned.
-
     Returns:
         On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`.
     """
@@ -102,12 +96,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
 
 
 def _count(asked: int, timed: float | None) -> int:
-    """The number of steps to profile: as many as were asked for, if they take no longer than ``MOST_SECONDS``.
-
-    Args:
-        asked: The number that was asked for.
-        timed: Seconds of a step, if any was timed.
-    """
+    """The number of steps to profile: as many as were asked for, if they take no longer than ``MOST_SECONDS``."""
     return max(1, int(min(asked, MOST_SECONDS / timed if timed else math.inf)))
 
 

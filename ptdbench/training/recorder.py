@@ -39,12 +39,7 @@ _MANY, _SHARE = 10_000, 0.01
 
 
 class Recorder:
-    """Gathers the measurements of all ranks for the series file and TensorBoard.
-
-    Args:
-        job: The run.
-        loop: The step loop.
-    """
+    """Gathers the measurements of all ranks for the series file and TensorBoard."""
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.path = job.directory / series.NAME  #: The series file, written by rank 0.
