@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,9 @@ from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.report.display import Display
+from ptdbench.report.loggers import Log
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec
-
-if TYPE_CHECKING:
-    from ptdbench.report.loggers import Log
 
 
 class Workload(Protocol):

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import gpu_state
+from ptdbench.records.schema import Energy
 from ptdbench.training.loop import StepLoop
 
 POWERCAP = Path("/sys/class/powercap")
@@ -264,8 +266,7 @@ def energy(
 
 def none(reason: str) -> dict[str, Any]:
     """No energy, in the form of a record, and why."""
-    names = ("source", "steps", "seconds", "watts", "joules_per_step", "joules_per_sample", "joules_per_token")
-    return {**dict.fromkeys(names), "reason": reason}
+    return asdict(Energy(reason=reason))
 
 
 def _text(path: Path) -> str:
