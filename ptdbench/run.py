@@ -28,7 +28,7 @@ from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvou
 from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover, is_first_rank
-from ptdbench.measure import memory, tf32
+from ptdbench.measure import hardware, memory
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
 from ptdbench.planning import micro_batch
@@ -309,7 +309,7 @@ def _prepared_device(spec: RunSpec, world: World) -> torch.device:
         memory.release(device)
     if spec.training:
         checks.check_gpu_precision(spec.config.general.precision, device)
-    tf32.allow(spec.config.general.precision == "tf32")
+    hardware.allow_tf32(spec.config.general.precision == "tf32")
     return device
 
 
