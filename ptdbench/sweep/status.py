@@ -18,10 +18,9 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, schema, store
 from ptdbench.records.failure import Failure, read_failures, root_cause, write_traceback
-from ptdbench.records.ownership import Attempt
+from ptdbench.records.ownership import Attempt, Progress, read_progress
 from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
-from ptdbench.report.progress import Progress, read_progress
 from ptdbench.report.remarks import OUTPUT
 
 #: Bytes at the end of a file that are looked at.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job
-from ptdbench.report.progress import ProgressFile
+from ptdbench.records.ownership import ProgressFile
 from ptdbench.training.loop import StepLoop
 
 _KEY, _LAST_KEY = "progress/loss", "progress/last_loss"

@@ -18,7 +18,7 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.parallel.comm_volume import Size
-from ptdbench.profiling import profiler, trace
+from ptdbench.profiling import trace
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 
@@ -99,7 +99,7 @@ def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"the trace cannot be written and read: {error}"
             return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
-    counted = Counter(profiler.kernel_kind(kernel.name) for kernel in launched)
+    counted = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
     calls, size = Counter[str](), Counter[str]()
     for call in called:
         calls[call.operation] += 1

@@ -9,7 +9,7 @@ from torch.autograd.profiler import record_function
 from ptdbench.profiling import allocations, trace
 from ptdbench.profiling.allocations import Change, Seen, Sent, Surroundings
 from ptdbench.profiling.phases import KINDS
-from ptdbench.profiling.profiler import profiled
+from ptdbench.training.profile import profiled
 
 FORWARD = Surroundings("forward", "activations")
 BACKWARD = Surroundings("backward", "activations")

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from docs.record_tables import parts
 from ptdbench.launch import slurm
 from ptdbench.records import ledger, record, schema, store
+from ptdbench.records.ownership import PROGRESS
 from ptdbench.report import table
-from ptdbench.report.progress import PROGRESS
 from ptdbench.sweep import status, watch
 from ptdbench.training.metrics import metrics
 from tests.sweep.made import CONFIG, DONE
