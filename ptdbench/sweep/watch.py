@@ -135,7 +135,7 @@ def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, Run]], str]:
 
 
 #: The columns of a sweep, whose rows are :func:`numbered`.
-COLUMNS = (
+COLUMNS: Sequence[Column[tuple[int, Run]]] = (
     Column("#", lambda row: str(row[0])),
     Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), words=True, spared=3),
     Column("run", _of(_label), words=True, least=12),
