@@ -31,7 +31,7 @@ from rivals import RIVALS
 from torch import Tensor
 
 from ptdbench.measure.memory import peak_bytes, release
-from ptdbench.measure.statistics import median_interval
+from ptdbench.measure.timing import median_interval
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all, conf_folder

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -524,7 +525,7 @@ def part(record: Written, kind: type[S]) -> S:
 
     Of a record as it is read: what a run has in hand may be numbers of NumPy, or none of JSON's.
     """
-    return msgspec.convert(record.get(kind.__name__.lower()) or {}, kind)
+    return msgspec.convert(record.get(re.sub(r"(?<=.)(?=[A-Z])", "_", kind.__name__).lower()) or {}, kind)
 
 
 def error(record: Written) -> Error:

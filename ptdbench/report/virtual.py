@@ -7,8 +7,7 @@ from typing import Any
 
 from ptdbench.records.record import option
 from ptdbench.records.schema import Memory, Virtual, Written, part
-from ptdbench.report.reason import wrap
-from ptdbench.report.text import drawn
+from ptdbench.report.text import drawn, wrap
 from ptdbench.units import size_text
 
 #: What the lines below a table of memory say.

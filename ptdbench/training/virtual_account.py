@@ -18,32 +18,22 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.parallel.comm_volume import Size
-from ptdbench.profiling import profiler, trace
+from ptdbench.profiling import trace
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 
 
 @dataclass(frozen=True)
 class _Own:
-    """What one rank tells.
+    """What one rank tells."""
 
-    Attributes:
-        allocated: Peak memory allocated by PyTorch, in bytes.
-        reserved: Peak of what it took from the device, in bytes.
-        communicators: Process groups of several ranks.
-        host_seconds: Seconds in which the host had launched a step.
-        kernels: Kernels of a step by kind.
-        messages: Calls and bytes of a step by operation.
-        reason: Why kernels and messages are not known.
-    """
-
-    allocated: int
-    reserved: int
-    communicators: int
-    host_seconds: float
-    kernels: Mapping[str, int]
-    messages: Mapping[str, tuple[float, float]]
-    reason: str | None = None
+    allocated: int  #: Peak memory allocated by PyTorch, in bytes.
+    reserved: int  #: Peak of what it took from the device, in bytes.
+    communicators: int  #: Process groups of several ranks.
+    host_seconds: float  #: Seconds in which the host had launched a step.
+    kernels: Mapping[str, int]  #: Kernels of a step by kind.
+    messages: Mapping[str, tuple[float, float]]  #: Calls and bytes of a step by operation.
+    reason: str | None = None  #: Why kernels and messages are not known.
 
 
 def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, Any] | None:
@@ -109,7 +99,7 @@ def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"the trace cannot be written and read: {error}"
             return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
-    counted = Counter(profiler.kernel_kind(kernel.name) for kernel in launched)
+    counted = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
     calls, size = Counter[str](), Counter[str]()
     for call in called:
         calls[call.operation] += 1

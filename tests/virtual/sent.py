@@ -21,7 +21,7 @@ from ptdbench.launch import local, peers
 from ptdbench.profiling import events, trace
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
-from ptdbench.training import profile, traffic
+from ptdbench.training import profile, traces
 from ptdbench.workloads.train import assemble
 
 SMALL = (
@@ -54,7 +54,7 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
         groups = loop.mesh.groups()
         of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
         told = [
-            (call.operation, call.bytes, of[traffic.group_of(call, groups)], call.peer) for call in _calls(path, job)
+            (call.operation, call.bytes, of[traces.group_of(call, groups)], call.peer) for call in _calls(path, job)
         ]
         of_ranks = peers.gather(told)
         if job.world.is_first:
