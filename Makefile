@@ -68,7 +68,7 @@ train-for-real: install-test  ## whether training comes to a result: digits to a
 data-speed: install  ## what each data pipeline delivers, and how fast the step loop asks for it
 	$(BIN)/python benchmarks/data_speed.py $(ARGS)
 
-model-speed: install-test  ## our GPT-2 against the one of transformers
+model-speed: install-test  ## our GPT-2, Llama or Mixtral against the one of transformers
 	$(BIN)/python benchmarks/model_speed.py $(ARGS)
 
 launch-time: install  ## how long local ranks take to start, against torchrun, and what a run of a sweep costs

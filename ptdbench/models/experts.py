@@ -253,7 +253,52 @@ class Mixture(nn.Module):
         if x.is_meta:  # it has no values to choose by
             return torch.empty_like(x)
         weights, order, counts = self.router(x)
-        active = weights.shape[1]
-        computed = self.experts(x.flatten(0, 1)[order // active], counts)
-        of_choices = x.new_zeros(weights.numel(), x.shape[-1]).index_copy(0, order, computed)
-        return (of_choices.unflatten(0, (-1, active)) * weights.to(x.dtype).unsqueeze(-1)).sum(dim=1).view_as(x)
+        active, places = weights.shape[1], places_in(order, weights.numel())
+        computed = self.experts(take(x.flatten(0, 1), order, places, copies=active), counts)
+        of_choices = take(computed, places, order).unflatten(0, (-1, active))
+        return (of_choices * weights.to(x.dtype).unsqueeze(-1)).sum(dim=1).view_as(x)
+
+
+def places_in(order: Tensor, choices: int) -> Tensor:
+    """Where each of the numbers from 0 stands in ``order``; ``len(order)``: nowhere."""
+    places = torch.full((choices,), len(order), device=order.device)
+    return places.scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def take(rows: Tensor, numbers: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """The rows of these numbers, each of which is taken once.
+
+    Args:
+        rows: ``[rows, width]``.
+        numbers: Of rows, each in ``copies`` that are numbered one after the other; ``rows``: none, which gives zeros.
+        back: Where each number stands in ``numbers``, as by :func:`places_in`.
+        copies: How often each row is there.
+
+    Returns:
+        ``[len(numbers), width]``.
+    """
+    taken: Tensor = _Taken.apply(rows, numbers, back, copies)
+    return taken
+
+
+class _Taken(torch.autograd.Function):
+    """See :func:`take`. Each gradient is fetched where it is: torch adds them up row by row, as numbers may repeat."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, numbers: Tensor, back: Tensor, copies: int) -> Tensor:
+        """See above."""
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return _select(rows, numbers if copies == 1 else numbers // copies, len(numbers) > len(rows) * copies)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        """See above."""
+        (back,) = ctx.saved_tensors
+        found = _select(gradient, back, len(back) > len(gradient))
+        return found if ctx.copies == 1 else found.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+
+
+def _select(rows: Tensor, numbers: Tensor, lacks: bool) -> Tensor:
+    """The rows of these numbers; ``lacks``: of the one after the last, there are zeros."""
+    return (F.pad(rows, (0, 0, 0, 1)) if lacks else rows).index_select(0, numbers)
