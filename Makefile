@@ -20,7 +20,7 @@ endef
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-step virtual-truth phases-truth memory-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-step virtual-truth phases-truth memory-truth plan-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -82,6 +82,9 @@ report-speed: install-test  ## how long a report of 1,000 and of 10,000 runs tak
 
 long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
 	$(BIN)/python -m benchmarks.long_run $(ARGS)
+
+plan-truth: install  ## how fast and how right `ptdbench plan` and train.micro_batch=max are; ARGS="--only sizes"
+	$(BIN)/python benchmarks/plan_truth.py $(ARGS)
 
 compare-truth: install-test  ## how often repeats tell identical configurations apart, and miss slower ones: an hour
 	$(BIN)/python benchmarks/compare_truth.py $(ARGS)
