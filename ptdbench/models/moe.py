@@ -284,6 +284,7 @@ def from_transformers(state: Mapping[str, Tensor], key_value_heads: int) -> dict
     of_mixture = {
         "post_attention_layernorm.weight": "norm.weight",
         "mlp.gate.weight": "router.weight",
+        "mlp.experts.gate_up_proj": "experts.gate_up",
         "mlp.experts.down_proj": "experts.down",
     }
     of_attention = {
@@ -300,9 +301,6 @@ def from_transformers(state: Mapping[str, Tensor], key_value_heads: int) -> dict
             weights[f"blocks.{number}.mixture.{of_mixture[inner]}"] = tensor
         elif inner in of_attention:
             weights[f"blocks.{number}.{of_attention[inner]}"] = tensor
-        elif inner == "mlp.experts.gate_up_proj":
-            gate, up = tensor.chunk(2, dim=1)
-            weights |= {f"blocks.{number}.mixture.experts.gate": gate, f"blocks.{number}.mixture.experts.up": up}
         else:
             others[name] = tensor
     return weights | from_llama(others, key_value_heads)

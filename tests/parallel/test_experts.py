@@ -34,7 +34,7 @@ KINDS = ("loss", "bias", "forced", "latent")
 
 def model(kind: str = "loss") -> MoE:
     """On the meta device; its balance, or latent attention, with fewer heads of keys for it to overlook."""
-    attention = {"head_width": 4, "latent_width": 6, "rotary_width": 2} if kind == "latent" else {}
+    attention = {"head_width": 4, "latent_width": 8, "rotary_width": 4} if kind == "latent" else {}
     balance = "loss" if kind == "latent" else kind
     with torch.device("meta"):
         return MoE(
@@ -118,7 +118,7 @@ def test_every_layout_has_the_losses_and_norms_of_one_rank():
         ({"shard": 8, "expert": 8}, "expert=8: must divide the 4 experts of the model; try 2, 4"),
         (
             {"shard": 6, "expert": 2},
-            "expert=2: leaves 3 copies of each expert, which must divide the 8 rows of its matrices; "
+            "expert=2: leaves 3 copies of each expert, which must divide the 16 rows of its matrices; "
             "try another number of ranks, or parallel=fsdp",
         ),
     ],
