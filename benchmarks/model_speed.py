@@ -1,8 +1,8 @@
-"""A training step of ptdbench's GPT or mixture of experts against that of ``transformers`` or of nanoGPT's recipe.
+"""A training step of ptdbench's models against those of ``transformers``, or of nanoGPT's recipe.
 
     python benchmarks/model_speed.py                      # fp32 on a CPU, bf16 on a GPU; eager and compiled
     python benchmarks/model_speed.py --against nanogpt --model gpt_xl --batch 8 --sequence 1024 --steps 50
-    python benchmarks/model_speed.py --against mixtral --model mixtral_8x7b --modes false --batch 2 --sequence 128
+    python benchmarks/model_speed.py --model mixtral_8x7b --modes false --batch 2 --sequence 128
         --set layers=2 width=256 heads=4 key_value_heads=2 expert_hidden=448 vocabulary=2048
 
 One step is forward, backward and AdamW. Ours is the one that a run does, built from the configuration; theirs is

@@ -65,7 +65,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
-    parts = list((model.parts() or {}).values())  # asked of the model as it is
+    is_narrow = DTYPES[setting.precision] != torch.float32
+    # Asked of the model as it is, and only where they matter: a module of the user's own is traced to find them.
+    parts = list((model.parts() or {}).values()) if setting.compile or is_narrow else []
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
@@ -97,9 +99,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
         setting.activations(layers)
     # Outside of all that: weights are cast once for all micro-batches, and neither traced nor computed again.
     copies = None
-    if not is_sharded and (dtype := DTYPES[setting.precision]) != torch.float32:
+    if not is_sharded and is_narrow:
         units = [] if setting.compile == "whole" else [*layers, *beside(module, layers, parts)]
-        copies = Copies(module, units, dtype)
+        copies = Copies(module, units, DTYPES[setting.precision])
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if is_sharded:
         of_experts = shared, setting.mesh.experts

@@ -90,7 +90,8 @@ def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if len(records) == 1:
         return first
     virtual = [record["virtual"] for record in records]
-    first["virtual"] = virtual[0] | {name: [n for one in virtual for n in one[name]] for name in _OF_RANKS}
+    known = [name for name in _OF_RANKS if virtual[0][name] is not None]
+    first["virtual"] = virtual[0] | {name: [n for one in virtual for n in one[name]] for name in known}
     first["virtual"] |= {"kernels": _lists(virtual, "kernels"), "messages": _messages(virtual)}
     first["virtual"]["reason"] = next((one["reason"] for one in virtual if one.get("reason")), None)
     memory: list[Any] = [record.get("memory") for record in records]

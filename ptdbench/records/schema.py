@@ -230,7 +230,8 @@ class Virtual(Struct):
     #: cuDNN are torch's own, and in the peaks. NCCL's buffers are beside it too, and not counted.
     context_bytes: Count | None = None
     communicators: list[Count] | None = None  #: Process groups, each of which has an NCCL communicator with buffers.
-    #: Seconds in which the host had launched a step: of this machine, beside the other ranks on it.
+    #: Seconds in which the host had launched a step: of this machine, beside the other ranks on it; null with
+    #: ``profile.steps=0``.
     host_seconds: list[Amount] | None = None
     #: Kernels of a step by kind: ``product``, ``attention``, ``convolution``, ``compiled`` (by Triton), ``copy`` (casts
     #: included), ``elementwise``, ``reduction``, ``norm``, ``optimizer``, ``communication`` and ``other``.

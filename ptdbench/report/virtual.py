@@ -60,10 +60,9 @@ def explained(record: Written, called: str, width: int) -> str:
     else:
         lines += [*_kernels(found, width), *_messages(found, width)]
     lines += [wrap(line, width) for line in of_experts(record)]
-    host = max(found["host_seconds"])
-    lines.append(
-        wrap(f"the host launched a step in {1e3 * host:.0f} ms, beside the other ranks on this machine", width)
-    )
+    if hosts := found["host_seconds"]:
+        told = f"the host launched a step in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
+        lines.append(wrap(told, width))
     return "\n".join(lines)
 
 
