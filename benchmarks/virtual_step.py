@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ptdbench.measure import memory
+from ptdbench.models import softmax  # noqa: F401 # makes operations of torch's
 from ptdbench.profiling import trace
 from ptdbench.setup.compose import conf_folder
 from ptdbench.training import profile
@@ -72,6 +73,12 @@ _LOOK_UPS = {_aten.embedding, _aten.gather, _aten.index, _aten.nll_loss_forward,
 _OVERWRITES = {_aten.copy_, _aten.zero_, _aten.fill_, _aten._foreach_copy_, _aten._foreach_zero_}
 _SCATTERS = {_aten.scatter_}
 
+#: FLOPs of an operation by its arguments: torch's formulas, and that of the head's ``total + left.T @ right``.
+_FLOPS = {
+    **flop_registry,
+    torch.ops.ptdbench.add_product_: lambda total, left, right, out_val: 2 * left.numel() * right.shape[1],
+}
+
 #: Kernels that change a dtype and do nothing else: of torch, and of Inductor.
 _CASTS = re.compile(r"copy_kernel.*LoadWithCast|bfloat16_copy_kernel|float16_copy_kernel|CopyFunctor")
 _TRITON_CASTS = re.compile(r"triton_\w+?_fused_(_to_copy_|t_|view_|transpose_)*_to_copy_(t_|view_|transpose_)*\d+$")
@@ -98,7 +105,7 @@ class Counted(TorchDispatchMode):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         size = traffic(func, args, kwargs, found)
-        formula = flop_registry.get(func.overloadpacket)
+        formula = _FLOPS.get(func.overloadpacket)
         flops = float(formula(*args, **kwargs, out_val=found)) if formula else 0.0
         if size or flops:
             kind = "attention" if "attention" in str(func) else "product" if formula else "memory"

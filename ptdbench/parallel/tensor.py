@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ptdbench.models.experts import Router
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, VocabularyShare
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.models.protocol import Model, Role, module_of
+from ptdbench.models.softmax import VocabularyShare
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
@@ -268,15 +269,16 @@ class _OfLoss(ParallelStyle):
         return module
 
     @staticmethod
-    def _localize(mesh: DeviceMesh, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight, targets = arguments
+    def _localize(mesh: DeviceMesh, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, original = arguments
         local = weight.to_local()
         module.share = VocabularyShare(  # type: ignore[assignment]
             first=mesh.get_local_rank() * len(local),
             total=partial(_over_ranks, mesh=mesh, how="sum"),
             maximum=partial(_over_ranks, mesh=mesh, how="max"),
         )
-        return hidden.to_local(grad_placements=[Partial()]), local, targets
+        own = None if original is None else original.to_local()
+        return hidden.to_local(grad_placements=[Partial()]), local, targets, own
 
 
 def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:
