@@ -45,8 +45,9 @@ from torch.utils.flop_counter import flop_registry
 
 from ptdbench.measure import memory
 from ptdbench.models import softmax  # noqa: F401 # makes operations of torch's
-from ptdbench.profiling import profiler, trace
+from ptdbench.profiling import trace
 from ptdbench.setup.compose import conf_folder
+from ptdbench.training import profile
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
 
@@ -196,7 +197,7 @@ def count(who: str, options: Options, mode: str) -> dict[str, Any]:
     names = kernels(step, options.device)
     return {
         "kernels": len(names),
-        "kinds": Counter(map(profiler.kernel_kind, names)),
+        "kinds": Counter(map(profile.kernel_kind, names)),
         "casts": sum(map(is_cast, names)),
         "bytes": sum(size for _, size, _ in counted.operations),
         "flops": sum(flops for *_, flops in counted.operations),
@@ -210,7 +211,7 @@ def count(who: str, options: Options, mode: str) -> dict[str, Any]:
 
 def kernels(step: Callable[[], Tensor], on: torch.device) -> list[str]:
     """The names of the kernels of a step."""
-    with profiler.profiled(on) as taken, record_function(f"{trace.STEP}0"):
+    with profile.profiled(on) as taken, record_function(f"{trace.STEP}0"):
         step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as scratch:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from ptdbench.checkpoints import manifest
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
@@ -95,13 +95,13 @@ def test_the_loss_scale_goes_on_where_it_was(shared_run):
     scaled = (*TOY, "parallel=ddp", "precision=fp16", "checkpoint.every_steps=2")
     half = shared_run(*scaled, "train.steps=2")
     checkpoint = Path(half["directory"]) / "checkpoints" / "step-00000002"
-    written = manifest.read(checkpoint)
+    written = checkpoint_dir.read_manifest(checkpoint)
     scaler = {**written.facts["scaler"], "scale": 512.0}
     assert scaler != written.facts["scaler"]
-    manifest.write(checkpoint, replace(written, facts={**written.facts, "scaler": scaler}))
+    checkpoint_dir.write_manifest(checkpoint, replace(written, facts={**written.facts, "scaler": scaler}))
     rest = shared_run(*scaled, "train.steps=4", f"resume={half['directory']}")
     assert rest["error"] is None
-    last = manifest.read(Path(rest["directory"]) / "checkpoints" / "step-00000004")
+    last = checkpoint_dir.read_manifest(Path(rest["directory"]) / "checkpoints" / "step-00000004")
     assert last.facts["scaler"]["scale"] == 512.0
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from ptdbench.planning import foresee
+from ptdbench.planning import foresee, plans
 from ptdbench.problems import ConfigError
-from ptdbench.profiling.nccl import NCCL_BUFFERS
+from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import store
 from ptdbench.setup import config
-from ptdbench.sweep import plans
 from tests.conftest import ROOT, outputs
 
 SMALL = (

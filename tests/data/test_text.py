@@ -196,7 +196,7 @@ class TestTokenizer:
         assert len(list(cache.glob("*.tokens"))) == 2
 
     def test_a_malformed_document_or_an_empty_one_leaves_nothing_behind(self, tmp_path, numbers, cache, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.tokenize._BATCH_BYTES", 1)  # what comes before it is written
+        monkeypatch.setattr("ptdbench.data.corpus._BATCH_BYTES", 1)  # what comes before it is written
         file = tmp_path / "counting.jsonl"
         file.write_text('{"text": "one"}\n{"text": "two"}\nthree\n')
         problem = refused(file, tokenizer=numbers)
