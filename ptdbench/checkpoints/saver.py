@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import accumulate
@@ -94,9 +94,14 @@ class Staging:
         self._shapes: dict[str, object] = {}
         self._copies: dict[str, Tensor] = {}
         self._unpin: Callable[[], object] = lambda: None
+        self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def __call__(self, tensors: Mapping[str, Tensor], steady: Container[str] = ()) -> Callable[[], dict[str, Tensor]]:
         """Start copying; steps that the device is given from now on do not change the copies.
+
+        Args:
+            tensors: By name.
+            steady: Names of those that nothing changes before :meth:`settle`: steps go on while a GPU copies these.
 
         Returns:
             A function that waits for the device and returns the copies by name, on the CPU; a DTensor stays a DTensor.
@@ -105,20 +110,28 @@ class Staging:
         on_gpu = _on_gpu(tensors)
         self._allocate(tensors, pinned=on_gpu)
         copies = dict(self._copies)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                local_part(copies[name]).copy_(local_part(tensor), non_blocking=True)
         if not on_gpu:
+            _copy(tensors, copies)
             return lambda: copies
-        # In the stream of the steps: the next step comes after the copies, without making the host wait.
-        copied = torch.cuda.Event()
-        copied.record()
+        # The host waits for neither: the next step comes after copies in its own stream, and goes on beside the others.
+        _copy({name: tensor for name, tensor in tensors.items() if name not in steady}, copies)
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            _copy({name: tensor for name, tensor in tensors.items() if name in steady}, copies)
+            copied = torch.cuda.Event()
+            copied.record()
 
-        def when_copied() -> dict[str, Tensor]:
+        def when_copied(_held: object = tensors) -> dict[str, Tensor]:  # their memory is not given to others before
             copied.synchronize()
             return copies
 
         return when_copied
+
+    def settle(self) -> None:
+        """Let what the device is given from now on wait for the copies of what is steady."""
+        if self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def close(self) -> None:
         """Release the memory."""
@@ -143,6 +156,12 @@ class Staging:
             name: _placed(tensor, memory, start) for (name, tensor), start in zip(tensors.items(), starts, strict=False)
         }
         self._shapes = shapes
+
+
+@torch.no_grad()
+def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        local_part(into[name]).copy_(local_part(tensor), non_blocking=True)
 
 
 def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
@@ -223,19 +242,21 @@ class Saver:
         tensors: Mapping[str, Tensor],
         model: Mapping[str, Any],
         facts: Facts | Callable[[], Facts],
+        steady: Container[str] = (),
     ) -> None:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
         written once, each by one of the ranks that have it: nothing else is copied. The facts, in JSON, are those of
-        rank 0, where a function is called at once.
+        rank 0, where a function is called at once. ``steady``: names of tensors that do not change before
+        :meth:`settle`.
         """
         started = time.perf_counter()
         self.wait()
 
         def prepare() -> Prepared:
             mine = self._shares.select(tensors)
-            copies = self._staging(mine) if self._staging else lambda: mine
+            copies = self._staging(mine, steady) if self._staging else lambda: mine
             if self._rank > 0:
                 return copies, {}
             return copies, facts() if callable(facts) else facts
@@ -243,6 +264,11 @@ class Saver:
         prepared = _tried(prepare)
         self._begin(lambda: self._save(step, prepared, model))
         self.stall_seconds.append(time.perf_counter() - started)
+
+    def settle(self) -> None:
+        """Let the device wait for the copies of steady tensors, as these are about to change."""
+        if self._staging:
+            self._staging.settle()
 
     def judged(self, step: int, facts: Facts, is_best: bool) -> None:
         """Add facts, in JSON, about saved weights to their checkpoint; called in all ranks, between two steps.

@@ -77,6 +77,8 @@ class Model(Protocol):
 
         ``forward(x, t)`` equals feeding ``x`` through each part in turn, where the last is called as
         ``last(x, t)``. Pipeline stages are runs of consecutive parts. ``None`` if the model is not a chain.
+
+        ``forward`` calls those that are submodules: compilation and FSDP take hold of the first and the last of them.
         """
         ...
 

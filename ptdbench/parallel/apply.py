@@ -111,7 +111,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if is_sharded:
         of_experts = shared, setting.mesh.experts
         formats = {"precision": setting.precision, "offload": setting.offload != "none"}
-        part = shard(module, layers, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
+        part = shard(module, layers, parts, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
         return _completed(part, shared, setting, copies)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -101,6 +102,19 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
     for part in module.modules():
         spread(part, mesh, Replicate(), Replicate())
     _tie(module, same)
+
+
+def overlap(mesh: DeviceMesh | None) -> None:
+    """Let the compiler divide messages of a mesh, and the products before or after them, into pieces that overlap.
+
+    Pieces of the one are on their way while those of the other are computed (Wang et al. 2023). Without a mesh nothing
+    is divided, whatever a run before has set.
+    """
+    from torch._inductor import config  # with a second that only runs that compile spend
+
+    config._micro_pipeline_tp = mesh is not None
+    if mesh:
+        enable_symm_mem_for_group(mesh.get_group().group_name)
 
 
 def placed(meta: Tensor, values: Tensor) -> Tensor:

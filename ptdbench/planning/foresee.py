@@ -156,7 +156,7 @@ class _Virtual:
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
         self._state = _state(spec.training)  # before anything is carried out, as not every optimizer tells
-        buffers = spec.training.layout.dims.communicators * NCCL_BUFFERS if spec.backend == "nccl" else 0
+        buffers = spec.training.communicators * NCCL_BUFFERS if spec.backend == "nccl" else 0
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": buffers} if buffers else {})
         self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}

@@ -132,6 +132,9 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         found.catch(lambda: virtual.check_ranks(size))
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
+    if trained:
+        found.catch(lambda: trained.strategy.check_beside("backend", backend, trained.layout))
+        found.catch(lambda: trained.strategy.check_beside("virtual", virtual is not None, trained.layout))
     if workload and size:
         found.catch(lambda: workload.check(size, device_type, backend))
     found.close()
@@ -190,7 +193,7 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
     assert spec.training
     if spec.is_on_host:
         return checks.on_host(ranks, reserve, running=running)
-    communicators = spec.training.layout.dims.communicators if spec.backend == "nccl" else 0
+    communicators = spec.training.communicators if spec.backend == "nccl" else 0
     if spec.virtual:
         return checks.on_virtual(spec.virtual.gpu, reserve, communicators)
     return checks.on_gpu(spec.device(local_rank), reserve, communicators)

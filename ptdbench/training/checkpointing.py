@@ -50,6 +50,7 @@ class Checkpointing:
             barrier()  # rank 0 may have renamed a checkpoint that the others search for
             options = job.spec.config.checkpoint
             self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
+            loop.update.before_change = self._saver.settle
 
     @property
     def saves(self) -> bool:
@@ -173,5 +174,6 @@ class Checkpointing:
             with_buffers=self._loop.replica == 0,
             own=self._loop.engine.own_state(),
         )
-        saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts)
+        steady = state.steady(self._loop.engine.module, self._job.training.tied, tensors)
+        saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, steady)
         self._saved = self._loop.done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +49,7 @@ class Update:
         self.learning_rates: list[float] = []
         #: Of each such step, before clipping, on the device; empty without clipping.
         self.gradient_norms: list[Tensor] = []
+        self.before_change: Callable[[], None] = lambda: None  #: Called before weights or optimizer state change.
         self._engine = engine
         self._schedule = schedule
         self._asked = asked
@@ -70,6 +72,7 @@ class Update:
         self.learning_rates.append(self.optimizer.defaults.get("lr", self._rates[0]) * factor)
         if self._asked.clip_norm:
             self._clip(self._asked.clip_norm)
+        self.before_change()
         self._scaler.step(self.optimizer)
         self._scaler.update()
         self.optimizer.zero_grad()
@@ -81,7 +84,10 @@ class Update:
 
     def averaged(self) -> AbstractContextManager[None]:
         """A context in which the model has its averages over the steps, if these are kept."""
-        return self._average.in_place() if self._average else nullcontext()
+        if not self._average:
+            return nullcontext()
+        self.before_change()
+        return self._average.in_place()
 
     def load_scaler(self, state: dict[str, Any]) -> None:
         """Restore the state of loss scaling from a checkpoint."""
