@@ -95,8 +95,9 @@ def plan(asked: Asked) -> dict[str, Any]:
 
 def _with_any_batch(config: Config) -> Config:
     """With a batch that all its ranks can divide, to learn their degrees."""
-    ranks = config.cluster.ranks_per_node
-    return config.changed({"train.global_batch": _ANY_BATCH * config.cluster.nodes * (1 if ranks == "auto" else ranks)})
+    asked = (config.cluster.nodes, config.cluster.ranks_per_node)
+    ranks = math.prod(1 if size == "auto" else size for size in asked)
+    return config.changed({"train.global_batch": _ANY_BATCH * ranks})
 
 
 def _not_trained(config: Config) -> Problem | None:
