@@ -73,6 +73,7 @@ def errors(directory: Path) -> set[str]:
     return {record["error"]["type"] for record in store.read_results(directory)}
 
 
+@pytest.mark.thorough
 def test_a_refusal_deletes_nothing_of_a_users(run, submit, sbatch, queued, tmp_path):
     """The second of two shapes is refused after the rehearsal was accepted."""
     (tmp_path / "sweep").mkdir()
@@ -106,6 +107,7 @@ def test_a_folder_for_output_that_cannot_be_made_is_refused_before_anything_is_w
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_the_middle_of_a_submission_leaves_no_job(submit, sbatch, queued, tmp_path):
     before = queued()
     done = submit(*HELD, environ=sbatch('kill -INT $PPID; exec $REAL "$@"'))

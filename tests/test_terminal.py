@@ -117,6 +117,7 @@ class TestPrograms:
         assert done.returncode == 1
         assert (tmp_path / "run" / "record.json").exists()
 
+    @pytest.mark.thorough
     def test_what_hydra_shows(self, environ, tmp_path):
         words = (str(ROOT / "train.py"), "-m", "seed=1,2", "--cfg", "job")
         done = without_reader(*words, environ=environ, cwd=tmp_path)
