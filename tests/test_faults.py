@@ -1,7 +1,5 @@
 """Runs that fail are results: the reason is in the record, and nothing else is lost."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The test cluster is the SLURM that other tests take it for."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

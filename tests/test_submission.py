@@ -3,8 +3,6 @@
 A stand-in for ``sbatch`` does what a test wants in the very moment of a submission, and passes all else on to SLURM's.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What is printed for a person: its reader may go away, and what others wrote does not steer the terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Experiments, in short: they come to a result under every strategy, and go on under another one."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.train_for_real import bigram_bits_per_byte

@@ -1,7 +1,5 @@
 """The workload ``hello``: what its record says, and that a wrong sum is no success."""
 
-from __future__ import annotations
-
 import socket
 from types import SimpleNamespace
 

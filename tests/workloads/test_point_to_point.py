@@ -1,7 +1,5 @@
 """The workload ``p2p``: what it measures, checks and refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from ptdbench.problems import ConfigError
