@@ -1,7 +1,5 @@
 """The series of a run: drained as it goes on, taken over from checkpoints, kept from a full disk."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
