@@ -37,10 +37,12 @@ class Layouts:
     Attributes:
         overrides: As they are typed after ``-m``: those with commas are swept over.
         ranks: The fewest that they need.
+        on_gpus: Whether they need NCCL.
     """
 
     overrides: tuple[str, ...]
     ranks: int = 2
+    on_gpus: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -64,6 +66,9 @@ LAYOUTS = (
     Layouts(("parallel=ddp,fsdp", "parallel.context=2", "parallel.context_method=ulysses,ring")),
     Layouts(("parallel=pdp", "parallel.pipeline=2", f"parallel.schedule={','.join(SCHEDULES_TO_TRY)}")),
     Layouts(("parallel=ddp", "parallel.optimizer=zero1")),
+    Layouts(("parallel=fsdp", "parallel.separate_reduce_scatter=true", "parallel.reduce_scatter_buffers=2")),
+    Layouts(("parallel=fsdp", "parallel.message_buffers=nccl,symmetric"), on_gpus=True),
+    Layouts(("parallel=tp", "parallel.sequence=true", "parallel.async_tensor=true", "compile=layers"), on_gpus=True),
 )
 
 
@@ -90,7 +95,7 @@ class Checks:
         alone = ("parallel=single", f"train.micro_batch={self._batch}")
         reference = self._losses(local(1), f"{launcher.name}-single", *training, *alone)
         for number, layouts in enumerate(every):
-            if layouts.ranks <= launcher.ranks:
+            if layouts.ranks <= launcher.ranks and (self._device == "cuda" or not layouts.on_gpus):
                 self._sweep(launcher, f"{launcher.name}-layouts-{number}", layouts, training, reference)
 
     def workload(self, launcher: Launcher, name: str) -> None:

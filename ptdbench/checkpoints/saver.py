@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import accumulate
@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
-from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load
-from ptdbench.checkpoints.manifest import Manifest, Stamp
-from ptdbench.launch import cores
+from ptdbench.checkpoints import checkpoint_dir, safe_load
+from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
+from ptdbench.launch import settings
 from ptdbench.launch.collect import gathered_or_alone, place_in
 from ptdbench.local_part import local_part
 
@@ -94,9 +94,14 @@ class Staging:
         self._shapes: dict[str, object] = {}
         self._copies: dict[str, Tensor] = {}
         self._unpin: Callable[[], object] = lambda: None
+        self._stream: torch.cuda.Stream | None = None
 
-    def __call__(self, tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    def __call__(self, tensors: Mapping[str, Tensor], steady: Container[str] = ()) -> Callable[[], dict[str, Tensor]]:
         """Start copying; steps that the device is given from now on do not change the copies.
+
+        Args:
+            tensors: By name.
+            steady: Names of those that nothing changes before :meth:`settle`: steps go on while a GPU copies these.
 
         Returns:
             A function that waits for the device and returns the copies by name, on the CPU; a DTensor stays a DTensor.
@@ -105,20 +110,28 @@ class Staging:
         on_gpu = _on_gpu(tensors)
         self._allocate(tensors, pinned=on_gpu)
         copies = dict(self._copies)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                local_part(copies[name]).copy_(local_part(tensor), non_blocking=True)
         if not on_gpu:
+            _copy(tensors, copies)
             return lambda: copies
-        # In the stream of the steps: the next step comes after the copies, without making the host wait.
-        copied = torch.cuda.Event()
-        copied.record()
+        # The host waits for neither: the next step comes after copies in its own stream, and goes on beside the others.
+        _copy({name: tensor for name, tensor in tensors.items() if name not in steady}, copies)
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            _copy({name: tensor for name, tensor in tensors.items() if name in steady}, copies)
+            copied = torch.cuda.Event()
+            copied.record()
 
-        def when_copied() -> dict[str, Tensor]:
+        def when_copied(_held: object = tensors) -> dict[str, Tensor]:  # their memory is not given to others before
             copied.synchronize()
             return copies
 
         return when_copied
+
+    def settle(self) -> None:
+        """Let what the device is given from now on wait for the copies of what is steady."""
+        if self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
 
     def close(self) -> None:
         """Release the memory."""
@@ -143,6 +156,12 @@ class Staging:
             name: _placed(tensor, memory, start) for (name, tensor), start in zip(tensors.items(), starts, strict=False)
         }
         self._shapes = shapes
+
+
+@torch.no_grad()
+def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        local_part(into[name]).copy_(local_part(tensor), non_blocking=True)
 
 
 def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
@@ -192,13 +211,6 @@ class Saver:
     A save that fails in any rank leaves no checkpoint and adds a line to the :attr:`problems` of every rank; the run
     continues.
 
-    Attributes:
-        group: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
-        saved: Steps whose checkpoint is on disk, in the order of saving.
-        problems: One line for each failed save.
-        stall_seconds: How long each :meth:`save` blocked its caller.
-        best: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
-
     Args:
         run_directory: The run's directory, the same for all ranks.
         keep: Number of complete checkpoints to keep, at least 1.
@@ -206,10 +218,12 @@ class Saver:
     """
 
     def __init__(self, run_directory: Path, *, keep: int, asynchronous: bool = True) -> None:
+        #: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # contains all ranks
-        self.saved: list[int] = []
-        self.problems: list[str] = []
-        self.stall_seconds: list[float] = []
+        self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
+        self.problems: list[str] = []  #: One line for each failed save.
+        self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
+        #: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
         self.best: int | None = None
         self._run_directory = run_directory
         self._keep = keep
@@ -228,19 +242,21 @@ class Saver:
         tensors: Mapping[str, Tensor],
         model: Mapping[str, Any],
         facts: Facts | Callable[[], Facts],
+        steady: Container[str] = (),
     ) -> None:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
         written once, each by one of the ranks that have it: nothing else is copied. The facts, in JSON, are those of
-        rank 0, where a function is called at once.
+        rank 0, where a function is called at once. ``steady``: names of tensors that do not change before
+        :meth:`settle`.
         """
         started = time.perf_counter()
         self.wait()
 
         def prepare() -> Prepared:
             mine = self._shares.select(tensors)
-            copies = self._staging(mine) if self._staging else lambda: mine
+            copies = self._staging(mine, steady) if self._staging else lambda: mine
             if self._rank > 0:
                 return copies, {}
             return copies, facts() if callable(facts) else facts
@@ -248,6 +264,11 @@ class Saver:
         prepared = _tried(prepare)
         self._begin(lambda: self._save(step, prepared, model))
         self.stall_seconds.append(time.perf_counter() - started)
+
+    def settle(self) -> None:
+        """Let the device wait for the copies of steady tensors, as these are about to change."""
+        if self._staging:
+            self._staging.settle()
 
     def judged(self, step: int, facts: Facts, is_best: bool) -> None:
         """Add facts, in JSON, about saved weights to their checkpoint; called in all ranks, between two steps.
@@ -338,7 +359,7 @@ class Saver:
             written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
 
             def finish() -> None:
-                manifest.write(partial, written)
+                checkpoint_dir.write_manifest(partial, written)
                 checkpoint_dir.publish(partial)
 
             self._on_rank_0(finish)
@@ -397,13 +418,13 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
     """Stamp the files that ``rank`` wrote."""
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
     mine += [directory / safe_load.METADATA] if rank == 0 else []
-    return {path.name: manifest.stamp(path) for path in mine}
+    return {path.name: checkpoint_dir.stamp(path) for path in mine}
 
 
 def _stand_back() -> None:
     """Lower this thread's CPU and I/O priority, and let it run on every core that the process was given."""
     with suppress(OSError):
-        cores.unbind_thread()
+        settings.unbind_thread()
     if sys.platform == "linux":  # elsewhere it would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError, psutil.Error):

@@ -60,6 +60,12 @@ def collect(
     return found | ({f"rng.cuda.{rank}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
 
+def steady(module: nn.Module, tied: Tied, names: Iterable[str]) -> set[str]:
+    """The names of weights and optimizer state, which only an update changes: not buffers, or what a rank alone has."""
+    weights = {f"model.{name}" for name, _ in _weights(module, tied)}
+    return {name for name in names if name in weights or name.startswith("optimizer.")}
+
+
 def restore(
     path: Path,
     module: nn.Module,

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ptdbench.parallel.offloading import Offloading
 from ptdbench.problems import at_least, require
 
 
@@ -130,7 +129,7 @@ def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_contex
 
 @dataclass(frozen=True)
 class Offload:
-    """Move what a layer saves to the memory of the host, and fetch it in the backward pass.
+    """Move what a layer saves to the memory of the host while the next one runs, and fetch it in the backward pass.
 
     On a CPU it is copied within that memory, which frees nothing.
     """
@@ -139,8 +138,9 @@ class Offload:
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Let the layers offload."""
-        for layer in layers:
-            wrap_forward(layer, _offloading)
+        offloading = Offloading()
+        for number, layer in enumerate(layers):
+            wrap_forward(layer, partial(offloading.of_layer, number == 0))
 
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -159,48 +159,3 @@ EXPENSIVE = frozenset({
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     kind = getattr(operation, "overloadpacket", operation)
     return CheckpointPolicy.MUST_SAVE if kind in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _offloading(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """``forward`` whose saved tensors are moved to the host."""
-
-    @wraps(forward)
-    def run(*arguments: Any, **named: Any) -> Any:
-        with saved_tensors_hooks(_pack, lambda fetch: fetch()):
-            return forward(*arguments, **named)
-
-    return run
-
-
-def _pack(tensor: Tensor) -> Callable[[], Tensor]:
-    """What fetches a saved tensor. A weight or a copy of one in a narrow dtype, and a view of it, stays where it is.
-
-    :class:`torch.autograd.graph.save_on_cpu` would move weights too.
-    """
-    whole = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-    if isinstance(whole, nn.Parameter) or _is_copy(whole):
-        return tensor.detach
-    if isinstance(tensor, DTensor):
-        local, mesh, placements = _to_host(tensor.to_local()), tensor.device_mesh, tensor.placements
-        size, stride = tensor.size(), tensor.stride()
-        return lambda: DTensor.from_local(local(), mesh, placements, run_check=False, shape=size, stride=stride)
-    return _to_host(tensor.detach())
-
-
-def _to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """What fetches a tensor from its copy on the host, with the strides it had: a compiled graph relies on them."""
-    size, strides, device = tensor.size(), tensor.stride(), tensor.device
-    part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]  # what is not repeated
-    kept = torch.empty_like(part, device="cpu", pin_memory=device.type == "cuda")
-    kept.copy_(part, non_blocking=True)
-
-    def fetch() -> Tensor:
-        fetched = torch.empty_strided(kept.size(), strides, dtype=kept.dtype, device=device)
-        return fetched.copy_(kept, non_blocking=True).expand(size)
-
-    return fetch
-
-
-def _is_copy(tensor: Tensor) -> bool:
-    """Whether a tensor is a copy of a weight that :class:`ptdbench.parallel.precision.Copies` has given to a module."""
-    return tensor.grad_fn is not None and tensor.grad_fn.name() == "_GivenBackward"

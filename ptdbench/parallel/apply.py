@@ -66,7 +66,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
-    parts = list((model.parts() or {}).values())  # asked of the model as it is
+    is_narrow = DTYPES[setting.precision] != torch.float32
+    # Asked of the model as it is, and only where they matter: a module of the user's own is traced to find them.
+    parts = list((model.parts() or {}).values()) if setting.compile or is_narrow else []
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
@@ -88,7 +90,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if ranks := setting.mesh["tensor"]:
         tensor.parallelize(model, module, ranks, sequence=how.sequence)
     # Before what wraps layers, as some are linear themselves. FSDP has weights in the dtype of the arithmetic.
-    is_copied = not is_sharded and DTYPES[setting.precision] != torch.float32
+    is_copied = is_narrow and not is_sharded
     splits = how.splits_backward(dims)
     if is_copied and not splits:
         widen(module)
@@ -109,7 +111,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if is_sharded:
         of_experts = shared, setting.mesh.experts
         formats = {"precision": setting.precision, "offload": setting.offload != "none"}
-        part = shard(module, layers, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
+        part = shard(module, layers, parts, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
         return _completed(part, shared, setting, copies)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.

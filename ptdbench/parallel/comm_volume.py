@@ -128,7 +128,7 @@ def _of_copies(work: CommModel) -> dict[str, float]:
 
 
 def _of_shards(work: CommModel) -> dict[str, float]:
-    """FSDP: a layer is gathered for its forward and its backward passes, the rest of a module for both at once.
+    """FSDP: a layer is gathered for its forward and its backward passes, the last one and the rest for both at once.
 
     Gradients are scattered once a step, under a pipeline once a pass of its schedule; between copies the shards of them
     are averaged (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often the stages of a
@@ -139,7 +139,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
     of = rules(module_of(work.model))
     norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
-    of_layers = {weight for layer in work.model.layers() for weight in layer.parameters()}
+    layers = work.model.layers()
     is_staged = dims.pipeline > 1
     once = passes if how.frees_between_microbatches(dims) or is_staged else 1
     again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
@@ -147,6 +147,9 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     gathered = reduced = averaged = 0.0
     of_experts = experts.parts(work.model, dims)
     for stage in (stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank):
+        inside = set(stage.modules())
+        freed = [layer for layer in layers if layer in inside][:-1]
+        of_freed = {weight for layer in freed for weight in layer.parameters()}
         for weight in stage.parameters():
             part, ranks = local_like(weight, shards, dims.tensor, dimensions.get(weight)), shards
             if weight in of_experts:
@@ -155,7 +158,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
             if ranks == 1:
                 continue
             whole = ranks * part.numel()
-            times = once + again if weight in of_layers else once
+            times = once + again if weight in of_freed else once
             gathered += whole * (_WIDE if weight in norms else item) * times
             gathered += whole * work.gathers * (of[weight] == "matrices")
             reduced += whole * _SENT[how.sent] * (passes if is_staged else 1)
@@ -270,7 +273,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
     """
     module, sequence = module_of(work.model), work.how.sequence
     narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
-    if work.recomputes or work.precision == "fp8" or narrow_sums:
+    if work.recomputes or work.precision == "fp8" or narrow_sums or work.how.async_tensor:
         yield _unknown("all_reduce", "all_gather", "reduce_scatter")
     summands: set[nn.Parameter] = set()
     for name, role in roles_of(work.model).items():

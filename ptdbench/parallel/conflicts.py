@@ -6,18 +6,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
-from ptdbench.problems import Problem, try_these
+from ptdbench.problems import Problem, as_typed, try_these
 
 #: Whether it is ruled out, the option, the rule, and a remedy.
 Row = tuple[object, str, str, str]
 
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
+
+#: How FSDP is told of an option that not every version of torch has.
+_SETTERS = {
+    "separate_reduce_scatter": "set_separate_reduce_scatter_group",
+    "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
+    "message_buffers": "set_symm_mem_for_comm",
+}
+
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _1F1B = "parallel.schedule=interleaved1f1b"
 
@@ -25,10 +34,18 @@ _1F1B = "parallel.schedule=interleaved1f1b"
 def of_values(how: Options) -> list[Row]:
     """Values that are none, whatever the degrees."""
     lacks = ring.missing() if how.context_method == "ring" else None
+    here = f"torch {torch.__version__} has not"
     return [
         (how.bucket_mb != "auto" and how.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)", "try auto, 25"),
-        (lacks, "context_method", f"needs {lacks}, which torch {torch.__version__} has not", "try ulysses"),
-    ]
+        (lacks, "context_method", f"needs {lacks}, which {here}", "try ulysses"),
+        *(
+            (getattr(how, option) != _DEFAULTS[option] and not hasattr(FSDPModule, setter), option,
+             f"needs FSDPModule.{setter}, which {here}", f"try {as_typed(_DEFAULTS[option])}")
+            for option, setter in _SETTERS.items()
+        ),
+        (how.message_buffers == "symmetric" and how.reduce_scatter_buffers > 1, "reduce_scatter_buffers",
+         "must be 1 with parallel.message_buffers=symmetric, which is one buffer", "try 1"),
+    ]  # fmt: skip
 
 
 def of_degrees(how: Options) -> list[Row]:
@@ -59,6 +76,8 @@ def of_degrees(how: Options) -> list[Row]:
              option, "has no effect without parallel.gradients=powersgd", "omit it")
             for option in ("powersgd_rank", "powersgd_start")
         ),
+        (how.async_tensor and not how.sequence and not is_one["tensor"], "async_tensor",
+         "overlaps products with the messages of sequence parallelism", "try false, or parallel.sequence=true"),
         (reshards_to_group and not (is_one["pipeline"] and is_one["tensor"] and is_one["context"]),
          "reshard_after_forward",
          "makes groups of ranks that only shard, without stages, tensor or context parallelism", "try true, false"),
@@ -94,6 +113,8 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
             (value == "whole" and how.shards(dims), "compile",
              "is one graph, and sharded weights are gathered between the graphs of the layers",
              "try layers, or parallel=ddp"),
+            (not value and how.async_tensor, "parallel.async_tensor", "is the compiler's work, and compile=false",
+             "try false, or compile=layers"),
             (value and splits, "compile", f"makes one graph of the backward pass, which {how.schedule} splits",
              f"try false, or {_1F1B}"),
         ],
@@ -109,6 +130,18 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
             (value == "optimizer_and_weights" and not how.applies("shard", dims), "offload",
              "is for sharded weights, and these degrees of parallelism shard none",
              f"try {how.rows()['shard'].preset}"),
+        ],
+        "backend": [
+            ("nccl" not in str(value) and how.message_buffers != "caching", "parallel.message_buffers",
+             f"is memory of NCCL's, and the backend is {value}", "try caching"),
+            ("nccl" not in str(value) and how.async_tensor, "parallel.async_tensor",
+             f"needs memory that GPUs write to each other, and the backend is {value}", "try false"),
+        ],
+        "virtual": [
+            (value and how.message_buffers == "symmetric", "parallel.message_buffers",
+             "needs memory that GPUs write to each other, which virtual ones have not", "try caching, nccl"),
+            (value and how.async_tensor, "parallel.async_tensor",
+             "needs memory that GPUs write to each other, which virtual ones have not", "try false"),
         ],
         "precision": [
             (value == "fp16" and how.gradients == "powersgd", "parallel.gradients",

@@ -64,7 +64,10 @@ class Degrees(Generic[T]):
     shard: T = degree(
         "Ranks that share the weights of one copy, and its share of the batch.", "s", divides=("samples", "weights"),
         place=2, derived=2, preset="parallel=fsdp,hsdp",
-        options=("reshard_after_forward", "reshard_between_microbatches", "prefetch"),
+        options=(
+            "reshard_after_forward", "reshard_between_microbatches", "prefetch", "separate_reduce_scatter",
+            "reduce_scatter_buffers", "message_buffers",
+        ),
     )  # fmt: skip
     context: T = degree(
         "Ranks that share a sequence.", "c", divides=("positions", "weights"), place=3, preset="parallel.context=2",
@@ -72,7 +75,7 @@ class Degrees(Generic[T]):
     )  # fmt: skip
     tensor: T = degree(
         "Ranks that share each matrix product.", "t", divides=("products",), place=4, derived=1,
-        preset="parallel=tp,3d", options=("sequence",),
+        preset="parallel=tp,3d", options=("sequence", "async_tensor"),
     )  # fmt: skip
     # Stages are inside copies, so that activations stay inside a node.
     pipeline: T = degree(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel.compile import beside
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.experts import SHARDED
@@ -23,6 +25,7 @@ from ptdbench.parallel.precision import DTYPES, Name
 def shard(
     module: nn.Module,
     layers: Sequence[nn.Module],
+    parts: Sequence[nn.Module],
     mesh: DeviceMesh,
     how: Options,
     dims: Dims,
@@ -36,7 +39,8 @@ def shard(
 
     Args:
         module: A model, or a stage of one, on the meta device or with its weights.
-        layers: The modules that are gathered separately.
+        layers: The repeated ones of its modules, in order; each is gathered by itself.
+        parts: The parts of the whole model in order, if it is a chain of them.
         mesh: The ranks; of two dimensions, the first are copies and the second the shards of each.
         how: The options.
         dims: The degrees.
@@ -83,17 +87,28 @@ def shard(
         )
 
     names = {part: name for name, part in module.named_modules()}
-    # Each layer is materialized and sharded in turn, so that at most one is whole.
-    groups = []
-    for layer in layers:
-        fill(layer, f"{names[layer]}.")
-        groups.append(cut(layer, how.frees_after_forward(dims)))
-    # The rest, embedding and head, forms one group: it is gathered first and freed last. Not after the forward pass, as
-    # the backward pass begins with it.
+    tables, head = _around(module, layers, parts)
+    frees = how.frees_after_forward(dims)
+    # The backward pass begins with the head and the last layer: gathered anew, nothing would hide it. The rows of a
+    # table are looked up in the forward pass alone; between passes that keep the rest it stays, too.
+    freed: dict[nn.Module, bool | int] = dict.fromkeys(
+        tables, how.frees_between_microbatches(dims) and dims.pipeline == 1
+    )
+    freed |= dict.fromkeys(layers[:-1], frees) | dict.fromkeys([*layers[-1:], *head], False)
+    # Each is materialized and sharded in turn, so that at most one is whole.
+    groups: dict[nn.Module, FSDPModule] = {}
+    for one, is_freed in freed.items():
+        fill(one, f"{names[one]}.")
+        groups[one] = cut(one, is_freed)
+    for table in tables:
+        groups[table].set_unshard_in_backward(False)
+    # The rest is gathered first, and freed last.
     fill(module, "")
     root = cut(module, reshard_after_forward=False)
     if how.prefetch > 1:  # torch itself gathers one ahead
-        _prefetch([root, *(one for one in groups if one is not root)], how.prefetch)
+        order = dict.fromkeys([root, *groups.values()])
+        _prefetch([*order], [groups[layer] for layer in layers[:-1]], how)
+    _choose_messages(module, how)
 
     @contextmanager
     def deferred() -> Iterator[None]:
@@ -108,16 +123,58 @@ def shard(
     return LaidOutModule(module, module, deferred, release=lambda: _reshard(module))
 
 
-def _prefetch(groups: Sequence[FSDPModule], ahead: int) -> None:
-    """Let each group of weights, in the order of the forward pass, gather those ahead of it, in both passes.
+def _around(
+    module: nn.Module, layers: Sequence[nn.Module], parts: Sequence[nn.Module]
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The parts around the layers that are gathered by themselves, as no other module shares their weights.
 
-    The backward pass begins with the first group too: it holds the head.
+    Returns:
+        Those whose weights are all tables of embeddings, of which a backward pass needs none; and the head, as a list.
     """
-    root, *layers = groups
+    if not layers:
+        return [], []
+    holders = Counter(weight for one in module.modules() for weight in one.parameters(recurse=False))
+    alone = [
+        part for part in beside(module, layers, parts) if all(holders[weight] == 1 for weight in part.parameters())
+    ]
+
+    def looks_up(part: nn.Module) -> bool:
+        with_weights = (one for one in part.modules() if next(one.parameters(recurse=False), None) is not None)
+        return all(isinstance(one, nn.Embedding) for one in with_weights)
+
+    return [*filter(looks_up, alone)], [part for part in alone if part is parts[-1] and not looks_up(part)]
+
+
+def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], how: Options) -> None:
+    """Let each group of weights gather those ahead of it, in both passes.
+
+    Args:
+        groups: In the order of the forward pass; the first, the root, may hold what the backward pass begins with.
+        freed: Those that are gathered for the backward pass, too.
+        how: The options.
+    """
     for number, group in enumerate(groups):
-        group.set_modules_to_forward_prefetch(list(groups[number + 1 : number + 1 + ahead]))
-    for number, group in enumerate([root, *reversed(layers)]):
-        group.set_modules_to_backward_prefetch([root, *reversed(layers)][number + 1 : number + 1 + ahead])
+        group.set_modules_to_forward_prefetch([*groups[number + 1 : number + 1 + how.prefetch]])
+    root, *others = groups
+    backward = [root, *reversed(others)]
+    for number, group in enumerate(backward):
+        ahead = [one for one in backward[number + 1 :] if one in freed]
+        group.set_modules_to_backward_prefetch(ahead[: how.prefetch])
+
+
+def _choose_messages(module: nn.Module, how: Options) -> None:
+    """Set what messages of gradients and weights go through, and which memory they are in."""
+    root, *others = (part for part in module.modules() if isinstance(part, FSDPModule))
+    if how.separate_reduce_scatter:
+        root.set_separate_reduce_scatter_group()
+    if how.reduce_scatter_buffers > 1:
+        root.set_reduce_scatter_max_input_buffers(how.reduce_scatter_buffers)
+    for part in (root, *others) if how.message_buffers != "caching" else ():
+        part.set_force_sum_reduction_for_comms(True)  # without copies NCCL can only add up
+        if how.message_buffers == "nccl":
+            part.set_allocate_memory_from_process_group_for_comm(True)
+        else:
+            part.set_symm_mem_for_comm()
 
 
 def _reshard(module: nn.Module) -> None:

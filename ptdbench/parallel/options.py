@@ -29,9 +29,13 @@ class Options(Degrees[Size]):
     reshard_after_forward: bool | int = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
     prefetch: int = 1
+    separate_reduce_scatter: bool = False
+    reduce_scatter_buffers: int = 1
+    message_buffers: Literal["caching", "nccl", "symmetric"] = "caching"
     gradients: Literal["auto", "fp32", "bf16", "fp16", "powersgd"] = "auto"
     context_method: Method = "ulysses"
     sequence: bool = False
+    async_tensor: bool = False
     schedule: str = "1f1b"
     stages_per_rank: int | Literal["auto"] = "auto"
     microbatches: int | Literal["auto"] = "auto"
@@ -51,6 +55,10 @@ class Options(Degrees[Size]):
     def replicates(self, dims: Dims) -> bool:
         """Whether DDP averages the gradients of whole weights, also those of ranks that share a sequence."""
         return not self.shards(dims) and (self.applies("replicate", dims) or dims.ways("samples", "positions") > 1)
+
+    def communicators(self, dims: Dims) -> int:
+        """NCCL's communicators of a rank."""
+        return dims.communicators + (self.separate_reduce_scatter and dims.shards > 1)
 
     @property
     def sent(self) -> Literal["fp32", "bf16", "fp16", "powersgd"]:

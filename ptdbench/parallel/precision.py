@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from ptdbench.local_part import local_part
-from ptdbench.measure import products, tf32
+from ptdbench.measure import hardware, products
 from ptdbench.parallel.activations import wrap_forward
 
 Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -28,9 +28,9 @@ DTYPES: Mapping[str, torch.dtype] = products.DTYPES | {"fp8": torch.bfloat16}
 
 
 def arithmetic(precision: Name, device_type: str) -> str:
-    """The arithmetic of products and convolutions; that of fp32 tensors as torch is set: see :func:`tf32.allow`."""
+    """The arithmetic of products and convolutions; that of fp32 tensors as torch is set (``hardware.allow_tf32``)."""
     if DTYPES[precision] == torch.float32:
-        return "tf32" if device_type == "cuda" and tf32.is_allowed() else "fp32"
+        return "tf32" if device_type == "cuda" and hardware.is_tf32_allowed() else "fp32"
     return precision
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend
 
 aten = torch.ops.aten
 
@@ -29,9 +30,6 @@ _HEADS, _LENGTH = 1, 2
 
 _OF_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
-
-#: What flash attention has kernels for on a GPU: dtypes, and the greatest width of a head.
-_OF_FLASH, _WIDEST = (torch.bfloat16, torch.float16), 256
 
 #: The widths of heads that kernels of GPUs compute are multiples of this.
 _WIDTH = 8
@@ -111,6 +109,23 @@ def _flash_backward(
     return tuple(one[..., : query.shape[-1]] for one in found)
 
 
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
+    """Its log-sum-exp has a last dimension of one."""
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, is_causal)
+    return out, lse.squeeze(-1)
+
+
+def _cudnn_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """Without dropout nothing is drawn; no bias, and sequences of one length, are ``None``."""
+    drawn = torch.empty((), dtype=torch.int64, device=query.device)
+    lse, lengths = lse.unsqueeze(-1).contiguous(), (query.shape[_LENGTH], key.shape[_LENGTH])
+    return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        gradient, query, key, value, out, lse, drawn, drawn, None, None, None, *lengths, 0.0, is_causal
+    )
+
+
 def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     """Its log-sum-exp is padded to whole tiles, which a ring that merges halves of it does not expect."""
     scale, width, length = _scale(query), query.shape[-1], query.shape[_LENGTH]
@@ -146,16 +161,20 @@ def _padded(*tensors: Tensor) -> list[Tensor]:
 
 
 CPU = Kernel(_of_cpu, _of_cpu_backward)
+CUDNN = Kernel(_cudnn, _cudnn_backward)
 FLASH = Kernel(_flash, _flash_backward)
 EFFICIENT = Kernel(_efficient, _efficient_backward)
 
+#: Kernels of a GPU by what torch chooses; what it would compute without one, memory-efficient attention does.
+_CHOSEN = {SDPBackend.CUDNN_ATTENTION: CUDNN, SDPBackend.FLASH_ATTENTION: FLASH}
+
 
 def kernel(query: Tensor) -> Kernel:
-    """That for these queries: on a GPU flash attention where it can compute them, else memory-efficient attention."""
+    """The kernel by which torch would compute causal attention of these queries, and as many heads of keys."""
     if query.device.type == "cpu":
         return CPU
-    is_recent = torch.cuda.get_device_capability(query.device) >= (8, 0)
-    return FLASH if is_recent and query.dtype in _OF_FLASH and query.shape[-1] <= _WIDEST else EFFICIENT
+    chosen = torch._fused_sdp_choice(query, query, query, None, 0.0, True)
+    return _CHOSEN.get(SDPBackend(chosen), EFFICIENT)
 
 
 class RingAttention(torch.autograd.Function):
@@ -164,15 +183,15 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
         """The mixture of a rank's positions."""
-        groups = q.shape[_HEADS] // k.shape[_HEADS]
+        groups, chosen = q.shape[_HEADS] // k.shape[_HEADS], kernel(q)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-            return kernel(q).forward(query, _repeated(key, groups), _repeated(value, groups), is_causal)
+            return chosen.forward(query, _repeated(key, groups), _repeated(value, groups), is_causal)
 
         ring = _balanced()._templated_ring_attention
         out, logsumexp = ring(mesh.get_group(), _LENGTH, attend, q, k, v, is_causal=True)
         ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.mesh = mesh
+        ctx.mesh, ctx.kernel = mesh, chosen
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -185,7 +204,7 @@ class RingAttention(torch.autograd.Function):
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, gradient: Tensor
         ) -> tuple[Tensor, ...]:
             whole = _repeated(key, groups), _repeated(value, groups)
-            found = kernel(q).backward(gradient, query, *whole, out, logsumexp, is_causal)
+            found = ctx.kernel.backward(gradient, query, *whole, out, logsumexp, is_causal)
             return found[0], _summed(found[1], groups), _summed(found[2], groups)
 
         ring = _balanced()._templated_ring_attention_backward

@@ -49,6 +49,7 @@ class Strategy(Options):
         given = {name: degree for name, degree in self.degrees().items() if degree != "auto"}
         require(
             *at_least(1, **given, prefetch=self.prefetch, powersgd_rank=self.powersgd_rank),
+            *at_least(1, reduce_scatter_buffers=self.reduce_scatter_buffers),
             *at_least(2, powersgd_start=self.powersgd_start),
             *conflicts.problems(self, conflicts.of_values(self)),
             *(stage.problems(self) if self.pipeline != 1 else ()),
@@ -155,6 +156,8 @@ class Strategy(Options):
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
+        if setting.compile:
+            tensor.overlap(setting.mesh["tensor"] if self.async_tensor else None)
         choose_convolutions(module_of(model), setting.device)
         engine: Engine
         if self.applies("pipeline", setting.layout.dims):

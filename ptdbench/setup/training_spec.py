@@ -79,6 +79,11 @@ class TrainingSpec:
             forced=forced,
         )
 
+    @property
+    def communicators(self) -> int:
+        """NCCL's communicators of a rank."""
+        return self.strategy.communicators(self.layout.dims)
+
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return the parts of each stage that are no repeated layers, before :meth:`engine`; ``None``: no pipeline."""
         return self.strategy.parts_of_stages(self.model, self.layout) if self.layout.dims.pipeline > 1 else None

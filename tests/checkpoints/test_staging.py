@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -57,14 +59,28 @@ class Cuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[Any] = []
+        self.current = "steps"
         cuda, copy = self, Tensor.copy_
 
         class Event:
             def record(self) -> None:
-                cuda.calls.append("record")
+                cuda.calls.append(f"record in {cuda.current}")
 
             def synchronize(self) -> None:
                 cuda.calls.append("wait for the event")
+
+        class Stream:
+            def __init__(self, name: str = "other") -> None:
+                self.name = name
+
+            def wait_stream(self, stream: Stream) -> None:
+                cuda.calls.append(f"{self.name} waits for {stream.name}")
+
+        @contextmanager
+        def within(stream: Stream) -> Iterator[None]:
+            cuda.current = stream.name
+            yield
+            cuda.current = "steps"
 
         class Runtime:
             def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -76,7 +92,7 @@ class Cuda:
                 return 0
 
         def copied(into: Tensor, tensor: Tensor, non_blocking: bool = False) -> Tensor:
-            cuda.calls.append(("copy", into.data_ptr(), non_blocking))
+            cuda.calls.append((f"copy in {cuda.current}", into.data_ptr(), non_blocking))
             return copy(into, tensor)
 
         def refuse() -> None:
@@ -84,6 +100,9 @@ class Cuda:
 
         monkeypatch.setattr(saver, "_on_gpu", lambda tensors: True)
         monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "stream", within)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(cuda.current))
         monkeypatch.setattr(torch.cuda, "cudart", Runtime)
         monkeypatch.setattr(torch.cuda, "synchronize", refuse)
         monkeypatch.setattr(Tensor, "copy_", copied)
@@ -95,19 +114,25 @@ class Cuda:
 
 class TestOnAGpu:
     def test_the_host_does_not_wait_before_the_copies_are_asked_for(self, monkeypatch):
+        """What the next forward pass may change is copied before it, and what it leaves as it is beside it."""
         cuda = Cuda(monkeypatch)
         tensors = some()
         stage = Staging()
-        when_copied = stage(tensors)
-        (_, address, size), *copies, last = cuda.calls
+        when_copied = stage(tensors, {"weight", "step"})
+        (_, address, size), *asked = cuda.calls
         assert address % mmap.PAGESIZE == 0
-        assert len(copies) == len(tensors)
+        copies = [call for call in asked if call[0].startswith("copy")]
         for _, place, non_blocking in copies:
             assert non_blocking
             assert place == 0 or address <= place < address + size  # an empty tensor is nowhere
-        assert last == "record"
+        before, beside = ["copy in steps"] * (len(tensors) - 2), ["copy in other"] * 2
+        assert [call[0] if isinstance(call, tuple) else call for call in asked] == [
+            *before, "other waits for steps", *beside, "record in other"
+        ]  # fmt: skip
+        del cuda.calls[:]
         when_copied()
-        assert cuda.calls[len(copies) + 2 :] == ["wait for the event"]
+        stage.settle()
+        assert cuda.calls == ["wait for the event", "steps waits for other"]
 
     def test_memory_is_pinned_once_and_not_after_close(self, monkeypatch):
         cuda = Cuda(monkeypatch)

@@ -351,3 +351,16 @@ def test_an_optimizer_whose_state_would_be_lost_is_refused():
     optimizer.step()
     with pytest.raises(ConfigError, match="optimizer=Counting: keeps steps as int, and only tensors can be kept"):
         state.collect(model, optimizer, [], rank=0, with_buffers=True)
+
+
+def test_statistics_of_batch_norms_do_not_wait_for_an_update_to_change():
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(3, 2)).sum().backward()
+    optimizer.step()
+    tensors = state.collect(module, optimizer, [], rank=0, with_buffers=True, own={"powersgd": torch.ones(2)})
+    steady = state.steady(module, [], tensors)
+    assert {name for name in tensors if name not in steady} == {
+        "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.powersgd"
+    }  # fmt: skip
+    assert {"model.1.weight", "optimizer.1.weight.momentum_buffer"} <= steady

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
-from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, _pack, wrap_forward
+from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, wrap_forward
 from ptdbench.parallel.compile import Compile, compile_parts, start_afresh
+from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Copies, narrow
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
@@ -117,31 +117,45 @@ def test_a_selective_layer_repeats_neither_products_nor_attention():
     assert counts["Keep"]["gelu"] == counts["Selective"]["gelu"] - 3 == counts["Recompute"]["gelu"] - 3
 
 
-def test_an_offloaded_layer_copies_its_activations_and_no_weight():
-    layer, x = nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
-    Offload()([layer])
-    held = []
-    wrap_forward(layer, lambda forward: lambda x: held.append(weakref.ref(middle := x * 2)) or forward(middle).tanh())
-    out = layer(x)
-    gc.collect()
-    assert held[0]() is None  # what autograd would keep is gone, and the copy brings it back
-    saved = next(function for function in walk(out.grad_fn) if function.name() == "AddmmBackward0")
-    assert saved._saved_mat2.data_ptr() == layer.weight.data_ptr()
+def test_what_layers_save_is_gone_from_the_device_while_the_second_next_one_runs():
+    """All but weights."""
+    layers, saved, alive = [nn.Linear(4, 4) for _ in range(4)], list[StorageWeakRef](), list[list[int]]()
+    Offload()(layers)
+
+    def double(x: Tensor) -> Tensor:
+        alive.append([number for number, storage in enumerate(saved) if not storage.expired()])
+        middle = x * 2
+        saved.append(StorageWeakRef(middle.untyped_storage()))
+        return middle
+
+    for layer in layers:
+        wrap_forward(layer, lambda forward: lambda x: forward(double(x)).tanh())
+    out = torch.ones(2, 4, requires_grad=True)
+    for layer in layers:
+        out = layer(out)
+    assert alive == [[], [0], [0, 1], [1, 2]]  # as each layer is about to run
+    function = next(one for one in walk(out.grad_fn) if one.name() == "AddmmBackward0")
+    assert function._saved_mat2.data_ptr() == layers[-1].weight.data_ptr()
     out.sum().backward()
-    assert layer.weight.grad.abs().sum() > 0
+    assert all(layer.weight.grad.abs().sum() > 0 for layer in layers)
 
 
 def test_what_is_fetched_has_the_strides_it_had():
-    """Compiled graphs check them."""
+    """Compiled graphs check them. What fills one storage is fetched once, whatever its shapes."""
     whole = torch.randn(2, 3, 12)
-    for saved in (
+    tensors = (
         whole, whole.transpose(0, 1), whole.unflatten(-1, (3, 4)).permute(2, 0, 1, 3)[1], whole[:, :1].expand(2, 5, 12),
         whole[0, 0, 0], torch.tensor(3), torch.empty(2, 0, 3),
-    ):  # fmt: skip
-        fetched = _pack(saved)()
+    )  # fmt: skip
+    run = _Run(None, lambda _: None)
+    fetches = [run.pack(saved) for saved in tensors]
+    run.leave()
+    found = [fetch() for fetch in fetches]
+    for fetched, saved in zip(found, tensors, strict=True):
         assert torch.equal(fetched, saved)
         assert fetched.stride() == saved.stride()
         assert saved.numel() == 0 or fetched.data_ptr() != saved.data_ptr()
+    assert found[0].data_ptr() == found[1].data_ptr()
 
 
 def walk(function: Any) -> Iterator[Any]:
@@ -155,8 +169,7 @@ def walk(function: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("how", [False, "layers"])
 def test_an_offloaded_layer_does_not_move_the_copies_of_its_weights(how, monkeypatch):
     moved = []
-    move = lambda tensor: (moved.append(tensor.shape), tensor.clone)[1]  # noqa: E731
-    monkeypatch.setattr("ptdbench.parallel.activations._to_host", move)
+    monkeypatch.setattr(_Run, "_offload", lambda _, tensor: (moved.append(tensor.shape), tensor.clone)[1])
     layer = nn.Linear(4, 4)
     narrow(layer, [layer], "bf16")
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))

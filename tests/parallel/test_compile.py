@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import _symmetric_memory as symmetric_memory
 
+from ptdbench.data.synthetic import SyntheticTokens
+from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
+from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.apply import Setting
@@ -251,3 +255,42 @@ def graphs_under_ddp(how: Compile) -> int:
         engine = strategy(gpt(), setting)
     engine.gradients(tokens(2), tokens(2), lambda loss: loss)
     return len(found)
+
+
+def in_pieces() -> tuple[dict[str, int], bool]:
+    """In a rank: what is divided into pieces in a step of two layers, and whether gradients are those of eager mode."""
+    counts: dict[str, int] = {}
+
+    def counting(name: str) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            counts[name] = counts.get(name, 0) + 1
+            return getattr(symmetric_memory, f"_{name}_fallback")(*arguments, **options)
+
+        return run
+
+    on_cpu = torch.library.Library("symm_mem", "IMPL")
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        on_cpu.impl(name, counting(name), "CPU")
+    data = SyntheticTokens(sequence_length=8, vocabulary=40, seed=0)
+    gradients = []
+    for how in (False, "layers"):
+        strategy = Strategy(tensor=2, sequence=True, async_tensor=bool(how))
+        layout = strategy.layout(strategy.dims(2), 4, "auto")
+        with torch.device("meta"):
+            model = Llama(layers=2, heads=4, key_value_heads=2, width=16, hidden=24, sequence_length=8, vocabulary=40)
+        setting = Setting(mesh_of(layout.dims), layout, torch.device("cpu"), compile=how)  # type: ignore[arg-type]
+        engine = strategy(model, setting)
+        engine.gradients(*data.samples(0, 4), lambda loss: loss)
+        gradients.append([local_part(weight.grad) for weight in engine.module.parameters() if weight.grad is not None])
+    alike = all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(*gradients, strict=True))
+    return counts, alike
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_messages_of_tensor_parallelism_are_divided_into_pieces_with_their_products():
+    """By messages in place of GPUs that write to each other; two of each in the forward pass of a layer."""
+    for counts, alike in on_ranks(2, in_pieces):
+        assert alike
+        assert counts["fused_all_gather_matmul"] >= 2 * 2
+        assert counts["fused_matmul_reduce_scatter"] >= 2 * 2

@@ -19,6 +19,7 @@ DDP, FSDP = {"replicate": "auto"}, {"shard": "auto"}
 PDP = {**DDP, "pipeline": "auto"}
 INTERLEAVED = {**PDP, "schedule": "interleaved1f1b"}
 RING = {**DDP, "context": 2, "context_method": "ring"}
+ASYNC = {"tensor": 2, "replicate": "auto", "sequence": True, "async_tensor": True}
 POWERSGD = {**DDP, "gradients": "powersgd"}
 NO_EFFECT = "has no effect under these degrees of parallelism; it belongs to parallel"
 WITHOUT_POWERSGD = "has no effect without parallel.gradients=powersgd; omit it"
@@ -68,8 +69,14 @@ def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batc
         ({**DDP, "gradients": "bf16", "powersgd_start": 5}, f"powersgd_start=5: {WITHOUT_POWERSGD}"),
         ({**POWERSGD, "powersgd_start": 1}, "powersgd_start=1: must be a whole number of at least 2"),
         ({**POWERSGD, "powersgd_rank": 0}, "powersgd_rank=0: must be a whole number of at least 1"),
+        ({"tensor": 2, "async_tensor": True}, "async_tensor=true: overlaps products with the messages of sequence "
+         "parallelism; try false, or parallel.sequence=true"),
         ({"replicate": 4, "prefetch": 2}, f"prefetch=2: {NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4, "prefetch": 0}, "prefetch=0: must be a whole number of at least 1"),
+        ({"replicate": 4, "message_buffers": "nccl"}, f"message_buffers=nccl: {NO_EFFECT}=fsdp,hsdp"),
+        ({"shard": 4, "reduce_scatter_buffers": 0}, "reduce_scatter_buffers=0: must be a whole number of at least 1"),
+        ({"shard": 4, "reduce_scatter_buffers": 2, "message_buffers": "symmetric"}, "reduce_scatter_buffers=2: must be "
+         "1 with parallel.message_buffers=symmetric, which is one buffer; try 1"),
         ({"shard": 4, "pipeline": 2, "reshard_after_forward": 2}, "reshard_after_forward=2: makes groups of ranks "
          "that only shard, without stages, tensor or context parallelism; try true, false"),
         ({**PDP, "stages_per_rank": 2}, f"stages_per_rank=2: must be 1 under 1f1b; try auto, or {_1F1B}"),
@@ -159,6 +166,16 @@ ONE_GRAPH = "compile=whole: is one graph, and"
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
         (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: is not for scaled losses: a step that overflows "
          "is skipped, and its infinite error would be kept; try auto, or precision=bf16"),
+        (ASYNC, "compile", False, "parallel.async_tensor=true: is the compiler's work, and compile=false; try false, "
+         "or compile=layers"),
+        (ASYNC, "backend", "gloo", "parallel.async_tensor=true: needs memory that GPUs write to each other, and the "
+         "backend is gloo; try false"),
+        (ASYNC, "virtual", True, "parallel.async_tensor=true: needs memory that GPUs write to each other, which "
+         "virtual ones have not; try false"),
+        ({**FSDP, "message_buffers": "nccl"}, "backend", "gloo", "parallel.message_buffers=nccl: is memory of NCCL's, "
+         "and the backend is gloo; try caching"),
+        ({**FSDP, "message_buffers": "symmetric"}, "virtual", True, "parallel.message_buffers=symmetric: needs memory "
+         "that GPUs write to each other, which virtual ones have not; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
            "these degrees of parallelism shard none; try parallel=fsdp,hsdp") for options in ({}, DDP, PDP)),
     ],
@@ -176,6 +193,8 @@ def test_beside_other_options(options, name, value, message):
         *((options, "activations", Selective()) for options in (DDP, PDP)), (PDP, "offload", "none"),
         split({**PDP, "schedule": "zbv"}, "activations", Recompute()), (POWERSGD, "precision", "bf16"),
         ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
+        (ASYNC, "compile", "layers"), (ASYNC, "backend", "cpu:gloo,cuda:nccl"), (ASYNC, "virtual", False),
+        ({**FSDP, "message_buffers": "nccl"}, "virtual", True), (FSDP, "backend", "gloo"),
     ],
 )  # fmt: skip
 def test_what_goes_with_other_options(options, name, value):

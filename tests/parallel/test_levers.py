@@ -57,6 +57,7 @@ EXACT = {
     "prefetch 9, hsdp": Lever(replicate=2, shard="auto", prefetch=9, micro_batch=2),
     "prefetch 2, reshard 2": Lever(shard="auto", prefetch=2, reshard_after_forward=2),
     "prefetch 2, stages": Lever(shard="auto", pipeline=2, microbatches=4, prefetch=2),
+    "own messages, hsdp": Lever(replicate=2, shard="auto", separate_reduce_scatter=True, reduce_scatter_buffers=2),
     "offload, accumulated": Lever(shard="auto", offload="optimizer_and_weights", micro_batch=1, prefetch=2),
     "offload, hsdp": Lever(replicate=2, shard="auto", offload="optimizer_and_weights"),
     "offload, stages": Lever(shard="auto", pipeline=2, microbatches=4, offload="optimizer_and_weights"),
@@ -194,7 +195,17 @@ def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
     return [sum(step) / len(owners) for step in zip(*owners, strict=True)]
 
 
-@cases("name", EXACT, daily=["zero1, accumulated", "reshard 2, kept between", "prefetch 2, stages", "offload, hsdp"])
+@cases(
+    "name",
+    EXACT,
+    daily=[
+        "zero1, accumulated",
+        "reshard 2, kept between",
+        "prefetch 2, stages",
+        "own messages, hsdp",
+        "offload, hsdp",
+    ],
+)
 def test_it_follows_one_process(of_ranks, name):
     one = of_ranks[0]["one process"]
     assert losses_of(of_ranks, name) == pytest.approx(one["losses"], rel=1e-5)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptdbench.measure import tf32
+from ptdbench.measure import hardware
 from ptdbench.parallel.precision import DTYPES, AgreedGradScaler, Copies, arithmetic, narrow
 from tests.parallel.ranks import each, on_ranks
 
@@ -27,7 +27,7 @@ from tests.parallel.ranks import each, on_ranks
     ],
 )
 def test_what_products_run_in(precision, device, on, name):
-    with tf32.allowed(on):
+    with hardware.tf32_allowed(on):
         assert arithmetic(precision, device) == name
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.attention import SDPBackend
 
 from ptdbench.parallel import ring
 from ptdbench.parallel.context import Positions
@@ -76,19 +77,28 @@ def test_it_is_attention_to_all_positions(of_ranks, name):
 @pytest.mark.parametrize(("queries", "keys", "is_causal"), [(20, 20, True), (20, 10, False), (10, 20, False)])
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("CPU", torch.float32), ("FLASH", torch.bfloat16), ("EFFICIENT", torch.bfloat16), ("EFFICIENT", torch.float32)],
+    [
+        ("CPU", torch.float32),
+        ("CUDNN", torch.bfloat16),
+        ("FLASH", torch.bfloat16),
+        ("EFFICIENT", torch.bfloat16),
+        ("EFFICIENT", torch.float32),
+    ],
     ids=str,
 )
 def test_what_a_kernel_returns_can_be_merged(name, dtype, queries, keys, is_causal):
-    """Blocks as a ring has them: square and causal, or with half the keys, or half the queries; heads of any width."""
+    """Blocks as a ring has them: square and causal, or with half the keys, or half the queries; heads of any width.
+
+    torch chooses cuDNN for widths that it takes.
+    """
     if name != "CPU" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     kernel, device = getattr(ring, name), "cpu" if name == "CPU" else "cuda"
     generator = torch.Generator().manual_seed(0)
-    lengths = (queries, keys, keys, queries)
-    *inputs, gradient = (torch.randn(2, 3, length, 6, generator=generator).to(device, dtype) for length in lengths)
+    lengths, width = (queries, keys, keys, queries), 8 if name == "CUDNN" else 6
+    *inputs, gradient = (torch.randn(2, 3, length, width, generator=generator).to(device, dtype) for length in lengths)
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    scores = exact[0] @ exact[1].mT / 6**0.5
+    scores = exact[0] @ exact[1].mT / width**0.5
     if is_causal:
         scores = scores.masked_fill(torch.ones(queries, keys, device=device).triu(1).bool(), -math.inf)
     expected = scores.softmax(-1) @ exact[2]
@@ -102,24 +112,14 @@ def test_what_a_kernel_returns_can_be_merged(name, dtype, queries, keys, is_caus
 
 
 @pytest.mark.parametrize(
-    ("dtype", "width", "capability", "name"),
-    [
-        (torch.bfloat16, 64, (9, 0), "FLASH"),
-        (torch.float32, 64, (9, 0), "EFFICIENT"),
-        (torch.float16, 64, (7, 5), "EFFICIENT"),
-        (torch.bfloat16, 320, (9, 0), "EFFICIENT"),
-    ],
-)
-def test_flash_attention_computes_what_it_can(monkeypatch, dtype, width, capability, name):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-
-    class OnGpu:
-        device = torch.device("cuda", 0)
-        shape = (1, 1, 1, width)
-
-    query = OnGpu()
-    query.dtype = dtype
-    assert ring.kernel(query) is getattr(ring, name)
+    ("chosen", "name"),
+    [("CUDNN_ATTENTION", "CUDNN"), ("FLASH_ATTENTION", "FLASH"), ("EFFICIENT_ATTENTION", "EFFICIENT"),
+     ("MATH", "EFFICIENT")],
+)  # fmt: skip
+def test_a_gpu_has_the_kernel_that_torch_would_choose(monkeypatch, chosen, name):
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: getattr(SDPBackend, chosen).value)
+    query = SimpleNamespace(device=torch.device("cuda", 0))
+    assert ring.kernel(query) is getattr(ring, name)  # type: ignore[arg-type]
 
 
 def test_this_torch_has_it():

@@ -149,16 +149,17 @@ class TestOnRanks:
             ("1f1b", 1),
             ("gpipe", 1),
             ("1f1b on 4 stages", 0),  # one replica
-            # 4 layers are gathered in each of 4 passes, with resharding twice, the rest once, and all are reduced once.
-            ("fsdp", (2 * 4 + 1) * 4 + 5),
+            # 4 layers are gathered in each of 4 passes, with resharding all but the last one twice, the rest once, and
+            # all are reduced once.
+            ("fsdp", (2 * 3 + 2) * 4 + 5),
             ("fsdp resharding between", 5 * 4 + 5),
-            # Gathered for the first forward pass and, layers only, for each backward pass.
-            ("fsdp kept between", 5 + 4 * 4 + 5),
+            # Gathered for the first forward pass and, all layers but the last one, for each backward pass.
+            ("fsdp kept between", 5 + 3 * 4 + 5),
             ("fsdp without resharding", 5 + 5),
             ("fsdp resharding to pairs", 5 * 4 + 5),  # the pairs gather among themselves for the backward pass
-            ("fsdp gathering ahead", (2 * 4 + 1) * 4 + 5),  # the same, earlier
+            ("fsdp gathering ahead", (2 * 3 + 2) * 4 + 5),  # the same, earlier
         ],
-        daily=[("ddp", 1), ("1f1b", 1), ("fsdp", (2 * 4 + 1) * 4 + 5), ("fsdp kept between", 5 + 4 * 4 + 5)],
+        daily=[("ddp", 1), ("1f1b", 1), ("fsdp", (2 * 3 + 2) * 4 + 5), ("fsdp kept between", 5 + 3 * 4 + 5)],
     )
     def test_gradients_are_communicated_in_the_last_pass_only(self, of_ranks, name, collectives):
         assert [of_rank[name]["collectives"] for of_rank in of_ranks] == [collectives] * 4

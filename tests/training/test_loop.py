@@ -54,6 +54,22 @@ def data() -> SyntheticVectors:
     return SyntheticVectors(inputs=6, outputs=4, seed=0)
 
 
+def test_who_still_reads_weights_is_told_before_they_change():
+    """By a step, and by their averages for an evaluation."""
+    model, told = toy(), list[Tensor]()
+    plan = BatchPlan(Dims(), 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = step_loop(Accumulating(LaidOutModule(model, model), 8), optimizer, data(), plan, ema=0.5)
+    loop.update.before_change = lambda: told.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    weights = [nn.utils.parameters_to_vector(model.parameters()).detach()]
+    for _ in range(2):
+        loop.step()
+        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+    with loop.update.averaged():
+        assert not torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights[2])
+    assert [torch.equal(*pair) for pair in zip(told, weights, strict=True)] == [True] * 3
+
+
 def loop_over(model: Toy, where: BatchPlan, replica: int = 0, source: Data | None = None) -> StepLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     return step_loop(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from ptdbench.checkpoints.saver import Staging
 from ptdbench.measure import clock, operations
+from ptdbench.parallel import ring
+from ptdbench.parallel.activations import Offload
 from tests.virtual.calls import resident
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -118,6 +122,64 @@ def products() -> list[str]:
     return [event.name for event in seen.events() if "gemm" in event.name]
 
 
+def attention() -> dict[str, list[Any]]:
+    """The kernel of a ring's blocks, and the shapes of its log-sum-exp and its gradients."""
+    found: dict[str, list[Any]] = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = [torch.empty(1, 2, 128, 64, dtype=dtype, device="cuda") for _ in range(4)]
+        kernel = ring.kernel(tensors[0])
+        name = next(name for name, one in vars(ring).items() if one is kernel)
+        out, lse = kernel.forward(*tensors[:3], True)
+        gradients = kernel.backward(tensors[3], *tensors[:3], out, lse, True)
+        found[str(dtype)] = [name, list(lse.shape), [list(one.shape) for one in gradients]]
+    return found
+
+
+def staged() -> list[tuple[str, int]]:
+    """What a device does for a step and a checkpoint, and in which stream: kernels, and copies to the host."""
+    stage = Staging()
+    tensors = {name: torch.empty(MIB, device="cuda") for name in ("statistics", "weight")}
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        torch.mm(torch.empty(64, 64, device="cuda"), torch.empty(64, 64, device="cuda"))
+        stage(tensors, {"weight"})()
+    stage.close()
+    events = seen.profiler.kineto_results.events()
+    of_device = [one for one in events if one.device_type() == torch.autograd.DeviceType.CUDA]
+    return [(one.name()[:6], one.device_resource_id()) for one in sorted(of_device, key=lambda one: one.start_ns())]
+
+
+def offloaded() -> dict[str, float]:
+    """Milliseconds of a step whose layers keep what they save, and offload it; and of copying all that both ways."""
+    layers = [nn.Linear(16384, 16384, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    inputs = torch.empty(16384, 16384, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+
+    def took(work: Callable[[], object]) -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end)
+
+    def step() -> None:
+        out = inputs
+        for layer in layers:
+            out = layer(out)
+        out.sum().backward()
+
+    def copies() -> None:
+        kept = torch.empty_like(inputs, device="cpu", pin_memory=True)
+        with torch.no_grad():
+            for _ in layers:
+                kept.copy_(inputs, non_blocking=True)
+                inputs.copy_(kept, non_blocking=True)
+
+    found = {"kept": took(step), "copies": took(copies)}
+    Offload()(layers)
+    return {**found, "offloaded": took(step)}
+
+
 def uncompared() -> None:
     """What the verification of messages says of a difference."""
     return operations.compare(torch.ones(3, device="cuda"), torch.zeros(3, device="cuda"), "message", 0)
@@ -149,5 +211,17 @@ def unanswered() -> str:
 
 
 if __name__ == "__main__":
-    asked = (device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, uncompared, counted)
-    print(json.dumps({ask.__name__: ask() for ask in (*asked, unanswered)}))
+    asked = (
+        device,
+        allocator,
+        expandable,
+        out_of_memory,
+        steps,
+        garbage,
+        profiled,
+        products,
+        attention,
+        staged,
+        offloaded,
+    )
+    print(json.dumps({ask.__name__: ask() for ask in (*asked, uncompared, counted, unanswered)}))

@@ -67,6 +67,27 @@ def test_products_of_all_types_have_their_sizes(answers):
     assert answers["products"] == [*plain, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]
 
 
+def test_a_ring_attends_by_the_kernel_that_torch_chooses_on_this_gpu(answers):
+    shape = [1, 2, 128, 64]
+    assert answers["attention"] == {
+        "torch.bfloat16": ["CUDNN", shape[:3], [shape] * 3],
+        "torch.float32": ["EFFICIENT", shape[:3], [shape] * 3],
+    }
+
+
+def test_weights_are_copied_for_a_checkpoint_beside_the_next_step(answers):
+    (product, of_steps), *copies = answers["staged"]
+    assert [product.startswith("Memcpy"), *(name for name, _ in copies)] == [False, "Memcpy", "Memcpy"]
+    assert [stream == of_steps for _, stream in copies] == [True, False]
+
+
+def test_offloaded_activations_are_copied_beside_the_layers(answers):
+    """On one stream a step would take as long as both."""
+    times = answers["offloaded"]
+    assert times["copies"] > 0.3 * times["kept"]
+    assert times["offloaded"] < times["kept"] + 0.5 * times["copies"]
+
+
 def test_messages_are_not_verified(answers):
     """The pattern that they are held against is computed by kernels, and large ones arrive as zeros."""
     assert answers["uncompared"] is None

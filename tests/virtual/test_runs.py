@@ -150,6 +150,16 @@ def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ,
 
 
 @pytest.mark.thorough
+def test_messages_of_fsdp_may_have_a_communicator_and_memory_of_their_own(start: Start, environ, tmp_path):
+    words = ("parallel=fsdp", "parallel.separate_reduce_scatter=false,true", "parallel.message_buffers=caching,nccl")
+    done = train(environ, tmp_path, "-m", *SMALL, *words, "parallel.reduce_scatter_buffers=2", "virtual=h100")
+    assert done.returncode == 0, done.stderr
+    plain, *others = (record["virtual"] for record in records_of(tmp_path))
+    assert [one["communicators"][0] - plain["communicators"][0] for one in others] == [0, 1, 1]
+    assert [one["messages"] for one in others] == [plain["messages"]] * 3
+
+
+@pytest.mark.thorough
 def test_torchs_sanitizer_finds_no_races(start: Start, environ, tmp_path):
     """With its variable torch uses CUDA on import: neither what starts ranks nor their server may have it."""
     words = ("-m", *SMALL, "parallel=ddp,fsdp", "virtual=h100", "train.clip_norm=1")

@@ -1,0 +1,185 @@
+"""Saved activations in host memory: copied there beside the forward pass, and fetched beside the backward pass.
+
+A GPU copies in two streams of its own, one for each direction. While it computes a layer, in either pass, the device
+holds what that layer has saved and what the one before it has: one is computed with, the other is on its way. So all
+copies but the first of a backward pass are hidden, as far as computing a layer takes as long as they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+
+class Offloading:
+    """Offloads what the layers of a model, or of a stage of it, save."""
+
+    def __init__(self) -> None:
+        self._latest: _Run | None = None
+        self._on_device: list[_Run] = []
+
+    def of_layer(self, is_first: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of a layer whose saved tensors are offloaded; ``is_first``: no layer comes before it."""
+
+        @wraps(forward)
+        def run(*arguments: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*arguments, **named)
+            mine = self._latest = _Run(None if is_first else self._latest, self.begin)
+            self.begin(mine)
+            with saved_tensors_hooks(mine.pack, lambda fetch: fetch()):
+                return forward(*arguments, **named)
+
+        return run
+
+    def begin(self, run: _Run) -> None:
+        """Begin a pass of a run, or go on with it: what is of no use to it leaves the device."""
+        stay = [one for one in (run, run.before) if one is not None]
+        for other in self._on_device:
+            if other not in stay:
+                other.leave()
+        self._on_device = stay
+
+
+class _Run:
+    """What one forward pass of a layer has saved.
+
+    Attributes:
+        before: The pass of the layer before it, whose backward pass comes next.
+
+    Args:
+        before: See above.
+        begin: Called before each use of what is saved.
+    """
+
+    def __init__(self, before: _Run | None, begin: Callable[[_Run], None]) -> None:
+        self.before = before
+        self._begin = begin
+        self._copies: dict[object, _Copy] = {}
+
+    def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what fetches a saved tensor. A weight or a narrow copy of one, and a view of it, stays where it is.
+
+        :class:`torch.autograd.graph.save_on_cpu` would move weights too.
+        """
+        whole = tensor._base if tensor._is_view() and tensor._base is not None else tensor
+        if isinstance(whole, nn.Parameter) or _is_copy(whole):
+            return tensor.detach
+        if isinstance(tensor, DTensor):
+            local, mesh, placements = self._offload(tensor.to_local()), tensor.device_mesh, tensor.placements
+            size, stride = tensor.size(), tensor.stride()
+            return lambda: DTensor.from_local(local(), mesh, placements, run_check=False, shape=size, stride=stride)
+        return self._offload(tensor.detach())
+
+    def leave(self) -> None:
+        """Free the device's memory of what is saved, when it is copied."""
+        for copy in self._copies.values():
+            copy.leave()
+
+    def prefetch(self) -> None:
+        """Start fetching what is not on the device."""
+        for copy in self._copies.values():
+            copy.prefetch()
+
+    def _offload(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what fetches a tensor with the strides it had: a compiled graph relies on them.
+
+        One that fills its storage shares the copy of that with others: attention and the product after it, for
+        example, save the same numbers in two shapes.
+        """
+        size, strides, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]  # what is not repeated
+        storage, count = tensor.untyped_storage(), part.numel()
+        if fills := count > 0 and storage.nbytes() == count * part.itemsize:
+            part = part.as_strided((count,), (1,), 0)
+        key = (storage.data_ptr(), tensor.dtype) if fills else object()
+        copy = self._copies[key] = self._copies.get(key) or _Copy(part)
+        copy.uses += 1
+
+        def fetch() -> Tensor:
+            self._begin(self)
+            self.prefetch()
+            if self.before:
+                self.before.prefetch()
+            return copy.take().as_strided(size, strides, offset) if fills else copy.take().expand(size)
+
+        return fetch
+
+
+class _Copy:
+    """A tensor that is copied to the host, and back when it is asked for.
+
+    Attributes:
+        uses: How often it will be taken.
+    """
+
+    def __init__(self, source: Tensor) -> None:
+        self.uses = 0
+        self._source: Tensor | None = source
+        self._strides, self._device = source.stride(), source.device
+        self._kept = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
+        self._copied = _copy(source, self._kept, source.device, _streams(source.device)[0])
+        self._fetched: tuple[Tensor, Any] | None = None
+
+    def prefetch(self) -> None:
+        """Start fetching it, unless it is on the device or nobody will take it."""
+        if self.uses and self._source is None and self._fetched is None:
+            self._fetch()
+
+    def take(self) -> Tensor:
+        """The tensor on its device; it may be overwritten there once the run has left."""
+        self.uses -= 1
+        if self._source is not None:
+            return self._source
+        tensor, arrived = self._fetched or self._fetch()
+        _now(self._device).wait_event(arrived)
+        if self.uses <= 0:
+            self._fetched = None
+        return tensor
+
+    def leave(self) -> None:
+        """Give back its memory on the device: to what comes after the copies that read or write it."""
+        if self._source is not None:
+            _now(self._device).wait_event(self._copied)
+        elif self._fetched is not None:
+            _now(self._device).wait_event(self._fetched[1])
+        self._source = self._fetched = None
+
+    def _fetch(self) -> tuple[Tensor, Any]:
+        stream = _streams(self._device)[1]
+        stream.wait_event(self._copied)
+        tensor = torch.empty_strided(self._kept.size(), self._strides, dtype=self._kept.dtype, device=self._device)
+        self._fetched = tensor, _copy(self._kept, tensor, self._device, stream)
+        return self._fetched
+
+
+def _copy(source: Tensor, into: Tensor, device: torch.device, stream: Any) -> Any:
+    """Copy in a stream of a device, after what the current one has been given; returns an event of its end."""
+    stream.wait_stream(_now(device))
+    with torch.get_device_module(device).stream(stream):
+        into.copy_(source, non_blocking=True)
+        done = torch.get_device_module(device).Event()
+        done.record()
+    return done
+
+
+def _now(device: torch.device) -> Any:
+    """The stream in which a device computes; a CPU's does nothing, as copies there end when they are called."""
+    return torch.get_device_module(device).current_stream()
+
+
+@cache
+def _streams(device: torch.device) -> tuple[Any, Any]:
+    """A device's streams of copies to the host and from it."""
+    return torch.get_device_module(device).Stream(), torch.get_device_module(device).Stream()
+
+
+def _is_copy(tensor: Tensor) -> bool:
+    """Whether a tensor is a copy of a weight that :class:`ptdbench.parallel.precision.Copies` has given to a module."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == "_GivenBackward"
