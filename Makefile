@@ -20,7 +20,7 @@ endef
 WHEELS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-step virtual-truth phases-truth memory-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
+.PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-step virtual-truth phases-truth memory-truth plan-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | column -t -s '|'
@@ -68,7 +68,7 @@ train-for-real: install-test  ## whether training comes to a result: digits to a
 data-speed: install  ## what each data pipeline delivers, and how fast the step loop asks for it
 	$(BIN)/python benchmarks/data_speed.py $(ARGS)
 
-model-speed: install-test  ## our GPT-2 against the one of transformers
+model-speed: install-test  ## our GPT-2, Llama or Mixtral against the one of transformers
 	$(BIN)/python benchmarks/model_speed.py $(ARGS)
 
 launch-time: install  ## how long local ranks take to start, against torchrun, and what a run of a sweep costs
@@ -82,6 +82,9 @@ report-speed: install-test  ## how long a report of 1,000 and of 10,000 runs tak
 
 long-run: install  ## 50,000 steps of toy: do memory, saves and evaluations stay as they began
 	$(BIN)/python -m benchmarks.long_run $(ARGS)
+
+plan-truth: install  ## how fast and how right `ptdbench plan` and train.micro_batch=max are; ARGS="--only sizes"
+	$(BIN)/python benchmarks/plan_truth.py $(ARGS)
 
 compare-truth: install-test  ## how often repeats tell identical configurations apart, and miss slower ones: an hour
 	$(BIN)/python benchmarks/compare_truth.py $(ARGS)

@@ -31,8 +31,7 @@ from ratio import median_of_ratios
 from ptdbench.launch import local
 from ptdbench.launch.peers import gather
 from ptdbench.measure import timing
-from ptdbench.measure.operations import OPERATIONS, Place
-from ptdbench.measure.patterns import DTYPES, REDUCTIONS
+from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place
 from ptdbench.measure.timing import Effort
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all

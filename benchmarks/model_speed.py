@@ -1,8 +1,8 @@
-"""A training step of ptdbench's GPT or mixture of experts against that of ``transformers`` or of nanoGPT's recipe.
+"""A training step of ptdbench's models against those of ``transformers``, or of nanoGPT's recipe.
 
     python benchmarks/model_speed.py                      # fp32 on a CPU, bf16 on a GPU; eager and compiled
     python benchmarks/model_speed.py --against nanogpt --model gpt_xl --batch 8 --sequence 1024 --steps 50
-    python benchmarks/model_speed.py --against mixtral --model mixtral_8x7b --modes false --batch 2 --sequence 128
+    python benchmarks/model_speed.py --model mixtral_8x7b --modes false --batch 2 --sequence 128
         --set layers=2 width=256 heads=4 key_value_heads=2 expert_hidden=448 vocabulary=2048
 
 One step is forward, backward and AdamW. Ours is the one that a run does, built from the configuration; theirs is
@@ -31,7 +31,7 @@ from rivals import RIVALS
 from torch import Tensor
 
 from ptdbench.measure.memory import peak_bytes, release
-from ptdbench.measure.statistics import median_interval
+from ptdbench.measure.timing import median_interval
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all, conf_folder

@@ -41,7 +41,9 @@ LAYOUTS = {
     "ep4 context": (4, "parallel=ep parallel.context=2 parallel.shard=2"),
     "ep2 ring": (4, "parallel=ep parallel.context=2 parallel.context_method=ring parallel.expert=2"),
     "ep2 1f1b": (4, "parallel=ep parallel.pipeline=2"),
+    "ep2 interleaved1f1b": (4, "parallel=ep parallel.pipeline=2 parallel.schedule=interleaved1f1b"),
     "ep2 looped_bfs": (4, "parallel=ep parallel.pipeline=2 parallel.schedule=looped_bfs"),
+    "ep2 zbv": (4, "parallel=ep parallel.pipeline=2 parallel.schedule=zbv parallel.reshard_after_forward=false"),
     "ep2 3d": (8, "parallel=3d parallel.expert=2 parallel.pipeline=2"),
     "ep4 3d with sequence": (8, "parallel=3d parallel.expert=4 parallel.pipeline=2 parallel.sequence=true"),
 }
@@ -52,6 +54,7 @@ LEVERS = {
     "sgd": "optimizer=sgd optimizer.lr=0.03",
     "accumulated": "optimizer=sgd optimizer.lr=0.03 train.micro_batch=2 activations=recompute",
     "bias": "model.router.balance=bias model.router.bias_rate=0.01",
+    "latent": "model.latent_width=12 model.head_width=8 model.rotary_width=4",
 }
 
 
@@ -94,9 +97,13 @@ def page(cells: Mapping[str, Mapping[str, str]]) -> str:
     columns = [name for name in LEVERS if any(name in row for row in cells.values())]
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     rows = {name: cells[name] for name in LAYOUTS if name in cells}
-    lines += [f"| {name} | {' | '.join(row.get(one, 'not run') for one in columns)} |" for name, row in rows.items()]
+    for name, row in rows.items():
+        said = [row.get(one, "not run") for one in columns]
+        lines.append(f"| {name} | {' | '.join('refused' if text.startswith('refused') else text for text in said)} |")
+    refusals = {text: name for name, row in rows.items() for text in row.values() if text.startswith("refused")}
     options = [f"- *{name}*: `{LAYOUTS[name][1]}`, {LAYOUTS[name][0]} ranks" for name in rows]
     options += [f"- *{name}*: `{LEVERS[name] or 'optimizer=adamw'}`" for name in columns]
+    options += [f"- *{name}*: {text}" for text, name in refusals.items()]
     count = sum(len(row) for row in rows.values())
     head = f"These {count} cells have been run, with the largest difference of a loss and of a norm:"
     return "\n".join([head, "", *lines, "", *options])

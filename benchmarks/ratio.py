@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ptdbench.measure.statistics import median_interval
+from ptdbench.measure.timing import median_interval
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.parts import KINDS, PHASES
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records import record, series, store
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all

@@ -127,4 +127,4 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norms[1](x))))
 
 
-RIVALS = {"transformers": transformers, "mixtral": transformers_mixtral, "nanogpt": nanogpt}
+RIVALS = {"transformers": transformers, "nanogpt": nanogpt}

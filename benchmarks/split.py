@@ -28,7 +28,7 @@ from scipy import stats
 import ptdbench
 from ptdbench.comparison import variation
 from ptdbench.comparison.significance import LEVEL
-from ptdbench.measure.statistics import warmup_end
+from ptdbench.measure.timing import warmup_end
 from ptdbench.records.load import Run
 
 ROOT = Path(__file__).parents[1]

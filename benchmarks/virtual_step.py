@@ -44,8 +44,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ptdbench.measure import memory
-from ptdbench.profiling import profiler, trace
+from ptdbench.models import softmax  # noqa: F401 # makes operations of torch's
+from ptdbench.profiling import trace
 from ptdbench.setup.compose import conf_folder
+from ptdbench.training import profile
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
 
@@ -70,6 +72,12 @@ _LOOK_UPS = {_aten.embedding, _aten.gather, _aten.index, _aten.nll_loss_forward,
 #: Operations that write all of their first tensor without reading it, and those that write some elements of it.
 _OVERWRITES = {_aten.copy_, _aten.zero_, _aten.fill_, _aten._foreach_copy_, _aten._foreach_zero_}
 _SCATTERS = {_aten.scatter_}
+
+#: FLOPs of an operation by its arguments: torch's formulas, and that of the head's ``total + left.T @ right``.
+_FLOPS = {
+    **flop_registry,
+    torch.ops.ptdbench.add_product_: lambda total, left, right, out_val: 2 * left.numel() * right.shape[1],
+}
 
 #: Kernels that change a dtype and do nothing else: of torch, and of Inductor.
 _CASTS = re.compile(r"copy_kernel.*LoadWithCast|bfloat16_copy_kernel|float16_copy_kernel|CopyFunctor")
@@ -97,7 +105,7 @@ class Counted(TorchDispatchMode):
         kwargs = kwargs or {}
         found = func(*args, **kwargs)
         size = traffic(func, args, kwargs, found)
-        formula = flop_registry.get(func.overloadpacket)
+        formula = _FLOPS.get(func.overloadpacket)
         flops = float(formula(*args, **kwargs, out_val=found)) if formula else 0.0
         if size or flops:
             kind = "attention" if "attention" in str(func) else "product" if formula else "memory"
@@ -189,7 +197,7 @@ def count(who: str, options: Options, mode: str) -> dict[str, Any]:
     names = kernels(step, options.device)
     return {
         "kernels": len(names),
-        "kinds": Counter(map(profiler.kernel_kind, names)),
+        "kinds": Counter(map(profile.kernel_kind, names)),
         "casts": sum(map(is_cast, names)),
         "bytes": sum(size for _, size, _ in counted.operations),
         "flops": sum(flops for *_, flops in counted.operations),
@@ -203,7 +211,7 @@ def count(who: str, options: Options, mode: str) -> dict[str, Any]:
 
 def kernels(step: Callable[[], Tensor], on: torch.device) -> list[str]:
     """The names of the kernels of a step."""
-    with profiler.profiled(on) as taken, record_function(f"{trace.STEP}0"):
+    with profile.profiled(on) as taken, record_function(f"{trace.STEP}0"):
         step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as scratch:

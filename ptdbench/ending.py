@@ -23,11 +23,10 @@ from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
 from ptdbench.records import failure, record
-from ptdbench.records.cause import is_stop, root_cause
+from ptdbench.records.failure import is_stop, root_cause
 from ptdbench.records.ownership import Attempt
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
-from ptdbench.report import tensorboard
 from ptdbench.setup import config, run_spec
 from ptdbench.terminal import echo
 
@@ -35,7 +34,7 @@ from ptdbench.terminal import echo
 def write_result(
     attempt: Attempt, spec: run_spec.RunSpec, device: torch.device, met: Sequence[Peer], outcome: Outcome
 ) -> None:
-    """Write what came of the run: the record, and from it what TensorBoard shows."""
+    """Write what came of the run: the record, and from it what TensorBoard and logging services show."""
 
     def finish(written: dict[str, Any]) -> Written:
         done = written | {
@@ -53,9 +52,8 @@ def write_result(
     if done is None:
         return
     if done.get("steps"):
-        tensorboard.write_tensorboard(attempt.directory, done, outcome.shown)
-    if outcome.log:
-        outcome.log.finish(done)
+        for log in outcome.logs:
+            log.finish(done)
     if outcome.stopped and outcome.saved:
         _requeue(attempt, spec.config.cluster, done, outcome.stopped)
 
@@ -162,8 +160,9 @@ def remark(attempt: Attempt, rank: int, message: str) -> None:
     """Note in the record that a rank had to be ended after its work was done, and why."""
 
     def add(written: dict[str, Any]) -> dict[str, Any]:
-        noted = (written["remarks"] or {}).get("leaving", [])
-        return {**written, "remarks": {**(written["remarks"] or {}), "leaving": [*noted, f"rank {rank}: {message}"]}}
+        known = written["remarks"] or {}
+        noted = [*known.get("leaving", []), f"rank {rank}: {message}"]
+        return {**written, "remarks": {**known, "leaving": noted}}
 
     attempt.amend(add)
 

@@ -27,7 +27,6 @@ from ptdbench.report import table, text
 from ptdbench.setup import commandline, compose, config, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.sweep import blocks
-from ptdbench.sweep import directory as output
 from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
@@ -118,7 +117,6 @@ def carry_out(directories: Sequence[Path]) -> int:
         prepare_ranks(configs)
 
     from ptdbench.run import run
-    from ptdbench.setup import hydra_output
 
     statuses = []
     for directory, read in zip(directories, configs, strict=True):
@@ -138,8 +136,7 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
         ConfigError: The command line cannot be used.
     """
     from ptdbench import files
-    from ptdbench.report import plan as shown
-    from ptdbench.sweep import plans
+    from ptdbench.planning import plans
 
     _import_from_here()
     if world := discover(os.environ):
@@ -148,11 +145,17 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     composed = plans.composed(overrides, config_dir)
     if not plans.are_known(composed, overrides, again):
         prepare_ranks(list(map(config.read, composed.jobs)))
-    made = plans.make(composed, overrides, again)
+
+    def carry_out(*run_of: Any) -> None:
+        from ptdbench.run import run
+
+        run(*run_of)
+
+    made = plans.make(composed, overrides, again, carry_out)
     if as_json:
         echo(files.as_text(made.records))
     else:
-        text.show(shown.table(made.records, shutil.get_terminal_size((110, 24)).columns))
+        text.show(table.of_plans(made.records, shutil.get_terminal_size((110, 24)).columns))
         echo(table.closing_lines(made.directory, made.records))
     return int(all(one["status"] != "ok" for one in made.records))
 
@@ -181,7 +184,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     shows = world is None or world.rank == 0
     with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
         from ptdbench.launch import devices
-        from ptdbench.setup import reshaping
+        from ptdbench.setup import run_spec
         from ptdbench.sweep import requests
         from ptdbench.sweep.agenda import Agenda
 
@@ -190,8 +193,8 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
                 devices.check(world, str(job.get("device")), str(job.get("backend")))
         runs = requests.of_machine(composed, world)
     if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
-        reshaping.require_same(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
-    directory = output.claim(composed, line.overrides, world, line.goes_on)
+        run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
+    directory = hydra_output.claim(composed, line.overrides, world, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only) if composed.is_sweep else None
     if not shows:
         _carry_out(composed, directory, agenda, runs)
@@ -217,7 +220,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
         return submission.show_test_only(runs, options)
     submission.require_accepted(runs, options)
     submission.make_folders(runs)
-    directory = output.claim(composed, line.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
+    directory = hydra_output.claim(composed, line.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)
     if queued:
@@ -260,7 +263,7 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
         ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
     """
     from ptdbench.run import run
-    from ptdbench.setup import hydra_output
+    from ptdbench.sweep import carriers
 
     writes = is_first_rank(os.environ)
     try:
@@ -271,15 +274,11 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
             with settings.added(only.environment):
                 run(directory, only.config, only.summary)
         elif composed.searches:
-            from ptdbench.sweep import search
-
-            search.search(agenda, composed)
+            carriers.search(agenda, composed)
         else:
             if writes:
                 with composed.source.open():
                     hydra_output.write_multirun(composed.sweep(), directory)
-            from ptdbench.sweep import carriers
-
             carriers.all_of(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"

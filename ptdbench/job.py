@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,9 @@ from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.report.display import Display
+from ptdbench.report.loggers import Log
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec
-
-if TYPE_CHECKING:
-    from ptdbench.report.loggers import Log
 
 
 class Workload(Protocol):
@@ -74,5 +72,4 @@ class Outcome:
     error: Exception | None = None
     stopped: str | None = None  #: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
     saved: bool = False  #: Whether a run that ended early has saved a checkpoint.
-    shown: int = 0  #: Number of steps already written to TensorBoard.
-    log: Log | None = None  #: What sends the run's curves to a logging service, on rank 0 of a run that has one.
+    logs: Sequence[Log] = ()  #: What sends the run's curves to TensorBoard and a logging service, on rank 0.

@@ -18,20 +18,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Problem:
-    """One option whose value cannot stand.
+    """One option whose value cannot stand."""
 
-    Attributes:
-        option: The option, for example ``train.global_batch``; what a group's choice says of its own options when it is
-            made, it says without the group, which its caller adds (:meth:`ConfigError.under`).
-        value: Its value.
-        rule: What the value must satisfy, with the numbers that the rule refers to.
-        remedy: What to do instead, for example ``"try 4, 8"``; empty when the rule says it all.
-    """
-
+    #: The option, for example ``train.global_batch``; what a group's choice says of its own options when it is made, it
+    #: says without the group, which its caller adds (:meth:`ConfigError.under`).
     option: str
-    value: object
-    rule: str
-    remedy: str = ""
+    value: object  #: Its value.
+    rule: str  #: What the value must satisfy, with the numbers that the rule refers to.
+    remedy: str = ""  #: What to do instead, for example ``"try 4, 8"``; empty when the rule says it all.
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""
@@ -75,14 +69,10 @@ def under(group: str, step: Callable[[], T]) -> T:
 
 
 class ErrorCollector:
-    """Collects problems: a step that fails adds its own, and the next step is tried all the same.
-
-    Attributes:
-        problems: What was found so far.
-    """
+    """Collects problems: a step that fails adds its own, and the next step is tried all the same."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []
+        self.problems: list[Problem] = []  #: What was found so far.
 
     def catch(self, step: Callable[[], T]) -> T | None:
         """Call ``step``; return its result, or ``None`` where it raised a ConfigError."""

@@ -25,17 +25,18 @@ import torch
 from ptdbench import ending
 from ptdbench.job import Job, Workload
 from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvous, settings
-from ptdbench.launch.job_steps import JobSteps
+from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.watchdog import JOINED
 from ptdbench.launch.world import World, discover, is_first_rank
-from ptdbench.measure import memory, tf32
+from ptdbench.measure import hardware, memory
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
 from ptdbench.planning import micro_batch
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ledger, ownership, record, store
-from ptdbench.records.cause import root_cause
+from ptdbench.records.failure import root_cause
 from ptdbench.records.ownership import Attempt, this_process
+from ptdbench.records.schema import MicroBatch, part
 from ptdbench.report import labels
 from ptdbench.report.display import Display, Heading
 from ptdbench.setup import checks, choices, resume, run_spec, training_spec
@@ -160,7 +161,7 @@ def _find_micro_batch(
 
     carry_out = partial(_in_step, steps) if steps else _run
     finder = micro_batch.Finder(attempt.directory, config, heading, carry_out, note, steps)
-    earlier = ((attempt.draft or {}).get("micro_batch") or {}).get("found")
+    earlier = part(attempt.draft or {}, MicroBatch).found
     try:
         found = (finder.given(earlier) if earlier else None) or finder.find()
     except (ConfigError, MemoryError, RuntimeError) as error:
@@ -308,7 +309,7 @@ def _prepared_device(spec: RunSpec, world: World) -> torch.device:
         memory.release(device)
     if spec.training:
         checks.check_gpu_precision(spec.config.general.precision, device)
-    tf32.allow(spec.config.general.precision == "tf32")
+    hardware.allow_tf32(spec.config.general.precision == "tf32")
     return device
 
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 
 import ptdbench
 from ptdbench import entry
-from ptdbench.launch import cores, local
+from ptdbench.launch import local, settings
 from ptdbench.records.load import Run
 from ptdbench.setup.compose import compose_all
 from tests import slurm_cluster
@@ -174,7 +174,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """One worker more than there are cores, as tests mostly wait; each needs some 3 GiB with its ranks."""
     by_memory = psutil.virtual_memory().available // (3 << 30)
-    return max(1, min(len(cores.mine()) + 1, by_memory))
+    return max(1, min(len(settings.own_cores()) + 1, by_memory))
 
 
 @pytest.fixture

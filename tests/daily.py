@@ -1,7 +1,5 @@
 """Products of which ``make test`` tries some cases, and ``make test-all`` all."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ports for what tests start, where a port has to be known before anybody listens at it."""
 
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import suppress

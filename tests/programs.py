@@ -1,7 +1,5 @@
 """Programs that tests start as a person does, and what tests wait for."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import time

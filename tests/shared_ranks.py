@@ -17,7 +17,7 @@ import torch
 from omegaconf import DictConfig
 
 from ptdbench import run as product
-from ptdbench.launch import cores, local
+from ptdbench.launch import local, settings
 from ptdbench.setup import config
 from ptdbench.setup.config import RANKS_WITHOUT_GPU
 from tests.ports import free_port
@@ -124,7 +124,7 @@ def _result(of_rank: Connection, rank: int) -> Any:
 def _serve(place: Mapping[str, str], jobs: Connection) -> None:
     """In a rank: do jobs until one fails here or nobody has another."""
     local._die_with_server()
-    everywhere = cores.mine()
+    everywhere = settings.own_cores()
     gc.unfreeze = lambda: None  # or each run would collect garbage from among all that is imported once more
     while True:
         try:
@@ -134,7 +134,9 @@ def _serve(place: Mapping[str, str], jobs: Connection) -> None:
         for name in os.environ.keys() - present.keys():
             del os.environ[name]
         os.environ.update({**present, **place})
-        cores.bind(max(1, len(everywhere) // int(place["WORLD_SIZE"])), everywhere)  # not as the last job left it
+        settings.bind_cores(
+            max(1, len(everywhere) // int(place["WORLD_SIZE"])), everywhere
+        )  # not as the last job left it
         value = io.BytesIO()
         try:
             torch.save(body(*arguments), value)

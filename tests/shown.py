@@ -1,7 +1,5 @@
 """The commands that the README, the pages of docs/ and the files of conf/ show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

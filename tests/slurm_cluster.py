@@ -11,8 +11,6 @@ has once: the line goes with its cluster, a munged that was started here goes wi
 side by side, each in its own folder and on its own ports.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import fcntl

@@ -1,7 +1,5 @@
 """The best weights are kept beside the newest, over all starts of a run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

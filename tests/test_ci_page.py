@@ -1,7 +1,5 @@
 """The workflow of docs/ci.md, carried out line by line on a pull request that breaks a model."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

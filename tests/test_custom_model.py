@@ -1,7 +1,5 @@
 """A model from outside of the package: any module, under every strategy that it says enough for."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

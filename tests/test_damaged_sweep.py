@@ -1,7 +1,5 @@
 """A sweep or a run goes on although files in its directory are damaged, or says in one line that it cannot."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from contextlib import suppress

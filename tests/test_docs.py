@@ -18,7 +18,7 @@ from ptdbench.parallel.pipeline.schedules import SPLITS_SINCE
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import requests, script
+from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
 from tests.daily import cases
 from tests.parallel.splitting import is_refused
@@ -128,7 +128,7 @@ def test_the_script_is_the_one_that_is_shown(monkeypatch):
     page = (ROOT / "docs" / "slurm.md").read_text()
     shown = re.search(r"ptdbench sbatch (.*) > job.sh\n\$ cat job.sh\n(.*)\$ sbatch job.sh\n", page, re.DOTALL)
     assert shown
-    text, _ = script.write(shlex.split(shown[1]))
+    text, _ = requests.write_script(shlex.split(shown[1]))
     text = text.replace(sys.executable, "/home/ada/ptdbench/.venv/bin/python")
     assert text.replace(str(ROOT), "/home/ada/ptdbench") == shown[2]
 

@@ -4,8 +4,6 @@ Starting Python and torch costs seconds each time, so that refusals come from a 
 of what a command line may get wrong is tested in tests/setup.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Runs that fail are results: the reason is in the record, and nothing else is lost."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -28,7 +26,6 @@ FAULTY = (
 @pytest.mark.parametrize(
     ("strategy", "rank", "how", "status", "kind", "message"),
     [
-        ("ddp", 0, "raise", "failed", "RuntimeError", "this one is on purpose"),
         ("fsdp", 1, "raise", "failed", "RuntimeError", "this one is on purpose"),
         ("ddp", 0, "kill", "failed", "SIGKILL", "killed by SIGKILL"),
         ("fsdp", 1, "crash", "failed", "SIGSEGV", "killed by SIGSEGV (an invalid memory access in native code)"),
@@ -94,7 +91,7 @@ def test_a_loss_that_is_not_a_number_is_divergence(run):
     assert record["phases"] is None  # no rank takes part in profiling such steps
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pdp", "tp"])
+@cases("strategy", ["ddp", "fsdp", "pdp", "tp"], daily=["pdp"])
 def test_a_learning_rate_that_is_too_high_is_divergence_under_every_layout(run, strategy):
     model = ("model=gpt_tiny", "model.layers=2", "model.width=32", "model.sequence_length=32", "data=synthetic_tokens")
     record = run(*model, "optimizer.lr=1e30", "train.steps=3", f"parallel={strategy}", "device=cpu")

@@ -1,7 +1,5 @@
 """Files that are written whole, and errors that name what was to be written."""
 
-from __future__ import annotations
-
 import errno
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models of Hugging Face as they are, under every layout: the losses and gradients of one process."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

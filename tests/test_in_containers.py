@@ -4,8 +4,6 @@ The image is an empty folder: what Python and torch need is mounted from this ma
 script that only the image has, so that a run that ends well was in the container.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 from tests.conftest import ROOT, outputs, record_of
 from tests.daily import cases
 from tests.ports import free_port
@@ -123,8 +123,8 @@ class TestHello:
 def assert_bound(ranks: Sequence[Mapping[str, Any]]) -> None:
     """Each of the ranks of a node has one core of its own, where there are as many, and one thread."""
     assert [(rank["threads"], rank["settings"]["OMP_NUM_THREADS"]) for rank in ranks] == [(1, "1")] * len(ranks)
-    if len(cores.mine()) >= len(ranks):
-        assert [rank["cores"] for rank in ranks] == [[core] for core in sorted(cores.mine())[: len(ranks)]]
+    if len(settings.own_cores()) >= len(ranks):
+        assert [rank["cores"] for rank in ranks] == [[core] for core in sorted(settings.own_cores())[: len(ranks)]]
 
 
 class TestTraining:

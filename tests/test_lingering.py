@@ -1,7 +1,5 @@
 """Ranks that are done end, whatever a model has left running in them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``python -m ptdbench``: what it prints and its exit status."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

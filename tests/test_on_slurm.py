@@ -4,8 +4,6 @@ A job costs seconds here, of which nearly all are Python and torch starting once
 one sweep, and what can be tested without a job is, in tests/sweep.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The tables of options in docs/: every option of conf/ is there, with its value and the comment beside it."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

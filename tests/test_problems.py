@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, require, said, try_these

@@ -1,7 +1,5 @@
 """What a rank of ``python train.py`` imports by itself, and what the fork server has imported for it."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Sweeps with repeats, by whole commands: each run in every block, and what is missing done again in its place."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

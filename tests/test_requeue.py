@@ -1,7 +1,5 @@
 """Jobs that SLURM interrupts: saved, queued up again, and gone on with in the same directory."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 All runs of one world size share their ranks; that a run which starts its own follows too is tested at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import product as combinations
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
-from ptdbench.records import objective
+from ptdbench.records.record import objective_value
 from ptdbench.setup import config, hydra_options
 from ptdbench.setup.compose import compose_all
 from tests import forked
@@ -43,7 +43,7 @@ class TestOptuna:
             assert (record["status"] == "ok") == (record["config"]["train"]["micro_batch"] == 16)
         assert len({record["config"]["optimizer"]["lr"] for record in records}) == 3
         assert done.returncode == 1  # not all were ok
-        best = max((objective.value(record, "throughput") or 0, record["directory"]) for record in records)
+        best = max((objective_value(record, "throughput") or 0, record["directory"]) for record in records)
         found = OmegaConf.load(sweep / "optimization_results.yaml")
         assert found.best_value == best[0]  # and not the smallest, which is Optuna's own default
         assert f"search       {sweep.relative_to(tmp_path)}/optimization_results.yaml" in done.stdout.splitlines()
@@ -165,7 +165,7 @@ class TestObjective:
             ({**RECORD, "evaluations": []}, "held_out_loss", None),
             ({"status": "ok", "metrics": None}, "throughput", None),
         ):  # fmt: skip
-            assert objective.value(record, name) == expected
+            assert objective_value(record, name) == expected
 
     def test_what_a_sweeper_is_set_to_where_nobody_did(self):
         def overrides(*typed):

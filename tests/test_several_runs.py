@@ -1,7 +1,5 @@
 """Several runs in one process, as `torchrun train.py -m` and `srun python train.py -m` carry them out."""
 
-from __future__ import annotations
-
 import json
 import sys
 

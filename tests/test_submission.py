@@ -3,8 +3,6 @@
 A stand-in for ``sbatch`` does what a test wants in the very moment of a submission, and passes all else on to SLURM's.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -73,6 +71,7 @@ def errors(directory: Path) -> set[str]:
     return {record["error"]["type"] for record in store.read_results(directory)}
 
 
+@pytest.mark.thorough
 def test_a_refusal_deletes_nothing_of_a_users(run, submit, sbatch, queued, tmp_path):
     """The second of two shapes is refused after the rehearsal was accepted."""
     (tmp_path / "sweep").mkdir()
@@ -106,6 +105,7 @@ def test_a_folder_for_output_that_cannot_be_made_is_refused_before_anything_is_w
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.thorough
 def test_ctrl_c_in_the_middle_of_a_submission_leaves_no_job(submit, sbatch, queued, tmp_path):
     before = queued()
     done = submit(*HELD, environ=sbatch('kill -INT $PPID; exec $REAL "$@"'))

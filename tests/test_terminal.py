@@ -1,7 +1,5 @@
 """What is printed for a person: its reader may go away, and what others wrote does not steer the terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
@@ -117,6 +115,7 @@ class TestPrograms:
         assert done.returncode == 1
         assert (tmp_path / "run" / "record.json").exists()
 
+    @pytest.mark.thorough
     def test_what_hydra_shows(self, environ, tmp_path):
         words = (str(ROOT / "train.py"), "-m", "seed=1,2", "--cfg", "job")
         done = without_reader(*words, environ=environ, cwd=tmp_path)

@@ -3,8 +3,6 @@
 Only what it depends on is borrowed from the tests' environment: PyTorch alone takes gigabytes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

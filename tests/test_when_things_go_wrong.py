@@ -1,7 +1,5 @@
 """What clusters and machines do to runs, done to real ones."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

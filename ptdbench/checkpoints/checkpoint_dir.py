@@ -1,5 +1,7 @@
 """A run's checkpoints on disk: ``checkpoints/step-00000100/``, with the suffix ``.partial`` while it is written.
 
+Its ``manifest.json``, which is written last, has the checksum of every file.
+
 A directory gets its final name when everything in it is on disk, and loses it before anything in it is deleted, so
 that a killed process never leaves an incomplete checkpoint under a final name. A directory that holds anything else,
 such as a user's notes, is neither deleted nor renamed; see :mod:`ptdbench.files`.
@@ -7,20 +9,127 @@ such as a user's notes, is neither deleted nor renamed; see :mod:`ptdbench.files
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch.distributed as dist
-from msgspec.structs import replace
+from msgspec import Struct, convert, to_builtins
+from msgspec.structs import asdict, replace
 
-from ptdbench.checkpoints import manifest
-from ptdbench.checkpoints.manifest import Broken, Manifest
-from ptdbench.files import first_foreign_entry, in_the_way, remove
+from ptdbench.files import first_foreign_entry, in_the_way, remove, write_json
 from ptdbench.launch.collect import gathered_or_alone, place_in
+from ptdbench.records.schema import Count, Evaluation
+
+MANIFEST = "manifest.json"
+
+#: Bytes read at a time; hashing that many releases the GIL.
+_BLOCK = 4 << 20
+
+
+class Broken(Exception):
+    """A broken checkpoint; the message names the file and what is wrong with it."""
+
+
+class Stamp(Struct, frozen=True):
+    """The expected size of a file, and its checksum in hexadecimal digits."""
+
+    bytes: Count
+    sha256: str
+
+
+class Manifest(Struct, frozen=True):
+    """The description of a checkpoint."""
+
+    step: Count  #: Number of optimizer steps done.
+    world_size: Count  #: Ranks that wrote it.
+    model: Mapping[str, Any]  #: The options of the model, for comparison.
+    facts: Mapping[str, Any]  #: Other state for resuming; JSON, where a number that is not finite is ``null``.
+    files: Mapping[str, Stamp]  #: Every other file of the checkpoint, by name.
+    torch: str  #: Version of torch that wrote it.
+    time: float  #: When it was written, in seconds since the epoch.
+
+
+class _Facts(Struct):
+    """The facts that are read without a look at their types: a checksum says that nothing was changed since."""
+
+    scaler: dict[str, Any] = {}
+    segments: list[dict[str, Any]] = []
+    evaluations: list[Evaluation] = []
+
+
+def stamp(path: Path) -> Stamp:
+    """Return size and checksum of a file; raises OSError."""
+    digest, block = hashlib.sha256(), bytearray(_BLOCK)
+    view, size = memoryview(block), 0
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(view[:count])
+            size += count
+    return Stamp(size, digest.hexdigest())
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest with a checksum of its own, and sync it to disk.
+
+    Raises:
+        OSError: It could not be written.
+        TypeError: The model's options or the facts are not JSON.
+    """
+    written = asdict(manifest) | {"files": to_builtins(manifest.files)}
+    body = json.loads(json.dumps(written), parse_constant=lambda _: None)
+    write_json(directory / MANIFEST, body | {"sha256": _digest(body)})
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of the checkpoint in ``directory``; raises Broken if it is missing or damaged."""
+    try:
+        body = json.loads((directory / MANIFEST).read_text())
+        given = body.pop("sha256")
+        if given != _digest(body):
+            raise Broken(f"{MANIFEST} does not match its checksum")
+        convert(body.get("facts"), _Facts)
+        return convert(body, Manifest)
+    except FileNotFoundError:
+        raise Broken(f"{MANIFEST} is missing") from None
+    except OSError as error:
+        raise Broken(f"{MANIFEST} cannot be read ({error.strerror})") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise Broken(f"{MANIFEST} is not a manifest") from None
+
+
+def check_sizes(directory: Path, manifest: Manifest) -> None:
+    """Raise Broken unless every file exists and has its size."""
+    for name, wanted in manifest.files.items():
+        if PurePath(name).name != name:
+            raise Broken(f"{name} is not a file name")
+        try:
+            size = (directory / name).stat().st_size
+        except OSError as error:
+            raise Broken(f"{name} cannot be read ({error.strerror})") from None
+        if size != wanted.bytes:
+            raise Broken(f"{name} has {size} bytes instead of {wanted.bytes}")
+
+
+def check_contents(directory: Path, manifest: Manifest, share: int, shares: int) -> None:
+    """Raise Broken unless the checksums match, of one of ``shares`` parts of the files."""
+    for name in sorted(manifest.files)[share::shares]:
+        try:
+            found = stamp(directory / name)
+        except OSError as error:
+            raise Broken(f"{name} cannot be read ({error.strerror})") from None
+        if found != manifest.files[name]:
+            raise Broken(f"{name} does not match its checksum")
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
 
 FOLDER = "checkpoints"
 BEST = "best"
@@ -73,7 +182,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
 def latest_manifest(run_directory: Path) -> Manifest | None:
     """Return the manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
     whole = (path for path in _complete_by_name(run_directory) if _is_whole(path))
-    return next((manifest.read(path) for path in whole), None)
+    return next((read_manifest(path) for path in whole), None)
 
 
 def partial(run_directory: Path, step: int) -> Path:
@@ -120,7 +229,7 @@ def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
     """
     whole = [path for path in _complete_by_name(run_directory) if _is_whole(path)]
     for path in (path for path in whole[keep:] if path.name != _name(best)):
-        named = set(filter(_is_ours, [*manifest.read(path).files, manifest.MANIFEST]))
+        named = set(filter(_is_ours, [*read_manifest(path).files, MANIFEST]))
         if not first_foreign_entry(path, named.__contains__):
             remove(_set_aside(path), _is_ours)
 
@@ -130,8 +239,8 @@ def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
     path = run_directory / FOLDER / _name(step)
     if not path.exists():
         return False
-    written = manifest.read(path)
-    manifest.write(path, replace(written, facts={**written.facts, **facts}))
+    written = read_manifest(path)
+    write_manifest(path, replace(written, facts={**written.facts, **facts}))
     return True
 
 
@@ -196,9 +305,9 @@ def _complete_by_name(run_directory: Path) -> list[Path]:
 def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:
     """Return the manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
     try:
-        found = manifest.read(path)
-        manifest.check_sizes(path, found)
-        manifest.check_contents(path, found, rank, size)
+        found = read_manifest(path)
+        check_sizes(path, found)
+        check_contents(path, found, rank, size)
     except Broken as fault:
         return None, str(fault)
     return found, None
@@ -207,7 +316,7 @@ def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | N
 def _is_whole(path: Path) -> bool:
     """Return whether all files exist and have their sizes; reading them all would take too long."""
     try:
-        manifest.check_sizes(path, manifest.read(path))
+        check_sizes(path, read_manifest(path))
     except Broken:
         return False
     return True

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.tensor import DTensor
 
-from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load
-from ptdbench.checkpoints.manifest import Manifest, Stamp
-from ptdbench.launch import cores
+from ptdbench.checkpoints import checkpoint_dir, safe_load
+from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
+from ptdbench.launch import settings
 from ptdbench.launch.collect import gathered_or_alone, place_in
 from ptdbench.local_part import local_part
 
@@ -211,13 +211,6 @@ class Saver:
     A save that fails in any rank leaves no checkpoint and adds a line to the :attr:`problems` of every rank; the run
     continues.
 
-    Attributes:
-        group: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
-        saved: Steps whose checkpoint is on disk, in the order of saving.
-        problems: One line for each failed save.
-        stall_seconds: How long each :meth:`save` blocked its caller.
-        best: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
-
     Args:
         run_directory: The run's directory, the same for all ranks.
         keep: Number of complete checkpoints to keep, at least 1.
@@ -225,10 +218,12 @@ class Saver:
     """
 
     def __init__(self, run_directory: Path, *, keep: int, asynchronous: bool = True) -> None:
+        #: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # contains all ranks
-        self.saved: list[int] = []
-        self.problems: list[str] = []
-        self.stall_seconds: list[float] = []
+        self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
+        self.problems: list[str] = []  #: One line for each failed save.
+        self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
+        #: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
         self.best: int | None = None
         self._run_directory = run_directory
         self._keep = keep
@@ -364,7 +359,7 @@ class Saver:
             written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
 
             def finish() -> None:
-                manifest.write(partial, written)
+                checkpoint_dir.write_manifest(partial, written)
                 checkpoint_dir.publish(partial)
 
             self._on_rank_0(finish)
@@ -423,13 +418,13 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
     """Stamp the files that ``rank`` wrote."""
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
     mine += [directory / safe_load.METADATA] if rank == 0 else []
-    return {path.name: manifest.stamp(path) for path in mine}
+    return {path.name: checkpoint_dir.stamp(path) for path in mine}
 
 
 def _stand_back() -> None:
     """Lower this thread's CPU and I/O priority, and let it run on every core that the process was given."""
     with suppress(OSError):
-        cores.unbind_thread()
+        settings.unbind_thread()
     if sys.platform == "linux":  # elsewhere it would be the whole process
         thread = threading.get_native_id()
         with suppress(OSError, psutil.Error):

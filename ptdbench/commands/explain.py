@@ -32,34 +32,22 @@ class _Refused(Exception):
 
 @dataclass
 class _Group:
-    """Runs that did the same work, in the order of their table.
+    """Runs that did the same work, in the order of their table."""
 
-    Attributes:
-        reference: The one that others are compared with.
-        runs: The typical run of each alternative, by what it is called.
-        repeats: How many runs each one stands for.
-        lines: Why the others are slower, and what takes more memory.
-    """
-
-    reference: str
-    runs: dict[str, Run]
-    repeats: list[int]
-    lines: list[str]
+    reference: str  #: The one that others are compared with.
+    runs: dict[str, Run]  #: The typical run of each alternative, by what it is called.
+    repeats: list[int]  #: How many runs each one stands for.
+    lines: list[str]  #: Why the others are slower, and what takes more memory.
 
 
 @dataclass
 class _Found:
-    """The runs to explain.
+    """The runs to explain."""
 
-    Attributes:
-        groups: Measured runs.
-        virtual: Runs on virtual GPUs, by what they are called; they have no times.
-        reasons: Why other runs are not explained.
-    """
-
-    groups: list[_Group]
+    groups: list[_Group]  #: Measured runs.
+    #: Runs on virtual GPUs, by what they are called; they have no times.
     virtual: dict[str, Run] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)  #: Why other runs are not explained.
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -122,7 +110,7 @@ def _found(directory: Path, other: Path | None) -> _Found:
 def _text(group: _Group, width: int) -> str:
     """Tables and lines; of a run by itself its ranks."""
     from ptdbench.report import breakdown
-    from ptdbench.report.reason import wrap
+    from ptdbench.report.text import wrap
 
     called, first = next(iter(group.runs.items()))
     if not group.lines:

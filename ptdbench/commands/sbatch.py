@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the script, and on standard error what its reader should know."""
-    from ptdbench.sweep import script
+    from ptdbench.sweep import requests
 
-    text, remarks = script.write(arguments.overrides, arguments.config_dir)
+    text, remarks = requests.write_script(arguments.overrides, arguments.config_dir)
     echo(text.removesuffix("\n"))
     for remark in remarks:
         echo(remark, sys.stderr)

@@ -8,21 +8,16 @@ from functools import cached_property
 from pathlib import Path
 
 from ptdbench.records import record
-from ptdbench.records.objective import value
+from ptdbench.records.record import objective_value
 from ptdbench.records.schema import Written
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """Runs of the same configuration, on as many ranks.
+    """Runs of the same configuration, on as many ranks."""
 
-    Attributes:
-        runs: In the order given; at least one.
-        sample: Tokens a second of those that are ok, by their blocks of repeats; samples a second where samples are
-            not tokens.
-    """
-
-    runs: list[Written]
+    runs: list[Written]  #: In the order given; at least one.
+    #: Tokens a second of those that are ok, by their blocks of repeats; samples a second where samples are not tokens.
     sample: dict[Hashable, float]
 
     @cached_property
@@ -62,7 +57,7 @@ def by_identity(
 
     def identity(run: Written) -> Hashable:
         """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
-        return run.get("workload"), record.work(run.get("config"), ignored)
+        return run.get("workload"), record.work(record.configuration(run), ignored)
 
     found: dict[Hashable, Alternative] = {}
     runs = [(identity(run), run) for run in records]
@@ -83,7 +78,7 @@ def by_identity(
 
 def throughput(run: Written) -> float | None:
     """Tokens or samples a second; ``None`` for a run that is not ok, or does not train."""
-    return value(run, "throughput")
+    return objective_value(run, "throughput")
 
 
 def sweep_of(run: Written) -> Path:

@@ -63,24 +63,16 @@ def detectable_text(detectable: float) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """An alternative among the others.
+    """An alternative among the others."""
 
-    Attributes:
-        alternative: All its runs.
-        rank: The best and the worst rank that it may have; ``None`` where no run is ok.
-        rate: Tokens or samples a second, the geometric mean over runs.
-        margin: How far the interval of that reaches upwards, as a share; ``None`` with less than
-            :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
-        ratio: Its rate over that of the first place; ``None`` where there is none.
-        against_best: The same with its interval, where there are enough runs.
-    """
-
-    alternative: Alternative
-    rank: tuple[int, int] | None
-    rate: float | None
+    alternative: Alternative  #: All its runs.
+    rank: tuple[int, int] | None  #: The best and the worst rank that it may have; ``None`` where no run is ok.
+    rate: float | None  #: Tokens or samples a second, the geometric mean over runs.
+    #: How far the interval of that reaches upwards, as a share; ``None`` with less than
+    #: :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     margin: float | None
-    ratio: float | None
-    against_best: Comparison | None
+    ratio: float | None  #: Its rate over that of the first place; ``None`` where there is none.
+    against_best: Comparison | None  #: The same with its interval, where there are enough runs.
 
     def is_behind(self, other: Place) -> bool:
         """Return whether the order of both is known: their ranges of ranks have none in common."""
@@ -89,15 +81,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Ranking:
-    """Alternatives, the fastest first and those without a run that is ok last.
+    """Alternatives, the fastest first and those without a run that is ok last."""
 
-    Attributes:
-        places: One for each.
-        earlier: How much runs of earlier sweeps on their machine differ.
-    """
-
-    places: list[Place]
-    earlier: Noise | None
+    places: list[Place]  #: One for each.
+    earlier: Noise | None  #: How much runs of earlier sweeps on their machine differ.
 
     @property
     def is_known(self) -> bool:

@@ -25,23 +25,15 @@ POWER = 0.9
 
 @dataclass(frozen=True)
 class Comparison:
-    """One configuration against another.
+    """One configuration against another."""
 
-    Attributes:
-        ratio: Its figure over the other's, by their geometric means.
-        low: Lower end of the interval of the ratio.
-        high: Upper end.
-        runs: Pairs of runs, or runs of the side that has fewer.
-        is_paired: Whether runs of the same block were compared.
-        detectable: The smallest difference, as a share, that would have been seen with a chance of :data:`POWER`, also
-            among as many pairs as are compared. How much runs vary is itself an estimate: its upper limit is used.
-    """
-
-    ratio: float
-    low: float
-    high: float
-    runs: int
-    is_paired: bool
+    ratio: float  #: Its figure over the other's, by their geometric means.
+    low: float  #: Lower end of the interval of the ratio.
+    high: float  #: Upper end.
+    runs: int  #: Pairs of runs, or runs of the side that has fewer.
+    is_paired: bool  #: Whether runs of the same block were compared.
+    #: The smallest difference, as a share, that would have been seen with a chance of :data:`POWER`, also among as many
+    #: pairs as are compared. How much runs vary is itself an estimate: its upper limit is used.
     detectable: float
 
 

@@ -33,15 +33,10 @@ Sample = Mapping[Hashable, float]
 
 @dataclass(frozen=True)
 class Spread:
-    """An estimated variance of logarithms of figures.
+    """An estimated variance of logarithms of figures."""
 
-    Attributes:
-        squares: The sum of the squared residuals.
-        freedom: Their degrees of freedom; with none nothing is known.
-    """
-
-    squares: float = 0.0
-    freedom: float = 0.0
+    squares: float = 0.0  #: The sum of the squared residuals.
+    freedom: float = 0.0  #: Their degrees of freedom; with none nothing is known.
 
     @property
     def deviation(self) -> float:
@@ -67,14 +62,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class Noise:
-    """The random difference between runs of the same configuration.
+    """The random difference between runs of the same configuration."""
 
-    Attributes:
-        paired: By what neither their configuration nor their block explains.
-        unpaired: By what their configuration does not explain, a drift of the machine included.
-    """
-
-    paired: Spread = field(default_factory=Spread)
+    paired: Spread = field(default_factory=Spread)  #: By what neither their configuration nor their block explains.
+    #: By what their configuration does not explain, a drift of the machine included.
     unpaired: Spread = field(default_factory=Spread)
 
     def __add__(self, other: Noise) -> Noise:
@@ -82,21 +73,13 @@ class Noise:
 
 
 class Difference(NamedTuple):
-    """The distance of two configurations; half a million of them rank a thousand.
+    """The distance of two configurations; half a million of them rank a thousand."""
 
-    Attributes:
-        mean: Of the logarithm of the first one's figure over the other's.
-        error: Standard error of that.
-        freedom: Degrees of freedom of the standard error.
-        runs: Pairs of runs, or runs of the side that has fewer.
-        is_paired: Whether runs of the same block were compared.
-    """
-
-    mean: float
-    error: float
-    freedom: float
-    runs: int
-    is_paired: bool
+    mean: float  #: Of the logarithm of the first one's figure over the other's.
+    error: float  #: Standard error of that.
+    freedom: float  #: Degrees of freedom of the standard error.
+    runs: int  #: Pairs of runs, or runs of the side that has fewer.
+    is_paired: bool  #: Whether runs of the same block were compared.
 
 
 class _Moments(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ptdbench.data import augment
+from ptdbench.data import sampling
 from ptdbench.data.protocol import HeldOut, Images, require_within
 from ptdbench.data.sampling import Epochs
 from ptdbench.problems import Problem, try_these
@@ -21,7 +21,7 @@ from ptdbench.problems import Problem, try_these
 class Labeled(NamedTuple):
     """Images and their labels."""
 
-    images: augment.Pixels  # uint8 of shape (N, H, W, 3)
+    images: sampling.Pixels  # uint8 of shape (N, H, W, 3)
     labels: npt.NDArray[np.int64]  # shape (N,)
 
     def digest(self) -> str:
@@ -65,14 +65,14 @@ class ImageArrays(Images):
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``."""
         chosen = self._epochs.indices(start, stop)
-        images = augment.shifted(
+        images = sampling.shifted(
             self._training.images[chosen], seed=self.seed, start=start, padding=self.padding, flip=self.flip
         )
         return self.normalized(images), torch.from_numpy(self._training.labels[chosen])
 
-    def normalized(self, images: augment.Pixels) -> torch.Tensor:
+    def normalized(self, images: sampling.Pixels) -> torch.Tensor:
         """Turn bytes of shape ``(B, H, W, 3)`` into what the model takes: float32 of shape ``(B, 3, H, W)``."""
-        return augment.normalized(images, self.mean, self.std, channels_last=self.channels_last)
+        return sampling.normalized(images, self.mean, self.std, channels_last=self.channels_last)
 
     def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
         """Return the problems of a model with this number of classes and image size.

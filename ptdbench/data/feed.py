@@ -37,9 +37,6 @@ class Feed:
     where a thread would take the step's own cores, they are made when asked for. The result is the same in all cases:
     a sample is a function of its number.
 
-    Attributes:
-        wait_seconds: How long each call since the last :meth:`forget` waited for its batch.
-
     Args:
         data: The data, prepared.
         rows: Returns the samples ``(start, stop)`` of this rank's share of a step.
@@ -47,7 +44,7 @@ class Feed:
     """
 
     def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]], device: torch.device) -> None:
-        self.wait_seconds: list[float] = []
+        self.wait_seconds: list[float] = []  #: How long each call since the last :meth:`forget` waited for its batch.
         self._batches = _Batches(data, rows)
         self._workers = data.workers
         self._device = device

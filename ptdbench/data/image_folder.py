@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ptdbench.data import augment
+from ptdbench.data import sampling
 from ptdbench.data.protocol import HeldOut, Images, require_within
 from ptdbench.data.sampling import Epochs, draws
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
@@ -137,11 +137,11 @@ class ImageFolder(Images):
                 images.append(read(self._training.path(index), self._augment))
         return self.batch(images), torch.from_numpy(self._training.labels[chosen])
 
-    def batch(self, images: list[augment.Pixels]) -> torch.Tensor:
+    def batch(self, images: list[sampling.Pixels]) -> torch.Tensor:
         """Turn images of shape ``(H, W, 3)`` into what the model takes: float32 of shape ``(B, 3, H, W)``."""
         size = self.image_size
         together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
-        return augment.normalized(together, MEAN, STD, channels_last=self.channels_last)
+        return sampling.normalized(together, MEAN, STD, channels_last=self.channels_last)
 
     @cached_property
     def _augment(self) -> Transform:
@@ -212,7 +212,7 @@ class HeldOutFolder(HeldOut):
         return self._data.batch(images), torch.from_numpy(self._listing.labels[start:stop].copy())
 
 
-def read(path: Path, transform: Transform) -> augment.Pixels:
+def read(path: Path, transform: Transform) -> sampling.Pixels:
     """Read an image and transform it: uint8 of shape ``(H, W, 3)``; raises ValueError if it is none."""
     from torchvision.datasets.folder import pil_loader
 

@@ -16,10 +16,19 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ptdbench.cache import user_cache
-from ptdbench.data.corpus import File, Malformed, Part, byte_tokens, files_at, identity, split, standard_library
+from ptdbench.data.corpus import (
+    File,
+    Malformed,
+    Part,
+    Tokenizer,
+    byte_tokens,
+    files_at,
+    identity,
+    split,
+    standard_library,
+)
 from ptdbench.data.protocol import HeldOut, Sequences, require_within
 from ptdbench.data.sampling import draws
-from ptdbench.data.tokenize import Tokenizer
 from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, nearest, require, try_these
 

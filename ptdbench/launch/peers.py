@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from ptdbench.launch import cores, settings
+from ptdbench.launch import settings
 from ptdbench.launch.collect import gather
 from ptdbench.launch.world import World
 
@@ -31,9 +31,11 @@ class Peer(Struct, frozen=True):
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
     """Tell the others who this is, bind this rank to its share of the node's cores, and return every rank, in order."""
-    on_node: list[tuple[str, cores.Cores]] = gather((node(os.environ), cores.mine()))
+    on_node: list[tuple[str, settings.Cores]] = gather((node(os.environ), settings.own_cores()))
     neighbors = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
-    cores.bind(*cores.share([on_node[rank][1] for rank in neighbors], neighbors.index(world.rank), wanted))
+    settings.bind_cores(
+        *settings.share_cores([on_node[rank][1] for rank in neighbors], neighbors.index(world.rank), wanted)
+    )
     return gather(
         Peer(
             rank=world.rank,
@@ -42,7 +44,7 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
             node=node(os.environ),
             host=socket.gethostname(),
             device=f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu",
-            cores=sorted(cores.mine()),
+            cores=sorted(settings.own_cores()),
             threads=torch.get_num_threads(),
             settings=settings.here(),
         )

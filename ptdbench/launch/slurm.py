@@ -10,12 +10,14 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from ptdbench.launch import hostlist
+from ptdbench.launch.world import World
 
 #: Seconds that a command may take. A busy controller answers late; one that is down makes some commands wait for ever.
 PATIENCE = 30
@@ -304,3 +306,22 @@ def _words(said: str) -> str:
     """Return what a command said, without its own name and the rank of the message before every line."""
     lines = [re.sub(r"^(s\w+: )?((error|fatal): )?", "", line).strip() for line in said.splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith('Try "'))
+
+
+@dataclass(frozen=True)
+class JobSteps:
+    """How the script of a job starts its ranks."""
+
+    world: World  #: The ranks, as the first of them will see them.
+    gpus: int  #: GPUs of a node.
+    command: Sequence[str]  #: What starts them all; the directory of their run is appended.
+
+    def start(self, directory: Path) -> int:
+        """Have the ranks carry out the run of a directory, and wait for them; the exit status of srun."""
+        step = subprocess.Popen([*self.command, str(directory)])
+        try:
+            return step.wait()
+        except BaseException:
+            step.terminate()  # srun ends its tasks
+            step.wait()
+            raise

@@ -136,14 +136,10 @@ def for_device(device: torch.device) -> Clock:
 
 
 class Stopwatch:
-    """Seconds from one milestone to the next, from a start in seconds since the epoch, possibly in another process.
-
-    Attributes:
-        laps: Seconds by milestone.
-    """
+    """Seconds from one milestone to the next, from a start in seconds since the epoch, possibly in another process."""
 
     def __init__(self, started: float) -> None:
-        self.laps: dict[str, float] = {}
+        self.laps: dict[str, float] = {}  #: Seconds by milestone.
         self._started = self._last = started
 
     def lap(self, name: str, now: float | None = None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from msgspec import Struct
 
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import node
 from ptdbench.measure import gpu_state
@@ -115,7 +115,7 @@ class _Counters:
 
 
 def _counters() -> _Counters:
-    mine = sorted(cores.mine())
+    mine = sorted(settings.own_cores())
     try:
         ticks = busy_ticks(STAT.read_text(), mine)
     except (OSError, ValueError):  # not Linux

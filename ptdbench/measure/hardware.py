@@ -5,13 +5,14 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ptdbench.launch import cores, settings
+from ptdbench.launch import settings
 
 _A100 = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
 _H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
@@ -136,7 +137,7 @@ def environment(device_type: str) -> dict[str, Any]:
         **(_gpus() if device_type == "cuda" else dict.fromkeys(_OF_GPUS) | {"devices": []}),
         **_git(Path(__file__).parents[2]),
         "cpu": _cpu_model(),
-        "cores": len(cores.mine()),
+        "cores": len(settings.own_cores()),
         "host": platform.node(),
         "os": platform.platform(),
         "settings": settings.here(),
@@ -163,13 +164,11 @@ def _version(package: str) -> str | None:
 def _gpus() -> dict[str, Any]:
     import torch
 
-    from ptdbench.measure import tf32
-
     # Of RCCL in a ROCm build; builds without it lack the question too.
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
 
     return {
-        "tf32": tf32.is_allowed(),
+        "tf32": is_tf32_allowed(),
         "cudnn": torch.backends.cudnn.version(),
         "nccl": nccl,
         "driver": _driver(),
@@ -213,3 +212,36 @@ def _cpu_model() -> str:
         if found:
             return found[1]
     return platform.processor() or platform.machine()
+
+
+def allow_tf32(on: bool) -> None:
+    """Set both switches of this process, for products and for convolutions of fp32 tensors.
+
+    They have opposite defaults in torch. The older of its two interfaces is used: it keeps both consistent, and reading
+    one after writing the other raises.
+    """
+    import torch
+
+    torch.set_float32_matmul_precision("high" if on else "highest")
+    torch.backends.cudnn.allow_tf32 = on
+
+
+def is_tf32_allowed() -> bool:
+    """Return whether either is set, as torch reads them: an MFU then needs the higher peak."""
+    import torch
+
+    return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
+
+
+@contextmanager
+def tf32_allowed(on: bool) -> Iterator[None]:
+    """A context with both switches set."""
+    import torch
+
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    allow_tf32(on)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions

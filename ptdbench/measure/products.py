@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptdbench.measure import clock, tf32
+from ptdbench.measure import clock, hardware
 
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,7 +88,7 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
         for rows, columns in ((shape.m, shape.k), (shape.k, shape.n))
     )
     out = torch.empty(shape.m, shape.n, dtype=DTYPES[dtype], device=device)
-    with tf32.allowed(dtype == "tf32"):
+    with hardware.tf32_allowed(dtype == "tf32"):
         found = repeat(lambda: torch.mm(a, b, out=out), Flush(device), device, seconds)
     _verify(a, b, out, dtype, shape)
     return found

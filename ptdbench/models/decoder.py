@@ -92,5 +92,8 @@ class Head(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.projection(x)
-        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets)
+        # A narrow copy stands before its weight, which can take the gradient as it is summed, in fp32.
+        is_copy = "weight" in self.projection.__dict__
+        original = self.projection._parameters["weight"] if is_copy else None
+        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets, original)
         return loss

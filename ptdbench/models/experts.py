@@ -189,15 +189,14 @@ class _Counted(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts (Shazeer 2020), their matrices stacked.
+    """SwiGLU experts (Shazeer 2020), their matrices stacked; the first product's rows are the gate's, then the others.
 
     With the first ``n`` of a stack's matrices it computes the first ``n`` experts.
     """
 
     def __init__(self, experts: int, width: int, hidden: int, product: Product) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.empty(experts, hidden, width))
-        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.gate_up = nn.Parameter(torch.empty(experts, 2 * hidden, width))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
         self.product = product
 
@@ -212,13 +211,8 @@ class Experts(nn.Module):
             ``[tokens, width]``, in the same order.
         """
         if self.product == "loop":
-            matrices = zip(self.gate.unbind(), self.up.unbind(), self.down.unbind(), strict=True)
-            return torch.cat(
-                [
-                    F.linear(F.silu(F.linear(some, gate)) * F.linear(some, up), down)
-                    for some, (gate, up, down) in zip(tokens.split(counts.tolist()), matrices, strict=True)
-                ]
-            )
+            matrices = zip(tokens.split(counts.tolist()), self.gate_up.unbind(), self.down.unbind(), strict=True)
+            return torch.cat([F.linear(_gated(F.linear(some, both)), down) for some, both, down in matrices])
         if not len(tokens):  # the kernel has no gradient of no tokens: a row of zeros for the last expert
             tokens, ends = F.pad(tokens, (0, 0, 0, 1)), (torch.arange(len(counts)) == len(counts) - 1).int()
             return self._grouped(tokens, ends.to(tokens.device))[:0]
@@ -226,9 +220,35 @@ class Experts(nn.Module):
 
     def _grouped(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """One kernel for all experts; ``ends``: where the tokens of each end."""
-        gate, up, down = (matrix.transpose(-2, -1) for matrix in (self.gate, self.up, self.down))
-        hidden = F.silu(F.grouped_mm(tokens, gate, offs=ends)) * F.grouped_mm(tokens, up, offs=ends)
-        return F.grouped_mm(hidden, down, offs=ends)
+        both, down = (matrix.transpose(-2, -1) for matrix in (self.gate_up, self.down))
+        return F.grouped_mm(_gated(F.grouped_mm(tokens, both, offs=ends)), down, offs=ends)
+
+
+def _gated(both: Tensor) -> Tensor:
+    """``silu(gate) * up`` of the two halves of ``[tokens, 2 * hidden]``."""
+    found: Tensor = _Gated.apply(both)
+    return found
+
+
+class _Gated(torch.autograd.Function):
+    """See :func:`_gated`. It keeps the halves alone, and writes their gradients where the product wants them."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor) -> Tensor:
+        """See above."""
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        """See above."""
+        (both,) = ctx.saved_tensors
+        (gate, up), found = both.chunk(2, dim=-1), torch.empty_like(both)
+        of_gate, of_up = found.chunk(2, dim=-1)
+        torch.mul(gradient, F.silu(gate), out=of_up)
+        torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
+        return found
 
 
 class Mixture(nn.Module):
@@ -253,7 +273,52 @@ class Mixture(nn.Module):
         if x.is_meta:  # it has no values to choose by
             return torch.empty_like(x)
         weights, order, counts = self.router(x)
-        active = weights.shape[1]
-        computed = self.experts(x.flatten(0, 1)[order // active], counts)
-        of_choices = x.new_zeros(weights.numel(), x.shape[-1]).index_copy(0, order, computed)
-        return (of_choices.unflatten(0, (-1, active)) * weights.to(x.dtype).unsqueeze(-1)).sum(dim=1).view_as(x)
+        active, places = weights.shape[1], places_in(order, weights.numel())
+        computed = self.experts(take(x.flatten(0, 1), order, places, copies=active), counts)
+        of_choices = take(computed, places, order).unflatten(0, (-1, active))
+        return (of_choices * weights.to(x.dtype).unsqueeze(-1)).sum(dim=1).view_as(x)
+
+
+def places_in(order: Tensor, choices: int) -> Tensor:
+    """Where each of the numbers from 0 stands in ``order``; ``len(order)``: nowhere."""
+    places = torch.full((choices,), len(order), device=order.device)
+    return places.scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def take(rows: Tensor, numbers: Tensor, back: Tensor, copies: int = 1) -> Tensor:
+    """The rows of these numbers, each of which is taken once.
+
+    Args:
+        rows: ``[rows, width]``.
+        numbers: Of rows, each in ``copies`` that are numbered one after the other; ``rows``: none, which gives zeros.
+        back: Where each number stands in ``numbers``, as by :func:`places_in`.
+        copies: How often each row is there.
+
+    Returns:
+        ``[len(numbers), width]``.
+    """
+    taken: Tensor = _Taken.apply(rows, numbers, back, copies)
+    return taken
+
+
+class _Taken(torch.autograd.Function):
+    """See :func:`take`. Each gradient is fetched where it is: torch adds them up row by row, as numbers may repeat."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, numbers: Tensor, back: Tensor, copies: int) -> Tensor:
+        """See above."""
+        ctx.save_for_backward(back)
+        ctx.copies = copies
+        return _select(rows, numbers if copies == 1 else numbers // copies, len(numbers) > len(rows) * copies)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        """See above."""
+        (back,) = ctx.saved_tensors
+        found = _select(gradient, back, len(back) > len(gradient))
+        return found if ctx.copies == 1 else found.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+
+
+def _select(rows: Tensor, numbers: Tensor, lacks: bool) -> Tensor:
+    """The rows of these numbers; ``lacks``: of the one after the last, there are zeros."""
+    return (F.pad(rows, (0, 0, 0, 1)) if lacks else rows).index_select(0, numbers)

@@ -171,40 +171,44 @@ class MoE(Decoder):
         return 2.0 * self.sequence_length**2 * self.heads * (2 * self.head_width + turned)
 
     def roles(self) -> dict[str, Role]:
-        """As for :meth:`ptdbench.models.llama.Llama.roles`; experts are divided whole. A latent serves all heads."""
-        by_groups, vocabulary = (self.key_value_heads, "key and value heads"), (self.vocabulary, "tokens")
+        """As for :meth:`ptdbench.models.llama.Llama.roles`; experts are divided whole.
+
+        A latent is made whole on each rank, and the keys and values of its heads made of it.
+        """
+        has_latent, vocabulary = self.latent_width != "none", (self.vocabulary, "tokens")
+        heads = (self.heads, "heads") if has_latent else (self.key_value_heads, "key and value heads")
         positions = (self.sequence_length, "positions")
-        cuts = self.latent_width == "none"
-        of_attention = {
-            "attention.rotary": Role("positions", *positions),
-            "attention.mix": Role("attention", *by_groups, is_causal=cuts),
+        by_latent = {
+            "attention.query": Role("outputs", *heads),
+            "attention.latent": Role("each"),
+            "attention.latent_norm": Role("each"),
+            "attention.key_value": Role("outputs_of_each", *heads),
         }
-        cut = {
+        of_block = {
             "attention_norm": Role("entry"),
-            "attention.query_key_value": Role("outputs", *by_groups),
+            **(by_latent if has_latent else {"attention.query_key_value": Role("outputs", *heads)}),
             "attention.norms": Role("each"),
-            "attention.output": Role("inputs", *by_groups),
+            "attention.rotary": Role("positions", *positions),
+            "attention.mix": Role("attention", *heads, is_causal=not has_latent),
+            "attention.output": Role("inputs", *heads),
             "mlp_norm": Role("entry"),
             "mlp.gate": Role("outputs"),
             "mlp.up": Role("outputs"),
             "mlp.down": Role("inputs"),
-        }
-        of_mixture = {
             "mixture": Role("tokens", *positions),
             "mixture.router.positions": Role("positions", *positions),
             "mixture.experts": Role("experts", self.experts, "experts"),
         }
-        beside = {
+        named = {
             "embedding": Role("stream", *positions),
             "embedding.token": Role("vocabulary", *vocabulary),
+            **{f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()},
             "head.norm": Role("entry"),
             "head.projection": Role("vocabulary", *vocabulary),
             "head.cross_entropy": Role("loss"),
         }
-        of_block = {**of_attention, **(cut if cuts else {}), **of_mixture}
-        named = {f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()}
         here = {name for name, _ in self.named_modules()}
-        return {name: role for name, role in {**(beside if cuts else {}), **named}.items() if name in here}
+        return {name: role for name, role in named.items() if name in here}
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Initialize as :class:`ptdbench.models.gpt.GPT` does; routers begin with equal loads and no bias."""
@@ -280,6 +284,7 @@ def from_transformers(state: Mapping[str, Tensor], key_value_heads: int) -> dict
     of_mixture = {
         "post_attention_layernorm.weight": "norm.weight",
         "mlp.gate.weight": "router.weight",
+        "mlp.experts.gate_up_proj": "experts.gate_up",
         "mlp.experts.down_proj": "experts.down",
     }
     of_attention = {
@@ -296,9 +301,6 @@ def from_transformers(state: Mapping[str, Tensor], key_value_heads: int) -> dict
             weights[f"blocks.{number}.mixture.{of_mixture[inner]}"] = tensor
         elif inner in of_attention:
             weights[f"blocks.{number}.{of_attention[inner]}"] = tensor
-        elif inner == "mlp.experts.gate_up_proj":
-            gate, up = tensor.chunk(2, dim=1)
-            weights |= {f"blocks.{number}.mixture.experts.gate": gate, f"blocks.{number}.mixture.experts.up": up}
         else:
             others[name] = tensor
     return weights | from_llama(others, key_value_heads)

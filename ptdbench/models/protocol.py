@@ -11,8 +11,9 @@ from torch import Generator, Tensor, nn
 
 #: What a module can be to ranks that share the work of one sample, see :class:`Role`.
 Kind = Literal[
-    "outputs", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens", "experts", "positions", "attention"
-]
+    "outputs", "outputs_of_each", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens",
+    "experts", "positions", "attention",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,11 @@ class Role:
             has some tokens. ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a cut
             vocabulary. ``entry``: a module whose output goes only to cut layers and to a loss; if the ranks share the
             positions of a sequence outside of cut layers, it works on a rank's share of ``[batch, length, ...]``.
-            ``stream``: a module whose output, of that form, begins what is shared so. ``each``: a module that is
-            applied to each of the units that a cut layer computes. ``tokens``: a module from ``[batch, length, ...]``
-            to the same that is not cut: ranks share its positions, whether they share them elsewhere or not.
+            ``stream``: a module whose output, of that form, begins what is shared so. ``each``: a module that is not
+            cut between an ``entry`` and what ``inputs`` adds up: it is applied to what a cut layer computes, or each
+            rank applies it to all of what the entry hands over, for its own units. ``outputs_of_each``: as ``outputs``,
+            of what such a module hands over. ``tokens``: a module from ``[batch, length, ...]`` to the same that is not
+            cut: ranks share its positions, whether they share them elsewhere or not.
 
             Under expert parallelism: ``experts``: a module that is called with tokens ``[tokens, ...]`` in the order of
             their experts and the number of each expert's, ``[units]``, and whose parameters are stacked by expert.

@@ -23,6 +23,7 @@ from ptdbench.parallel.fsdp import shard
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Offload, Options
 from ptdbench.parallel.precision import DTYPES, Copies, Name, narrow
+from ptdbench.parallel.wide import widen
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
-    parts = list((model.parts() or {}).values())  # asked of the model as it is
+    is_narrow = DTYPES[setting.precision] != torch.float32
+    # Asked of the model as it is, and only where they matter: a module of the user's own is traced to find them.
+    parts = list((model.parts() or {}).values()) if setting.compile or is_narrow else []
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
@@ -86,6 +89,11 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
         experts.force(module)
     if ranks := setting.mesh["tensor"]:
         tensor.parallelize(model, module, ranks, sequence=how.sequence)
+    # Before what wraps layers, as some are linear themselves. FSDP has weights in the dtype of the arithmetic.
+    is_copied = is_narrow and not is_sharded
+    splits = how.splits_backward(dims)
+    if is_copied and not splits:
+        widen(module)
     # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
     narrow(module, layers, setting.precision)
     # Recomputation before the compiler, so that it sees it and can choose what to keep.
@@ -96,10 +104,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if setting.activations.after_compilation:
         setting.activations(layers)
     # Outside of all that: weights are cast once for all micro-batches, and neither traced nor computed again.
-    copies = None
-    if not is_sharded and (dtype := DTYPES[setting.precision]) != torch.float32:
-        units = [] if setting.compile == "whole" else [*layers, *beside(module, layers, parts)]
-        copies = Copies(module, units, dtype)
+    units = [] if setting.compile == "whole" else [*layers, *beside(module, layers, parts)]
+    waits = not (is_replicated or splits)
+    copies = Copies(module, units, DTYPES[setting.precision], vectors_wait=waits) if is_copied else None
     # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
     if is_sharded:
         of_experts = shared, setting.mesh.experts

@@ -64,11 +64,24 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
     if how == "whole":
         wrap_forward(module, _compiler(module, how, fullgraph=True))
         return
-    options = {"mode": "max-autotune-no-cudagraphs"} if how == "autotune" else {}
+    options = {"options": autotuning()} if how == "autotune" else {}
     units = [*layers, *beside(module, layers, parts)]
     _expect(units)
     for unit in units:
         wrap_forward(unit, _compiler(unit, how, **options))
+
+
+def autotuning() -> dict[str, bool]:
+    """Options of a compiler that chooses kernels by timing.
+
+    Those of torch's mode, and persistent products that load by a GPU's tensor memory accelerator, which torch leaves
+    out of it: on Hopper its plain kernels seldom beat cuBLAS. GPUs without one do not try them.
+    """
+    from torch._inductor import config, list_mode_options
+
+    wanted = "enable_persistent_tma_matmul"
+    options: dict[str, bool] = list_mode_options("max-autotune-no-cudagraphs")
+    return options | ({f"triton.{wanted}": True} if hasattr(config.triton, wanted) else {})
 
 
 def beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:

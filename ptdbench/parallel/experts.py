@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from ptdbench.local_part import local_part
-from ptdbench.models.experts import Experts, Router
+from ptdbench.models.experts import Experts, Router, places_in, take
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.batch import BatchPlan
@@ -129,9 +129,9 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
         expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(ranks)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
         order = order.to(tokens.device)
-        computed = compute(dispatched[order], arriving.sum(0))
-        combined = torch.empty_like(computed).index_copy(0, order, computed)
-        return _Sent.apply(combined, sent, received, group, (COMBINE, DISPATCH))
+        places = places_in(order, len(order))
+        computed = compute(take(dispatched, order, places), arriving.sum(0))
+        return _Sent.apply(take(computed, places, order), sent, received, group, (COMBINE, DISPATCH))
 
     return forward
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from ptdbench.local_part import local_part
-from ptdbench.measure import products, tf32
+from ptdbench.measure import hardware, products
 from ptdbench.parallel.activations import wrap_forward
 
 Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -28,9 +28,9 @@ DTYPES: Mapping[str, torch.dtype] = products.DTYPES | {"fp8": torch.bfloat16}
 
 
 def arithmetic(precision: Name, device_type: str) -> str:
-    """The arithmetic of products and convolutions; that of fp32 tensors as torch is set: see :func:`tf32.allow`."""
+    """The arithmetic of products and convolutions; that of fp32 tensors as torch is set (``hardware.allow_tf32``)."""
     if DTYPES[precision] == torch.float32:
-        return "tf32" if device_type == "cuda" and tf32.is_allowed() else "fp32"
+        return "tf32" if device_type == "cuda" and hardware.is_tf32_allowed() else "fp32"
     return precision
 
 
@@ -84,16 +84,23 @@ class Copies:
         module: The model, or a stage of it, on the meta device or with its weights.
         units: Disjoint parts of it that run as one. Wrap what is compiled or recomputed before, or it would cast too.
         dtype: Of the copies.
+        vectors_wait: Whether the gradients of vectors, which are small, are cast at the end of the backward pass, as
+            nobody sends them before.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, units: Iterable[nn.Module], dtype: torch.dtype, *, vectors_wait: bool = False
+    ) -> None:
         self._dtype = dtype
         self._copies: dict[nn.Parameter, Tensor] = {}
         self._all = _own(module)
         self._are_current = False
         for unit in dict.fromkeys((*units, module)):
-            if own := _own(unit):
-                wrap_forward(unit, partial(self._giving, own))
+            own = _own(unit)
+            waiting = [one for one in own if vectors_wait and one.weight.dim() < 2]
+            others = [one for one in own if not vectors_wait or one.weight.dim() >= 2]
+            if groups := [group for group in (others, waiting if unit is module else []) if group]:
+                wrap_forward(unit, partial(self._giving, groups))
 
     @property
     def tensors(self) -> Collection[Tensor]:
@@ -121,18 +128,19 @@ class Copies:
         torch._foreach_copy_(copies, [local_part(weight) for weight in weights])
         self._are_current = True
 
-    def _giving(self, own: Sequence[_Own], forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of what is given the copies of its own weights."""
+    def _giving(self, groups: Sequence[Sequence[_Own]], forward: Callable[..., Any]) -> Callable[..., Any]:
+        """``forward`` of what is given the copies of its own weights, by groups whose gradients are cast together."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
             is_outermost = not self._are_current
             if is_outermost:
-                self._cast(own)
-            weights = [one.weight for one in own]
-            given = _Given.apply([self._copies[weight] for weight in weights], *weights)
-            for one, copy in zip(own, given, strict=True):
-                one.replace(copy)
+                self._cast([one for own in groups for one in own])
+            for own in groups:
+                weights = [one.weight for one in own]
+                given = _Given.apply([self._copies[weight] for weight in weights], *weights)
+                for one, copy in zip(own, given, strict=True):
+                    one.replace(copy)
             try:
                 return forward(*arguments, **named)
             finally:

@@ -21,21 +21,22 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
 from ptdbench.models.experts import Router
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, VocabularyShare
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.models.protocol import Model, Role, module_of
+from ptdbench.models.softmax import VocabularyShare
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
 #: The kinds of roles that count here.
-KINDS = ("outputs", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens")
+KINDS = ("outputs", "outputs_of_each", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens")
 
 #: The dimension of ``[batch, length, ...]`` that ranks share outside of cut layers.
 POSITIONS = 1
 
 
 #: The dimension of a weight that each kind of role cuts.
-_DIMENSIONS = {"outputs": 0, "inputs": 1, "vocabulary": 0}
+_DIMENSIONS = {"outputs": 0, "outputs_of_each": 0, "inputs": 1, "vocabulary": 0}
 
 
 def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Iterator[Problem]:
@@ -141,6 +142,7 @@ def _style(role: Role, module: nn.Module, sequence: bool) -> ParallelStyle:
         return _Embedding()
     styles: dict[str, ParallelStyle] = {
         "outputs": ColwiseParallel(),
+        "outputs_of_each": _OutputsOfEach(),
         "inputs": RowwiseParallel(output_layouts=Shard(POSITIONS) if sequence else Replicate()),
         "vocabulary": ColwiseParallel(output_layouts=Replicate()),
         "loss": _OfLoss(),
@@ -189,11 +191,26 @@ class _Stream(ParallelStyle):
 
 
 class _Each(ParallelStyle):
-    """The module is applied to a rank's share of what cut layers compute: its weights' gradients are summands."""
+    """What a rank gets of gradients, of the module's weights and of its input, are summands: from the units it has."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in module.modules():
             spread(part, device_mesh, Replicate(), Partial())
+        module.register_forward_pre_hook(self._localize)
+        return module
+
+    @staticmethod
+    def _localize(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Of an entry's output the local tensor; the entry adds up the gradients."""
+        summand = [Partial()]
+        return tuple(one.to_local(grad_placements=summand) if isinstance(one, DTensor) else one for one in arguments)
+
+
+class _OutputsOfEach(ParallelStyle):
+    """Each rank computes some of the outputs, and keeps the summand of the gradient that these make."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spread(module, device_mesh, Shard(0), Shard(0))
         return module
 
 
@@ -266,15 +283,16 @@ class _OfLoss(ParallelStyle):
         return module
 
     @staticmethod
-    def _localize(mesh: DeviceMesh, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        hidden, weight, targets = arguments
+    def _localize(mesh: DeviceMesh, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, original = arguments
         local = weight.to_local()
         module.share = VocabularyShare(  # type: ignore[assignment]
             first=mesh.get_local_rank() * len(local),
             total=partial(_over_ranks, mesh=mesh, how="sum"),
             maximum=partial(_over_ranks, mesh=mesh, how="max"),
         )
-        return hidden.to_local(grad_placements=[Partial()]), local, targets
+        own = None if original is None else original.to_local()
+        return hidden.to_local(grad_placements=[Partial()]), local, targets, own
 
 
 def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:

@@ -6,29 +6,25 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
-from ptdbench.planning import steps
-from ptdbench.planning.classes import classes
-from ptdbench.planning.merging import merged
+from ptdbench.planning.classes import classes, merged
+from ptdbench.planning.micro_batch import SHORT, CarryOut, layouts, stand_in
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.profiling.nccl import NCCL_BUFFERS
-from ptdbench.records import store
+from ptdbench.profiling.events import NCCL_BUFFERS
+from ptdbench.records import schema, store
 from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
-from ptdbench.setup.run_spec import RunSpec, Summary
+from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
-
-#: Carries out the run of a directory: :func:`ptdbench.run.run`.
-CarryOut = Callable[[Path, Config, Summary, Heading], None]
 
 #: Bytes of the GPU on which needs are found out: a run that does not fit should say what it needs.
 _ROOMY = 1 << 40
@@ -46,48 +42,25 @@ _SOURCES = {
 }
 
 #: How a run is carried out to see what it needs: the optimizer's state is there from the second step on.
-_SHORT = {
-    "train.steps": 2,
-    "train.warmup_steps": 0,
-    "train.max_minutes": None,
-    "eval.every": None,
-    "checkpoint.every_steps": None,
-    "profile.trace": False,
-    "objective": "throughput",
-    "resume": None,
-    "check": False,
-    "memory_reserve": None,
-    "logger": {"name": "none", "_target_": "ptdbench.report.loggers.none"},
-}
+_SHORT = SHORT | {"train.steps": 2, "memory_reserve": None}
 
 
 class Failed(Exception):
-    """A run on virtual ranks failed for another reason than memory.
-
-    Attributes:
-        record: Of that run.
-    """
+    """A run on virtual ranks failed for another reason than memory."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
-        super().__init__(str((record.get("error") or {}).get("message")))
-        self.record = record
+        super().__init__(schema.error(record).message)
+        self.record = record  #: Of that run.
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A configuration to plan for.
+    """A configuration to plan for."""
 
-    Attributes:
-        config: The configuration.
-        is_free: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
-        title: What it is called while it is planned.
-        carry_out: See :data:`CarryOut`.
-    """
-
-    config: Config
-    is_free: bool
-    title: str
-    carry_out: CarryOut
+    config: Config  #: The configuration.
+    is_free: bool  #: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
+    title: str  #: What it is called while it is planned.
+    carry_out: CarryOut  #: :func:`ptdbench.run.run`.
 
     @property
     def micro_batch(self) -> Any:
@@ -122,8 +95,9 @@ def plan(asked: Asked) -> dict[str, Any]:
 
 def _with_any_batch(config: Config) -> Config:
     """With a batch that all its ranks can divide, to learn their degrees."""
-    ranks = config.cluster.ranks_per_node
-    return config.changed({"train.global_batch": _ANY_BATCH * config.cluster.nodes * (1 if ranks == "auto" else ranks)})
+    asked = (config.cluster.nodes, config.cluster.ranks_per_node)
+    ranks = math.prod(1 if size == "auto" else size for size in asked)
+    return config.changed({"train.global_batch": _ANY_BATCH * ranks})
 
 
 def _not_trained(config: Config) -> Problem | None:
@@ -139,7 +113,7 @@ def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     """What is known without carrying anything out."""
     training = spec.training
     assert training
-    layout = next(iter(steps.layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
+    layout = next(iter(layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
     reserve = asked.config.general.memory_reserve or 0.0
     room = run_spec.memory(spec, reserve, spec.world_size, 0, running=False)
     state = _state(training)
@@ -185,7 +159,7 @@ class _Virtual:
         self._state = _state(spec.training)  # before anything is carried out, as not every optimizer tells
         buffers = spec.training.communicators * NCCL_BUFFERS if spec.backend == "nccl" else 0
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": buffers} if buffers else {})
-        self._layouts = steps.layouts(spec.training, is_free=asked.sets_batch)
+        self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}
 
     def fields(self) -> dict[str, Any]:
@@ -198,7 +172,7 @@ class _Virtual:
             search.largest()
         else:
             shown = search.largest() or candidates[0]
-        if (self._records.get(shown) or {}).get("virtual") is None:  # more than the roomy one has: by the line
+        if self._records.get(shown, {}).get("virtual") is None:  # more than the roomy one has: by the line
             return self._beyond(shown, search)
         if not self._records[shown].get("memory"):
             self._tried(shown, profiled=True)
@@ -225,7 +199,7 @@ class _Virtual:
 
     def _run(self, micro_batch: int, memory: int, profiled: bool) -> dict[str, Any]:
         """The record of one micro-batch on ranks of each class, as many at once as there are cores."""
-        carried = steps.stand_in(self._training, self._layouts[micro_batch])
+        carried = stand_in(self._training, self._layouts[micro_batch])
         ranks, cores = list(self._classes), len(os.sched_getaffinity(0))
         found = []
         for start in range(0, len(ranks), cores):
@@ -264,7 +238,7 @@ class _Virtual:
             "reserved_bytes": virtual["reserved_bytes"][most],
             "needed_bytes": needed,
             "fits": fits,
-            "accumulation": steps.stand_in(self._training, layout).accumulation,
+            "accumulation": stand_in(self._training, layout).accumulation,
         }
         names = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
         fields = {name: record.get(name) for name in names}

@@ -14,17 +14,19 @@ from typing import Any
 
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
-from ptdbench.launch.job_steps import JobSteps
+from ptdbench.launch.slurm import JobSteps
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.planning import steps
+from ptdbench.parallel.dims import divisors
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
+from ptdbench.records.schema import Metrics, MicroBatch, part
 from ptdbench.report.display import Heading
-from ptdbench.report.reason import reason
+from ptdbench.report.remarks import reason
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import RunSpec, Summary
+from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
 
 #: Carries out the run of a directory.
@@ -46,7 +48,7 @@ _TELLING = ("ok", "oom", "diverged")
 _BLOCKS, _STEPS, _TIED = 12, 10, 0.02
 
 #: A try: the optimizer's state is there from the second step on, and nothing new after the third.
-_SHORT = {
+SHORT = {
     "train.steps": 3,
     "train.warmup_steps": 0,
     "train.max_minutes": None,
@@ -69,7 +71,7 @@ def is_sought(config: Config) -> bool:
 
 def as_found(config: Config, record: Mapping[str, Any] | None) -> Config:
     """The configuration of a run with the micro-batch that has been found for it before its ranks were started."""
-    found = ((record or {}).get("micro_batch") or {}).get("found")
+    found = part(record or {}, MicroBatch).found
     return config.changed({"train.micro_batch": found}) if found and is_sought(config) else config
 
 
@@ -83,37 +85,23 @@ class Broken(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """What was found.
+    """What was found."""
 
-    Attributes:
-        config: That of the run, with the micro-batch.
-        summary: That of the run, with its layout.
-        field: The record's field ``micro_batch``.
-    """
-
-    config: Config
-    summary: Summary
-    field: dict[str, Any]
+    config: Config  #: That of the run, with the micro-batch.
+    summary: Summary  #: That of the run, with its layout.
+    field: dict[str, Any]  #: The record's field ``micro_batch``.
 
 
 @dataclass
 class Finder:
-    """The search of one run.
+    """The search of one run."""
 
-    Attributes:
-        directory: The run's directory.
-        config: Its configuration.
-        heading: What it is called.
-        carry_out: Carries a try out.
-        note: Adds the record's field ``micro_batch`` after each try.
-        steps: Of the job whose script searches; ``None`` where the ranks are started on this machine.
-    """
-
-    directory: Path
-    config: Config
-    heading: Heading
-    carry_out: CarryOut
-    note: Callable[[dict[str, Any]], None]
+    directory: Path  #: The run's directory.
+    config: Config  #: Its configuration.
+    heading: Heading  #: What it is called.
+    carry_out: CarryOut  #: Carries a try out.
+    note: Callable[[dict[str, Any]], None]  #: Adds the record's field ``micro_batch`` after each try.
+    #: Of the job whose script searches; ``None`` where the ranks are started on this machine.
     steps: JobSteps | None = None
     _rates: dict[int, list[float]] = field(default_factory=dict)
 
@@ -129,7 +117,7 @@ class Finder:
         if not self._spec.training:
             name, asked = self.config.call("workload").name, self.config.train.micro_batch
             raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
-        self._layouts = steps.layouts(self._spec.training)
+        self._layouts = layouts(self._spec.training)
         candidates = list(self._layouts)
         search = self._search = Search(candidates, self._room(None), self._tried, most=_MOST, stride=_STRIDE)
         largest = search.largest()
@@ -146,7 +134,7 @@ class Finder:
         """The same of a micro-batch that an earlier start of the run has found; ``None`` if these ranks have it not."""
         self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
         assert self._spec.training
-        self._layouts = steps.layouts(self._spec.training)
+        self._layouts = layouts(self._spec.training)
         return self._with(micro_batch) if micro_batch in self._layouts else None
 
     def _specify(self) -> RunSpec:
@@ -171,7 +159,7 @@ class Finder:
         known = self._spec.summary
         return replace(known, fields={**known.fields, "layout": layout.as_dict()})
 
-    def _room(self, metrics: dict[str, Any] | None) -> int:
+    def _room(self, metrics: Metrics | None) -> int:
         """Bytes that the run may take: of this host on its ranks, or of a GPU, whose size the first try tells."""
         general, cluster = self.config.general, self.config.cluster
         if self._spec.device_type == "cpu":
@@ -181,7 +169,7 @@ class Finder:
         if self._spec.virtual:
             size = self._spec.virtual.gpu.memory
         else:
-            size = (metrics or {}).get("device_memory_bytes") or _UNKNOWN
+            size = (metrics and metrics.device_memory_bytes) or _UNKNOWN
         return size if size == _UNKNOWN else int(size * (1 - (general.memory_reserve or 0.0)))
 
     @property
@@ -190,19 +178,19 @@ class Finder:
 
     def _needed(self, record: dict[str, Any]) -> int | None:
         """Bytes that a run took: of the ranks of this host, or of the GPU of the rank that took most."""
-        metrics = record.get("metrics") or {}
+        metrics = part(record, Metrics)
         if self._spec.device_type == "cpu":
-            peak = metrics.get("peak_memory_bytes")
+            peak = metrics.peak_memory_bytes
             return None if peak is None else peak * self._ranks_here
-        reserved = metrics.get("peak_reserved_bytes")
-        return None if reserved is None else reserved + (metrics.get("outside_memory_bytes") or 0)
+        reserved = metrics.peak_reserved_bytes
+        return None if reserved is None else reserved + (metrics.outside_memory_bytes or 0)
 
     def _tried(self, micro_batch: int) -> Try:
         """One short run."""
         started = time.monotonic()
-        record = self._carried_out(micro_batch, _SHORT, "")
+        record = self._carried_out(micro_batch, SHORT, "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
-            self._search.room = self._room(record["metrics"])
+            self._search.room = self._room(part(record, Metrics))
         needed = None if record["status"] == "oom" else self._needed(record)
         fits = record["status"] != "oom" and (needed or 0) <= self._search.room
         found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
@@ -215,7 +203,7 @@ class Finder:
         """The record of a short run; of whole steps, or of such as stand for them."""
         assert self._spec.training
         layout = self._layouts[micro_batch]
-        layout = layout if is_whole else steps.stand_in(self._spec.training, layout)
+        layout = layout if is_whole else stand_in(self._spec.training, layout)
         tries = self.directory / store.TRIES
         tries.mkdir(exist_ok=True)
         directory = tries / f"{len([*tries.iterdir()]) + 1}_micro_batch_{micro_batch}"  # beside those of earlier starts
@@ -273,11 +261,54 @@ class Finder:
         Raises:
             Broken: It has no times.
         """
-        options = _SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
+        options = SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None
-        rate: float | None = (record.get("metrics") or {}).get("samples_per_second")
+        rate = part(record, Metrics).samples_per_second
         if not rate:
             raise Broken(f"the try of micro-batch {size} has no throughput; train.micro_batch=max needs none")
         return rate
+
+
+#: Passes of a step that are carried out: from the second one on gradients are accumulated, and none needs more.
+_PASSES = 2
+
+#: Micro-batches of a run whose global batch is not given.
+_POWERS = [2**power for power in range(13)]
+
+
+def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPlan]:
+    """The layouts of a run by their micro-batches, in ascending order.
+
+    Args:
+        training: The run.
+        is_free: Whether the global batch follows from the micro-batch, so that a replica has one pass, of a pipeline
+            with as many micro-batches as it needs.
+
+    Raises:
+        ConfigError: There is none; why not of the smallest.
+    """
+    strategy, dims, batch = training.strategy, training.layout.dims, training.layout.global_batch
+    staged = strategy.applies("pipeline", dims)
+    fewest = strategy.pipeline_schedule.fewest(dims.pipeline, strategy.stages_on_rank) if staged else 1
+    sizes = {size: dims.batch * size * fewest for size in _POWERS} if is_free else {}
+    found = {}
+    first: ConfigError | None = None
+    for size, total in (sizes or dict.fromkeys(divisors(training.layout.replica_batch), batch)).items():
+        try:
+            found[size] = strategy.layout(dims, total, size)
+        except ConfigError as error:
+            first = first or error
+    if not found and first:
+        raise first.under("parallel")
+    return found
+
+
+def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
+    """A step with no more passes than it takes to see the peak of this one."""
+    if layout.accumulation <= _PASSES:
+        return layout
+    batch = layout.global_batch // layout.accumulation * _PASSES
+    shorter = training.strategy.layout(layout.dims, batch, layout.micro_batch)
+    return shorter if shorter.microbatches == layout.microbatches else layout

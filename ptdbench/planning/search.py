@@ -15,46 +15,31 @@ _CLEAR = 0.1
 
 @dataclass(frozen=True)
 class Try:
-    """What came of a micro-batch.
+    """What came of a micro-batch."""
 
-    Attributes:
-        micro_batch: Samples of one forward and backward pass of a rank.
-        status: How the run of it ended.
-        needed_bytes: What it needed of the memory that it must fit into; ``None`` if it ended before that was known.
-        fits: Whether it ended well and fitted.
-        seconds: What the try took.
-    """
-
-    micro_batch: int
-    status: str
+    micro_batch: int  #: Samples of one forward and backward pass of a rank.
+    status: str  #: How the run of it ended.
+    #: What it needed of the memory that it must fit into; ``None`` if it ended before that was known.
     needed_bytes: int | None
-    fits: bool
-    seconds: float = 0.0
+    fits: bool  #: Whether it ended well and fitted.
+    seconds: float = 0.0  #: What the try took.
 
 
 @dataclass
 class Search:
-    """The largest of several micro-batches that fits.
+    """The largest of several micro-batches that fits."""
 
-    Attributes:
-        candidates: The micro-batches that the layout can run, in ascending order; at least one.
-        room: Bytes that there are.
-        attempt: Tries one of them.
-        stride: So many times the largest try, and no more, is proposed by a line: where needs are measured, and a try
-            that needs far too much harms others. 0: any.
-        points: The tries after the first one are at most so many times as large, before a line proposes: steps that
-            are too much alike give none, and needs may grow less from some size on.
-        most: Tries at most; a search that runs out of them keeps the largest that has fitted.
-        tries: What was tried, in that order.
-    """
-
-    candidates: Sequence[int]
-    room: int
-    attempt: Callable[[int], Try]
-    most: int = 12
+    candidates: Sequence[int]  #: The micro-batches that the layout can run, in ascending order; at least one.
+    room: int  #: Bytes that there are.
+    attempt: Callable[[int], Try]  #: Tries one of them.
+    most: int = 12  #: Tries at most; a search that runs out of them keeps the largest that has fitted.
+    #: So many times the largest try, and no more, is proposed by a line: where needs are measured, and a try that needs
+    #: far too much harms others. 0: any.
     stride: int = 0
+    #: The tries after the first one are at most so many times as large, before a line proposes: steps that are too much
+    #: alike give none, and needs may grow less from some size on.
     points: Sequence[int] = (8,)
-    tries: list[Try] = field(default_factory=list)
+    tries: list[Try] = field(default_factory=list)  #: What was tried, in that order.
 
     def largest(self) -> int | None:
         """The largest micro-batch that fits, itself tried; ``None`` if none does.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from torch._C._profiler import _EventType, _TensorMetadata
 from torch.autograd.profiler import profile
 
-from ptdbench.measure.parts import KINDS
+from ptdbench.profiling.phases import KINDS
 from ptdbench.profiling.trace import BACKWARD, DATA, GRADIENTS, STEP, UPDATE
 
 #: The label under which the tensors of the training state were looked up.
@@ -34,19 +34,12 @@ _CASTS = ("FSDP::cast_forward_inputs", "FSDP::cast_forward_outputs", "FSDP::inpu
 
 
 class Surroundings(NamedTuple):
-    """The phase, module or operation during which a block was allocated or freed.
+    """The phase, module or operation during which a block was allocated or freed."""
 
-    Attributes:
-        moment: ``data``, ``forward``, ``backward``, ``optimizer`` or ``other``.
-        kind: What a block is for that is allocated there, if nothing else is known about it.
-        functional: Whether it is a functional collective, whose result is computed with.
-        reduces: Whether FSDP reduces gradients.
-    """
-
-    moment: str = "other"
-    kind: str = "other"
-    functional: bool = False
-    reduces: bool = False
+    moment: str = "other"  #: ``data``, ``forward``, ``backward``, ``optimizer`` or ``other``.
+    kind: str = "other"  #: What a block is for that is allocated there, if nothing else is known about it.
+    functional: bool = False  #: Whether it is a functional collective, whose result is computed with.
+    reduces: bool = False  #: Whether FSDP reduces gradients.
 
 
 #: What goes on in the labelled parts of a step.
@@ -58,21 +51,13 @@ _PARTS = {
 
 
 class Change(NamedTuple):
-    """A block that is allocated or freed.
+    """A block that is allocated or freed."""
 
-    Attributes:
-        time: In nanoseconds since the epoch.
-        address: Of the block.
-        bytes: Its size; negative if it is freed.
-        allocated: Bytes in all blocks afterwards; on a CPU in those since the profiler began.
-        around: What was going on.
-    """
-
-    time: int
-    address: int
-    bytes: int
-    allocated: int
-    around: Surroundings
+    time: int  #: In nanoseconds since the epoch.
+    address: int  #: Of the block.
+    bytes: int  #: Its size; negative if it is freed.
+    allocated: int  #: Bytes in all blocks afterwards; on a CPU in those since the profiler began.
+    around: Surroundings  #: What was going on.
 
 
 class Sent(NamedTuple):
@@ -85,38 +70,23 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """The allocations that the profiler saw on one rank.
+    """The allocations that the profiler saw on one rank."""
 
-    Attributes:
-        begin: When the step began, in nanoseconds since the epoch.
-        end: When it ended.
-        inventory: When the tensors of the training state were looked up.
-        changes: In the order of time, those before the step included.
-        sent: Likewise.
-        all_counted: Whether :attr:`Change.allocated` includes what was allocated before the profiler began.
-    """
-
-    begin: int
-    end: int
-    inventory: int
-    changes: Sequence[Change]
-    sent: Sequence[Sent]
-    all_counted: bool
+    begin: int  #: When the step began, in nanoseconds since the epoch.
+    end: int  #: When it ended.
+    inventory: int  #: When the tensors of the training state were looked up.
+    changes: Sequence[Change]  #: In the order of time, those before the step included.
+    sent: Sequence[Sent]  #: Likewise.
+    all_counted: bool  #: Whether :attr:`Change.allocated` includes what was allocated before the profiler began.
 
 
 @dataclass(frozen=True)
 class Usage:
-    """The memory of one rank during a step, after each change.
+    """The memory of one rank during a step, after each change."""
 
-    Attributes:
-        times: In nanoseconds since the epoch.
-        moments: What was going on.
-        bytes: By kind, in the order of :data:`KINDS`.
-    """
-
-    times: Sequence[int]
-    moments: Sequence[str]
-    bytes: Sequence[tuple[int, ...]]
+    times: Sequence[int]  #: In nanoseconds since the epoch.
+    moments: Sequence[str]  #: What was going on.
+    bytes: Sequence[tuple[int, ...]]  #: By kind, in the order of :data:`KINDS`.
 
     @property
     def peak(self) -> int:

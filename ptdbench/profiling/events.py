@@ -1,16 +1,65 @@
-"""Events of a trace of torch's profiler: of the host, of devices, and operations of communication."""
+"""Events of a trace of torch's profiler: of the host, of devices, and operations of communication.
+
+torch writes each operation that it hands to NCCL on the host, as ``record_param_comms``, and repeats its facts at the
+kernel that carries it out. Of messages that are sent together it cannot: one kernel carries out all of them, and starts
+when their group ends, under ``nccl:coalesced`` and under none of them.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ptdbench.profiling.intervals import Interval
+#: A stretch of time; a set of moments is a sorted list of disjoint ones.
+Interval = tuple[float, float]
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The moments in any of them; they may overlap and come in any order."""
+    found: list[Interval] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The moments in both of two sets."""
+    found = []
+    mine, theirs = 0, 0
+    while mine < len(some) and theirs < len(others):
+        start = max(some[mine][0], others[theirs][0])
+        end = min(some[mine][1], others[theirs][1])
+        if end > start:
+            found.append((start, end))
+        if some[mine][1] < others[theirs][1]:
+            mine += 1
+        else:
+            theirs += 1
+    return found
+
+
+def subtract(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
+    """The moments of one set that are not in the other."""
+    ends = (float("-inf"), float("inf"))
+    edges = [ends[0], *(edge for interval in others for edge in interval), ends[1]]
+    gaps = list(zip(edges[::2], edges[1::2], strict=True))
+    return intersect(some, gaps)
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """The sum of the lengths of disjoint intervals."""
+    return sum(end - start for start, end in intervals)
+
 
 T = TypeVar("T")
 
@@ -47,30 +96,20 @@ POINT_TO_POINT = ("send", "recv", "send_recv")
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of communication on this rank.
+    """One operation of communication on this rank."""
 
-    Attributes:
-        operation: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``dispatch``, ``combine``,
-            ``broadcast``, ``send``, ...
-        bytes: Size of its largest tensor.
-        start: When it was called, in seconds since the epoch.
-        end: When it was done.
-        within: Names of what called it, the innermost last.
-        peer: The other rank of a message, by its number in the group.
-        ranks: The ranks that take part, where the trace says so.
-        group: The name of their group, where the trace says so.
-        held: When the rank called it and, last, when it awaited it; only of a message of gloo, whose end is noted when
-            it is awaited, however long it has been done.
-    """
-
+    #: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``dispatch``, ``combine``, ``broadcast``,
+    #: ``send``, ...
     operation: str
-    bytes: int
-    start: float
-    end: float
-    within: tuple[str, ...] = ()
-    peer: int | None = None
-    ranks: tuple[int, ...] | None = None
-    group: str | None = None
+    bytes: int  #: Size of its largest tensor.
+    start: float  #: When it was called, in seconds since the epoch.
+    end: float  #: When it was done.
+    within: tuple[str, ...] = ()  #: Names of what called it, the innermost last.
+    peer: int | None = None  #: The other rank of a message, by its number in the group.
+    ranks: tuple[int, ...] | None = None  #: The ranks that take part, where the trace says so.
+    group: str | None = None  #: The name of their group, where the trace says so.
+    #: When the rank called it and, last, when it awaited it; only of a message of gloo, whose end is noted when it is
+    #: awaited, however long it has been done.
     held: tuple[Interval, ...] | None = None
 
     @property
@@ -147,3 +186,78 @@ def operation_of(name: str) -> str:
     plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
     joined = plain.replace("_", "")
     return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)
+
+
+#: Bytes of a GPU that the buffers of a communicator take, an estimate: ``NCCL_BUFFSIZE`` is 4 MiB by NCCL's
+#: documentation, for each neighbor and channel; a ring has two neighbors, and up to 32 channels over NVLink.
+NCCL_BUFFERS = 2 * 32 * (4 << 20)
+
+_NCCL_NAME = "Collective name"
+_RECORDED, _TOGETHER = "record_param_comms", "nccl:coalesced"
+
+
+def is_of_nccl(event: Event) -> bool:
+    """Return whether an event is a kernel of NCCL's."""
+    return event.name.startswith("nccl")
+
+
+def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Call]:
+    """The operations that kernels of NCCL carry out; one that carries out several messages has each of them.
+
+    Args:
+        events: All of a trace, in the order of their start.
+        kernels: Some of NCCL's.
+    """
+    launches, groups = launches_of(events), list(_nccl_groups(events))
+    begins = [group.start for group, _ in groups]
+    labels = [event for event in events if event.name in LABELED and event.kind == "user_annotation"]
+    labels_begin = [label.start for label in labels]
+    found = []
+    for kernel in kernels:
+        messages: Sequence[Mapping[str, Any]] = ()
+        moment = launches.get(kernel.facts.get("correlation"), -math.inf)
+        if _NCCL_NAME not in kernel.facts:
+            place = bisect_right(begins, moment) - 1
+            if place >= 0 and moment < groups[place][0].end:
+                messages = groups[place][1]
+        place = bisect_right(labels_begin, moment) - 1
+        label = labels[place].name if place >= 0 and moment < labels[place].end else ""
+        found += [_nccl_call(kernel, facts, label) for facts in messages or [kernel.facts]]
+    return found
+
+
+def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Event, list[Mapping[str, Any]]]]:
+    """Each end of a group on the host, and the facts of its operations: those since the last one of their thread.
+
+    An operation of its own has its kernel under it, and an annotation such as ``nccl:send 0->1``.
+    """
+    pending: defaultdict[Any, list[Event]] = defaultdict(list)
+    for event in events:
+        own = pending[event.thread]
+        if event.name == _RECORDED and event.facts.get(_NCCL_NAME) != "wait":
+            own.append(event)
+        elif event.name == _TOGETHER and event.kind == "user_annotation":
+            yield event, [one.facts for one in own]
+            own.clear()
+        elif event.name.startswith("nccl:") and own and event.end <= own[-1].end:
+            own.pop()
+
+
+def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str) -> Call:
+    """The operation of these facts, carried out by a kernel that was launched under a label."""
+    elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
+    item = BYTES.get(str(facts.get("dtype", "")).lower(), 1)
+    named = str(facts.get(_NCCL_NAME) or re.sub(r"ncclDevKernel_|nccl(Dev)?Kernel_?", "", kernel.name))
+    listed = str(facts.get("Process Group Ranks", ""))
+    ranks = tuple(map(int, re.findall(r"\d+", listed))) if "..." not in listed else ()
+    operation = operation_of(named.lstrip("_"))
+    other = facts.get({"send": "Dst Rank", "recv": "Src Rank"}.get(operation, ""))
+    return Call(
+        operation=LABELED.get(label, operation),
+        bytes=elements * item,
+        start=kernel.start,
+        end=kernel.end,
+        peer=ranks.index(int(other)) if other is not None and int(other) in ranks else None,
+        ranks=ranks or None,
+        group=facts.get("Process Group Name"),
+    )

@@ -13,10 +13,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ptdbench.measure.parts import PHASES
-from ptdbench.profiling.events import COMBINE, LABELED, POINT_TO_POINT
-from ptdbench.profiling.intervals import Interval, length, union
+from ptdbench.profiling.events import COMBINE, LABELED, POINT_TO_POINT, Interval, length, union
 from ptdbench.profiling.trace import Trace
+
+#: The phases of a step.
+PHASES = {
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "communication": "exposed communication",
+    "stragglers": "waiting for slower ranks",
+    "experts": "waiting for the fullest experts",
+    "bubble": "pipeline bubble",
+    "host": "waiting for the host",
+    "optimizer": "optimizer",
+    "other": "other",
+}
+
+#: What memory is for.
+KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+    "communication": "buffers of communication",
+    "other": "other memory",
+}
+
 
 #: What ranks wait for that have called these, if not for slower ones: they leave the dispatch together, and compute
 #: their experts until they combine.
@@ -25,65 +48,40 @@ _WAITING = {LABELED[COMBINE]: "experts"}
 
 @dataclass(frozen=True)
 class Ready:
-    """The moments from which an operation could begin.
+    """The moments from which an operation could begin."""
 
-    Attributes:
-        since: When the last of its ranks had called it, in seconds since the epoch by this rank's clock.
-        last: That rank; -1 if unknown.
-        done: When a message of gloo was done, see :attr:`ptdbench.profiling.events.Call.held`; ``None`` if unknown, as
-            neither of its ranks awaited it yet when it could begin.
-    """
-
-    since: float
-    last: int = -1
+    since: float  #: When the last of its ranks had called it, in seconds since the epoch by this rank's clock.
+    last: int = -1  #: That rank; -1 if unknown.
+    #: When a message of gloo was done, see :attr:`ptdbench.profiling.events.Call.held`; ``None`` if unknown, as neither
+    #: of its ranks awaited it yet when it could begin.
     done: float | None = None
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One operation of communication, in all steps.
+    """One operation of communication, in all steps."""
 
-    Attributes:
-        calls: How often it was called.
-        known: Calls of which it is known when they were done.
-        bytes: The size of all calls.
-        seconds: Seconds in which one of those that are known was under way.
-        exposed_seconds: Seconds in which the rank waited for it.
-    """
-
-    calls: int
-    known: int
-    bytes: int
-    seconds: float
-    exposed_seconds: float
+    calls: int  #: How often it was called.
+    known: int  #: Calls of which it is known when they were done.
+    bytes: int  #: The size of all calls.
+    seconds: float  #: Seconds in which one of those that are known was under way.
+    exposed_seconds: float  #: Seconds in which the rank waited for it.
 
 
 @dataclass(frozen=True)
 class Partition:
-    """The profiled steps of one rank.
+    """The profiled steps of one rank."""
 
-    Attributes:
-        steps: Number of steps.
-        duration: Seconds of all steps.
-        seconds: The same by phase: no moment counts twice.
-        traffic: By operation.
-        waited_for: Seconds of each step that this rank waited for other ranks to call an operation, by rank.
-    """
-
-    steps: int
-    duration: float
-    seconds: Mapping[str, float]
-    traffic: Mapping[str, Traffic]
+    steps: int  #: Number of steps.
+    duration: float  #: Seconds of all steps.
+    seconds: Mapping[str, float]  #: The same by phase: no moment counts twice.
+    traffic: Mapping[str, Traffic]  #: By operation.
+    #: Seconds of each step that this rank waited for other ranks to call an operation, by rank.
     waited_for: Sequence[Mapping[int, float]]
 
 
 def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
-    """Divide the steps of one rank among the phases.
-
-    Args:
-        trace: The rank's steps.
-        ready: When each call of the trace could begin.
-    """
+    """Divide the steps of one rank among the phases."""
     seconds = dict.fromkeys(PHASES, 0.0) | {name: length(times) for name, times in trace.phases.items()}
     exposed: defaultdict[str, float] = defaultdict(float)
     begins = [begin for begin, _ in trace.steps]

@@ -18,19 +18,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from ptdbench.profiling import nccl
 from ptdbench.profiling.events import (
     BYTES,
     LABELED,
     POINT_TO_POINT,
     Call,
     Event,
+    Interval,
+    calls_of_nccl,
     checked,
     events_of,
+    intersect,
+    is_of_nccl,
     launches_of,
     operation_of,
+    subtract,
+    union,
 )
-from ptdbench.profiling.intervals import Interval, intersect, subtract, union
 
 #: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
 STEP = "ProfilerStep#"
@@ -51,28 +55,20 @@ _AWAIT = "_c10d_functional::wait_tensor"
 
 @dataclass(frozen=True)
 class Trace:
-    """One rank's profiled steps; all times are in seconds since the epoch.
+    """One rank's profiled steps; all times are in seconds since the epoch."""
 
-    Attributes:
-        steps: When each step ran.
-        phases: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and a GPU waited for its ``host``:
-            disjoint, and without the waits.
-        waits: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
-        calls: The operations of communication, in the order of their start; also those outside of the steps.
-    """
-
-    steps: Sequence[Interval]
+    steps: Sequence[Interval]  #: When each step ran.
+    #: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and a GPU waited for its ``host``: disjoint, and
+    #: without the waits.
     phases: Mapping[str, Sequence[Interval]]
+    #: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
     waits: Sequence[Interval]
+    #: The operations of communication, in the order of their start; also those outside of the steps.
     calls: Sequence[Call]
 
 
 def read(path: Path, device_type: str = "cpu") -> Trace:
     """Read a trace in Chrome's format.
-
-    Args:
-        path: The trace.
-        device_type: What computed: ``cpu`` or ``cuda``.
 
     Raises:
         ValueError: It is damaged or too large, holds no profiled step, or does not show what a GPU did.
@@ -117,7 +113,7 @@ def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
         for event, moment in zip(kernels, moments, strict=True)
         if any(begin <= moment < end for begin, end in steps)
     ]
-    return inside, nccl.calls(events, (event for event in inside if nccl.is_of(event)))
+    return inside, calls_of_nccl(events, (event for event in inside if is_of_nccl(event)))
 
 
 def _of_host(
@@ -282,8 +278,8 @@ def _of_device(
         "optimizer": union(parts[UPDATE]),
     }
     launches, inside = launches_of(events), union(steps)
-    computed = [event for event in on_device if not nccl.is_of(event)]
-    calls = nccl.calls(events, (event for event in on_device if nccl.is_of(event)))
+    computed = [event for event in on_device if not is_of_nccl(event)]
+    calls = calls_of_nccl(events, (event for event in on_device if is_of_nccl(event)))
     phases: dict[str, list[Interval]] = {name: [] for name in by_phase}
     busy = union(event.interval for event in computed)
     sent = union((call.start, call.end) for call in calls)

@@ -51,9 +51,9 @@ def bearing(on: str) -> tuple[str, ...]:
     return tuple(option for option, words in _OPTIONS.items() if on in words)
 
 
-def leaves(config: Mapping[Any, Any] | None, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the options of a configuration with their dotted names; an empty group is one of them."""
-    for key, value in (config or {}).items():
+    for key, value in config.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{key}.")
         else:

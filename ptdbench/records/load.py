@@ -33,14 +33,10 @@ MOST_LOST = 10_000_000
 
 
 class Run(Mapping[str, Any]):
-    """A run's record: a mapping of its fields, which ``docs/record.md`` describes, and its series.
-
-    Attributes:
-        directory: Where the run is now; its field ``directory`` says where it was when it ran.
-    """
+    """A run's record: a mapping of its fields, which ``docs/record.md`` describes, and its series."""
 
     def __init__(self, record: Written, directory: Path) -> None:
-        self.directory = directory
+        self.directory = directory  #: Where the run is now; its field ``directory`` says where it was when it ran.
         self._record = record
 
     def __getitem__(self, field: str) -> Any:

@@ -5,7 +5,8 @@ node. Each start therefore has a name, the record says which start opened it, an
 write it.
 
 The record names the process that opened it. While it is open, and that process or its job is alive, no other may open
-it: two jobs of one run would overwrite each other's checkpoints.
+it: two jobs of one run would overwrite each other's checkpoints. Beside it stands how far the run has come, for those
+who watch from another machine.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from msgspec import Struct, to_builtins
 
+from ptdbench.files import read_bytes, write_json
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import record, store
+from ptdbench.records import record, schema, store
 from ptdbench.records.schema import Owner, Written
 from ptdbench.terminal import echo
 
@@ -160,3 +163,48 @@ def _goes_on(owner: Mapping[str, Any]) -> bool | None:
     with suppress(psutil.Error):
         return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0
     return False
+
+
+PROGRESS = "progress.json"
+
+_PROGRESS_SECONDS = 10.0  # for people who watch a job of a cluster; more often, it shows in make overhead
+
+
+class Progress(Struct, frozen=True):
+    """The progress of a running run: ``step`` of ``steps``, and ``unit`` ``per_second``."""
+
+    step: schema.Whole
+    steps: schema.Whole
+    unit: str
+    per_second: float | None
+
+
+class ProgressFile:
+    """``progress.json``, kept up to date: soon after the first steps, every ten seconds and at the end.
+
+    Args:
+        directory: The run's directory.
+        unit: What throughput counts: ``tokens`` or ``samples``.
+    """
+
+    def __init__(self, directory: Path, unit: str) -> None:
+        self._path = directory / PROGRESS
+        self._unit = unit
+        self._next = 0.0
+
+    def write(self, step: int, steps: int, per_second: float | None, now: float) -> None:
+        """Write it if it is due; ``now`` is in seconds by a clock that never goes back."""
+        if now < self._next and step < steps:
+            return
+        self._next = now + _PROGRESS_SECONDS
+        known = to_builtins(Progress(step, steps, self._unit, per_second))
+        with suppress(OSError):  # a run does not fail because its progress cannot be written
+            write_json(self._path, known, durable=False)
+
+
+def read_progress(directory: Path) -> Progress | None:
+    """Read ``progress.json``; ``None`` before the first time, and where it is damaged."""
+    try:
+        return schema.read(read_bytes(directory / PROGRESS), Progress)
+    except (OSError, ValueError):
+        return None

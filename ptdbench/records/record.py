@@ -8,16 +8,15 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from ptdbench.files import strict
 from ptdbench.records import schema, store
 from ptdbench.records.bearing import bearing, bears, leaves
-from ptdbench.records.cause import status_of
-from ptdbench.records.failure import Failure
-from ptdbench.records.schema import Owner, Written
+from ptdbench.records.failure import Failure, status_of
+from ptdbench.records.schema import Metrics, Owner, Written, part
 from ptdbench.terminal import command, under
 
 #: The type of error of a record that was opened and not yet closed.
@@ -71,12 +70,17 @@ def begin(
     }
 
 
+def configuration(record: Written) -> Mapping[str, Any]:
+    """Return the resolved configuration on record, empty where there is none."""
+    return record.get("config") or {}
+
+
 def option(record: Written, name: str, kind: Any) -> Any:
     """Return an option of the configuration on record by its dotted name; ``None`` unless it is there and of this type.
 
     What was refused is on record as it was typed, and a record may come from anybody.
     """
-    found: Any = record.get("config")
+    found: Any = configuration(record)
     for key in name.split("."):
         found = found.get(key) if isinstance(found, Mapping) else None
     try:
@@ -95,7 +99,7 @@ def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
     """Return the draft of a resumed run, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
-    goes_on = same_work(earlier.get("config"), draft["config"])
+    goes_on = same_work(configuration(earlier), configuration(draft))
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
@@ -109,7 +113,7 @@ def stopped(record: Written, why: str, saved: bool = True) -> dict[str, Any]:
 def how_started(record: Written) -> str:
     """Return what starts a run again, before its overrides: it resubmits a job, but cannot start the ranks of srun."""
     launcher = record.get("launcher")
-    by_hand = launcher not in (None, "local") and "submit" not in (option(record, "cluster", dict) or ())
+    by_hand = launcher not in (None, "local") and not option(record, "cluster.submit", str)
     return under(str(launcher)) if by_hand else command()
 
 
@@ -142,7 +146,7 @@ def is_settled(record: Written) -> bool:
     return record["status"] == "ok" or (error.rank == -1 and error.type not in ("", UNFINISHED))
 
 
-def same_work(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> bool:
+def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Return whether two resolved configurations describe the same run, possibly with other cluster resources.
 
     For example, a run that reached its time limit may be given more time.
@@ -150,7 +154,7 @@ def same_work(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) ->
     return work(one) == work(other)
 
 
-def work(config: Mapping[str, Any] | None, ignored: Collection[str] = ()) -> str:
+def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
     """Return sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
 
     An emptied group is not told from none, nor a shape that is not given. Options of the dotted names ``ignored``
@@ -179,7 +183,7 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    return found["status"] == "ok" and same_work(found.get("config"), config)
+    return found["status"] == "ok" and same_work(configuration(found), config)
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
@@ -193,3 +197,30 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 def _digest(options: Mapping[str, Any]) -> str:
     canonical = json.dumps(strict(options, str), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+Objective = Literal["throughput", "held_out_loss", "held_out_accuracy"]
+
+#: In which direction each objective is better.
+DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
+    "throughput": "maximize",
+    "held_out_loss": "minimize",
+    "held_out_accuracy": "maximize",
+}
+
+
+def objective_value(record: Written, objective: Objective) -> float | None:
+    """Return the figure by which a run is judged; ``None`` for a run that is not ok, or has no such figure.
+
+    ``throughput``: tokens per second, or samples per second where samples are not tokens. The others are those of the
+    best evaluation.
+    """
+    if record["status"] != "ok":
+        return None
+    if objective == "throughput":
+        metrics = part(record, Metrics)
+        return metrics.tokens_per_second or metrics.samples_per_second
+    name = {"held_out_loss": "loss", "held_out_accuracy": "top1"}[objective]
+    found = [figure for one in record.get("evaluations") or [] if (figure := one.get(name)) is not None]
+    best = max if DIRECTIONS[objective] == "maximize" else min
+    return best(found) if found else None

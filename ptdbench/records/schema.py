@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -229,7 +230,8 @@ class Virtual(Struct):
     #: cuDNN are torch's own, and in the peaks. NCCL's buffers are beside it too, and not counted.
     context_bytes: Count | None = None
     communicators: list[Count] | None = None  #: Process groups, each of which has an NCCL communicator with buffers.
-    #: Seconds in which the host had launched a step: of this machine, beside the other ranks on it.
+    #: Seconds in which the host had launched a step: of this machine, beside the other ranks on it; null with
+    #: ``profile.steps=0``.
     host_seconds: list[Amount] | None = None
     #: Kernels of a step by kind: ``product``, ``attention``, ``convolution``, ``compiled`` (by Triton), ``copy`` (casts
     #: included), ``elementwise``, ``reduction``, ``norm``, ``optimizer``, ``communication`` and ``other``.
@@ -524,7 +526,7 @@ def part(record: Written, kind: type[S]) -> S:
 
     Of a record as it is read: what a run has in hand may be numbers of NumPy, or none of JSON's.
     """
-    return msgspec.convert(record.get(kind.__name__.lower()) or {}, kind)
+    return msgspec.convert(record.get(re.sub(r"(?<=.)(?=[A-Z])", "_", kind.__name__).lower()) or {}, kind)
 
 
 def error(record: Written) -> Error:

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ptdbench.measure.parts import KINDS, PHASES
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.schema import Communication, Memory, Phases, Written, part
 from ptdbench.report import recorded_phases, why
-from ptdbench.report.reason import wrap
-from ptdbench.report.text import difference, drawn
+from ptdbench.report.text import difference, drawn, wrap
 from ptdbench.units import three_digits
 
 _MEANT = (

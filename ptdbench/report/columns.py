@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from ptdbench.comparison import noise, ranking
-from ptdbench.comparison.alternatives import Alternative, sweep_of, throughput
+from ptdbench.comparison.alternatives import Alternative, sweep_of
 from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
-from ptdbench.records.schema import Hardware, Metrics, Remarks, StepSeconds, Written, part
-from ptdbench.report import losses, virtual, why
+from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
+from ptdbench.report import remarks, text, why
 from ptdbench.report.labels import labels, names
-from ptdbench.report.reason import reason
-from ptdbench.terminal import plural
-from ptdbench.units import flops_text, memory_text, three_digits
-
-MISSING = "-"
+from ptdbench.report.text import MISSING
+from ptdbench.units import memory_text, three_digits
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of a table: a run, or an alternative with its repeats.
-
-    Attributes:
-        is_alone: Whether it is the only one of its model.
-    """
+    """A row of a table: a run, or an alternative with its repeats."""
 
     place: Place
     label: str
-    is_alone: bool = False
+    is_alone: bool = False  #: Whether it is the only one of its model.
 
     @property
     def runs(self) -> Sequence[Written]:
@@ -55,36 +48,26 @@ class Row:
         return self.metrics.step_seconds or StepSeconds()
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column.
+@dataclass(frozen=True, kw_only=True)
+class Column(text.Column[Row]):
+    """A column of runs; ``{unit}`` in its heading is tokens or samples."""
 
-    Attributes:
-        name: What it is called in the filter of the page.
-        heading: What stands over it; ``{unit}``: tokens or samples.
-        cell: Its text in a terminal and in Markdown, :data:`MISSING` where there is no figure; ``None``: not there.
-        value: What the page sorts and compares, in the units of records; ``None``: what ``form`` makes of the row.
-        form: How the page writes it, see ``FORMS`` of ``columns.js``.
-        field: Its name in the rows of the page, if that is another one.
-        most: Whether the largest figure is the best.
-        words: Whether it has words, else figures.
-        kept: Whether every table has it, figures or not.
-        moved: How it stands in the title of a table without room for it, if all rows have the same.
-        spared: Its place in the order in which columns are left out where there is no room, without repeats and with
-            them: there how sure the order is says more than the steps of one run.
-    """
-
-    name: str
-    heading: str
-    cell: Callable[[Row], str] | None
+    cell: Callable[[Row], str] = lambda _: MISSING  # on the page alone
+    name: str  #: What it is called in the filter of the page.
+    #: What the page sorts and compares, in the units of records; ``None``: what ``form`` makes of the row.
     value: Callable[[Row], Any] | None
-    form: str = "plain"
-    field: str = ""
-    most: bool = False
-    words: bool = False
-    kept: bool = False
-    moved: str = ""
-    spared: tuple[int | None, int | None] = (None, None)
+    form: str = "plain"  #: How the page writes it, see ``FORMS`` of ``columns.js``.
+    field: str = ""  #: Its name in the rows of the page, if that is another one.
+    most: bool = False  #: Whether the largest figure is the best.
+    kept: bool = False  #: Whether every table has it, figures or not.
+    moved: str = ""  #: How it stands in the title of a table without room for it, if all rows have the same.
+    #: ``spared`` where rows have repeats, if another: how sure the order is says more there than the steps of one run.
+    in_repeats: int | None = None
+
+    def in_table(self, heading: str, repeats: bool, is_alike: bool) -> text.Column[Mapping[str, str]]:
+        """Return it for rows of texts by their headings; one that is alike in all of them is the first to be spared."""
+        order = self.in_repeats if repeats and self.in_repeats is not None else self.spared
+        return text.Column(heading, itemgetter(heading), self.words, -1 if is_alike else order, self.least)
 
     def on_page(self) -> dict[str, Any]:
         """Return the column as the page is told of it."""
@@ -93,7 +76,7 @@ class Column:
         return told | {"most": self.most, "words": self.words}
 
 
-def text(value: float | None, form: str = "", unit: str = "") -> str:
+def figure_text(value: float | None, form: str = "", unit: str = "") -> str:
     """A figure, or that there is none."""
     return MISSING if value is None else f"{value:{form}}{unit}"
 
@@ -107,14 +90,14 @@ def statuses(runs: Sequence[Written]) -> str:
 def _rate(row: Row) -> str:
     """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
     rate = row.place.rate or row.metrics.tokens_per_second or row.metrics.samples_per_second
-    return f"{text(rate, ',.0f' if (rate or 0) >= 100 else ',.1f')}{margin_text(row.place.margin)}"
+    return f"{figure_text(rate, ',.0f' if (rate or 0) >= 100 else ',.1f')}{margin_text(row.place.margin)}"
 
 
 def _ratio(row: Row) -> str:
     """``0.65x (0.63-0.67)``."""
     if row.is_alone:
         return MISSING
-    return f"{text(row.place.ratio, '.2f', 'x')}{interval_text(row.place.against_best, 2)}"
+    return f"{figure_text(row.place.ratio, '.2f', 'x')}{interval_text(row.place.against_best, 2)}"
 
 
 def _step_time(row: Row) -> str:
@@ -128,12 +111,24 @@ def _step_time(row: Row) -> str:
     return f"{three_digits(1e3 * mean)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
 
 
+def _rank(row: Row) -> str:
+    return "-".join(map(str, dict.fromkeys(row.place.rank))) if row.place.rank else MISSING
+
+
+def _label(row: Row) -> str:
+    return row.label
+
+
+def _statuses(row: Row) -> str:
+    return statuses(row.runs)
+
+
 def _size(name: str) -> Callable[[Row], str]:
     return lambda row: MISSING if (size := getattr(row.metrics, name)) is None else memory_text(size)
 
 
 def _percent(name: str) -> Callable[[Row], str]:
-    return lambda row: text((share := getattr(row.metrics, name)) and 100 * share, ".1f", "%")
+    return lambda row: figure_text((share := getattr(row.metrics, name)) and 100 * share, ".1f", "%")
 
 
 def _metric(name: str) -> Callable[[Row], Any]:
@@ -142,6 +137,10 @@ def _metric(name: str) -> Callable[[Row], Any]:
 
 def _field(name: str) -> Callable[[Row], Any]:
     return lambda row: row.run.get(name)
+
+
+def _count(name: str) -> Callable[[Row], str]:
+    return lambda row: figure_text(row.run.get(name))
 
 
 def _joules(row: Row) -> float | None:
@@ -163,86 +162,70 @@ def evaluation(row: Row) -> str:
     name, figure = _last_evaluation(row)
     if name == "top1" and figure is not None:
         return f"{100 * figure:.1f}%"
-    return text(figure, ".3f", " b/B" if name == "bits_per_byte" else "")
+    return figure_text(figure, ".3f", " b/B" if name == "bits_per_byte" else "")
 
 
 #: In the order in which they stand.
 COLUMNS = (
-    Column(
-        "rank", "#", lambda row: "-".join(map(str, dict.fromkeys(row.place.rank))) if row.place.rank else MISSING,
-        lambda row: row.place.rank, "range", kept=True,
-    ),
-    Column("runs", "runs", lambda row: text(len(row.runs) if len(row.runs) > 1 else None), None, "count"),
-    Column("configuration", "parallel", lambda row: row.label, lambda row: row.label, field="label", words=True,
-           kept=True),
-    Column("ranks", "ranks", lambda row: text(row.run.get("world_size")), _field("world_size"), moved="{} ranks"),
-    Column("nodes", "nodes", None, lambda row: len(row.run.get("nodes") or []) or None),
-    Column("batch", "batch", lambda row: text(row.run.get("global_batch")), _field("global_batch"), moved="batch {}"),
-    Column("throughput", "{unit}/s", _rate, lambda row: row.place.rate, "throughput", "rate", most=True),
-    Column("ratio", "vs best", _ratio, lambda row: row.place.ratio, "ratio", most=True, spared=(2, 5)),
-    Column("step_ms", "step ms (p5-p95)", _step_time, lambda row: row.step.mean,
-           "step", "step", spared=(None, 2)),
-    Column("memory_mib", "memory", _size("peak_memory_bytes"), _metric("peak_memory_bytes"), "bytes", "memory",
-           spared=(3, 3)),
-    Column("reserved_mib", "reserved", _size("peak_reserved_bytes"), _metric("peak_reserved_bytes"), "bytes",
-           "reserved", spared=(1, 1)),
-    Column("mfu", "MFU", _percent("mfu"), _metric("mfu"), "percent", most=True),
-    Column("mfu_causal", "MFU causal", None, _metric("mfu_causal"), "percent", most=True),
-    Column("of_ceiling", "% of GEMM", _percent("share_of_ceiling"), _metric("share_of_ceiling"), "percent", most=True,
-           spared=(0, 0)),
-    Column("joules", "J/sample", None, _joules, "digits"),
-    Column("loss", "loss", lambda row: text(row.run.get("final_loss"), ".3f"), _field("final_loss"), "fixed"),
-    Column("held_out", "val", evaluation, lambda row: _last_evaluation(row)[1], "told", spared=(4, 4)),
-    Column("status", "status", lambda row: statuses(row.runs), lambda row: statuses(row.runs), words=True, kept=True),
-    Column("sweep", "sweep", None, lambda row: str(sweep_of(row.run)), words=True),
+    Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, form="range", kept=True),
+    Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING, value=None,
+           form="count"),
+    Column("parallel", name="configuration", cell=_label, value=_label, field="label", words=True, kept=True,
+           least=0),
+    Column("ranks", name="ranks", cell=_count("world_size"), value=_field("world_size"), moved="{} ranks"),
+    Column("nodes", name="nodes", value=lambda row: len(row.run.get("nodes") or []) or None),
+    Column("batch", name="batch", cell=_count("global_batch"), value=_field("global_batch"), moved="batch {}"),
+    Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, form="throughput",
+           field="rate", most=True),
+    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, form="ratio", most=True,
+           spared=2, in_repeats=5),
+    Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, form="step",
+           field="step", in_repeats=2),
+    Column("memory", name="memory_mib", cell=_size("peak_memory_bytes"), value=_metric("peak_memory_bytes"),
+           form="bytes", field="memory", spared=3),
+    Column("reserved", name="reserved_mib", cell=_size("peak_reserved_bytes"),
+           value=_metric("peak_reserved_bytes"), form="bytes", field="reserved", spared=1),
+    Column("MFU", name="mfu", cell=_percent("mfu"), value=_metric("mfu"), form="percent", most=True),
+    Column("MFU causal", name="mfu_causal", value=_metric("mfu_causal"), form="percent", most=True),
+    Column("% of GEMM", name="of_ceiling", cell=_percent("share_of_ceiling"),
+           value=_metric("share_of_ceiling"), form="percent", most=True, spared=0),
+    Column("J/sample", name="joules", value=_joules, form="digits"),
+    Column("loss", name="loss", cell=lambda row: figure_text(row.run.get("final_loss"), ".3f"),
+           value=_field("final_loss"), form="fixed"),
+    Column("val", name="held_out", cell=evaluation, value=lambda row: _last_evaluation(row)[1], form="told",
+           spared=4),
+    Column("status", name="status", cell=_statuses, value=_statuses, words=True, kept=True),
+    Column("sweep", name="sweep", value=lambda row: str(sweep_of(row.run)), words=True),
 )  # fmt: skip
 
-
-#: From this share of a run's time on, waiting for data is mentioned.
-_WAITED = 0.05
 
 #: Runs that are explained below a table.
 _EXPLAINED = 5
 
-#: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
-_HELD_BACK = 0.01
-
-
-#: A run and its name.
-_Named = tuple[str, Written]
-
 
 @dataclass(frozen=True)
 class Block:
-    """The alternatives of one model.
+    """The alternatives of one model."""
 
-    Attributes:
-        ranking: All of them, in the order of the rows.
-        labels: What each is called in a table, which has columns for the ranks and the global batch.
-        names: What each is called in lines and figures.
-        rows: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
-        remarks: Sentences on the order, on failures and on what was measured.
-        why: Sentences on why the runs that come next are slower than the fastest one.
-    """
-
-    ranking: Ranking
-    labels: list[str]
-    names: list[str]
+    ranking: Ranking  #: All of them, in the order of the rows.
+    labels: list[str]  #: What each is called in a table, which has columns for the ranks and the global batch.
+    names: list[str]  #: What each is called in lines and figures.
+    #: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
     rows: list[dict[str, str]]
-    remarks: list[str]
-    why: list[str]
+    remarks: list[str]  #: Sentences on the order, on failures and on what was measured.
+    why: list[str]  #: Sentences on why the runs that come next are slower than the fastest one.
 
     def title(self, moved: Sequence[str] = ()) -> str:
         """The model, what all its runs have in common, and what has no column."""
         records = [run for place in self.ranking.places for run in place.alternative.runs]
         parameters = next((r["parameters"] for r in records if r.get("parameters")), None)
         precisions = dict.fromkeys(str(r["precision"]) for r in records if r.get("precision"))
-        parts = [records[0]["model"], text(parameters, ",", " parameters"), ", ".join(precisions), *moved]
+        parts = [records[0]["model"], figure_text(parameters, ",", " parameters"), ", ".join(precisions), *moved]
         return " · ".join(part for part in parts if part and part != MISSING)
 
     def columns(self) -> dict[str, Column]:
         """Those with a figure, by their headings."""
-        shown = zip(self.rows[0], (column for column in COLUMNS if column.cell), strict=True)
+        shown = zip(self.rows[0], COLUMNS, strict=True)
         return {name: one for name, one in shown if one.kept or any(row[name] != MISSING for row in self.rows)}
 
 
@@ -264,79 +247,13 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
     counted = unit(records)
     found = ranking.rank(alternatives, noise.look_up(records))
     typical = [place.alternative.median_run for place in found.places]
-    ranked = [place.alternative.median_run for place in found.places if place.rank]
     called, named = labels(typical), names(typical)
-    by_name = list(zip(named, typical, strict=True))
-    certainty = ranking.remark(found)
-    remarks = [
-        *([certainty] if certainty else []),
-        *_reasons(list(zip(named, found.places, strict=True))),
-        *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
-        *_ceiling_remarks(by_name),
-        *losses.remarks([(name, run) for name, run in by_name if run["status"] == "ok"]),
-        *_data_remarks(by_name),
-        *_clock_remarks(by_name),
-        *_each_once(records, Remarks, "check"),
-        *virtual.remarks(records),
-    ]
     rows = [
-        {column.heading.format(unit=counted): column.cell(row) for column in COLUMNS if column.cell}
+        {column.heading.format(unit=counted): column.cell(row) for column in COLUMNS}
         for place, label in zip(found.places, called, strict=True)
         for row in [Row(place, label, is_alone=len(called) == 1)]
     ]
-    return Block(found, called, named, rows, remarks, _why(found, named))
-
-
-def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
-    """Give the reasons of the runs that are not ok, by their names, each reason once."""
-    alike: dict[str, list[str]] = {}
-    for label, place in places:
-        failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
-        for said in dict.fromkeys(map(reason, failed)):
-            alike.setdefault(said, []).append(label)
-    named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
-    return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
-
-
-def _each_once(records: Iterable[Written], kind: type[Metrics | Remarks], field: str) -> list[str]:
-    """Return a remark that is on record, once where several runs have the same."""
-    return [text for text in dict.fromkeys(getattr(part(record, kind), field) for record in records) if text]
-
-
-def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
-    """Runs, by their names, that passed their ceiling, and ceilings that may be too low."""
-    loaded: dict[str, None] = {}
-    for label, record in records:
-        metrics = part(record, Metrics)
-        rate, share = metrics.ceiling_flops_per_second, metrics.share_of_ceiling
-        if remark := part(record, Remarks).ceiling:
-            yield f"{label}: {remark}"
-        elif share and rate and share > 1:
-            yield f"{label}: ceiling passed: was {flops_text(rate)}; it is re-measured after a run that finishes"
-        elif share and rate and metrics.ceiling_beside_load:
-            loaded[flops_text(rate)] = None
-    for too_low in loaded:
-        yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
-
-
-def _data_remarks(records: Sequence[_Named]) -> Iterator[str]:
-    """Runs, by their names, whose steps waited for their data."""
-    for label, record in records:
-        if (share := part(record, Metrics).data_wait_share) and share >= _WAITED:
-            yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
-
-
-def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
-    """Runs, by their names, whose GPUs were held back, and the GPU that was the most."""
-    for label, record in records:
-        clocks = part(record, Hardware).clocks or []
-        held = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
-        held = [one for one in held if one[0] > _HELD_BACK]
-        if held:
-            share, cause, rank = max(held)
-            more = len({one[2] for one in held}) - 1
-            others = f", and {plural(more, 'other')} by less" if more else ""
-            yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
+    return Block(found, called, named, rows, remarks.of_rows(found, named), _why(found, named))
 
 
 def _why(found: Ranking, named: Sequence[str]) -> list[str]:

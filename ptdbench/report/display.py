@@ -29,18 +29,12 @@ from ptdbench.units import duration_text, span_text
 
 @dataclass(frozen=True)
 class Heading:
-    """The name of a run in its display.
+    """The name of a run in its display."""
 
-    Attributes:
-        title: What it is, in a few words; in a sweep those that tell it from the others.
-        number: Its number in the sweep, from 1; ``None`` outside of one.
-        total: How many runs the sweep has; ``None`` where nobody knows yet.
-        later_seconds: Estimated duration of the runs after it; ``None`` if there are none, or none has ended yet.
-    """
-
-    title: str
-    number: int | None = None
-    total: int | None = None
+    title: str  #: What it is, in a few words; in a sweep those that tell it from the others.
+    number: int | None = None  #: Its number in the sweep, from 1; ``None`` outside of one.
+    total: int | None = None  #: How many runs the sweep has; ``None`` where nobody knows yet.
+    #: Estimated duration of the runs after it; ``None`` if there are none, or none has ended yet.
     later_seconds: float | None = None
 
     def __str__(self) -> str:
@@ -74,19 +68,12 @@ class _Console(Console):
 
 @dataclass(frozen=True)
 class Line:
-    """A live line: text, a bar, and text.
+    """A live line: text, a bar, and text."""
 
-    Attributes:
-        left: Before the bar: which run it is and what it does.
-        right: After the bar.
-        done: Steps of the bar.
-        total: All of its steps; ``None`` where it only moves.
-    """
-
-    left: str
-    right: str
-    done: int = 0
-    total: int | None = None
+    left: str  #: Before the bar: which run it is and what it does.
+    right: str  #: After the bar.
+    done: int = 0  #: Steps of the bar.
+    total: int | None = None  #: All of its steps; ``None`` where it only moves.
 
 
 class Live(Progress):
@@ -141,10 +128,6 @@ class Display:
     stores two numbers, and if :meth:`due` what costs something, above all fetching the loss from a GPU, is done for
     :meth:`show`.
 
-    Attributes:
-        total_steps: Steps of the whole run; may change on the way.
-        remark: Text to show beside the loss.
-
     Args:
         heading: Which run it is; ``None`` for a rank that shows nothing.
         stays: Whether a line stays on a terminal when the display ends.
@@ -160,8 +143,8 @@ class Display:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total_steps = 0
-        self.remark = ""
+        self.total_steps = 0  #: Steps of the whole run; may change on the way.
+        self.remark = ""  #: Text to show beside the loss.
         self._heading, self._stays, self._clock = heading, stays, clock
         self._stream = sys.stderr if stream is None else stream
         in_place = heading is not None and redraws(self._stream)

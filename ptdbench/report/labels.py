@@ -10,7 +10,7 @@ from typing import Any
 from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.bearing import OF_CHOICE, bears, leaves
-from ptdbench.records.record import option
+from ptdbench.records.record import configuration, option
 from ptdbench.records.schema import Layout, Written, part
 from ptdbench.terminal import plural
 
@@ -62,7 +62,7 @@ def options(record: Written) -> dict[str, Any]:
     """The options of a run by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
     kept = [
         (name.removesuffix(".name"), value)
-        for name, value in sorted(leaves(record.get("config")), key=lambda leaf: leaf[0].count("."))
+        for name, value in sorted(leaves(configuration(record)), key=lambda leaf: leaf[0].count("."))
         if not bears(name, "start", "sweep") and _last(name) not in _REPEATING
     ]
     return dict(kept)
@@ -185,15 +185,11 @@ _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
 
 
 class Environments:
-    """Each environment once, in the order of the runs.
-
-    Attributes:
-        found: The environments, as records have them.
-    """
+    """Each environment once, in the order of the runs."""
 
     def __init__(self, runs: Iterable[Written]) -> None:
         known = {json.dumps(one, sort_keys=True): one for run in runs if (one := run.get("environment"))}
-        self.found: list[Mapping[str, Any]] = [*known.values()]
+        self.found: list[Mapping[str, Any]] = [*known.values()]  #: The environments, as records have them.
         self._numbers = {text: number for number, text in enumerate(known)}
 
     def number(self, run: Written) -> int | None:

@@ -1,6 +1,8 @@
-"""Logging services that get the scalars of a training run beside TensorBoard: ``logger=wandb``, ``logger=mlflow``.
+"""What gets the scalars of a training run: TensorBoard, and the service of ``logger=wandb`` or ``logger=mlflow``.
 
-A service never ends a run: the first error is reported, and nothing more is sent.
+They are written while a run goes on, whenever its ranks have brought their steps together, and when it is over: nothing
+of it lies on the timed path, and a run that is killed has its curves all the same. A service never ends a run: the
+first error is reported, and nothing more is sent.
 """
 
 from __future__ import annotations
@@ -8,10 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -31,29 +35,28 @@ FILE = "logger.json"
 _TIMEOUT = 30
 
 
+@dataclass(frozen=True)
+class Start:
+    """A start of a run, as services are told of it."""
+
+    directory: Path  #: The run's directory.
+    first: int  #: Its first step, of the steps of all starts.
+    known: str | None  #: The name that an earlier start of the run got; ``None`` for a new run.
+    sweep: str | None  #: The name of its sweep, if it is part of one.
+    hparams: Mapping[str, str | float]  #: What tells it apart from other runs.
+    swept: Collection[str]  #: Those of them that the sweep gives several values.
+    metrics: Mapping[str, float | None]  #: Figures of the whole run; every run has the same.
+    kind: str | None  #: What kind of run it is, if none that is measured.
+
+
 class Service(Protocol):
-    """The type of ``logger=<name>``.
+    """The type of ``logger=<name>``."""
 
-    Attributes:
-        package: What is imported for it.
-        extra: The optional dependencies that install this.
-    """
+    package: str  #: What is imported for it.
+    extra: str  #: The optional dependencies that install this.
 
-    package: str
-    extra: str
-
-    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
-        """Open the run.
-
-        Args:
-            directory: The run's directory.
-            sweep: The name of its sweep, if it is part of one.
-            hparams: What tells it apart from other runs.
-            known: The name that an earlier start of the run got; ``None`` for a new run.
-
-        Returns:
-            The service's name of the run.
-        """
+    def begin(self, start: Start) -> str:
+        """Open the run, and return the service's name of it; empty if it has none."""
         ...
 
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
@@ -63,6 +66,66 @@ class Service(Protocol):
     def end(self, is_ok: bool) -> None:
         """Close the run."""
         ...
+
+
+class TensorBoard:
+    """TensorBoard, which every run has: curves over its steps, and one line of the HPARAMS tab."""
+
+    package = extra = "tensorboard"
+
+    def __init__(self) -> None:
+        self._writer: Any = None
+        self._session_end: Any = None
+
+    def begin(self, start: Start) -> str:
+        """See :class:`Service`.
+
+        ``SummaryWriter.add_hparams`` would open a second run below this one, and TensorBoard would then show each run
+        twice; its three summaries go into this run's own file instead.
+        """
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        _expect_full_disks()
+        # A start of the run that was killed may have shown steps that are done once more now.
+        self._writer = SummaryWriter(str(start.directory), purge_step=start.first or None)
+        experiment, session_start, self._session_end = hparams(start.hparams, start.metrics)
+        content = experiment.value[0].metadata.plugin_data
+        declared = HParamsPluginData.FromString(content.content)
+        for info in declared.experiment.hparam_infos:
+            info.differs = info.name in start.swept  # shown first
+        content.content = declared.SerializeToString()
+        self._writer.file_writer.add_summary(experiment)
+        self._writer.file_writer.add_summary(session_start)
+        if start.kind:
+            self._writer.add_text("kind", start.kind)
+        return ""
+
+    def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
+        """See :class:`Service`; of the figures the last ones written count."""
+        for tag, value, step, at in found:
+            self._writer.add_scalar(tag, value, step, walltime=at)
+        for tag, value in summary.items():
+            self._writer.add_scalar(tag, value, last_step)
+        self._writer.flush()
+
+    def end(self, is_ok: bool) -> None:
+        """See :class:`Service`; the end of a session that torch builds says "success"."""
+        if is_ok:
+            self._writer.file_writer.add_summary(self._session_end)
+        self._writer.close()
+
+
+def _expect_full_disks() -> None:
+    """Let the thread that writes events fail without a traceback: its writer raises the error once more."""
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not (isinstance(failed.exc_value, OSError) and type(failed.thread).__name__ == "_AsyncWriterThread"):
+            before(failed)
+
+    threading.excepthook = hook
 
 
 def none() -> None:
@@ -87,7 +150,7 @@ class WandB:
         self._project, self._entity, self._mode = project, entity, mode
         self._run: Any = None
 
-    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
+    def begin(self, start: Start) -> str:
         """See :class:`Service`."""
         import wandb
 
@@ -104,11 +167,11 @@ class WandB:
             project=self._project,
             entity=self._entity,
             mode=self._mode,
-            dir=str(directory),
-            name=directory.name,
-            group=sweep,
-            config=dict(hparams),
-            id=known,
+            dir=str(start.directory),
+            name=start.directory.name,
+            group=start.sweep,
+            config=dict(start.hparams),
+            id=start.known,
             resume="allow",
             settings=settings,
         )
@@ -144,7 +207,7 @@ class MLflow:
         self._client: Any = None
         self._run = ""
 
-    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
+    def begin(self, start: Start) -> str:
         """See :class:`Service`."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_TIMEOUT))
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default it tries for minutes
@@ -154,15 +217,15 @@ class MLflow:
         from mlflow.entities import Param, RunStatus
 
         self._client = MlflowClient(self._uri)
-        if known:
-            self._run = known
-            self._client.update_run(known, RunStatus.to_string(RunStatus.RUNNING))
-            return known
+        if start.known:
+            self._run = start.known
+            self._client.update_run(self._run, RunStatus.to_string(RunStatus.RUNNING))
+            return self._run
         found = self._client.get_experiment_by_name(self._experiment)
         experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
-        tags = {"sweep": sweep} if sweep else {}
-        self._run = self._client.create_run(experiment, run_name=directory.name, tags=tags).info.run_id
-        params = [Param(name, str(value)) for name, value in hparams.items()]
+        tags = {"sweep": start.sweep} if start.sweep else {}
+        self._run = self._client.create_run(experiment, run_name=start.directory.name, tags=tags).info.run_id
+        params = [Param(name, str(value)) for name, value in start.hparams.items()]
         self._client.log_batch(self._run, params=params)
         return self._run
 
@@ -182,7 +245,7 @@ class MLflow:
 
 
 class Log:
-    """Sends the curves of a run to a service while it goes on; stops at the first error."""
+    """Sends the curves of a run to a service while it goes on, those of its last start; stops at the first error."""
 
     def __init__(self, service: Service, directory: Path) -> None:
         self._service = service
@@ -198,9 +261,8 @@ class Log:
 
     def finish(self, record: Written) -> None:
         """Send what is left of the run that this is the record of, and close it."""
-        left = scalars.remaining(self._directory, record, self._shown)
         first = record["segments"][-1]["first_step"] if record.get("segments") else 0
-        self._try(lambda: self._send(record, left, first))
+        self._try(lambda: self._send(record, scalars.remaining(self._directory, record, self._shown), first))
         if self._is_open:
             self._try(lambda: self._service.end(record["status"] == "ok"))
 
@@ -220,10 +282,13 @@ class Log:
         known = _read(path).get(self._service.package) if first else None  # the run goes on where it was
         parent = self._directory.absolute().parent
         sweep = parent.name if (parent / LEDGER).exists() else None
-        hparams = scalars.hparams(record, scalars.swept(self._directory))
-        name = self._service.begin(self._directory, sweep, hparams, known)
+        swept = scalars.swept(self._directory)
+        hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
+        start = Start(self._directory, first, known, sweep, hparams, swept.values(), metrics, record.get("kind"))
+        name = self._service.begin(start)
         self._is_open = True
-        path.write_text(json.dumps({self._service.package: name}))
+        if name:
+            path.write_text(json.dumps({self._service.package: name}))
 
     def _try(self, step: Callable[[], None]) -> None:
         if self._has_failed:
@@ -233,7 +298,8 @@ class Log:
         except Exception as error:  # the service's own, and a stranger's
             self._has_failed = True
             cause = f"{type(error).__name__}: {said(error)}".partition("\n")[0]
-            rest = "the run goes on without it; TensorBoard and the record have everything"
+            others = "the record has" if isinstance(self._service, TensorBoard) else "TensorBoard and the record have"
+            rest = f"the run goes on without it; {others} everything"
             echo(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
-from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import is_open, option
 from ptdbench.records.schema import Communication, Environment, Phases, Written, part
 
@@ -37,17 +37,11 @@ MOST_RANKS = 16
 
 @dataclass(frozen=True)
 class Step:
-    """A timed step of a run, in seconds.
+    """A timed step of a run, in seconds."""
 
-    Attributes:
-        seconds: Its mean duration.
-        phases: Its parts, the means over ranks; ``other`` is what the others leave of it.
-        operations: The operations of communication, by their names.
-    """
-
-    seconds: float
-    phases: Mapping[str, float]
-    operations: Mapping[str, Communication]
+    seconds: float  #: Its mean duration.
+    phases: Mapping[str, float]  #: Its parts, the means over ranks; ``other`` is what the others leave of it.
+    operations: Mapping[str, Communication]  #: The operations of communication, by their names.
 
     def parts(self) -> dict[str, float]:
         """The phases, with the exposed part of each operation instead of ``communication``; they add up to the step."""

@@ -29,19 +29,12 @@ _SHOWN = (*series.NUMBERS, "slowest_seconds")
 
 
 class Scalar(NamedTuple):
-    """One point of a curve.
+    """One point of a curve."""
 
-    Attributes:
-        tag: The name of the curve.
-        value: A finite number.
-        step: The step, or the number of steps before an evaluation.
-        time: When the step ended, in seconds since the epoch.
-    """
-
-    tag: str
-    value: float
-    step: int
-    time: float
+    tag: str  #: The name of the curve.
+    value: float  #: A finite number.
+    step: int  #: The step, or the number of steps before an evaluation.
+    time: float  #: When the step ended, in seconds since the epoch.
 
 
 class Curves:

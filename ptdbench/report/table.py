@@ -1,4 +1,4 @@
-"""Final tables: the ranking of the runs that trained, and the results of other workloads."""
+"""Final tables: the ranking of the runs that trained, the results of other workloads, and plans."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import json
 import os
 import pkgutil
 import shlex
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
+from msgspec.structs import astuple
 
 from ptdbench.comparison import alternatives
 from ptdbench.profiling import perfetto
 from ptdbench.records.record import option
-from ptdbench.records.schema import Written
+from ptdbench.records.schema import Layout, Memory, Plan, Virtual, Written, part
 from ptdbench.records.store import RECORD, RESULTS
-from ptdbench.report import columns, recorded_phases, virtual
+from ptdbench.report import columns, recorded_phases, text, virtual
 from ptdbench.report.columns import Block
-from ptdbench.report.reason import reason, wrap
-from ptdbench.report.text import fitted, lines, longest_word
+from ptdbench.report.labels import names
+from ptdbench.report.remarks import reason
+from ptdbench.report.text import MISSING, Column, wrap
 from ptdbench.terminal import command
-from ptdbench.units import size_text
+from ptdbench.units import gib_text, size_text, three_digits
 
 #: Lines of a stranger's results that are shown, and characters of each.
 _MOST_LINES, _LONGEST = 60, 200
@@ -115,15 +118,107 @@ def _as_it_is(found: object) -> str:
 def _of_model(found: Block, width: int) -> str:
     """Title, table and remarks for the runs of one model."""
     columns, repeats = found.columns(), any(len(place.alternative.runs) > 1 for place in found.ranking.places)
-    rows = [[row[name] for name in columns] for row in found.rows]
     alike = [name for name, one in columns.items() if one.moved and len({row[name] for row in found.rows}) == 1]
-    order = {name: place for name, one in columns.items() if (place := one.spared[repeats]) is not None}
-    spared = [*alike, *sorted(order, key=lambda name: order[name])]
-    headings = list(columns)
-    widths = fitted(headings, rows, width, {"parallel": longest_word(headings, rows, "parallel")}, spared)
-    text = "\n".join(lines(headings, rows, widths, {name for name, one in columns.items() if one.words}))
-    gone = [name for name in spared if name not in widths]
+    shown = [one.in_table(name, repeats, name in alike) for name, one in columns.items()]
+    lines, gone = text.table(shown, found.rows, width)
     moved = [columns[name].moved.format(found.rows[0][name]) for name in gone if name in alike]
-    left_out = [name for name in gone if name not in alike]
-    remarks = [*([f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []), *found.remarks]
-    return "\n".join([found.title(moved), text, *(wrap(line, width) for line in [*remarks, *found.why])])
+    spared = [
+        one.heading for one in sorted(shown, key=lambda one: one.spared or 0) if one.heading in {*gone} - {*alike}
+    ]
+    remarks = [*text.left_out(spared, width), *found.remarks, *found.why]
+    return "\n".join([found.title(moved), *lines, *(wrap(line, width) for line in remarks)])
+
+
+#: The columns of a plan that are left out where there is no room, the first one first.
+_SPARED = ("of GPU", "other", "outside", "gradients", "rank", "allocated", "optimizer", "weights")
+
+#: The kinds of memory of a step by their columns.
+_KINDS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "gathered": "communication",
+    "other": "other",
+}
+
+
+def of_plans(records: Sequence[Written], width: int) -> str:
+    """Of each plan the rank that needs most, in GiB, and below what to know of it."""
+    called = names(records)
+    rows = [_plan_row(name, record) for name, record in zip(called, records, strict=True)]
+    shown = [
+        Column(name, itemgetter(name), name in ("layout", "fits"), _SPARED.index(name) if name in _SPARED else None)
+        for name in rows[0]
+        if any(row[name] != MISSING for row in rows)
+    ]
+    lines, gone = text.table(shown, rows, width)
+    models = ", ".join(dict.fromkeys(str(record.get("model")) for record in records))
+    told = [f"{models} · planned, GiB of the rank that needs most", *lines, *text.left_out(gone, width)]
+    return "\n".join([*told, *(wrap(line, width) for line in dict.fromkeys(_plan_remarks(called, records)))])
+
+
+def _plan_row(name: str, record: Written) -> dict[str, str]:
+    plan, layout, imitated = part(record, Plan), part(record, Layout), part(record, Virtual)
+    kinds = part(record, Memory).ranks or {}
+    place = imitated.ranks.index(plan.rank) if plan.rank is not None and imitated.ranks else None
+    state = max(plan.state or [], key=lambda one: sum(astuple(one)), default=None)
+
+    def of_kind(column: str) -> int | None:
+        if place is not None and _KINDS[column] in kinds:
+            return kinds[_KINDS[column]][place]
+        return getattr(state, column, None)
+
+    room, needed, largest = plan.room_bytes, plan.needed_bytes, plan.largest_micro_batch
+    fits = {True: "yes", False: "no", None: "?"}[plan.fits] if record.get("plan") else "failed"
+    return {
+        "layout": name,
+        "ranks": str(record.get("world_size") or MISSING),
+        "mb": str(layout.micro_batch or MISSING),
+        "rank": MISSING if place is None else str(plan.rank),
+        **{column: _gib(of_kind(column)) for column in _KINDS},
+        "allocated": _gib(plan.allocated_bytes),
+        "reserved": _gib(plan.reserved_bytes),
+        "outside": _gib(sum(plan.outside.values()) if plan.outside else None),
+        "of GPU": _gib(plan.capacity_bytes),
+        "left": _gib(None if room is None or needed is None else room - needed),
+        "fits": fits,
+        "max mb": MISSING if largest is None else str(largest or "none"),
+    }
+
+
+def _gib(size: int | None) -> str:
+    return MISSING if size is None else three_digits(size / 2**30)
+
+
+def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator[str]:
+    """Why rows do not fit, what others are for, and what the figures are."""
+    alike: dict[str, list[str]] = {}
+    for name, record in zip(called, records, strict=True):
+        if record["status"] != "ok":
+            alike.setdefault(reason(record), []).append(name)
+        elif why := part(record, Plan).reason:
+            alike.setdefault(f"only the training state is known: {why}", []).append(name)
+    yield from (f"{', '.join(whose)}: {said}" for said, whose in alike.items())
+    carried_out = [record for record in records if part(record, Plan).stands_for]
+    for plan in (record["plan"] for record in carried_out):  # one line of those that are the same
+        yield (
+            f"left: of {gib_text(plan['room_bytes'])} of {gib_text(plan['capacity_bytes'])} ({plan['capacity_of']}), "
+            "after what torch reserves, the CUDA context and NCCL's buffers, the latter two by estimate"
+        )
+    if carried_out:
+        yield (
+            "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "
+            "that fits; carried out: " + "; ".join(dict.fromkeys(map(_stands_for, carried_out)))
+        )
+    yield from (line for record in records if record.get("virtual") for line in virtual.of_experts(record))
+    for known in (part(record, Plan) for record in records):
+        if known.capacity_bytes and known.reason:
+            yield f"memory: {known.capacity_of}"
+
+
+def _stands_for(record: Written) -> str:
+    """``rank 0 of 8``, ``ranks 0, 64 (each for 64), ... of 256``."""
+    pairs = zip(record["virtual"]["ranks"], record["plan"]["stands_for"], strict=True)
+    told = ", ".join(f"{rank} for {count}" if count > 1 else str(rank) for rank, count in pairs)
+    return f"{told} of {record.get('world_size')} ranks"

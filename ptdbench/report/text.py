@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from operator import itemgetter
+from typing import Generic, TypeVar
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -20,69 +23,110 @@ _GAP = 2
 #: A part of a difference is named from this share of it on, the largest ones only.
 _NAMED, _MOST_NAMED = 0.1, 5
 
+#: A cell without a figure.
+MISSING = "-"
 
-Rows = Sequence[Sequence[str]]
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Column(Generic[R]):
+    """A column of a table, whose rows are all of one type."""
+
+    heading: str  #: What stands over it.
+    cell: Callable[[R], str]  #: Its text, :data:`MISSING` where there is no figure.
+    words: bool = False  #: Whether it has words, else figures.
+    #: Its place in the order in which columns are left out where there is no room; ``None``: it stays.
+    spared: int | None = None
+    #: To how many characters it may shrink before another is left out, 0 to its longest word; ``None``: not at all.
+    least: int | None = None
 
 
 def drawn(
-    headings: Sequence[str], rows: Rows, width: int, words: Collection[str] = (), folding: str | None = None
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    width: int,
+    words: Collection[str] = (),
+    folding: str | None = None,
 ) -> str:
     """Return a table as plain text, at least as wide as its figures need, and else ``width`` columns.
 
     Columns hold figures, but for those of ``words``, and for the one ``folding`` at the spaces of its words.
     """
-    widths = fitted(headings, rows, width, {folding: longest_word(headings, rows, folding)} if folding else {})
-    return "\n".join(lines(headings, rows, widths, {*words, folding}))
+    columns = [
+        Column(name, itemgetter(place), name in words or name == folding, least=0 if name == folding else None)
+        for place, name in enumerate(headings)
+    ]
+    return "\n".join(table(columns, rows, width)[0])
 
 
-def longest_word(headings: Sequence[str], rows: Rows, folding: str) -> int:
-    """To how much the column that folds may shrink."""
-    place = headings.index(folding)
-    return max(cell_len(word) for cells in (headings, *rows) for word in cells[place].split() or [""])
+def table(
+    columns: Sequence[Column[R]], rows: Sequence[R], width: int | None, *, folds: bool = True
+) -> tuple[list[str], list[str]]:
+    """Return the lines of a table, and the headings of the columns for which there was no room.
 
-
-def fitted(
-    headings: Sequence[str], rows: Rows, width: int | None, least: Mapping[str, int], spared: Collection[str] = ()
-) -> dict[str, int]:
-    """Return the widths of the columns for which there is room in ``width``, any number where it is ``None``.
-
-    Those of ``least`` may shrink to so much; where that does not help, those ``spared`` are left out, the first first.
+    Args:
+        columns: Its columns, of different headings.
+        rows: Its rows.
+        width: Characters of a line, of which figures may need more; ``None``: any number.
+        folds: Whether a cell that is wider than its column is folded, and not cut.
     """
-    columns = zip(headings, *rows, strict=True)
-    natural = {name: max(map(cell_len, column)) for name, column in zip(headings, columns, strict=True)}
-    if width is None:
-        return natural
-    widths = {name: min(size, least.get(name, size)) for name, size in natural.items()}
-    for name in spared:
-        if _total(widths) > width:
-            widths.pop(name, None)
-    for name in least:
-        widths[name] += min(natural[name] - widths[name], max(0, width - _total(widths)))
-    return widths
+    texts = [[column.heading, *map(column.cell, rows)] for column in columns]
+    natural = [max(map(cell_len, of_column)) for of_column in texts]
+    widths = dict(enumerate(natural))
+    order = sorted((column.spared, place) for place, column in enumerate(columns) if column.spared is not None)
+    if width is not None:
+        shrinking = [place for place, column in enumerate(columns) if column.least is not None]
+        for place in shrinking:
+            widths[place] = min(natural[place], columns[place].least or _longest_word(texts[place]))
+        for _, place in order:
+            if _total(widths) > width:
+                del widths[place]
+        for place in shrinking:
+            if place in widths:
+                widths[place] += min(natural[place] - widths[place], max(0, width - _total(widths)))
+    shown = [(texts[place], size, columns[place].words) for place, size in widths.items()]
+    gone = [column.heading for place, column in enumerate(columns) if place not in widths]
+    return _lines(shown, _total(widths), folds), gone
 
 
-def lines(
-    headings: Sequence[str], rows: Rows, widths: Mapping[str, int], words: Collection[str | None], *, folds: bool = True
-) -> list[str]:
-    """Headings, a rule and the rows; cells that are wider than their column are folded, or cut."""
-    kept = [(place, name) for place, name in enumerate(headings) if name in widths]
-    fit = _folded if folds else lambda cell, size: [cropped(cell, size)]
+def _longest_word(texts: Sequence[str]) -> int:
+    return max(cell_len(word) for text in texts for word in text.split() or [""])
+
+
+def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds: bool) -> list[str]:
+    """Headings, a rule and the rows; of each column the cells, the width, and whether it has words."""
     found = []
-    for row in (headings, *rows):
-        cells = [fit(row[place], widths[name]) for place, name in kept]
-        if row is headings:  # they stand on the rule
+    for number, row in enumerate(zip(*(texts for texts, _, _ in columns), strict=True)):
+        cells = [
+            _folded(cell, size) if folds else [cropped(cell, size)]
+            for cell, (_, size, _) in zip(row, columns, strict=True)
+        ]
+        if number == 0:  # headings stand on the rule
             cells = [[""] * (max(map(len, cells)) - len(parts)) + parts for parts in cells]
         for parts in zip_longest(*cells, fillvalue=""):
-            padded = (_padded(part, widths[name], name in words) for part, (_, name) in zip(parts, kept, strict=True))
+            padded = (_padded(part, size, words) for part, (_, size, words) in zip(parts, columns, strict=True))
             found.append((" " * _GAP).join(padded).rstrip())
-        if row is headings:
-            found.append(("─" if folds else "-") * _total(widths))
+        if number == 0:
+            found.append(("─" if folds else "-") * total)
     return found
 
 
 def cropped(line: str, width: int | None) -> str:
     """The line, cut to a width."""
     return line if width is None or cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+
+
+def wrap(text: str, width: int | None) -> str:
+    """The text in lines of at most ``width`` columns, all but the first indented; words, such as a path, stay whole."""
+    if width is None:
+        return text
+    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def left_out(headings: Sequence[str], width: int | None) -> list[str]:
+    """The line that names the columns without room, if there are any."""
+    return [f"left out in {width} columns: {', '.join(headings)}"] if headings else []
 
 
 def _folded(cell: str, size: int) -> list[str]:
@@ -94,7 +138,7 @@ def _padded(part: str, size: int, is_words: bool) -> str:
     return part + padding if is_words else padding + part
 
 
-def _total(widths: Mapping[str, int]) -> int:
+def _total(widths: Mapping[int, int]) -> int:
     return sum(widths.values()) + _GAP * (len(widths) - 1)
 
 

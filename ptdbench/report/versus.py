@@ -15,12 +15,12 @@ from ptdbench.comparison.variation import MIN_RUNS
 from ptdbench.records import record, schema
 from ptdbench.records.bearing import bears, leaves
 from ptdbench.records.schema import Environment, Written, part
-from ptdbench.report import losses
+from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
-from ptdbench.report.reason import reason, wrap
 from ptdbench.report.recorded_phases import other_work
-from ptdbench.report.text import drawn
+from ptdbench.report.remarks import reason
+from ptdbench.report.text import drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -48,23 +48,14 @@ class Incomparable(Exception):
 
 @dataclass(frozen=True)
 class Pair:
-    """The same configuration before and after, or two that did the same work.
+    """The same configuration before and after, or two that did the same work."""
 
-    Attributes:
-        label: What it is called.
-        before: Its runs before.
-        after: Its runs after.
-        known: The throughput after over that before; ``None`` where there are too few runs.
-        verdict: What is seen of the difference, for all pairs together.
-        losses: How far the losses of the same configuration lie apart, if rounding does not explain it.
-    """
-
-    label: str
-    before: Alternative
-    after: Alternative
-    known: Comparison | None
-    verdict: Verdict
-    losses: str | None
+    label: str  #: What it is called.
+    before: Alternative  #: Its runs before.
+    after: Alternative  #: Its runs after.
+    known: Comparison | None  #: The throughput after over that before; ``None`` where there are too few runs.
+    verdict: Verdict  #: What is seen of the difference, for all pairs together.
+    losses: str | None  #: How far the losses of the same configuration lie apart, if rounding does not explain it.
 
     @property
     def sides(self) -> tuple[tuple[str, Alternative], tuple[str, Alternative]]:
@@ -74,15 +65,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Versus:
-    """Two sets of runs beside each other.
+    """Two sets of runs beside each other."""
 
-    Attributes:
-        pairs: The configurations that both have.
-        remarks: What is not compared, in sentences.
-    """
-
-    pairs: list[Pair]
-    remarks: list[str]
+    pairs: list[Pair]  #: The configurations that both have.
+    remarks: list[str]  #: What is not compared, in sentences.
 
 
 def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
@@ -121,7 +107,7 @@ def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozens
         versions.append({(one.ptdbench, one.git_commit) for one in environments})
         of_side: dict[str, set[str]] = {}
         for run in runs:
-            for name, value in leaves(run.get("config")):
+            for name, value in leaves(record.configuration(run)):
                 of_side.setdefault(name, set()).add(repr(value))
         values.append(of_side)
     if versions[0] == versions[1]:
@@ -173,7 +159,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
         known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
         verdict = _failing(before, after, level / len(pairs)) or (_SEEN[sign] if known else "not enough data")
-        other = losses.apart(before.runs, after.runs) if is_same else None
+        other = remarks.losses_apart(before.runs, after.runs) if is_same else None
         found.append(Pair(label, before, after, known, verdict, other))
     return found
 

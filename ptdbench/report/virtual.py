@@ -7,8 +7,7 @@ from typing import Any
 
 from ptdbench.records.record import option
 from ptdbench.records.schema import Memory, Virtual, Written, part
-from ptdbench.report.reason import wrap
-from ptdbench.report.text import drawn
+from ptdbench.report.text import drawn, wrap
 from ptdbench.units import size_text
 
 #: What the lines below a table of memory say.
@@ -61,10 +60,9 @@ def explained(record: Written, called: str, width: int) -> str:
     else:
         lines += [*_kernels(found, width), *_messages(found, width)]
     lines += [wrap(line, width) for line in of_experts(record)]
-    host = max(found["host_seconds"])
-    lines.append(
-        wrap(f"the host launched a step in {1e3 * host:.0f} ms, beside the other ranks on this machine", width)
-    )
+    if hosts := found["host_seconds"]:
+        told = f"the host launched a step in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
+        lines.append(wrap(told, width))
     return "\n".join(lines)
 
 

@@ -8,8 +8,8 @@ from statistics import fmean
 from typing import Any
 
 from ptdbench.comparison.ranking import Place
-from ptdbench.measure.parts import PHASES
-from ptdbench.records.record import option, work
+from ptdbench.profiling.phases import PHASES
+from ptdbench.records.record import configuration, option, work
 from ptdbench.records.schema import Communication, Experts, Metrics, Phases, StepSeconds, Written, part
 from ptdbench.report import recorded_phases
 from ptdbench.report.text import difference
@@ -113,7 +113,7 @@ def costs_of_imbalance(records: Mapping[str, Written]) -> Iterator[str]:
     """Yield by how much runs whose experts share ranks are longer than the same with forced balance, where both are."""
 
     def same(record: Written) -> tuple[Any, ...]:
-        return record.get("world_size"), work(record.get("config"), {_BALANCE})
+        return record.get("world_size"), work(configuration(record), {_BALANCE})
 
     forced = [(called, record) for called, record in records.items() if option(record, _BALANCE, str) == _FORCED]
     for called, record in records.items():

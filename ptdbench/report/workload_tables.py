@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from ptdbench.report.reason import wrap
-from ptdbench.report.text import drawn
+from ptdbench.report.text import drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
 

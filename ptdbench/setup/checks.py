@@ -16,7 +16,7 @@ from ptdbench.parallel import fp8
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.problems import Problem, require, try_these
-from ptdbench.profiling.nccl import NCCL_BUFFERS
+from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.bearing import OF_CHOICE
-from ptdbench.records.objective import Objective
+from ptdbench.records.record import Objective, configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
 from ptdbench.terminal import command
@@ -200,6 +200,11 @@ class Config:
 
     resolved: Mapping[str, Any]  #: The configuration as plain containers, for the record.
 
+    @property
+    def label(self) -> str:
+        """The run in a word or two, for people and for the queue; its directory is named after it."""
+        return str(self.resolved["workload"].get("label", "run"))
+
     def changed(self, options: Mapping[str, Any]) -> Config:
         """Return the same with other values, by the dotted names of options that are there."""
         resolved = dict(self.resolved)
@@ -282,7 +287,7 @@ def of_record(record: Written) -> Config:
             return [value_of(value) for value in written]
         return _NOT_FINITE.get(written, written) if isinstance(written, str) else written
 
-    return Config(value_of(record.get("config") or {}))
+    return Config(value_of(configuration(record)))
 
 
 def resolve(composed: DictConfig) -> dict[str, Any]:

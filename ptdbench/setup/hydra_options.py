@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, require
 from ptdbench.records.bearing import leaves
-from ptdbench.records.objective import DIRECTIONS
+from ptdbench.records.record import DIRECTIONS
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Cluster, Slurm, read

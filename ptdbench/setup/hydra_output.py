@@ -1,12 +1,13 @@
-"""Output in Hydra's forms: its files in run and sweep directories, and ``--help``, ``--info``, ``--cfg``."""
+"""The output directory of a command line, and output in Hydra's forms: its files, ``--help``, ``--info``, ``--cfg``."""
 
 from __future__ import annotations
 
 import argparse
 import io
+import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,11 @@ import hydra
 from omegaconf import Container, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from ptdbench.launch import slurm
+from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records import ledger, ownership, record, store
+from ptdbench.setup import config
 from ptdbench.setup.commandline import option
 from ptdbench.setup.compose import Composed
 from ptdbench.terminal import command, echo
@@ -142,3 +147,37 @@ def _shown(job: Any, arguments: argparse.Namespace) -> str:
             except OmegaConfBaseException as error:
                 raise ConfigError([_line(str(error).partition("\n")[0])]) from None
         return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)
+
+
+def claim(composed: Composed, overrides: Sequence[str], world: World | None, goes_on: Path | None) -> Path:
+    """Make the output directory, or occupy the one that was typed, or that of what ``goes_on`` in its place.
+
+    Raises:
+        ConfigError: It holds results already, or cannot be made.
+    """
+    option = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
+    hydra = composed.first.hydra
+    wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
+
+    def make() -> str:
+        if not any(override.startswith(f"{option}=") for override in overrides):
+            claimed = store.claim_directory(wish.parent, wish.name, option, fill)
+            if composed.is_sweep:
+                store.point_latest(claimed)
+            return str(claimed)
+        store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
+        return str(wish)
+
+    def fill(folder: Path, directory: Path) -> None:
+        """Write what it is, for whoever finds it after the program was killed."""
+        if composed.is_sweep:
+            ledger.begin(folder, composed.typed)
+            return
+        resolved = config.read(composed.jobs[0]).resolved
+        ownership.open_record(folder, record.begin(resolved, directory, {}, composed.typed))
+
+    if world is None:
+        return Path(make())
+    from ptdbench.launch import rendezvous
+
+    return Path(rendezvous.agree("directory", world, make() if world.rank == 0 else None))

@@ -210,8 +210,8 @@ def startable(directory: Path, world: World | None) -> Config:
         raise ConfigError([Problem("run", directory, rule, "give the directory of a run below outputs")]) from None
     _refuse_complete(directory, written, "run")
     if world is None:
-        if "submit" in (cluster := record.option(written, "cluster", dict) or {}):
-            rule = f"cluster={cluster.get('name')} carries it out as a job"
+        if record.option(written, "cluster.submit", str):
+            rule = f"cluster={record.option(written, 'cluster.name', str)} carries it out as a job"
             raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {RUN}={directory}")])
         _refuse_elsewhere(directory, written)
     return of_record(written)

@@ -17,7 +17,7 @@ from ptdbench.records import failure, ownership, record, store
 from ptdbench.records.schema import Written
 from ptdbench.report.display import Heading
 from ptdbench.report.labels import titles
-from ptdbench.setup import hydra_output, reshaping
+from ptdbench.setup import hydra_output, run_spec
 from ptdbench.setup.compose import Composed
 from ptdbench.sweep import blocks
 from ptdbench.sweep.blocks import StoppingRule
@@ -68,37 +68,24 @@ class SweepEta:
 
 @dataclass(frozen=True)
 class Opened:
-    """A run whose record is open, to be carried out.
+    """A run whose record is open, to be carried out."""
 
-    Attributes:
-        number: Its number in the sweep.
-        request: What was asked for.
-        subdirectory: Its directory, below the sweep's.
-    """
-
-    number: int
-    request: Request
-    subdirectory: str
+    number: int  #: Its number in the sweep.
+    request: Request  #: What was asked for.
+    subdirectory: str  #: Its directory, below the sweep's.
 
 
 @dataclass(frozen=True)
 class Agenda:
-    """The runs of a command line, and which of them are to be carried out.
+    """The runs of a command line, and which of them are to be carried out."""
 
-    Attributes:
-        directory: The sweep's directory.
-        requests: In the order in which they are carried out.
-        only: The directory of the one run that is meant, below the sweep's; ``None`` for all.
-        queued: Directories of runs whose jobs are still in the queue: they are left to these.
-        searches: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
-        stopping: Says after which block of repeats no further one is needed; ``None``: all requests are carried out.
-    """
-
-    directory: Path
-    requests: list[Request] = field(default_factory=list)
-    only: str | None = None
+    directory: Path  #: The sweep's directory.
+    requests: list[Request] = field(default_factory=list)  #: In the order in which they are carried out.
+    only: str | None = None  #: The directory of the one run that is meant, below the sweep's; ``None`` for all.
+    #: Directories of runs whose jobs are still in the queue: they are left to these.
     queued: frozenset[str] = frozenset()
-    searches: bool = False
+    searches: bool = False  #: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
+    #: Says after which block of repeats no further one is needed; ``None``: all requests are carried out.
     stopping: StoppingRule | None = None
     _names: dict[int, str] = field(default_factory=dict, repr=False)
 
@@ -174,7 +161,7 @@ class Agenda:
         try:
             if writes:
                 if request.summary:
-                    reshaping.require_same(directory, request.summary, request.config.general.reshape)
+                    run_spec.require_same_shape(directory, request.summary, request.config.general.reshape)
                 self._write(directory, request)
                 hydra_output.write_files(request.job(self.directory, number), directory)
         except ConfigError as refused:
@@ -216,7 +203,7 @@ class Agenda:
         if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             ownership.open_record(directory, draft)
         trained = record.option(earlier or {}, "model", dict)
-        if other := trained and record.other_model(trained, draft["config"]["model"]):
+        if other := trained and record.other_model(trained, record.option(draft, "model", dict) or {}):
             echo(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # done once more: its earlier result counts no longer

@@ -29,19 +29,12 @@ from ptdbench.terminal import echo
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: what its half of the runs is started with.
+    """One side of a comparison: what its half of the runs is started with."""
 
-    Attributes:
-        name: Of its folder: ``before`` or ``after``.
-        python: The interpreter.
-        directory: Where it is started: a model of the user's own lies there.
-        environ: Its environment; ``None`` for that of this process.
-    """
-
-    name: str
-    python: str
-    directory: Path
-    environ: Mapping[str, str] | None = None
+    name: str  #: Of its folder: ``before`` or ``after``.
+    python: str  #: The interpreter.
+    directory: Path  #: Where it is started: a model of the user's own lies there.
+    environ: Mapping[str, str] | None = None  #: Its environment; ``None`` for that of this process.
 
 
 class StoppedSide(local.Stopped):

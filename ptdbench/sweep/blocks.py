@@ -140,7 +140,7 @@ class Compared:
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
     """Return every pair of a sweep's alternatives of the same model, by its first blocks: there may be later ones."""
-    earlier = [run for run in store.read_results(directory) if run["config"]["repeat"]["block"] < blocks]
+    earlier = [run for run in store.read_results(directory) if (record.option(run, "repeat.block", int) or 0) < blocks]
     found = [one for one in alternatives.group(earlier) if one.sample]
     return [
         Compared(one, other)
@@ -155,13 +155,10 @@ class StoppingRule:
 
     Looking often would find a difference where there is none: the looks are few, known beforehand, and share the level
     (:func:`ptdbench.comparison.significance.interim_looks`).
-
-    Attributes:
-        repeat: The options.
-        compared: What matters in a directory after so many blocks.
     """
 
-    repeat: Repeat
+    repeat: Repeat  #: The options.
+    #: What matters in a directory after so many blocks.
     compared: Callable[[Path, int], Sequence[Compared]] = all_of_sweep
     _is_over: bool = False
 

@@ -60,19 +60,12 @@ MODULE_COMMAND = [
 
 @dataclass(frozen=True)
 class Shape:
-    """The nodes of a job and what it uses of each.
+    """The nodes of a job and what it uses of each."""
 
-    Attributes:
-        nodes: How many.
-        ranks_per_node: Processes on each.
-        gpus_per_node: GPUs asked for on each.
-        cpus_per_rank: Cores asked for with each rank, or ``None`` for what the cluster gives.
-    """
-
-    nodes: int
-    ranks_per_node: int
-    gpus_per_node: int
-    cpus_per_rank: int | None
+    nodes: int  #: How many.
+    ranks_per_node: int  #: Processes on each.
+    gpus_per_node: int  #: GPUs asked for on each.
+    cpus_per_rank: int | None  #: Cores asked for with each rank, or ``None`` for what the cluster gives.
 
     @property
     def world_size(self) -> int:
@@ -164,32 +157,21 @@ def setup_lines(cluster: Slurm, shape: Shape) -> list[str]:
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a script and how it is submitted, beside what the cluster's options say.
+    """The output of a script and how it is submitted, beside what the cluster's options say."""
 
-    Attributes:
-        job: The file of the batch script's own output, ``%j`` in it being the job's id; sbatch makes no folder for it.
-        flags: More flags for sbatch.
-        setup: Lines before the cluster's own.
-    """
-
+    #: The file of the batch script's own output, ``%j`` in it being the job's id; sbatch makes no folder for it.
     job: str
-    flags: Mapping[str, str | int] = field(default_factory=dict)
-    setup: Sequence[str] = ()
+    flags: Mapping[str, str | int] = field(default_factory=dict)  #: More flags for sbatch.
+    setup: Sequence[str] = ()  #: Lines before the cluster's own.
 
 
 @dataclass(frozen=True)
 class Step:
-    """The command that every rank of a job runs at once.
+    """The command that every rank of a job runs at once."""
 
-    Attributes:
-        command: The command and its arguments.
-        flags: More flags for srun, before the cluster's.
-        before: A command that the script itself runs first; if it fails, the ranks are not started.
-    """
-
-    command: Sequence[str]
-    flags: Sequence[str] = ()
-    before: Sequence[str] = ()
+    command: Sequence[str]  #: The command and its arguments.
+    flags: Sequence[str] = ()  #: More flags for srun, before the cluster's.
+    before: Sequence[str] = ()  #: A command that the script itself runs first; if it fails, the ranks are not started.
 
 
 def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], output: Output) -> str:

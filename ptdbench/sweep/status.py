@@ -17,13 +17,11 @@ from msgspec import convert
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, schema, store
-from ptdbench.records.cause import root_cause
-from ptdbench.records.failure import Failure, read_failures, write_traceback
-from ptdbench.records.ownership import Attempt
+from ptdbench.records.failure import Failure, read_failures, root_cause, write_traceback
+from ptdbench.records.ownership import Attempt, Progress, read_progress
 from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
-from ptdbench.report.progress import Progress, read_progress
-from ptdbench.report.reason import OUTPUT
+from ptdbench.report.remarks import OUTPUT
 
 #: Bytes at the end of a file that are looked at.
 _LOOKED_AT = 65536
@@ -89,23 +87,14 @@ GRACE = 3.0
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep, as far as it has come.
+    """One run of a sweep, as far as it has come."""
 
-    Attributes:
-        directory: The run's directory, as its record names it.
-        job: Its job, or ``None`` where it was not submitted.
-        queue: What SLURM says of the job; ``None`` where it says nothing any more.
-        record: What the run has written so far.
-        is_over: Whether it has ended and its result is among the sweep's.
-        progress: How far a run that is going on has come.
-    """
-
-    directory: str
-    job: ledger.Job | None
-    queue: JobState | None
-    record: Written
-    is_over: bool
-    progress: Progress | None = None
+    directory: str  #: The run's directory, as its record names it.
+    job: ledger.Job | None  #: Its job, or ``None`` where it was not submitted.
+    queue: JobState | None  #: What SLURM says of the job; ``None`` where it says nothing any more.
+    record: Written  #: What the run has written so far.
+    is_over: bool  #: Whether it has ended and its result is among the sweep's.
+    progress: Progress | None = None  #: How far a run that is going on has come.
 
     @cached_property
     def typed(self) -> Record:
@@ -115,17 +104,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, run by run.
+    """A sweep, run by run."""
 
-    Attributes:
-        runs: In the order of their numbers.
-        silence: Why SLURM could not be asked; empty where it could, or need not be.
-        damage: A sentence for each line of its results that is damaged, and for its list of jobs.
-    """
-
-    runs: Sequence[Run]
-    silence: str = ""
-    damage: Sequence[str] = ()
+    runs: Sequence[Run]  #: In the order of their numbers.
+    silence: str = ""  #: Why SLURM could not be asked; empty where it could, or need not be.
+    damage: Sequence[str] = ()  #: A sentence for each line of its results that is damaged, and for its list of jobs.
 
     @property
     def is_over(self) -> bool:
@@ -282,7 +265,7 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         if result is not None and is_open(result):  # begun once more, and not ended by itself
             result = None
         known = result or written(directory / job.directory)
-        owner = (known.get("owner") or {}).get("job")
+        owner = known["owner"]["job"] if known.get("owner") else None
         if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
             continue  # nobody can say more; or another job has the run, and this one was refused it
         crash = _crash(directory / job.directory, known) if is_open(known) and not _says_more(state) else None

@@ -18,8 +18,7 @@ from submitit.core.utils import DelayedSubmission, JobPaths
 
 from ptdbench import terminal
 from ptdbench.launch import forced_exit, local, slurm
-from ptdbench.launch.job_steps import JobSteps
-from ptdbench.launch.slurm import SlurmError
+from ptdbench.launch.slurm import JobSteps, SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.planning.micro_batch import is_sought
 from ptdbench.problems import ConfigError, Problem, as_typed, require
@@ -227,11 +226,6 @@ def call_of(sweep: Path, opened: Opened, **environment: str | None) -> tuple[str
 def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) -> list[ledger.Job]:
     """Submit one array of jobs for each shape; nothing stays in the queue unless all were taken.
 
-    Args:
-        directory: The sweep's directory.
-        jobs: Its runs, whose records are open.
-        options: As for :func:`script`.
-
     Returns:
         The runs with the jobs that they are in, in the order of their numbers.
 
@@ -270,7 +264,7 @@ def _submit(
             name=name,
             element=element if len(array) > 1 else None,
             id=None,
-            label=run.request.label,
+            label=run.request.config.label,
             shape=str(run.request.shape),
             overrides=list(run.request.overrides),
             directory=run.subdirectory,
@@ -304,7 +298,7 @@ def _submit(
 def _label(array: Sequence[Sequence[Opened]]) -> str:
     """What the queue shows of an array."""
     first, *others = (run for job in array for run in job)
-    return "sweep" if others else store.file_name(first.request.label)  # which may be any text
+    return "sweep" if others else store.file_name(first.request.config.label)  # which may be any text
 
 
 def _take_back(names: Sequence[str]) -> None:
@@ -388,7 +382,7 @@ def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     refused = 0
     for run in runs:
         if run.refused:
-            echo(f"{run.label}: {run.refused}", sys.stderr)
+            echo(f"{run.config.label}: {run.refused}", sys.stderr)
             refused += 1
     for array in _arrays(runs):
         jobs, runs_of_job = len(array), len(array[0])

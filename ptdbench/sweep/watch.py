@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +17,10 @@ from rich.text import Text
 from ptdbench.records import ledger, record
 from ptdbench.records.record import option
 from ptdbench.records.schema import Metrics, Record, part
-from ptdbench.report import text as table
+from ptdbench.report import text
 from ptdbench.report.labels import name
-from ptdbench.report.reason import OUTPUT, reason, wrap
-from ptdbench.report.text import cropped
+from ptdbench.report.remarks import OUTPUT, reason
+from ptdbench.report.text import MISSING, Column, cropped, wrap
 from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import command, echo, plain, plural
@@ -28,40 +28,17 @@ from ptdbench.terminal import command, echo, plain, plural
 #: What a run's own share of its start was spent on, as in ``metrics.startup_seconds``.
 STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
-HEADINGS = ("#", "job", "run", "shape", "state", "step", "tokens/s", "startup s")
 
-#: Columns of words; the others have figures.
-_WORDS = ("job", "run", "shape", "state")
-
-#: Columns that are left out where there is no room for all, the first one first.
-_SPARED = ("startup s", "shape", "tokens/s", "job", "step")
-
-#: Columns that are cut before another is left out, and to how much.
-_LEAST = {"run": 12, "state": 12}
-
-
-def table_rows(sweep: Sweep) -> Iterator[tuple[str, ...]]:
-    """A row of cells for each run, under :data:`HEADINGS`; each in one line."""
-    for number, run in enumerate(sweep.runs):
-        job = run.job
-        cells = (
-            str(job.number if job else number),
-            (job.id or "?") if job else "-",
-            _label(run),
-            job.shape if job else _shape(run.typed),
-            state_text(run),
-            _step(run),
-            _rate(run),
-            _startup(run.typed),
-        )
-        yield tuple(plain(" ".join(cell.split())) for cell in cells)
+def numbered(sweep: Sweep) -> list[tuple[int, Run]]:
+    """Each run with its number in the sweep."""
+    return [(run.job.number if run.job else place, run) for place, run in enumerate(sweep.runs)]
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
     """The sweep as ``status --json`` prints it; docs/results.md says what each key means."""
     return {
         "is_over": sweep.is_over,
-        "runs": [_as_json(run, number) for number, run in enumerate(sweep.runs)],
+        "runs": [_as_json(run, number) for number, run in numbered(sweep)],
         "damage": list(sweep.damage),
         "slurm": sweep.silence or None,
     }
@@ -74,7 +51,7 @@ def _as_json(run: Run, number: int) -> dict[str, Any]:
     if going_on:
         rates[f"{going_on.unit}_per_second"] = going_on.per_second
     return {
-        "number": job.number if job else number,
+        "number": number,
         "directory": run.directory,
         "run": _label(run),
         "job": job.id if job else None,
@@ -89,25 +66,6 @@ def _as_json(run: Run, number: int) -> dict[str, Any]:
         "startup_seconds": metrics.startup_seconds,
         "error": record.get("error"),
     }
-
-
-def table_lines(sweep: Sweep, width: int | None = None) -> list[str]:
-    """Return headings, a rule and the rows, quickly also for thousands of them.
-
-    No line exceeds the width: what matters least is left out, and the rest cut; with ``None`` there is all of it.
-    """
-    cells = list(table_rows(sweep))
-    widths = table.fitted(HEADINGS, cells, width, _LEAST, _SPARED)
-    drawn = table.lines(HEADINGS, cells, widths, _WORDS, folds=False)
-    return [table.cropped(line, width) for line in drawn]
-
-
-def table_text(sweep: Sweep, width: int | None = None) -> str:
-    """The rows as plain text, and below what there was no room for, and the reasons; see :func:`table_lines`."""
-    drawn = table_lines(sweep, width)
-    left_out = [heading for heading in HEADINGS if heading not in drawn[0]]
-    below = [f"left out in {width} columns: {', '.join(left_out)}"] if left_out else []
-    return "\n".join([*drawn, *(wrap(line, width) for line in (*below, *reasons(sweep)))])
 
 
 def reasons(sweep: Sweep) -> Iterator[str]:
@@ -143,23 +101,23 @@ def _label(run: Run) -> str:
 
 def _shape(record: Record) -> str:
     if not record.nodes or not record.world_size:
-        return "-"
+        return MISSING
     return f"{plural(len(record.nodes), 'node')}, {record.world_size} ranks"
 
 
 def _step(run: Run) -> str:
     if run.is_over:
-        return str(run.typed.steps or "-")
-    return f"{run.progress.step}/{run.progress.steps}" if run.progress else "-"
+        return str(run.typed.steps or MISSING)
+    return f"{run.progress.step}/{run.progress.steps}" if run.progress else MISSING
 
 
 def _rate(run: Run) -> str:
     if run.is_over:
         metrics = run.typed.metrics or Metrics()
         tokens, samples = metrics.tokens_per_second, metrics.samples_per_second
-        return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else "-"
+        return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else MISSING
     if not run.progress or not run.progress.per_second:
-        return "-"
+        return MISSING
     return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
 
 
@@ -167,8 +125,41 @@ def _startup(record: Record) -> str:
     """``9.1 = 4.2 + 0.3 + 0.1 + 0.5 + 4.0``: the parts in the order of :data:`STARTUP`."""
     spent = record.metrics and record.metrics.startup_seconds
     if not spent:
-        return "-"
+        return MISSING
     return f"{sum(spent.values()):.1f} = " + " + ".join(f"{spent.get(name, 0):.1f}" for name in STARTUP)
+
+
+def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, Run]], str]:
+    """The cell of a run, in one line."""
+    return lambda row: plain(" ".join(cell(row[1]).split()))
+
+
+#: The columns of a sweep, whose rows are :func:`numbered`.
+COLUMNS: Sequence[Column[tuple[int, Run]]] = (
+    Column("#", lambda row: str(row[0])),
+    Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), words=True, spared=3),
+    Column("run", _of(_label), words=True, least=12),
+    Column("shape", _of(lambda run: run.job.shape if run.job else _shape(run.typed)), words=True, spared=1),
+    Column("state", _of(state_text), words=True, least=12),
+    Column("step", _of(_step), spared=4),
+    Column("tokens/s", _of(_rate), spared=2),
+    Column("startup s", _of(lambda run: _startup(run.typed)), spared=0),
+)
+
+
+def table_lines(sweep: Sweep, width: int | None = None) -> tuple[list[str], list[str]]:
+    """Return headings, a rule and the rows, and the headings for which there is no room; quickly also for thousands.
+
+    No line exceeds the width: what matters least is left out, and the rest cut; with ``None`` there is all of it.
+    """
+    lines, gone = text.table(COLUMNS, numbered(sweep), width, folds=False)
+    return [cropped(line, width) for line in lines], gone
+
+
+def table_text(sweep: Sweep, width: int | None = None) -> str:
+    """The rows as plain text, and below what there was no room for, and the reasons; see :func:`table_lines`."""
+    lines, gone = table_lines(sweep, width)
+    return "\n".join([*lines, *(wrap(line, width) for line in (*text.left_out(gone, width), *reasons(sweep)))])
 
 
 #: Seconds between two looks at the queue: soon while a person waits for the first job, rarer later, out of courtesy.
@@ -264,7 +255,7 @@ class _Table:
             below += f"; {hidden} more are not shown"
         if sweep.silence:
             below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
-        lines = [*table_lines(shown, self._console.width), cropped(below, self._console.width)]
+        lines = [*table_lines(shown, self._console.width)[0], cropped(below, self._console.width)]
         self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 

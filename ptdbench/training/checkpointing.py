@@ -15,7 +15,7 @@ from ptdbench.checkpoints.saver import Saver
 from ptdbench.job import Job
 from ptdbench.launch.collect import barrier, gather, gathered_or_alone
 from ptdbench.problems import Problem, require
-from ptdbench.setup import reshaping
+from ptdbench.setup import run_spec
 from ptdbench.terminal import echo
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
@@ -24,10 +24,6 @@ from ptdbench.training.recorder import Recorder
 
 class Checkpointing:
     """Resumes a run from its last checkpoint and writes new ones.
-
-    Attributes:
-        resumed_from: Path of the checkpoint that this process resumed from.
-        reshaped: How the ranks or the layout have changed since; ``None`` if they have not.
 
     Args:
         job: The run.
@@ -45,8 +41,8 @@ class Checkpointing:
         self._saver: Saver | None = None
         self._saved = -1
         self._passed_over: list[str] = []
-        self.resumed_from: str | None = None
-        self.reshaped: str | None = None
+        self.resumed_from: str | None = None  #: Path of the checkpoint that this process resumed from.
+        self.reshaped: str | None = None  #: How the ranks or the layout have changed since; ``None`` if they have not.
         if self._every:
             if job.world.is_first:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
@@ -142,7 +138,7 @@ class Checkpointing:
         self._saved = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)
         layout = self._job.training.layout
-        self.reshaped = reshaping.change(found.manifest, layout.dims.world_size, layout.as_dict())
+        self.reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
         if self.reshaped and self._job.world.is_first:
             echo(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)

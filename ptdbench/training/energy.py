@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import gpu_state
+from ptdbench.records.schema import Energy
 from ptdbench.training.loop import StepLoop
 
 POWERCAP = Path("/sys/class/powercap")
@@ -38,33 +40,20 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class Counted:
-    """The count of an energy counter over all stretches.
+    """The count of an energy counter over all stretches."""
 
-    Attributes:
-        device: What was counted, the same name for two counters of the same device.
-        steps: Number of steps.
-        seconds: Their duration.
-        joules: Energy of the device in these seconds.
-        reason: Why nothing was counted, else ``None``.
-    """
-
-    device: str
-    steps: int = 0
-    seconds: float = 0.0
-    joules: float = 0.0
-    reason: str | None = None
+    device: str  #: What was counted, the same name for two counters of the same device.
+    steps: int = 0  #: Number of steps.
+    seconds: float = 0.0  #: Their duration.
+    joules: float = 0.0  #: Energy of the device in these seconds.
+    reason: str | None = None  #: Why nothing was counted, else ``None``.
 
 
 class Counter(ABC):
-    """An energy counter, read at both ends of stretches of steps.
+    """An energy counter, read at both ends of stretches of steps."""
 
-    Attributes:
-        source: What is asked.
-        least_seconds: Shorter stretches are left out: ten times the interval in which the counter is updated.
-    """
-
-    source = ""
-    least_seconds = 0.0
+    source = ""  #: What is asked.
+    least_seconds = 0.0  #: Shorter stretches are left out: ten times the interval in which the counter is updated.
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -118,12 +107,7 @@ class Counter(ABC):
 
 
 class Packages(Counter):
-    """All CPU packages of a machine, without its memory modules, by RAPL.
-
-    Args:
-        device: The machine.
-        root: Where Linux shows the counters; ``None`` for :data:`POWERCAP`.
-    """
+    """All CPU packages of a machine, without its memory modules, by RAPL."""
 
     source = "RAPL"
     least_seconds = 0.1
@@ -282,8 +266,7 @@ def energy(
 
 def none(reason: str) -> dict[str, Any]:
     """No energy, in the form of a record, and why."""
-    names = ("source", "steps", "seconds", "watts", "joules_per_step", "joules_per_sample", "joules_per_token")
-    return {**dict.fromkeys(names), "reason": reason}
+    return asdict(Energy(reason=reason))
 
 
 def _text(path: Path) -> str:
@@ -296,10 +279,6 @@ class EnergyMeter:
     At both ends of a stretch the device has no work left, as an interruption waits for it anyway: counters then belong
     to whole steps. The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank
     reads its GPU, and the first rank of each node the CPU packages of its machine.
-
-    Args:
-        job: The run.
-        loop: Its step loop, before the first step.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:

@@ -26,17 +26,10 @@ class Evaluator:
     The held-out part is split into blocks of ``eval.micro_batch`` samples, assigned to the replicas round-robin. A
     block does not depend on the number of ranks, is summed by one replica only, and the sums are combined exactly: the
     result is the same for any number of ranks, while a sampler that pads the last ranks would count some samples twice.
-
-    Attributes:
-        done: The evaluations so far, including those before a checkpoint.
-
-    Args:
-        job: The run, with its data prepared.
-        loop: The step loop that trains the model.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
-        self.done: list[Evaluation] = []
+        self.done: list[Evaluation] = []  #: The evaluations so far, including those before a checkpoint.
         self._told = 0
         self._job = job
         self._loop = loop

@@ -26,12 +26,6 @@ from ptdbench.setup.config import Train
 class Update:
     """Runs optimizer steps.
 
-    Attributes:
-        optimizer: Over the engine's parameters.
-        learning_rates: Of each step since the last :meth:`forget`; ``optimizer.lr`` times the schedule's factor.
-        gradient_norms: Of each such step, before clipping, on the device; empty without clipping.
-        before_change: Called before weights or optimizer state change.
-
     Args:
         engine: Computes the gradients.
         optimizer: New, over the engine's parameters.
@@ -50,10 +44,12 @@ class Update:
         device: torch.device,
         scale: bool = False,
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer = optimizer  #: Over the engine's parameters.
+        #: Of each step since the last :meth:`forget`; ``optimizer.lr`` times the schedule's factor.
         self.learning_rates: list[float] = []
+        #: Of each such step, before clipping, on the device; empty without clipping.
         self.gradient_norms: list[Tensor] = []
-        self.before_change: Callable[[], None] = lambda: None
+        self.before_change: Callable[[], None] = lambda: None  #: Called before weights or optimizer state change.
         self._engine = engine
         self._schedule = schedule
         self._asked = asked
@@ -129,39 +125,18 @@ def collect_garbage() -> None:
 
 @dataclass(frozen=True)
 class Steps:
-    """Measurements of one rank, one item per step.
+    """Measurements of one rank, one item per step."""
 
-    Attributes:
-        losses: This rank's share of the loss, on the device.
-        learning_rates: ``optimizer.lr`` times the factor of the schedule.
-        gradient_norms: Before clipping, on the device; empty without clipping.
-        wait_seconds: Time spent waiting for the batch.
-        memory_bytes: Memory in use after the step.
-        seconds: Duration of the step.
-    """
-
-    losses: list[Tensor]
-    learning_rates: list[float]
-    gradient_norms: list[Tensor]
-    wait_seconds: list[float]
-    memory_bytes: list[int]
-    seconds: list[float]
+    losses: list[Tensor]  #: This rank's share of the loss, on the device.
+    learning_rates: list[float]  #: ``optimizer.lr`` times the factor of the schedule.
+    gradient_norms: list[Tensor]  #: Before clipping, on the device; empty without clipping.
+    wait_seconds: list[float]  #: Time spent waiting for the batch.
+    memory_bytes: list[int]  #: Memory in use after the step.
+    seconds: list[float]  #: Duration of the step.
 
 
 class StepLoop:
     """Runs optimizer steps.
-
-    Attributes:
-        engine: Turns a batch into gradients.
-        update: Turns gradients into new weights.
-        feed: Supplies the batches.
-        mesh: The mesh of ranks; ``None`` for a loop without others.
-        replicas: Process group of the ranks with replicas of this rank's part; ``None`` without a mesh.
-        replica: This rank's index among them, which selects its share of the batch.
-        first_step: Number of steps done before this loop, when resumed from a checkpoint.
-        losses: This rank's share of each undrained step's loss, on the device; reading one synchronizes.
-        memory_bytes: Memory in use after each undrained step.
-        clock: Times of the undrained steps.
 
     Args:
         engine: Turns a batch into gradients.
@@ -179,17 +154,20 @@ class StepLoop:
         device: torch.device,
         mesh: Mesh | None = None,
     ) -> None:
-        self.engine = engine
-        self.update = update
-        self.feed = feed
-        self.mesh = mesh
+        self.engine = engine  #: Turns a batch into gradients.
+        self.update = update  #: Turns gradients into new weights.
+        self.feed = feed  #: Supplies the batches.
+        self.mesh = mesh  #: The mesh of ranks; ``None`` for a loop without others.
+        #: Process group of the ranks with replicas of this rank's part; ``None`` without a mesh.
         self.replicas = mesh.batch.get_group() if mesh else None
+        #: This rank's index among them, which selects its share of the batch.
         self.replica = mesh.batch.get_local_rank() if mesh else 0
         self._memory = memory.in_use(device)
-        self.first_step = 0
-        self.clock = clock.for_device(device)
+        self.first_step = 0  #: Number of steps done before this loop, when resumed from a checkpoint.
+        self.clock = clock.for_device(device)  #: Times of the undrained steps.
+        #: This rank's share of each undrained step's loss, on the device; reading one synchronizes.
         self.losses: list[Tensor] = []
-        self.memory_bytes: list[int] = []
+        self.memory_bytes: list[int] = []  #: Memory in use after each undrained step.
         self._drained = 0
 
     @property

@@ -33,10 +33,6 @@ _ENTRIES = 200_000
 def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
     """Watch the memory of a step; called in all ranks, after everything else of a run.
 
-    Args:
-        job: The run.
-        loop: Its step loop, whose steps are drained.
-
     Returns:
         On rank 0 the record's field ``memory``, see :class:`ptdbench.records.schema.Memory`.
     """

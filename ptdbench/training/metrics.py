@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -15,53 +16,39 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured, known_ceiling
 from ptdbench.measure.hardware import dense_peak
-from ptdbench.measure.statistics import summary, warmup_end
+from ptdbench.measure.timing import summary, warmup_end
 from ptdbench.parallel import precision
 from ptdbench.problems import ConfigError
 from ptdbench.records import series
+from ptdbench.training.loop import StepLoop
 from ptdbench.units import flops_text
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The combined measurements of all ranks of a run.
+    """The combined measurements of all ranks of a run."""
 
-    Attributes:
-        step_seconds: Seconds of every step on its slowest rank; the first step included.
-        samples_per_step: Samples of one step over all ranks: the global batch.
-        tokens_per_sample: Sequence length; ``None`` where samples are not token sequences.
-        flops_per_sample: FLOPs of forward and backward for one sample by the model's formula, if it has one.
-        flops_reason: Why there is no such formula, else ``None``.
-        world_size: Ranks, one device each.
-        device_name: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
-        dtype: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-        peak_memory_bytes: Peak memory, maximum over ranks.
-        peak_reserved_bytes: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
-        first_step_seconds: From the start of the run's first step to its end, compilation included.
-        startup_seconds: Seconds of each phase before the first step, by name.
-        minimum_warmup: Minimum number of warm-up steps.
-        earlier_seconds: Seconds of steps of earlier starts of this run, without their warm-up.
-        wait_seconds: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
-        ceiling: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
-        masked_flops_per_sample: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
-    """
-
-    step_seconds: Sequence[float]
-    samples_per_step: int
-    tokens_per_sample: int | None
+    step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank; the first step included.
+    samples_per_step: int  #: Samples of one step over all ranks: the global batch.
+    tokens_per_sample: int | None  #: Sequence length; ``None`` where samples are not token sequences.
+    #: FLOPs of forward and backward for one sample by the model's formula, if it has one.
     flops_per_sample: float | None
-    flops_reason: str | None
-    world_size: int
-    device_name: str
-    dtype: str
-    peak_memory_bytes: int | None
+    flops_reason: str | None  #: Why there is no such formula, else ``None``.
+    world_size: int  #: Ranks, one device each.
+    device_name: str  #: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
+    dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+    peak_memory_bytes: int | None  #: Peak memory, maximum over ranks.
+    #: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
     peak_reserved_bytes: int | None = None
-    first_step_seconds: float | None
-    startup_seconds: Mapping[str, float]
-    minimum_warmup: int
-    earlier_seconds: Sequence[float] = ()
+    first_step_seconds: float | None  #: From the start of the run's first step to its end, compilation included.
+    startup_seconds: Mapping[str, float]  #: Seconds of each phase before the first step, by name.
+    minimum_warmup: int  #: Minimum number of warm-up steps.
+    earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
+    #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
+    #: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
     ceiling: tuple[Measured | None, str | None] = (None, "no ceiling was looked up")
+    #: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
     masked_flops_per_sample: float | None = None
 
 
@@ -280,10 +267,6 @@ _OTHERWISE = (
 def recheck_ceiling(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the ceiling again if the run passed it; called in all ranks, after the last step.
 
-    Args:
-        job: The run.
-        fields: The fields of its record, with its ``metrics`` on rank 0.
-
     Returns:
         The fields; on rank 0, and if the run passed its ceiling, with the higher one and a remark.
     """
@@ -328,3 +311,19 @@ def against_higher_ceiling(
 
 def _text(ceiling: Measured) -> str:
     return flops_text(ceiling.flops_per_second) + ", taken beside other load" * bool(ceiling.beside_load)
+
+
+def experts_field(job: Job, loop: StepLoop) -> dict[str, Any] | None:
+    """The record's field ``experts``, see :class:`ptdbench.records.schema.Experts`; called in all ranks."""
+    if job.spec.virtual:  # its experts take turns, and nothing is counted
+        return None
+    of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
+    counts = {name: numbers for of_rank, _ in of_ranks for name, numbers in of_rank.items()}
+    if not any(map(any, counts.values())):  # no experts, or no steps
+        return None
+    fullest = [ratio for _, of_rank in of_ranks for ratio in of_rank]
+    return {
+        "tokens": {name: [round(number) for number in numbers[:-1]] for name, numbers in sorted(counts.items())},
+        "dropped": round(sum(numbers[-1] for numbers in counts.values())),
+        "fullest_rank": fmean(fullest) if fullest else None,
+    }

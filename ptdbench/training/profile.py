@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import gc
 import math
+import os
+import re
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
-from ptdbench.measure.parts import PHASES
 from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, trace
-from ptdbench.profiling.phases import Partition, partition
-from ptdbench.profiling.profiler import operations, profiled
-from ptdbench.training import traces, traffic
+from ptdbench.profiling.phases import PHASES, Partition, partition
+from ptdbench.profiling.trace import WAITING
+from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
 #: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with one for each rank and
@@ -42,14 +45,11 @@ MOST_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Expected:
-    """A step's expected kernels and messages by its layout.
+    """A step's expected kernels and messages by its layout."""
 
-    Attributes:
-        volume: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.comm_volume`.
-        parts: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
-    """
-
+    #: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.comm_volume`.
     volume: Mapping[str, Size] = field(default_factory=dict)
+    #: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
     parts: Sequence[Sequence[str]] | None = None
 
 
@@ -63,12 +63,6 @@ def expect(job: Job) -> Expected:
 
 def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected: Expected) -> dict[str, Any] | None:
     """Profile some steps; called in all ranks, after everything else of a run.
-
-    Args:
-        job: The run.
-        loop: Its step loop, whose steps are drained.
-        metrics: On rank 0 those of the timed steps.
-        expected: On rank 0 what :func:`expect` returned.
 
     Returns:
         On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`.
@@ -91,7 +85,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             assert isinstance(found, trace.Trace)
             assert loop.mesh
             groups = loop.mesh.groups()
-            divided = partition(found, traffic.ready(found.calls, groups, ahead))
+            divided = partition(found, traces.ready(found.calls, groups, ahead))
             of_ranks: list[Partition] = gather(divided)
     if not job.world.is_first:
         return None
@@ -106,12 +100,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
 
 
 def _count(asked: int, timed: float | None) -> int:
-    """The number of steps to profile: as many as were asked for, if they take no longer than ``MOST_SECONDS``.
-
-    Args:
-        asked: The number that was asked for.
-        timed: Seconds of a step, if any was timed.
-    """
+    """The number of steps to profile: as many as were asked for, if they take no longer than ``MOST_SECONDS``."""
     return max(1, int(min(asked, MOST_SECONDS / timed if timed else math.inf)))
 
 
@@ -194,7 +183,7 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
     #: From seconds of all steps of a rank to seconds of one timed step.
     scales = [step_seconds / one.duration for one in of_ranks]
     waited_for = [
-        traffic.waited_for(
+        traces.waited_for(
             [
                 {rank: seconds * scale for rank, seconds in one.waited_for[step].items() if rank >= 0}
                 for one, scale in zip(of_ranks, scales, strict=True)
@@ -262,3 +251,74 @@ def _pipeline(job: Job) -> dict[str, Any]:
         for rank in range(job.world.size)
     ]
     return {"stages": stages, "bubble_formula": schedule.bubble(layout.dims.pipeline, per_rank, layout.microbatches)}
+
+
+#: Above the level of errors, one of which is that a machine without a GPU has none.
+_SILENT = "99"
+
+#: Operations in the table.
+_ROWS = 40
+
+
+@contextmanager
+def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
+    """Watch what this rank does inside of the block; what was seen can be written after it.
+
+    Not by ``torch.profiler.profile``, which imports the compiler for a second and a half.
+
+    Args:
+        device: The rank's device.
+        memory: Also watch what memory is allocated and freed.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+    on_gpu = "cuda" if device.type == "cuda" else None
+    watching = profile(use_device=on_gpu, record_shapes=True, use_kineto=True, profile_memory=memory)
+    with labelled_waits(), watching as taken:
+        yield taken
+        if on_gpu:
+            torch.cuda.synchronize(device)
+
+
+def operations(taken: profile) -> str:
+    """A table of the operations, or kernels, that took the longest."""
+    order = "self_cuda_time_total" if taken.use_device == "cuda" else "self_cpu_time_total"
+    return str(taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80))
+
+
+@contextmanager
+def labelled_waits() -> Iterator[None]:
+    """Label each ``Work.wait()``: a trace of the CPU shows what communicates, but not what waits for it."""
+    wait = dist.Work.wait
+
+    def labelled(self: dist.Work, *arguments: Any, **options: Any) -> Any:
+        with record_function(WAITING):
+            return wait(self, *arguments, **options)
+
+    dist.Work.wait = labelled  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]
+
+
+#: The kind of NCCL's kernels.
+COMMUNICATION = "communication"
+
+#: Kinds by what their kernels' names have, the first that fits; ``other`` where none does.
+KERNEL_KINDS = {
+    COMMUNICATION: r"^nccl",
+    "compiled": r"^triton_",
+    "attention": r"flash|fmha|attention|sdpa",
+    "convolution": r"conv|wgrad|dgrad|winograd|im2col|col2im",
+    "product": r"gemm|gemv|cublas|cutlass|nvjet|scaled_mm|splitk",
+    "optimizer": r"multi_tensor_apply|fused_?(adam|sgd)|fusedoptimizer",
+    "norm": r"layer_?norm|rms_?norm|batch_?norm|gammabeta|bn_(fw|bw)|group_?norm",
+    "reduction": r"reduce_kernel|softmax|logsumexp|argmax|topk|sort|scan",
+    "copy": r"copy|catarray|loadwithcast|memcpy",
+    "elementwise": r"elementwise|gelu|silu|dropout",
+}
+
+
+def kernel_kind(name: str) -> str:
+    """Classify a kernel by its purpose."""
+    return next((kind for kind, has in KERNEL_KINDS.items() if re.search(has, name, re.IGNORECASE)), "other")

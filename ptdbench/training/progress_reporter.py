@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job
-from ptdbench.report.progress import ProgressFile
+from ptdbench.records.ownership import ProgressFile
 from ptdbench.training.loop import StepLoop
 
 _KEY, _LAST_KEY = "progress/loss", "progress/last_loss"
@@ -24,11 +24,6 @@ class ProgressReporter:
 
     Rank 0 shows it. Under a pipeline the last stage computes the loss and publishes it periodically in the run's store:
     no rank waits for another before the last step is done.
-
-    Args:
-        job: The run.
-        loop: The step loop, before the first step.
-        steps: Total number of steps.
     """
 
     def __init__(self, job: Job, loop: StepLoop, steps: int) -> None:
@@ -52,11 +47,7 @@ class ProgressReporter:
         )
 
     def report(self, steps: int) -> None:
-        """Show or publish the latest loss if an update is due; called between two steps.
-
-        Args:
-            steps: Total number of steps.
-        """
+        """Show or publish the latest loss if an update is due; called between two steps."""
         now, done = time.perf_counter(), self._loop.done
         at_end = done == steps
         self._display.step(done, now)

@@ -22,8 +22,7 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import barrier, gather, most, total
 from ptdbench.measure import memory
 from ptdbench.records import series, store
-from ptdbench.report.loggers import Log
-from ptdbench.report.tensorboard import Live
+from ptdbench.report.loggers import Log, TensorBoard
 from ptdbench.setup import choices
 from ptdbench.terminal import echo
 from ptdbench.training.loop import StepLoop
@@ -40,21 +39,11 @@ _MANY, _SHARE = 10_000, 0.01
 
 
 class Recorder:
-    """Gathers the measurements of all ranks for the series file and TensorBoard.
-
-    Attributes:
-        path: The series file, written by rank 0.
-        warnings: Which steps before this process have lost their numbers, and why.
-        log: What sends the run's curves to a logging service, on rank 0 of a run that has one.
-
-    Args:
-        job: The run.
-        loop: The step loop.
-    """
+    """Gathers the measurements of all ranks for the series file and TensorBoard."""
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
-        self.path = job.directory / series.NAME
-        self.warnings: list[str] = []
+        self.path = job.directory / series.NAME  #: The series file, written by rank 0.
+        self.warnings: list[str] = []  #: Which steps before this process have lost their numbers, and why.
         self._job = job
         self._loop = loop
         self._earlier: list[dict[str, Any]] = []
@@ -66,10 +55,9 @@ class Recorder:
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._note_at = time.perf_counter()
-        first = job.world.is_first
-        self._live = Live(job.directory) if first else None
-        logger = choices.build(job.spec.config, "logger") if first else None
-        self.log = Log(logger, job.directory) if logger else None
+        services = [TensorBoard(), choices.build(job.spec.config, "logger")] if job.world.is_first else []
+        #: What sends the run's curves to TensorBoard and a logging service, on rank 0.
+        self.logs = [Log(service, job.directory) for service in services if service]
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Take over the steps done before this process; called in all ranks, before the first step.
@@ -97,9 +85,10 @@ class Recorder:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Tell the logging service of a run that fails on this rank; that of any other is told its outcome."""
-        if failed and self.log:
-            self.log.abort()
+        """Tell the logging services of a run that fails on this rank; those of any other are told its outcome."""
+        if failed:
+            for log in self.logs:
+                log.abort()
 
     @property
     def due(self) -> bool:
@@ -116,8 +105,7 @@ class Recorder:
         rows = self._gathered()
         if self._job.world.is_first:
             self._unwritten.append(rows)
-            if self._live:
-                self._unshown.append(rows)
+            self._unshown.append(rows)
             with self._job.watchdog.paused(), suppress(OSError):  # retried with the next steps; finish() reports it
                 self._write()
         barrier()  # else the others would wait for rank 0 inside their next, timed step
@@ -133,22 +121,20 @@ class Recorder:
         affordable = max(1, int(min(DRAIN_EVERY, DRAIN_SECONDS / pace)))
         self._next = taken + min(affordable, max(taken, _SECOND - taken))
         fields = self.figures(if_quick=True)
-        if self._live:
+        if self._job.world.is_first:
             with self._job.watchdog.paused():  # rank 0 alone: a rank that does not come to the barrier is stuck
-                self._show(self._live, fields, evaluations)
+                self._show(fields, evaluations)
         barrier()
 
-    def _show(self, live: Live, fields: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
+    def _show(self, fields: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
         if fields:
             self._job.note({**fields, "evaluations": self._evaluations})
         if self._unshown:
             rows, self._unshown = np.concatenate(self._unshown), []
-            with suppress(OSError):  # training continues if curves cannot be written
+            with suppress(OSError):  # training continues if the record cannot be read
                 known = store.load_record(self._job.directory)
-                live.show(known, self._loop.done - len(rows), rows, evaluations)
-            if self.log:
-                known = store.load_record(self._job.directory)
-                self.log.show(known, self._loop.done - len(rows), rows, evaluations)
+                for log in self.logs:
+                    log.show(known, self._loop.done - len(rows), rows, evaluations)
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
         """The measured fields of the record; called in all ranks, between two steps.
@@ -190,21 +176,14 @@ class Recorder:
         }
         return [*self._earlier, mine]
 
-    def finish(self) -> int:
+    def finish(self) -> None:
         """Write the last steps to disk; called in all ranks.
-
-        Returns:
-            Number of steps already written to TensorBoard.
 
         Raises:
             OSError: They could not be written.
         """
         self.drain()
         self._write()
-        if self._live is None:
-            return 0
-        self._live.close()
-        return self._live.shown
 
     def _take_over(self, steps: int, source: Path | None) -> int:
         """Start the file with the first steps of another one, or of itself; returns how many were found."""

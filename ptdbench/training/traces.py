@@ -1,10 +1,11 @@
-"""Traces in the directory of a run, one of each rank and one of all, and the offsets of the ranks' clocks."""
+"""Traces in the directory of a run, the offsets of its ranks' clocks, and which ranks share in a call of a trace."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +14,11 @@ import torch.distributed as dist
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import Peer
+from ptdbench.parallel.ring import RingAttention
 from ptdbench.profiling import perfetto
+from ptdbench.profiling.events import LABELED, POINT_TO_POINT, Call
+from ptdbench.profiling.phases import Ready
+from ptdbench.profiling.trace import UPDATE
 from ptdbench.terminal import echo
 
 #: Messages there and back; the fastest one counts.
@@ -101,3 +106,128 @@ def _of_rank(job: Job, folder: str, rank: int) -> Path:
 def facts(job: Job) -> dict[str, object]:
     """Return the facts by which Holistic Trace Analysis tells ranks apart."""
     return {"backend": job.spec.backend, "rank": job.world.rank, "world_size": job.world.size}
+
+
+#: A call without its time: what it is, and which of its kind.
+_Key = tuple[str, int, int]
+
+#: When a rank made a call, when it awaited it, and when it knew that it was done: by the clock of rank 0.
+_Times = tuple[float, float, float]
+
+
+def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
+    """The group of a call; ``None`` if that is unknown.
+
+    A trace of gloo does not name it. What called it does: FSDP, ring attention, other functional collectives
+    for tensor and context parallelism, and DDP, which is C++ and calls from the backward pass itself.
+    """
+    if call.ranks is not None:
+        return next(
+            (name for name, group in groups.items() if dist.get_process_group_ranks(group) == [*call.ranks]), None
+        )
+    named = [name for name, group in groups.items() if group.group_name == call.group]
+    if named or (call.group is not None and call.operation not in POINT_TO_POINT):
+        return next(iter(named), None)  # NCCL shortens a long list of ranks
+    if call.operation in POINT_TO_POINT:
+        name = "pipeline"
+    elif call.operation in LABELED.values():
+        name = "expert"
+    elif call.operation == "all_to_all" or any(caller.startswith(RingAttention.__name__) for caller in call.within):
+        name = "context"
+    elif any(caller.startswith("FSDP::") for caller in call.within):
+        name = "replicate" if call.operation == "all_reduce" else "shard"
+    elif any(caller.startswith("_c10d_functional::") for caller in call.within):
+        name = "tensor"
+    elif UPDATE in call.within and call.operation == "all_reduce":  # of the norm of gradients, over several groups
+        return None
+    else:
+        name = "copies"
+    return name if name in groups else None
+
+
+def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
+    """Return when each call of this rank could begin; called in all ranks.
+
+    Args:
+        calls: Those of this rank, in the order of their start.
+        groups: Its groups, see :meth:`ptdbench.parallel.mesh.Mesh.groups`.
+        ahead: Seconds by which this rank's clock is ahead of that of rank 0.
+    """
+    found = [Ready(call.start) for call in calls]
+    of = [group_of(call, groups) for call in calls]
+    keys: dict[str, dict[_Key, int]] = {}
+    for name, group in groups.items():
+        mine = [number for number, one in enumerate(of) if one == name]
+        keys[name] = dict(zip(_keys([calls[at] for at in mine], dist.get_rank(group)), mine, strict=True))
+    told: list[dict[str, dict[_Key, _Times]]] = gather(
+        {name: {key: _times(calls[at], ahead) for key, at in own.items()} for name, own in keys.items()}
+    )
+    for name, group in groups.items():
+        ranks = dist.get_process_group_ranks(group)
+        called = [told[rank][name] for rank in ranks]
+        for key, number in keys[name].items():
+            others = _others(key, calls[number], dist.get_rank(group), called)
+            if others:
+                found[number] = _ready(_times(calls[number], ahead), others, ranks, ahead)
+    return together(calls, found)
+
+
+def together(calls: Sequence[Call], found: Sequence[Ready]) -> list[Ready]:
+    """Let the messages that one kernel of NCCL carries out begin with the last of them, as it waits for all."""
+    latest: dict[tuple[float, float], Ready] = {}
+    for call, one in zip(calls, found, strict=True):
+        latest[call.start, call.end] = max(latest.get((call.start, call.end), one), one, key=lambda ready: ready.since)
+    return [
+        one if call.held is not None or call.operation not in POINT_TO_POINT else latest[call.start, call.end]
+        for call, one in zip(calls, found, strict=True)
+    ]
+
+
+def _times(call: Call, ahead: float) -> _Times:
+    return call.start - ahead, call.awaited - ahead, call.end - ahead
+
+
+def _ready(mine: _Times, others: Mapping[int, _Times], ranks: Sequence[int], ahead: float) -> Ready:
+    """When a call could begin by this rank's clock, from its times on all ranks by that of rank 0."""
+    last, (since, *_) = max(others.items(), key=lambda item: item[1])
+    since = max(since, mine[0])
+    done = min((end + ahead for _, awaited, end in (mine, *others.values()) if awaited <= since), default=None)
+    return Ready(since + ahead, ranks[last] if since > mine[0] else -1, done)
+
+
+def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
+    """A name for each call that its counterparts on other ranks have, too: collective operations come in one order.
+
+    A message is named by what sends it, and by its communicator, as the order between a pair of ranks is fixed in each.
+    """
+    counts = Counter[tuple[str, int]]()
+    for call in calls:
+        if call.operation in POINT_TO_POINT and call.peer is not None:
+            sender, receiver = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
+            kind = (f"{call.group or ''} {sender} to {receiver}", 0)
+        else:  # of what goes to experts each rank has another size
+            kind = (call.operation, 0 if call.operation in LABELED.values() else call.bytes)
+        counts[kind] += 1
+        yield (*kind, counts[kind])
+
+
+def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
+    """The times of this call on the other ranks; nothing if not all of them made it."""
+    if call.operation in POINT_TO_POINT:
+        return {} if call.peer is None else {call.peer: times[call.peer][key]} if key in times[call.peer] else {}
+    found = {other: one[key] for other, one in enumerate(times) if other != rank and key in one}
+    return found if len(found) == len(times) - 1 else {}
+
+
+def waited_for(of_ranks: Sequence[Mapping[int, float]], size: int) -> list[float]:
+    """Seconds that ranks waited for each rank: the mean over the others.
+
+    Args:
+        of_ranks: Seconds that each rank waited for others, by these.
+        size: Number of ranks.
+    """
+    total: defaultdict[int, float] = defaultdict(float)
+    for one in of_ranks:
+        for rank, seconds in one.items():
+            total[rank] += seconds
+    return [total[rank] / max(1, size - 1) for rank in range(size)]

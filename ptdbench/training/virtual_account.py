@@ -18,36 +18,28 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.parallel.comm_volume import Size
-from ptdbench.profiling import profiler, trace
+from ptdbench.profiling import trace
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 
 
 @dataclass(frozen=True)
 class _Own:
-    """What one rank tells.
+    """What one rank tells."""
 
-    Attributes:
-        allocated: Peak memory allocated by PyTorch, in bytes.
-        reserved: Peak of what it took from the device, in bytes.
-        communicators: Process groups of several ranks.
-        host_seconds: Seconds in which the host had launched a step.
-        kernels: Kernels of a step by kind.
-        messages: Calls and bytes of a step by operation.
-        reason: Why kernels and messages are not known.
-    """
-
-    allocated: int
-    reserved: int
-    communicators: int
-    host_seconds: float
-    kernels: Mapping[str, int]
-    messages: Mapping[str, tuple[float, float]]
-    reason: str | None = None
+    allocated: int  #: Peak memory allocated by PyTorch, in bytes.
+    reserved: int  #: Peak of what it took from the device, in bytes.
+    communicators: int  #: Process groups of several ranks.
+    host_seconds: float | None  #: Seconds in which the host had launched a step; ``None`` if none was taken to see.
+    kernels: Mapping[str, int]  #: Kernels of a step by kind.
+    messages: Mapping[str, tuple[float, float]]  #: Calls and bytes of a step by operation.
+    reason: str | None = None  #: Why kernels and messages are not known.
 
 
 def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, Any] | None:
-    """Take a step to look at the host, and one under the profiler; called in all ranks that are there.
+    """Take a step to look at the host, and one under the profiler, unless ``profile.steps=0``.
+
+    Called in all ranks that are there.
 
     Args:
         job: The run.
@@ -77,7 +69,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, A
         "reserved_bytes": [one.reserved for one in owns],
         "context_bytes": machine.gpu.context,
         "communicators": [one.communicators for one in owns],
-        "host_seconds": [one.host_seconds for one in owns],
+        "host_seconds": [one.host_seconds for one in owns] if job.spec.config.profile.steps else None,
         "kernels": found,
         "messages": {
             operation: {
@@ -98,9 +90,9 @@ def present(job: Job) -> list[int]:
 
 def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
     groups = {group for group in dist.distributed_c10d._world.pg_map if _has_communicator(group)}
-    seconds = _host_seconds(job, loop)
     if not job.spec.config.profile.steps:
-        return _Own(allocated, reserved, len(groups), seconds, {}, {}, "profile.steps=0")
+        return _Own(allocated, reserved, len(groups), None, {}, {}, "profile.steps=0")
+    seconds = _host_seconds(job, loop)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         path = Path(scratch) / "trace.json"
         try:
@@ -109,7 +101,7 @@ def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"the trace cannot be written and read: {error}"
             return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
-    counted = Counter(profiler.kernel_kind(kernel.name) for kernel in launched)
+    counted = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
     calls, size = Counter[str](), Counter[str]()
     for call in called:
         calls[call.operation] += 1

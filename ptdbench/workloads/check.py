@@ -64,15 +64,10 @@ class Busy(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """Check the ranks and the links between them.
+    """Check the ranks and the links between them."""
 
-    Attributes:
-        tolerance: How far below the median of its peers a rank or link may be, as a share of the median.
-        attempts: How often a suspected rank or link is measured before it is reported.
-    """
-
-    tolerance: float = 0.05
-    attempts: int = 5
+    tolerance: float = 0.05  #: How far below the median of its peers a rank or link may be, as a share of the median.
+    attempts: int = 5  #: How often a suspected rank or link is measured before it is reported.
 
     trains = False
     show = staticmethod(workload_tables.check_verdict)

@@ -14,10 +14,8 @@ from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import most
 from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, timing
-from ptdbench.measure.operations import OPERATIONS, Message, Place, lacking, verify
-from ptdbench.measure.patterns import DTYPES, REDUCTIONS
-from ptdbench.measure.statistics import summary
-from ptdbench.measure.timing import Effort
+from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Message, Place, lacking, verify
+from ptdbench.measure.timing import Effort, summary
 from ptdbench.problems import Problem, nearest, require, try_these
 from ptdbench.report import workload_tables
 

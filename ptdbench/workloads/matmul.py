@@ -17,17 +17,13 @@ from ptdbench.report import workload_tables
 
 @dataclass(frozen=True)
 class Matmul:
-    """Measure the compute ceiling; needs no model and no data.
+    """Measure the compute ceiling; needs no model and no data."""
 
-    Attributes:
-        shapes: Shapes of the products: ``4096`` for a square one or ``MxNxK``; ``auto``: chosen for the device.
-        dtypes: A list of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; ``auto``: chosen for the device.
-        seconds: Approximate duration of the repetitions of one shape and dtype.
-    """
-
+    #: Shapes of the products: ``4096`` for a square one or ``MxNxK``; ``auto``: chosen for the device.
     shapes: list[Any] | Literal["auto"] = "auto"
+    #: A list of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; ``auto``: chosen for the device.
     dtypes: list[str] | Literal["auto"] = "auto"
-    seconds: float = 0.5
+    seconds: float = 0.5  #: Approximate duration of the repetitions of one shape and dtype.
 
     trains = False
     show = staticmethod(workload_tables.matmul_tables)

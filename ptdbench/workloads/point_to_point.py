@@ -24,10 +24,8 @@ from torch import Tensor
 
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import bandwidth, timing
-from ptdbench.measure.operations import compare
-from ptdbench.measure.patterns import DTYPES, sent
-from ptdbench.measure.statistics import summary
-from ptdbench.measure.timing import Effort
+from ptdbench.measure.operations import DTYPES, compare, sent
+from ptdbench.measure.timing import Effort, summary
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.report import workload_tables
 

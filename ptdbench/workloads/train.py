@@ -20,7 +20,7 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import Problem, require
-from ptdbench.training import memory_split, metrics, profile, routed, virtual_account
+from ptdbench.training import memory_split, metrics, profile, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
@@ -37,14 +37,14 @@ def agreed_outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> 
     Returns:
         The error on every rank; all fields on rank 0, and only the remarks on other ranks.
     """
-    shown = recorder.finish()
+    recorder.finish()
     fields = recorder.figures()
     # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on them.
     wrong = gather(first_not_finite(recorder.path) if job.world.is_first else None)[0]
     error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
     if not job.world.is_first:
         return Outcome({"remarks": dict(remarks)}, error=error)
-    return Outcome({**fields, "remarks": dict(remarks)}, error=error, shown=shown, log=recorder.log)
+    return Outcome({**fields, "remarks": dict(remarks)}, error=error, logs=recorder.logs)
 
 
 #: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
@@ -145,7 +145,7 @@ def _outcome(
         remarks["checkpoints"] = notes
     found = agreed_outcome(job, recorder, remarks)
     fields = {**found.fields, "evaluations": evaluator.as_dicts()}
-    if told := routed.field(job, loop):
+    if told := metrics.experts_field(job, loop):
         fields["experts"] = told
     if not stopped:
         fields = metrics.recheck_ceiling(job, fields)

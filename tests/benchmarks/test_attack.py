@@ -1,7 +1,5 @@
 """The attack in short, and that it sees what is wrong with a product that loses things."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """How often repeats are wrong: what a row says and asks, on a sweep made by hand."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """The table of layouts and levers: what it says of a cell, and that the page is the stored result."""
 
-from __future__ import annotations
-
 import json
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """How often ranks are wrong: the sweeps that are made, and what a row asks."""
 
-from __future__ import annotations
-
 import math
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Few long runs or many short ones: what is made of the step times of runs."""
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta
 
 import numpy as np

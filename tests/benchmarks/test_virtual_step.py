@@ -1,7 +1,5 @@
 """What a step asks of a GPU: bytes of operations by their tensors, and kernels by their names."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

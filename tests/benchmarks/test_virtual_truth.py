@@ -1,7 +1,5 @@
 """Reserved memory of virtual GPUs, against what has been published for real ones."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load, saver
-from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch import local
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
@@ -25,8 +25,8 @@ def make(run_directory: Path, step: int, files: int = 3) -> Path:
     checkpoint_dir.begin(partial)
     for number in range(files):
         (partial / f"__{number}_0.distcp").write_bytes(bytes([step, number]) * 1000)
-    stamps = {path.name: manifest.stamp(path) for path in partial.iterdir()}
-    manifest.write(partial, Manifest(step, files, {}, {"of": step}, stamps, "2.15.0", 1.0))
+    stamps = {path.name: checkpoint_dir.stamp(path) for path in partial.iterdir()}
+    checkpoint_dir.write_manifest(partial, Manifest(step, files, {}, {"of": step}, stamps, "2.15.0", 1.0))
     return checkpoint_dir.publish(partial)
 
 
@@ -45,7 +45,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "bit flipped": (lambda path: flip(path / "__2_0.distcp"), "__2_0.distcp does not match its checksum"),
     "file missing": (lambda path: (path / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
-    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 100), "manifest.json is not a manifest"),
+    "half a manifest": (
+        lambda path: os.truncate(path / "manifest.json", 100),
+        "manifest.json is not a manifest",
+    ),
     "empty": (lambda path: [file.unlink() for file in path.iterdir()], "manifest.json is missing"),
 }
 
@@ -82,15 +85,15 @@ class TestNewest:
             (tmp_path / "checkpoints" / stranger).mkdir()
         (tmp_path / "checkpoints" / "step-00000005").write_text("a file")
         assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(
-            checkpoint_dir.Found(whole, manifest.read(whole)), ()
+            checkpoint_dir.Found(whole, checkpoint_dir.read_manifest(whole)), ()
         )
 
 
 def search_on_ranks(run_directory: Path) -> tuple[checkpoint_dir.Search, list[str]]:
     """What this rank finds, and which files it read."""
     read: list[str] = []
-    stamp = manifest.stamp
-    manifest.stamp = lambda path: read.append(str(path.relative_to(path.parents[1]))) or stamp(path)
+    stamp = checkpoint_dir.stamp
+    checkpoint_dir.stamp = lambda path: read.append(str(path.relative_to(path.parents[1]))) or stamp(path)
     return checkpoint_dir.newest(run_directory, dist.new_group(backend="gloo")), read
 
 
@@ -199,7 +202,13 @@ class TestSweepPartial:
         assert list(tmp_path.iterdir()) == []  # without checkpoints there is nothing to do
         make(tmp_path, 1)
         checkpoint_dir.begin(partial := checkpoint_dir.partial(tmp_path, 2))
-        for name in ("__12_0.distcp", ".metadata", ".metadata.tmp", "manifest.json", ".manifest.json.0f1e2d3c.tmp"):
+        for name in (
+            "__12_0.distcp",
+            ".metadata",
+            ".metadata.tmp",
+            "manifest.json",
+            ".manifest.json.0f1e2d3c.tmp",
+        ):
             (partial / name).write_bytes(b"half")
         (tmp_path / "checkpoints" / "step-00000003.deleted").mkdir()
         checkpoint_dir.remove_partial(tmp_path)
@@ -313,7 +322,7 @@ def _between_the_renames_of_the_same_step() -> None:
 #: What breaks there, and the step that is found afterwards.
 PLACES: dict[str, tuple[Callable[[], Any], int]] = {
     "writing tensors": (_after_a_tensor, 1),
-    "before the manifest": (lambda: setattr(manifest, "write", die), 1),
+    "before the manifest": (lambda: setattr(checkpoint_dir, "write_manifest", die), 1),
     "before the name": (lambda: setattr(checkpoint_dir, "publish", die), 2),
     "deleting the older": (_while_deleting, 2),
     "same step": (_between_the_renames_of_the_same_step, 1),
@@ -329,7 +338,7 @@ def test_whoever_is_killed_leaves_a_checkpoint_that_counts(tmp_path, place, asyn
     assert caught.value.exit_codes == {0: -signal.SIGKILL}
     surviving = PLACES[place][1]
     for path in checkpoint_dir._complete_by_name(tmp_path):
-        manifest.check_contents(path, manifest.read(path), 0, 1)
+        checkpoint_dir.check_contents(path, checkpoint_dir.read_manifest(path), 0, 1)
     if place != "same step":
         before = checkpoint_dir.newest(tmp_path)
         assert before.warnings == ()

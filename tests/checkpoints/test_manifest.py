@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ptdbench.checkpoints import manifest
-from ptdbench.checkpoints.manifest import Broken, Manifest, Stamp
+from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.checkpoints.checkpoint_dir import Broken, Manifest, Stamp
 
 CONTENT = b"0123456789" * 1000
 
@@ -21,30 +21,30 @@ def written(tmp_path: Path) -> Manifest:
     names = ("__0_0.distcp", "__1_0.distcp", ".metadata")
     for number, name in enumerate(names):
         (tmp_path / name).write_bytes(CONTENT[number:])
-    files = {name: manifest.stamp(tmp_path / name) for name in names}
+    files = {name: checkpoint_dir.stamp(tmp_path / name) for name in names}
     described = Manifest(7, 2, {"width": 16}, {"losses": [0.1, 1e-17, 3.0]}, files, "2.15.0", 1234.5)
-    manifest.write(tmp_path, described)
+    checkpoint_dir.write_manifest(tmp_path, described)
     return described
 
 
 def test_a_stamp_is_size_and_sha256(tmp_path):
     (tmp_path / "file").write_bytes(CONTENT * 500)  # more than one block
-    assert manifest.stamp(tmp_path / "file") == Stamp(5_000_000, hashlib.sha256(CONTENT * 500).hexdigest())
+    assert checkpoint_dir.stamp(tmp_path / "file") == Stamp(5_000_000, hashlib.sha256(CONTENT * 500).hexdigest())
 
 
 def test_what_was_written_is_read_and_is_strict_json(tmp_path, written):
-    assert manifest.read(tmp_path) == written
-    manifest.check_sizes(tmp_path, written)
-    manifest.check_contents(tmp_path, written, 0, 1)
+    assert checkpoint_dir.read_manifest(tmp_path) == written
+    checkpoint_dir.check_sizes(tmp_path, written)
+    checkpoint_dir.check_contents(tmp_path, written, 0, 1)
     facts = {"loss": math.nan, "scale": math.inf, "pair": (1, 2)}
-    manifest.write(tmp_path, Manifest(7, 2, {}, facts, {}, "2.15.0", 1.0))
-    assert manifest.read(tmp_path).facts == {"loss": None, "scale": None, "pair": [1, 2]}
+    checkpoint_dir.write_manifest(tmp_path, Manifest(7, 2, {}, facts, {}, "2.15.0", 1.0))
+    assert checkpoint_dir.read_manifest(tmp_path).facts == {"loss": None, "scale": None, "pair": [1, 2]}
     json.loads((tmp_path / "manifest.json").read_text(), parse_constant=pytest.fail)
 
 
 def test_facts_that_are_no_json_are_refused(tmp_path):
     with pytest.raises(TypeError):
-        manifest.write(tmp_path, Manifest(7, 2, {}, {"what": object()}, {}, "2.15.0", 1.0))
+        checkpoint_dir.write_manifest(tmp_path, Manifest(7, 2, {}, {"what": object()}, {}, "2.15.0", 1.0))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,7 +68,7 @@ def broken(check: object, *arguments: object) -> str:
 def test_what_is_no_manifest(tmp_path, written, content, told):
     path = tmp_path / "manifest.json"
     path.unlink() if content is None else path.write_text(content)
-    assert broken(manifest.read, tmp_path) == told
+    assert broken(checkpoint_dir.read_manifest, tmp_path) == told
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
@@ -77,7 +77,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
     for position in range(0, len(content), 7):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         try:
-            assert manifest.read(tmp_path) == written  # white space may change
+            assert checkpoint_dir.read_manifest(tmp_path) == written  # white space may change
         except Broken:
             continue
         assert content[position : position + 1] in b" \n"
@@ -95,17 +95,17 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
 def test_a_manifest_stamped_anew_with_values_of_other_types_or_without_one_is_none(tmp_path, written, other):
     body = json.loads((tmp_path / "manifest.json").read_text()) | other
     body = {name: value for name, value in body.items() if name != "sha256" and value is not ...}
-    (tmp_path / "manifest.json").write_text(json.dumps(body | {"sha256": manifest._digest(body)}))
-    assert broken(manifest.read, tmp_path) == "manifest.json is not a manifest"
+    (tmp_path / "manifest.json").write_text(json.dumps(body | {"sha256": checkpoint_dir._digest(body)}))
+    assert broken(checkpoint_dir.read_manifest, tmp_path) == "manifest.json is not a manifest"
 
 
 def test_missing_and_truncated_files(tmp_path, written):
     (tmp_path / "__1_0.distcp").write_bytes(CONTENT[1:-3])
-    assert broken(manifest.check_sizes, tmp_path, written) == "__1_0.distcp has 9996 bytes instead of 9999"
+    assert broken(checkpoint_dir.check_sizes, tmp_path, written) == "__1_0.distcp has 9996 bytes instead of 9999"
     (tmp_path / "__1_0.distcp").unlink()
-    told = broken(manifest.check_sizes, tmp_path, written)
+    told = broken(checkpoint_dir.check_sizes, tmp_path, written)
     assert told == "__1_0.distcp cannot be read (No such file or directory)"
-    assert broken(manifest.check_contents, tmp_path, written, 0, 1) == told
+    assert broken(checkpoint_dir.check_contents, tmp_path, written, 0, 1) == told
 
 
 def test_files_are_shared_out_and_every_one_is_read(tmp_path, written):
@@ -113,11 +113,11 @@ def test_files_are_shared_out_and_every_one_is_read(tmp_path, written):
         path = tmp_path / name
         content = path.read_bytes()
         path.write_bytes(content[:50] + b"x" + content[51:])
-        manifest.check_sizes(tmp_path, written)
+        checkpoint_dir.check_sizes(tmp_path, written)
         faults = []
         for share in range(2):
             try:
-                manifest.check_contents(tmp_path, written, share, 2)
+                checkpoint_dir.check_contents(tmp_path, written, share, 2)
             except Broken as fault:
                 faults.append(str(fault))
         assert faults == [f"{name} does not match its checksum"]
@@ -126,4 +126,4 @@ def test_files_are_shared_out_and_every_one_is_read(tmp_path, written):
 
 def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path, written):
     elsewhere = Manifest(7, 2, {}, {}, {"../file": Stamp(0, "")}, "2.15.0", 1.0)
-    assert broken(manifest.check_sizes, tmp_path, elsewhere) == "../file is not a file name"
+    assert broken(checkpoint_dir.check_sizes, tmp_path, elsewhere) == "../file is not a file name"

@@ -1,7 +1,5 @@
 """Loading runs no code, whatever a checkpoint holds."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from collections.abc import Callable

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.checkpoints import checkpoint_dir, manifest, safe_load, saver
+from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
@@ -168,7 +168,12 @@ def test_a_save_waits_for_the_one_before(alone, tmp_path, weight, monkeypatch):
 
 
 #: What fails, by the object and the name that are patched; facts fail by themselves.
-FAILS = {"facts": (), "tensors": (torch, "save"), "manifest": (manifest, "write"), "hash": (manifest, "stamp")}
+FAILS = {
+    "facts": (),
+    "tensors": (torch, "save"),
+    "manifest": (checkpoint_dir, "write_manifest"),
+    "hash": (checkpoint_dir, "stamp"),
+}
 
 
 @pytest.mark.parametrize("what", FAILS)
@@ -265,7 +270,7 @@ def fail_on_rank_1(run_directory: Path, what: str) -> tuple[list[str], list[int]
     keeper = Saver(run_directory, keep=3)
     rank = dist.get_rank()
     tensors = {"model.weight": torch.arange(20.0).reshape(4, 5), f"rng.cpu.{rank}": torch.full((9,), rank)}
-    stamp, torch_save, staging = manifest.stamp, torch.save, keeper._staging
+    stamp, torch_save, staging = checkpoint_dir.stamp, torch.save, keeper._staging
 
     def fail(*_: Any, **__: Any) -> Any:
         raise OSError("on purpose")
@@ -273,12 +278,12 @@ def fail_on_rank_1(run_directory: Path, what: str) -> tuple[list[str], list[int]
     asked = []
     for step in (1, 2, 3):
         if rank == 1 and step == 2:
-            manifest.stamp = fail if what == "hash" else stamp
+            checkpoint_dir.stamp = fail if what == "hash" else stamp
             torch.save = fail if what == "tensors" else torch_save
             keeper._staging = fail if what == "copy" else staging
         keeper.save(step, tensors, {}, lambda: asked.append(1.0) or {})
         keeper.wait()
-        manifest.stamp, torch.save, keeper._staging = stamp, torch_save, staging
+        checkpoint_dir.stamp, torch.save, keeper._staging = stamp, torch_save, staging
     keeper.close()
     return keeper.problems, keeper.saved, asked
 
@@ -301,9 +306,11 @@ def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path, what):
 def test_the_writing_thread_stands_back_and_the_others_do_not(alone, tmp_path, weight, monkeypatch):
     priorities, freed = [], []
     monkeypatch.setattr(
-        manifest, "write", lambda *_: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        checkpoint_dir,
+        "write_manifest",
+        lambda *_: priorities.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())),
     )
-    monkeypatch.setattr(cores, "unbind_thread", lambda: freed.append(threading.current_thread().name))
+    monkeypatch.setattr(settings, "unbind_thread", lambda: freed.append(threading.current_thread().name))
     before = os.getpriority(os.PRIO_PROCESS, 0)
     keeper = Saver(tmp_path, keep=1)
     keeper.save(1, weight, {}, {})

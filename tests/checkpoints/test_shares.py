@@ -1,7 +1,5 @@
 """Ranks that hold the same tensors save a share of them each."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

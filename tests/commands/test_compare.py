@@ -1,7 +1,5 @@
 """``ptdbench compare``: what it prints and its exit status, for good input and bad."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ptdbench import __main__ as command
-from ptdbench.measure.parts import KINDS
+from ptdbench.profiling.phases import KINDS
 from ptdbench.records import series
 from ptdbench.records.store import RECORD, RESULTS
 from tests.report.made import DDP, FSDP, keep

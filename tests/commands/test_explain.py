@@ -1,7 +1,5 @@
 """``ptdbench explain``: what it prints and its exit status."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

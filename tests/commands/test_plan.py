@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from ptdbench.planning import foresee
+from ptdbench.planning import foresee, plans
 from ptdbench.problems import ConfigError
-from ptdbench.profiling.nccl import NCCL_BUFFERS
+from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import store
 from ptdbench.setup import config
-from ptdbench.sweep import plans
 from tests.conftest import ROOT, outputs
 
 SMALL = (
@@ -135,3 +134,9 @@ def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_pa
     assert plans._may_change("edited_by_somebody")
     assert plans._may_change("not_there_at_all")
     assert not plans._may_change("torch")
+
+
+def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given():
+    (job,) = plans.composed(["model=toy", "cluster.ranks_per_node=2"], None).jobs
+    assert config.read(job).cluster.nodes == "auto"
+    assert foresee._with_any_batch(config.read(job)).train.global_batch == 2 * foresee._ANY_BATCH

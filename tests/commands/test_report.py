@@ -1,7 +1,5 @@
 """``ptdbench report``: what it writes, what it refuses, and what it says of damage."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

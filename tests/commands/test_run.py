@@ -1,7 +1,5 @@
 """``ptdbench run``: the runs of directories, carried out as they were composed."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

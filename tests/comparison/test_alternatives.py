@@ -1,7 +1,5 @@
 """Which runs are repeats of each other, and which of them stands for all."""
 
-from __future__ import annotations
-
 import pytest
 
 from ptdbench.comparison import alternatives

@@ -1,7 +1,5 @@
 """How much runs differ: kept by sweeps with repeats, found again for runs as large on the same machine alone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import math

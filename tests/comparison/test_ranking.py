@@ -1,7 +1,5 @@
 """The order of alternatives, and what is said of how sure it is."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """What differences show: by hand, against SciPy, and how often they are wrong on made runs."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """How far configurations lie apart: against SciPy's tests for two of them, and by hand what others add to a pair."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

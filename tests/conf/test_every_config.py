@@ -1,7 +1,5 @@
 """Every file of conf/ is composed and becomes what it names; so does every command that a file shows."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

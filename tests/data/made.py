@@ -1,7 +1,5 @@
 """What tests of several sources ask for: the problems of their options, and processes that come at once."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable

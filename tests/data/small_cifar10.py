@@ -1,7 +1,5 @@
 """A CIFAR-10 of a few images in the real one's files, and the data set that takes it for the real one."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import io

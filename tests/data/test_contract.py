@@ -1,7 +1,5 @@
 """What :mod:`ptdbench.data.protocol` promises, of every source of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

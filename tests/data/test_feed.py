@@ -1,7 +1,5 @@
 """Feeds in ranks of their own, as workers are forked, and a test's process has threads of many others'."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -51,17 +51,6 @@ def told(problem):
     return problem.option, problem.value, problem.remedy
 
 
-def test_targets_are_the_bytes_one_place_further(file):
-    inputs, targets = text(file).samples(0, 64)
-    assert inputs.shape == targets.shape == (64, 16)
-    for tensor in (inputs, targets):
-        assert tensor.dtype == torch.int64
-        assert tensor.is_contiguous()
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    for row, following in zip(inputs.tolist(), targets.tolist(), strict=True):
-        assert bytes([*row, following[-1]]) in CONTENT + b"\0"
-
-
 def test_every_window_is_drawn_from_first_to_last(tmp_path):
     file = tmp_path / "short.txt"
     file.write_bytes(b"abcdef")  # with its separator 7 tokens: windows of 5 begin at 0, 1 and 2
@@ -162,13 +151,6 @@ class TestTokenizer:
         file.write_text("one two three two")
         return file
 
-    def test_samples_are_windows_of_its_tokens(self, counting, numbers):
-        inputs, targets = text(counting, tokenizer=numbers, sequence_length=3, vocabulary=5).samples(0, 50)
-        assert inputs.dtype == targets.dtype == torch.int64
-        drawn = {(*row, following[-1]) for row, following in zip(inputs.tolist(), targets.tolist(), strict=True)}
-        assert drawn == {(1, 2, 3, 2), (2, 3, 2, 4)}
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-
     def test_a_vocabulary_that_is_too_small_is_refused_with_one_that_will_do(self, tmp_path):
         path = str(tiny_tokenizer.words(tmp_path / "t.json", {f"w{number}": number for number in range(1, 1000)}))
         problem = refused(vocabulary=999, tokenizer=path)
@@ -196,7 +178,7 @@ class TestTokenizer:
         assert len(list(cache.glob("*.tokens"))) == 2
 
     def test_a_malformed_document_or_an_empty_one_leaves_nothing_behind(self, tmp_path, numbers, cache, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.tokenize._BATCH_BYTES", 1)  # what comes before it is written
+        monkeypatch.setattr("ptdbench.data.corpus._BATCH_BYTES", 1)  # what comes before it is written
         file = tmp_path / "counting.jsonl"
         file.write_text('{"text": "one"}\n{"text": "two"}\nthree\n')
         problem = refused(file, tokenizer=numbers)

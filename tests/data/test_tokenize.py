@@ -5,8 +5,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from ptdbench.data.corpus import Part, files_at
-from ptdbench.data.tokenize import Tokenizer
+from ptdbench.data.corpus import Part, Tokenizer, files_at
 from tests.data import tiny_tokenizer
 from tests.data.made import problem_of
 
@@ -65,7 +64,7 @@ def test_neither_truncates_nor_pads_nor_adds_though_the_file_asks_for_it(tmp_pat
 
 def test_long_documents_arrive_whole_in_whatever_pieces(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("ptdbench.data.corpus._BLOCK_BYTES", 64)
-    monkeypatch.setattr("ptdbench.data.tokenize._BATCH_BYTES", 100)
+    monkeypatch.setattr("ptdbench.data.corpus._BATCH_BYTES", 100)
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
     pieces = list(Tokenizer(path).pieces(corpus(RHYME, RHYME[:20]), "test"))
     assert len(pieces) > 3
@@ -133,7 +132,7 @@ class TestTelling:
     def test_says_in_two_lines_what_it_does_where_lines_stay_unless_it_is_little(self, tokenize, monkeypatch, capsys):
         tokenize()
         assert capsys.readouterr() == ("", "")
-        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 6000)
+        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 6000)
         tokenize()
         out, err = capsys.readouterr()
         first, last = err.splitlines()
@@ -142,14 +141,14 @@ class TestTelling:
         assert "MB/s" in last
 
     def test_says_nothing_of_an_end_that_did_not_come(self, tokenize, monkeypatch, capsys):
-        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
+        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 0)
         monkeypatch.setattr(Tokenizer, "_tokens", lambda self, batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tokenize()
         assert "tokenized" not in capsys.readouterr().err
 
     def test_draws_a_bar_on_a_terminal(self, tokenize, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
+        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 0)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "120")
         monkeypatch.setattr(sys, "stderr", Terminal())
@@ -160,7 +159,7 @@ class TestTelling:
         assert "tokenized" not in drawn
 
     def test_goes_on_where_nobody_can_listen(self, tokenize, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.tokenize._WORTH_TELLING", 0)
+        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 0)
         closed = io.StringIO()
         closed.close()
         monkeypatch.setattr(sys, "stderr", closed)

@@ -1,7 +1,5 @@
 """Tokenizers small enough to know their answers."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

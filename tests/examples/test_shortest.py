@@ -1,7 +1,5 @@
 """The shortest programs, each under every launcher: what their ranks say is what it must be."""
 
-from __future__ import annotations
-
 import re
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """The shortest program does what it says, and refuses to start ranks of ranks."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A model that finds out whether those of earlier runs are gone: ``model._target_=tests.launch.departed.Departed``."""
 
-from __future__ import annotations
-
 import weakref
 from itertools import count
 

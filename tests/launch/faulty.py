@@ -1,7 +1,5 @@
 """A model that breaks on purpose: given to runs as ``model._target_=tests.launch.faulty.Faulty``."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import resource

@@ -1,7 +1,5 @@
 """A model whose ranks are done but do not end: ``model._target_=tests.launch.lingering.Lingering``."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

@@ -4,8 +4,6 @@ What a test does to a run in the middle then falls into the middle, however fast
 test comes. The file removed, the rest of the run takes no longer than that of any small model.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Ranks that are not there: who answers for them, and with what."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import torch

@@ -1,7 +1,5 @@
 """Where ranks meet, from their environment alone."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

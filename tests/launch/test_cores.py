@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 from tests.conftest import ROOT
 
 FOUR, ODD = frozenset({0, 1, 2, 3}), frozenset({9, 1, 5, 13})
@@ -40,23 +40,23 @@ OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
     ],
 )
 def test_each_rank_of_a_node_gets_its_share(of_ranks, wanted, found):
-    assert [cores.share(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
+    assert [settings.share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
 
 
 #: Binds itself while a thread of its own runs, and tells where each thread may run then.
 BINDS = """
 import json, os, sys, threading
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 
 go_on = threading.Event()
 threading.Thread(target=go_on.wait, daemon=True).start()
 wish = json.loads(sys.argv[1])
-cores.bind(3, wish and frozenset(wish))
+settings.bind_cores(3, wish and frozenset(wish))
 import torch
 threads = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
-cores.bind(3, wish and frozenset(wish))  # as the next run in this process does
+settings.bind_cores(3, wish and frozenset(wish))  # as the next run in this process does
 everywhere = []
-aside = threading.Thread(target=lambda: (cores.unbind_thread(), everywhere.extend(os.sched_getaffinity(0))))
+aside = threading.Thread(target=lambda: (settings.unbind_thread(), everywhere.extend(os.sched_getaffinity(0))))
 aside.start()
 aside.join()
 main = sorted(os.sched_getaffinity(0))
@@ -68,11 +68,11 @@ go_on.set()
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")
 @pytest.mark.parametrize("binds", [True, False], ids=["bound", "free"])
 def test_a_process_keeps_to_its_threads_and_cores_with_all_that_runs_in_it(binds, environ):
-    wish = sorted(cores.mine())[-1:] if binds else None
+    wish = sorted(settings.own_cores())[-1:] if binds else None
     command = [sys.executable, "-c", BINDS, json.dumps(wish)]
     done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
     threads, variable, affinities, everywhere, main = json.loads(done.stdout)
     assert (threads, variable) == (3, "3")
     assert len(affinities) >= 2
-    assert affinities == [wish or sorted(cores.mine())] * len(affinities)
-    assert (everywhere, main) == (sorted(cores.mine()), wish or sorted(cores.mine()))
+    assert affinities == [wish or sorted(settings.own_cores())] * len(affinities)
+    assert (everywhere, main) == (sorted(settings.own_cores()), wish or sorted(settings.own_cores()))

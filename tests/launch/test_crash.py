@@ -1,7 +1,5 @@
 """What native code leaves that ends a process, in processes of their own: no rank, and not torch either."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ranks agree on their devices, or all of them say which rank does not fit in."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """SLURM's lists of hosts, held against its own tool."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

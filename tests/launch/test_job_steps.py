@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ptdbench.launch.job_steps import JobSteps
+from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from tests.programs import until
 
@@ -24,7 +24,7 @@ def test_who_is_told_to_end_ends_the_step(tmp_path):
     program = (
         "from pathlib import Path\n"
         "from ptdbench.launch import local\n"
-        "from ptdbench.launch.job_steps import JobSteps\n"
+        "from ptdbench.launch.slurm import JobSteps\n"
         "from tests.launch.test_job_steps import WORLD\n"
         "local.stop_on_signals()\n"
         f"JobSteps(WORLD, 0, ['sh', '-c', 'echo $$ > $0/pid; exec sleep 60']).start(Path({str(tmp_path)!r}))\n"

@@ -1,7 +1,5 @@
 """Local ranks: their place, their environment, and that none of them outlives its purpose."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec import to_builtins
 
-from ptdbench.launch import cores, local, peers, rendezvous
+from ptdbench.launch import local, peers, rendezvous, settings
 from ptdbench.launch.world import discover
 
 
@@ -36,19 +36,23 @@ def met(nodes, wanted, folder):
 @pytest.mark.ranks
 class TestMeeting:
     def test_every_rank_learns_the_same_of_every_rank_and_shares_the_cores_of_its_node(self, tmp_path):
-        here = len(cores.mine())
+        here = len(settings.own_cores())
         seen = met(["n1", "n2", "n1"], "auto", tmp_path)
         assert seen[0] == seen[1] == seen[2]
         assert [(peer["rank"], peer["node"]) for peer in seen[0]] == [(0, "n1"), (1, "n2"), (2, "n1")]
         assert [peer["threads"] for peer in seen[0]] == [max(1, here // 2), here, max(1, here // 2)]
         for peer in seen[0]:
-            assert (peer["host"], peer["device"], peer["cores"]) == (socket.gethostname(), "cpu", sorted(cores.mine()))
+            assert (peer["host"], peer["device"], peer["cores"]) == (
+                socket.gethostname(),
+                "cpu",
+                sorted(settings.own_cores()),
+            )
             assert peer["settings"]["GLOO_SOCKET_IFNAME"] == "lo"
             assert peer["settings"]["OMP_NUM_THREADS"] == str(peer["threads"])
 
-    @pytest.mark.skipif(len(cores.mine()) < 2, reason="takes two cores")
+    @pytest.mark.skipif(len(settings.own_cores()) < 2, reason="takes two cores")
     def test_ranks_are_bound_before_they_say_which_cores_they_have(self, tmp_path):
-        first, second, *_ = sorted(cores.mine())
+        first, second, *_ = sorted(settings.own_cores())
         (seen, *_) = met(["n1", "n2", "n1"], 1, tmp_path)
         assert [peer["cores"] for peer in seen] == [[first], [first], [second]]
         assert [peer["threads"] for peer in seen] == [1, 1, 1]

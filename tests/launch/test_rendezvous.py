@@ -1,7 +1,5 @@
 """Ranks that meet, and ranks that do not, as processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """What SLURM's commands say, asked of a real SLURM where the test cluster can say it."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Where threads are."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

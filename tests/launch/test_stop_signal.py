@@ -1,7 +1,5 @@
 """The stop_signal: ranks that get a signal stop together, after the same step."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

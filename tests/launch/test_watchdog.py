@@ -1,7 +1,5 @@
 """The watchdog: who is named, who is ended, and who is left in peace."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Who a process is, from its environment alone."""
 
-from __future__ import annotations
-
 from itertools import combinations
 
 import pytest

@@ -1,7 +1,5 @@
 """Bandwidths by the definitions of nccl-tests, the line through time over size, and lines that are kept."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

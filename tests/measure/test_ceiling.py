@@ -1,7 +1,5 @@
 """The ceilings of devices: of which shape, beside what load, and found again for exactly the same device."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -77,7 +77,7 @@ class TestWatch:
         monkeypatch.setattr(contention, "STAT", tmp_path / "stat")
         monkeypatch.setattr(contention, "gather", lambda value: [value])
         monkeypatch.setattr(contention, "node", lambda environ: "n1")
-        monkeypatch.setattr(contention.cores, "mine", lambda: frozenset({0, 1}))
+        monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
         clock = iter([100.0, 110.0])
         monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
         return tmp_path / "stat"

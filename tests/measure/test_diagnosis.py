@@ -1,7 +1,5 @@
 """The verdict, from figures that are given: what is named, and what is not."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import asdict
 

@@ -1,7 +1,5 @@
 """What NVML is asked, with a stand-in that answers as ``pynvml`` does: there may be no GPU here."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from unittest import mock

@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from ptdbench.measure.patterns import DTYPES, REDUCTIONS, contributed, reduced, sent
+from ptdbench.measure.operations import DTYPES, REDUCTIONS, contributed, reduced, sent
 
 CPU = torch.device("cpu")
 ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTYPES, REDUCTIONS)))

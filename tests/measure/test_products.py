@@ -1,7 +1,5 @@
 """Products and copies of one device: shapes, rates, and that a wrong product is told."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

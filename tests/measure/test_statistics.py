@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from benchmarks.ratio import median_of_ratios, paired_ratio
-from ptdbench.measure.statistics import median_interval, summary, warmup_end
+from ptdbench.measure.timing import median_interval, summary, warmup_end
 
 
 def mser_by_definition(values: list[float]) -> int:

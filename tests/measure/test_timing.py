@@ -1,7 +1,5 @@
 """How messages are timed: sizes, how often, and whose time counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

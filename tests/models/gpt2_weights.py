@@ -1,7 +1,5 @@
 """The weights of Hugging Face's GPT-2 under the names of :mod:`ptdbench.models.gpt`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from torch import Tensor

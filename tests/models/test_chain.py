@@ -1,7 +1,5 @@
 """Modules that say nothing of stages, cut between their repeated blocks; and why others are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

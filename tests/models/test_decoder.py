@@ -1,7 +1,5 @@
 """What decoders of all kinds share."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -14,9 +14,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def eight_rows(monkeypatch):
     """Chunks of at most eight rows."""
-    monkeypatch.setattr(module, "FREE_LOGITS", 1)
-    monkeypatch.setattr(module, "LEAST_ROWS_CPU", 8)
-    monkeypatch.setattr(module, "LEAST_ROWS_GPU", 8)
+    monkeypatch.setattr(module, "LOGITS_CPU", 1)
+    monkeypatch.setattr(module, "LEAST_ROWS", 8)
 
 
 def case(rows=37, width=16, vocabulary=50, dtype=torch.float32):
@@ -81,20 +80,34 @@ def test_where_products_can_be_written_in_fp32_they_are(monkeypatch, rows):
 
 
 @pytest.mark.usefixtures("eight_rows")
-def test_where_products_can_be_written_in_fp32_a_graph_has_those_that_compile(monkeypatch):
-    """Inductor has a lowering for ``mm`` with another dtype of its output, and none for ``addmm``."""
+def test_where_products_can_be_written_in_fp32_a_graph_adds_them_up_in_one_pass(monkeypatch):
+    """Inductor has a lowering for ``mm`` with another dtype of its output, and none for such an ``addmm``."""
     monkeypatch.setattr(module, "has_wide_products", lambda device: True)
     seen = []
 
     def note(graph, _):
-        seen.extend(str(node.target) for node in graph.graph.nodes)
+        seen.extend(node for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
     hidden, weight, targets = (tensor.detach().to("meta") for tensor in case(37))
     inputs = (hidden.bfloat16().requires_grad_(), weight.bfloat16().requires_grad_(), targets)
     torch.compile(linear_cross_entropy, fullgraph=True, backend=aot_autograd(fw_compiler=note))(*inputs)
-    assert seen.count("aten.mm.dtype") == 5  # one for each chunk
-    assert not [name for name in seen if name.startswith("aten.addmm")]
+    assert sum(str(node.target) == "aten.mm.dtype" for node in seen) == 1  # for the first chunk
+    assert sum(torch.ops.ptdbench.add_product_.default in node.args for node in seen) == 4
+    assert not [node for node in seen if str(node.target).startswith("aten.add")]
+
+
+@pytest.mark.usefixtures("eight_rows")
+def test_the_original_of_a_narrow_copy_gets_its_gradient_unrounded():
+    """The products of eight tokens are exact in bf16, and the sum of 511 times -3/4 is not."""
+    hidden, original = torch.ones(512, 1).bfloat16(), torch.zeros(4, 1, requires_grad=True)
+    hidden[0] = 0
+    copy = original.detach().bfloat16().requires_grad_()
+    targets = torch.zeros(512, dtype=torch.int64)
+    linear_cross_entropy(hidden, copy, targets, original=original).backward()
+    assert copy.grad is None
+    assert original.grad[0].item() == -0.75 * 511 / 512
+    assert original.grad[0].bfloat16().item() != original.grad[0].item()
 
 
 def test_only_cuda_has_wide_products(monkeypatch):
@@ -114,8 +127,8 @@ def test_casts_of_fp32_weights_give_an_fp32_loss_and_gradients_close_to_it(dtype
 
 def test_chunks_add_up_in_fp32(monkeypatch):
     """512 chunks of one row, each adding -3/4 to one element: a sum in bf16 would stall at 256 of them."""
-    monkeypatch.setattr(module, "FREE_LOGITS", 1)
-    monkeypatch.setattr(module, "LEAST_ROWS_CPU", 1)
+    monkeypatch.setattr(module, "LOGITS_CPU", 1)
+    monkeypatch.setattr(module, "LEAST_ROWS", 1)
     hidden, weight = torch.ones(512, 1), torch.zeros(4, 1, requires_grad=True)
     loss = linear_cross_entropy(hidden, weight.bfloat16(), torch.zeros(512, dtype=torch.int64))
     loss.backward()
@@ -204,8 +217,22 @@ def test_compiles_without_a_graph_break(dtype):
     assert_close(with_gradients(compiled, *inputs, 3.0), expected)
 
 
-def test_chunks_are_large_enough_for_the_products_and_no_larger():
-    assert chunk_rows(1100, 50304, CPU) == 550  # two chunks of equal size, and not 1024 rows and 76
-    assert chunk_rows(8192, 50304, torch.device("cuda")) == 4096
-    assert chunk_rows(8192, 256, CPU) == 8192  # 8 MiB of logits are not worth a second chunk
-    assert chunk_rows(1, 50304, CPU) == 1
+def test_chunks_of_a_cpu_are_large_enough_for_the_products_and_no_larger():
+    assert chunk_rows(1100, 50304, torch.float32, CPU) == 550  # two of equal size, and not 1024 rows and 76
+    assert chunk_rows(8192, 256, torch.float32, CPU) == 8192  # 8 MiB of logits are not worth a second chunk
+    assert chunk_rows(1, 50304, torch.float32, CPU) == 1
+
+
+def test_chunks_of_a_gpu_are_a_share_of_its_memory_and_the_same_on_gpus_of_one_model(monkeypatch):
+    class Properties:
+        total_memory = 79 * 2**30 + 123 * 2**20  # 2 % of 79 GiB are 16,862 rows of GPT-2's in bf16
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    assert chunk_rows(16862, 50304, torch.bfloat16, gpu) == 16862
+    assert chunk_rows(16863, 50304, torch.bfloat16, gpu) == 8432
+    assert chunk_rows(16862, 50304, torch.float32, gpu) == 8431
+    Properties.total_memory += 2**29
+    assert chunk_rows(16863, 50304, torch.bfloat16, gpu) == 8432
+    Properties.total_memory = 2**30
+    assert chunk_rows(8192, 50304, torch.bfloat16, gpu) == 1024  # rather than products of 213 rows

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptdbench.models.experts import Experts, Router, Routing
+from ptdbench.models.experts import Experts, Router, Routing, places_in, take
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.moe import MoE, from_transformers
 from ptdbench.problems import ConfigError
@@ -98,6 +98,20 @@ def test_both_products_have_equal_outputs_and_gradients(sizes):
         found.append([outputs.detach(), tokens.grad, *(weight.grad for weight in experts.parameters())])
     torch.testing.assert_close(*found)
     assert all(gradient.abs().sum() > 0 for gradient in found[0][1:] if gradient.numel()) == (sum(sizes) > 0)
+
+
+@pytest.mark.parametrize("numbers", [[3, 0, 5, 1, 2, 4], [4, 1, 0], []])
+def test_rows_are_taken_and_put_back_as_by_indexing(numbers):
+    """Of three rows two copies each, of which some are taken; those that are not come back as zeros."""
+    order, rows = torch.tensor(numbers, dtype=torch.int64), torch.randn(3, 4, dtype=torch.float64)
+    ours, plain = rows.clone().requires_grad_(), rows.clone().requires_grad_()
+    places, weights = places_in(order, 6), torch.randn(6, 4, dtype=torch.float64)
+    found = take(take(ours, order, places, copies=2).square(), places, order)
+    expected = torch.zeros(6, 4, dtype=torch.float64).index_copy(0, order, plain[order // 2].square())
+    assert torch.equal(found, expected)
+    for result in (found, expected):
+        (result * weights).sum().backward()
+    torch.testing.assert_close(ours.grad, plain.grad)
 
 
 def router(capacity=None, tokens=40, **options):

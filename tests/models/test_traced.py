@@ -1,7 +1,5 @@
 """Modules that are no chain of blocks, cut where a single tensor passes; and why others are not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What a newcomer has on a new machine: the wheel, an empty environment, a folder with files of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What a user brings along: the model of a command of the README, and a model, data and an optimizer of one kind."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -1,7 +1,5 @@
 """Every command of the pages that two cores can carry, typed as it stands there, and what a user brings along."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """TensorBoard in a real browser: its HPARAMS are the options that were swept, and its scalars those of the records."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """A sweep in a real terminal, 80 and 140 columns wide."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import time

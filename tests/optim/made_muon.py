@@ -1,7 +1,5 @@
 """Muon for a model, without a configuration around it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

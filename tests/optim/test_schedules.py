@@ -1,7 +1,5 @@
 """Schedules against torch's own, whose rates are looked at step by step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.optim import lr_scheduler

@@ -1,7 +1,5 @@
 """What tests that put mistakes into the program have in common: how they do it, and the table of them on a page."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A few lines of a test on real ranks."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 import traceback

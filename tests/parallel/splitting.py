@@ -1,7 +1,5 @@
 """Schedules that split the backward pass, which ptdbench refuses with a torch that does not do it right."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 

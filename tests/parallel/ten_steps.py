@@ -1,7 +1,5 @@
 """Ten steps on four samples: what the numbers of a layout are held to."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """How a batch falls onto the ranks, over many worlds and batches."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Batch normalization over two ranks is that of one process over the joined batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

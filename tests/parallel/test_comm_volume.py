@@ -22,7 +22,7 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.comm_volume import OPERATIONS
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling import trace
-from ptdbench.profiling.profiler import profiled
+from ptdbench.training.profile import profiled
 from tests.daily import cases, selected
 from tests.optim.made_muon import muon_of
 from tests.parallel.ranks import mesh_of, on_ranks

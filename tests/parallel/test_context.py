@@ -1,7 +1,5 @@
 """Which positions each rank has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Degrees of parallelism: which are derived, and which do not fit."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from itertools import product

@@ -1,7 +1,5 @@
 """``precision=bf16`` and ``fp16`` are one definition: the same dtypes everywhere under every layout."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -29,15 +29,17 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor without FSDP": {"tensor": 4, "expert": 1},
     "pipeline": {"pipeline": 2, "shard": 2, "expert": 2},
 }
-KINDS = ("loss", "bias", "forced")
+KINDS = ("loss", "bias", "forced", "latent")
 
 
-def model(balance: str = "loss") -> MoE:
-    """On the meta device."""
+def model(kind: str = "loss") -> MoE:
+    """On the meta device; its balance, or latent attention, with fewer heads of keys for it to overlook."""
+    attention = {"head_width": 4, "latent_width": 8, "rotary_width": 4} if kind == "latent" else {}
+    balance = "loss" if kind == "latent" else kind
     with torch.device("meta"):
         return MoE(
-            layers=2, heads=4, key_value_heads=4, width=16, hidden=24, dense_layers=0, experts=4, active=2,
-            expert_hidden=8, shared_experts=1, sequence_length=8, vocabulary=20,
+            layers=2, heads=4, key_value_heads=1 if attention else 4, width=16, hidden=24, dense_layers=0, experts=4,
+            active=2, expert_hidden=8, shared_experts=1, sequence_length=8, vocabulary=20, **attention,
             router={"balance": balance, "coefficient": 0.5, "bias_rate": 0.05},
         )  # fmt: skip
 
@@ -51,9 +53,9 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.cat([tokens(SAMPLES, step + k), tokens(SAMPLES, step + k + 3)], 1)[:, :8] for k in (0, 7))
 
 
-def by_hand(balance: str) -> list[list[float]]:
+def by_hand(kind: str) -> list[list[float]]:
     """Losses and norms of gradients without any of what lays a model out."""
-    found, whole = [], model(balance)
+    found, whole = [], model(kind)
     materialize(whole, whole, device="cpu", seed=0)
     routers = [part for part in whole.modules() if isinstance(part, Router)]
     optimizer = sgd(whole.named_parameters())
@@ -71,13 +73,13 @@ def by_hand(balance: str) -> list[list[float]]:
     return found
 
 
-def laid_out(layout: str, balance: str, precision: Name = "fp32") -> list[list[float]]:
+def laid_out(layout: str, kind: str, precision: Name = "fp32") -> list[list[float]]:
     """In each of four ranks: the same under a layout."""
     strategy = Strategy(**LAYOUTS[layout])
     dims = strategy.dims(dist.get_world_size())
     plan, mesh = strategy.layout(dims, SAMPLES, "auto"), mesh_of(dims)
-    engine = strategy(model(balance), Setting(mesh, plan, torch.device("cpu"), precision))
-    foreseen = strategy.footprints(model(balance), plan, sgd, average=False)[dims.stage(dist.get_rank())]
+    engine = strategy(model(kind), Setting(mesh, plan, torch.device("cpu"), precision))
+    foreseen = strategy.footprints(model(kind), plan, sgd, average=False)[dims.stage(dist.get_rank())]
     held = [*engine.module.parameters(), *engine.module.buffers()]
     assert foreseen.weights == sum(local_part(tensor.detach()).nbytes for tensor in held)
     optimizer = sgd(engine.module.named_parameters())
@@ -97,13 +99,14 @@ def laid_out(layout: str, balance: str, precision: Name = "fp32") -> list[list[f
 @pytest.mark.ranks
 def test_every_layout_has_the_losses_and_norms_of_one_rank():
     cases = [(layout, "loss") for layout in LAYOUTS] + [("context", "forced"), ("tensor", "forced"), ("shards", "bias")]
+    cases += [(layout, "latent") for layout in ("context", "tensor", "tensor without FSDP")]
     rounded = [(layout, "loss", "bf16") for layout in LAYOUTS]
     (of_first, *_) = on_ranks(4, each, laid_out, cases + rounded)
-    expected = {balance: by_hand(balance) for balance in KINDS}
+    expected = {kind: by_hand(kind) for kind in KINDS}
     assert len({losses[-1][0] for losses in expected.values()}) == len(KINDS)
-    for layout, balance in cases:
-        numbers = of_first[layout, balance]
-        assert numbers == [pytest.approx(step, rel=1e-5) for step in expected[balance]], (layout, balance)
+    for layout, kind in cases:
+        numbers = of_first[layout, kind]
+        assert numbers == [pytest.approx(step, rel=1e-5) for step in expected[kind]], (layout, kind)
     for case in rounded:
         assert of_first[case] == [pytest.approx(step, rel=2e-2) for step in expected["loss"]], case
         assert of_first[case] != [pytest.approx(step, rel=1e-5) for step in expected["loss"]], case
@@ -115,7 +118,7 @@ def test_every_layout_has_the_losses_and_norms_of_one_rank():
         ({"shard": 8, "expert": 8}, "expert=8: must divide the 4 experts of the model; try 2, 4"),
         (
             {"shard": 6, "expert": 2},
-            "expert=2: leaves 3 copies of each expert, which must divide the 8 rows of its matrices; "
+            "expert=2: leaves 3 copies of each expert, which must divide the 16 rows of its matrices; "
             "try another number of ranks, or parallel=fsdp",
         ),
     ],

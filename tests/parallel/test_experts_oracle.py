@@ -3,8 +3,6 @@
 What stands here is what ``docs/mistakes.md`` has as a table.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Training state as it is foreseen, against what ranks have really allocated after a step."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

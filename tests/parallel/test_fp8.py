@@ -1,7 +1,5 @@
 """Conversion to fp8, emulated: no CPU has such units."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

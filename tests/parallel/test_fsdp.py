@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ptdbench.profiling.profiler import profiled
 from torch.autograd.profiler import record_function
 
 from ptdbench.data.synthetic import SyntheticTokens
@@ -18,7 +19,6 @@ from ptdbench.models.llama import Llama
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling import trace
-from ptdbench.profiling.profiler import profiled
 from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
 

@@ -3,8 +3,6 @@
 What stands here is what ``docs/mistakes.md`` has as a table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The mesh on eight ranks: which of them share what, also by degrees that are not there yet."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ptdbench.planning.merging import merged
+from ptdbench.planning.classes import merged
 
 
 def part(ranks: list[int], messages: dict[str, Any], kinds: dict[str, list[int]]) -> dict[str, Any]:

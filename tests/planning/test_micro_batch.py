@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ptdbench.launch.job_steps import JobSteps
+from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
 from ptdbench.planning.micro_batch import Broken, Finder, Found, as_found

@@ -1,6 +1,6 @@
 """Steps of other micro-batches, and steps that stand for longer ones."""
 
-from ptdbench.planning.steps import layouts, stand_in
+from ptdbench.planning.micro_batch import layouts, stand_in
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.training_spec import TrainingSpec

@@ -1,7 +1,5 @@
 """Traces in Chrome's format, made by hand: times are in milliseconds after :data:`EPOCH`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.autograd.profiler import record_function
 
-from ptdbench.measure.parts import KINDS
 from ptdbench.profiling import allocations, trace
 from ptdbench.profiling.allocations import Change, Seen, Sent, Surroundings
-from ptdbench.profiling.profiler import profiled
+from ptdbench.profiling.phases import KINDS
+from ptdbench.training.profile import profiled
 
 FORWARD = Surroundings("forward", "activations")
 BACKWARD = Surroundings("backward", "activations")

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ptdbench.profiling.intervals import intersect, length, subtract, union
+from ptdbench.profiling.events import intersect, length, subtract, union
 
 #: Sets of whole seconds, as intervals and as the seconds in them.
 INTERVALS = st.lists(

@@ -1,8 +1,7 @@
 import pytest
 
-from ptdbench.measure.parts import PHASES
 from ptdbench.profiling.events import Call
-from ptdbench.profiling.phases import Ready, partition
+from ptdbench.profiling.phases import PHASES, Ready, partition
 from ptdbench.profiling.trace import Trace
 
 

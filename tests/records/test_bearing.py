@@ -1,7 +1,5 @@
 """What options bear on, by the table that all who compare runs go by."""
 
-from __future__ import annotations
-
 import pytest
 
 from ptdbench.records.bearing import bearing, bears, leaves

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.records.cause import root_cause, status_of
-from ptdbench.records.failure import Failure, describe, describe_exit, describe_exits
+from ptdbench.records.failure import Failure, describe, describe_exit, describe_exits, root_cause, status_of
 
 # As torch 2.15 words them when the peer of a gloo collective, of the store, or of an NCCL one is gone.
 CLOSED = (

@@ -15,7 +15,6 @@ import torch
 import ptdbench
 from ptdbench.examples.custom_model import __file__ as example
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.records.cause import root_cause, status_of
 from ptdbench.records.failure import (
     clear,
     crash_file,
@@ -23,6 +22,8 @@ from ptdbench.records.failure import (
     last_frame,
     read_failures,
     reporters,
+    root_cause,
+    status_of,
     user_frame,
     write_failure,
 )

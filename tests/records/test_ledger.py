@@ -1,7 +1,5 @@
 """What a sweep was asked for and its jobs can be read again, and a damaged file is told in a line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

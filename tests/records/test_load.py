@@ -1,7 +1,5 @@
 """Results for programs and notebooks."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A record is written by the start of the run that opened it, and while that lives by no other."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -66,3 +66,9 @@ def test_what_is_typed_has_no_repeats_and_is_quoted():
     assert record.retyped(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
     assert record.retyped(run(overrides=None)) is None
     assert record.retyped(run()) is None
+
+
+def test_a_group_of_fields_is_read_by_its_type():
+    written = {"micro_batch": {"found": 4}, "metrics": None}
+    assert schema.part(written, schema.MicroBatch).found == 4
+    assert schema.part(written, schema.Metrics) == schema.Metrics()

@@ -1,7 +1,5 @@
 """docs/record.md: it describes whatever stands in a real record."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints

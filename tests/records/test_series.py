@@ -1,7 +1,5 @@
 """The series file: whole blocks count, and what was torn off is cut away."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Records as small runs of one version wrote them, one of each kind: reading and writing them changes no byte."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.phases import PHASES
 from ptdbench.records.store import append_result, write_record
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ptdbench.measure.parts import KINDS
+from ptdbench.profiling.phases import KINDS
 from ptdbench.report import breakdown
 from ptdbench.report.breakdown import of_ranks, of_runs, title
 from tests.report.made import DDP, FSDP, PDP, operation, phased

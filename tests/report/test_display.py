@@ -1,7 +1,5 @@
 """What a run shows of itself, by a clock that the test moves."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

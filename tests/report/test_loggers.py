@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, series
 from ptdbench.report import loggers, scalars
-from ptdbench.report.loggers import Log
+from ptdbench.report.loggers import Log, Start
 from ptdbench.report.scalars import Scalar
 from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
@@ -34,7 +34,7 @@ class Kept:
     package: str = "kept"
     extra: str = "kept"
     calls: list[str] = field(default_factory=list)
-    opened: list[tuple[str | None, Mapping[str, Any], str | None]] = field(default_factory=list)
+    opened: list[Start] = field(default_factory=list)
     points: list[Scalar] = field(default_factory=list)
     summary: Mapping[str, float] = field(default_factory=dict)
 
@@ -43,10 +43,10 @@ class Kept:
         if len(self.calls) > self.fails_at:
             raise ConnectionError("gone\nfor good")
 
-    def begin(self, directory: Path, sweep: str | None, hparams: Mapping[str, Any], known: str | None) -> str:
+    def begin(self, start: Start) -> str:
         self._called("begin")
-        self.opened.append((sweep, hparams, known))
-        return known or "abc"
+        self.opened.append(start)
+        return start.known or "abc"
 
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
         self._called("send")
@@ -98,13 +98,22 @@ class TestLog:
         rest = "the run goes on without it; TensorBoard and the record have everything"
         assert capsys.readouterr().err == f"logger: kept failed: ConnectionError: gone; {rest}\n"
 
+    def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys):
+        (tmp_path / "no folder").touch()
+        log = Log(loggers.TensorBoard(), tmp_path / "no folder")
+        log.show(TRAINED, 0, rows()[:1], [])
+        log.abort()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("logger: tensorboard failed: ")
+        assert line.endswith("; the run goes on without it; the record has everything")
+
     def test_a_start_that_goes_on_continues_the_run_and_a_new_one_does_not(self, tmp_path):
         shown(Kept(), tmp_path)
         assert json.loads((tmp_path / loggers.FILE).read_text()) == {"kept": "abc"}
         for first, known in ((1, "abc"), (0, None)):
             service = Kept()
             Log(service, tmp_path).show(TRAINED, first, rows()[first:], [])
-            assert service.opened[0][2] == known
+            assert service.opened[0].known == known
 
     def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
         directory = tmp_path / "my_sweep" / "0_toy"
@@ -113,9 +122,9 @@ class TestLog:
         series.write(directory / series.NAME, [rows()])
         service = Kept()
         Log(service, directory).finish({**TRAINED, "config": {"optimizer": {"lr": 0.2}}})
-        ((sweep, hparams, _),) = service.opened
-        assert sweep == "my_sweep"
-        assert (hparams["lr"], hparams["parallel"], hparams["ranks"]) == (0.2, "pdp", 2)
+        (start,) = service.opened
+        assert start.sweep == "my_sweep"
+        assert [start.hparams[name] for name in ("lr", "parallel", "ranks")] == [0.2, "pdp", 2]
 
 
 class TestRefused:

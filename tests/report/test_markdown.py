@@ -1,7 +1,5 @@
 """The report as Markdown."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from ptdbench.comparison import noise

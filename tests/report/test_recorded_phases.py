@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import begin
 from ptdbench.records.schema import Phases, part
 from ptdbench.report.recorded_phases import groups, missing, of_rank, other_work, shown_ranks, step

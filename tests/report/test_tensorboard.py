@@ -5,7 +5,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from ptdbench.records import ledger, series
-from ptdbench.report.tensorboard import Live, write_tensorboard
+from ptdbench.report.loggers import Log, TensorBoard
 
 RECORD = {
     "schema": 2,
@@ -58,8 +58,12 @@ def written(directory, record, steps=None) -> EventAccumulator:
     directory.mkdir(parents=True, exist_ok=True)
     if record["steps"]:
         series.write(directory / series.NAME, [rows() if steps is None else steps])
-    write_tensorboard(directory, record)
+    log(directory).finish(record)
     return shown(directory)
+
+
+def log(directory) -> Log:
+    return Log(TensorBoard(), directory)
 
 
 def plugin_data(events: EventAccumulator, tag: str) -> plugin_data_pb2.HParamsPluginData:
@@ -176,38 +180,36 @@ def test_curves_of_real_training(tmp_path):
 
 def test_what_was_shown_on_the_way_is_there_once(tmp_path):
     series.write(tmp_path / series.NAME, [rows()])
-    live = Live(tmp_path)
+    live = log(tmp_path)
     live.show(TRAINED, 0, rows()[:1], TRAINED["evaluations"][:1])
-    assert live.shown == 1
     on_the_way = shown(tmp_path)
     assert values(on_the_way, "step/tokens_per_second") == [(0, 1024.0)]
     assert values(on_the_way, "eval/top1") == [(1, 0.25)]
     hparams = plugin_data(on_the_way, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
     assert hparams["model"].string_value == "gpt_tiny"
 
-    live.close()
-    write_tensorboard(tmp_path, TRAINED, live.shown)
+    live.finish(TRAINED)
     events = shown(tmp_path)
     assert values(events, "step/tokens_per_second") == [(0, 1024.0), (1, 4096.0), (2, 4096.0)]
     assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
 
 
 def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
-    killed = Live(tmp_path)
+    killed = log(tmp_path)
     killed.show(TRAINED, 0, rows([5.0, 9.0, 9.0]), [])
-    killed.close()
-    going_on = Live(tmp_path)  # after step 1
+    killed.abort()
+    going_on = log(tmp_path)  # after step 1
     going_on.show(TRAINED, 1, rows()[1:], [])
-    going_on.close()
+    going_on.abort()
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
 
 
 def test_each_look_shows_only_what_is_new_at_its_own_time(tmp_path):
-    live = Live(tmp_path / "live")
+    live = log(tmp_path / "live")
     for first in range(3):
         live.show(TRAINED, first, rows()[first : first + 1], TRAINED["evaluations"][: 1 + first // 2])
-    live.close()
+    live.abort()
     on_the_way = shown(tmp_path / "live")
     at_once = written(tmp_path / "at once", TRAINED)
     for tag in ("step/loss", "step/data_wait_share", "eval/top1"):
@@ -221,7 +223,7 @@ def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
     one_rank["step_seconds"] = 7.0
     series.write(tmp_path / series.NAME, [one_rank, rows()[1:]])
     segments = [{"first_step": 0, "steps": 1}, {"first_step": 1, "steps": 2}]
-    write_tensorboard(tmp_path, {**TRAINED, "segments": segments})
+    log(tmp_path).finish({**TRAINED, "segments": segments})
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(1, 4.0), (2, 3.5)]
     assert np.diff([event.wall_time for event in events.Scalars("step/loss")]) == [0.5]
@@ -229,5 +231,5 @@ def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
 
 
 def test_a_run_that_shows_nothing_on_the_way_writes_nothing(tmp_path):
-    Live(tmp_path).close()
+    log(tmp_path).abort()
     assert not list(tmp_path.iterdir())

@@ -1,7 +1,5 @@
 """Two sets of runs beside each other: what is matched, the verdicts, and the exit status of a gate."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ptdbench.report import virtual
-from ptdbench.report.reason import reason
+from ptdbench.report.remarks import reason
 from ptdbench.report.table import render
 from tests.report.made import run
 

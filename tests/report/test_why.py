@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Place
-from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.phases import PHASES
 from ptdbench.report.why import against_first, compare, costs_of_imbalance, in_order, remarks, shares
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 

@@ -1,7 +1,5 @@
 """The tables of workloads that do not train."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs that do not fit into memory, of machines, GPUs and jobs of made-up sizes, and formats that devices lack."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """What a configuration may call."""
 
-from __future__ import annotations
-
 import pytest
 from hydra.utils import instantiate
 

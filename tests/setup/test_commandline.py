@@ -1,7 +1,5 @@
 """Words that are added to a command line before Hydra reads it."""
 
-from __future__ import annotations
-
 import argparse
 
 import pytest

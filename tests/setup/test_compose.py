@@ -1,7 +1,5 @@
 """What one command line asks for, and how misspellings are answered."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Hydra's own options: what is refused since it would do nothing here, and the launchers that there are."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

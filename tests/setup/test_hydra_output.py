@@ -1,7 +1,5 @@
 """Hydra's files, against those that Hydra itself writes for the same command line."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

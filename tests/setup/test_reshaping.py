@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from ptdbench.checkpoints import manifest
-from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
-from ptdbench.setup import reshaping
+from ptdbench.setup import run_spec
 from ptdbench.setup.run_spec import Summary
 
 
@@ -43,7 +43,7 @@ def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
     ],
 )
 def test_a_change_is_named_with_both_shapes(was, now, change):
-    assert reshaping.change(was, math.prod(now[degree] for degree in Dims.order()), now) == change
+    assert run_spec.change_of_shape(was, math.prod(now[degree] for degree in Dims.order()), now) == change
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def begun(tmp_path):
     """The directory of a run with a checkpoint of four ranks."""
     path = tmp_path / "checkpoints" / "step-00000003"
     path.mkdir(parents=True)
-    manifest.write(path, checkpoint(4, layout(replicate=2, shard=2)))
+    checkpoint_dir.write_manifest(path, checkpoint(4, layout(replicate=2, shard=2)))
     return tmp_path
 
 
@@ -63,7 +63,7 @@ def summary(**degrees: int) -> Summary:
 class TestInPlace:
     def test_it_is_refused_with_what_to_type(self, begun):
         with pytest.raises(ConfigError) as refused:
-            reshaping.require_same(begun, summary(replicate=2), allowed=False)
+            run_spec.require_same_shape(begun, summary(replicate=2), allowed=False)
         assert str(refused.value) == (
             f"reshape=false: {begun} would go on with 2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2), "
             "which may change its numbers; start it as before, try reshape=true, or give more options for a run of its "
@@ -71,7 +71,7 @@ class TestInPlace:
         )
 
     def test_it_may_be_asked_for_or_have_the_same_shape_or_nothing_to_go_on_with_or_no_layout(self, begun, tmp_path):
-        reshaping.require_same(begun, summary(replicate=2), allowed=True)
-        reshaping.require_same(begun, summary(replicate=2, shard=2), allowed=False)
-        reshaping.require_same(tmp_path / "elsewhere", summary(replicate=2), allowed=False)
-        reshaping.require_same(begun, Summary(2, False, {"world_size": 2}), allowed=False)
+        run_spec.require_same_shape(begun, summary(replicate=2), allowed=True)
+        run_spec.require_same_shape(begun, summary(replicate=2, shard=2), allowed=False)
+        run_spec.require_same_shape(tmp_path / "elsewhere", summary(replicate=2), allowed=False)
+        run_spec.require_same_shape(begun, Summary(2, False, {"world_size": 2}), allowed=False)

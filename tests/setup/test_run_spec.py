@@ -1,7 +1,5 @@
 """What a run will be, and everything that forbids it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

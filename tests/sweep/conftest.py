@@ -1,7 +1,5 @@
 """Sweeps for the tests of this folder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure
-from ptdbench.report.progress import PROGRESS
+from ptdbench.records.ownership import PROGRESS
 
 CONFIG = {
     "workload": {"name": "train", "label": "toy_ddp"},

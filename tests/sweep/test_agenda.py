@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ptdbench.checkpoints import manifest
-from ptdbench.checkpoints.manifest import Manifest
+from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.records import store
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
@@ -109,7 +109,7 @@ def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_pat
     checkpoint = tmp_path / "0_toy_ddp" / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
     was = Manifest(3, run.summary.world_size + 1, {"name": "toy"}, {}, {}, "2.14", 0.0)
-    manifest.write(checkpoint, was)
+    checkpoint_dir.write_manifest(checkpoint, was)
     capsys.readouterr()
     assert Agenda(tmp_path, [run]).open(0) is None
     assert f"instead of {was.world_size} ranks, which may change its numbers; " in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Two interpreters or two commits in turn: in which order, with what they are started, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Repeats: the order of a sweep's runs, repeats that are refused, and when ``repeat=auto`` ends."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

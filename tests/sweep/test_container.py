@@ -1,7 +1,5 @@
 """Containers: srun's flags and the ranks' command for each kind, what is mounted, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

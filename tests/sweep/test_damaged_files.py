@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from docs.record_tables import parts
 from ptdbench.launch import slurm
 from ptdbench.records import ledger, record, schema, store
+from ptdbench.records.ownership import PROGRESS
 from ptdbench.report import table
-from ptdbench.report.progress import PROGRESS
 from ptdbench.sweep import status, watch
 from ptdbench.training.metrics import metrics
 from tests.sweep.made import CONFIG, DONE
@@ -65,7 +65,7 @@ def shown(directory: Path) -> str:
     """What a person sees of a sweep, in the status and in the table at its end."""
     seen = status.look(directory)
     for width in (None, 40):
-        assert all("\n" not in line for line in watch.table_lines(seen, width))
+        assert all("\n" not in line for line in watch.table_lines(seen, width)[0])
     watch.table_text(seen, 80)
     told: list[str] = []
     table.render(store.read_results(directory, told.append))

@@ -123,7 +123,7 @@ class TestRequest:
     def test_words_for_people(self):
         (training,) = asked("parallel=fsdp")
         (hello,) = asked("workload=hello")
-        assert (training.label, hello.label) == ("toy_fsdp", "hello")
+        assert (training.config.label, hello.config.label) == ("toy_fsdp", "hello")
 
     def test_its_directory_is_the_one_that_hydra_would_choose(self):
         for template, name in (

@@ -1,7 +1,5 @@
 """From the options of a cluster to the shape of a job and the flags of sbatch; the last word has a real SLURM."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

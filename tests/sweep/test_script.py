@@ -10,7 +10,7 @@ import pytest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
-from ptdbench.sweep import script
+from ptdbench.sweep import requests
 from tests.conftest import ROOT
 
 
@@ -22,7 +22,7 @@ def _without_slurm(monkeypatch):
 
 def written(*overrides):
     """The script as its flags and the words of its command."""
-    text, _ = script.write(["model=toy", "device=cpu", *overrides])
+    text, _ = requests.write_script(["model=toy", "device=cpu", *overrides])
     lines = text.splitlines()
     flags = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     return flags, shlex.split(lines[-1])
@@ -39,7 +39,9 @@ def test_the_command_asks_for_the_world_of_the_shape():
 
 @pytest.mark.parametrize("sign", ["+", "++"])
 def test_flags_for_sbatch_stay_out_of_the_command(sign):
-    text, _ = script.write(["workload=hello", "device=cpu", f"{sign}cluster.extra.nice=100", "cluster.nodes=2"])
+    text, _ = requests.write_script(
+        ["workload=hello", "device=cpu", f"{sign}cluster.extra.nice=100", "cluster.nodes=2"]
+    )
     assert "#SBATCH --nice=100" in text.splitlines()
     assert "cluster.extra" not in text.splitlines()[-1]
 
@@ -52,7 +54,7 @@ def test_what_auto_came_to_is_stated():
 
 
 def test_a_name_of_several_lines_is_one_flag():
-    text, _ = script.write(["model=toy", "device=cpu", "model.name='one\ntwo'"])
+    text, _ = requests.write_script(["model=toy", "device=cpu", "model.name='one\ntwo'"])
     assert "#SBATCH --job-name=ptdbench-one-two_ddp" in text.splitlines()
     assert "model.name='one\ntwo'" in shlex.split(text.partition("\nsrun")[2])
 
@@ -108,7 +110,7 @@ class TestForAnotherCluster:
         monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 2, 60, (2,), 4)])
 
     def remarks(self, *overrides):
-        text, remarks = script.write(["model=toy", *overrides])
+        text, remarks = requests.write_script(["model=toy", *overrides])
         assert "\nsrun " in text
         return remarks
 

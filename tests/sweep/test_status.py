@@ -12,8 +12,7 @@ from msgspec.structs import asdict, replace
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import crash_file
-from ptdbench.records.ownership import Attempt, this_process
-from ptdbench.report.progress import PROGRESS, Progress
+from ptdbench.records.ownership import PROGRESS, Attempt, Progress, this_process
 from ptdbench.sweep import status, watch
 from tests.sweep.made import CONFIG, DONE, failure, state
 

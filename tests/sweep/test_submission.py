@@ -20,9 +20,8 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import carriers, requests, submission, watch
-from ptdbench.sweep import search as searching
 from ptdbench.sweep.agenda import Agenda
-from ptdbench.sweep.search import NoObjective
+from ptdbench.sweep.carriers import NoObjective
 from ptdbench.sweep.submission import arrays, script
 from tests.conftest import ROOT
 
@@ -268,7 +267,7 @@ class TestSearch:
                 return sweeper
 
             monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate)
-            searching.search(agenda, compose_all(asked, multirun=True))
+            carriers.search(agenda, compose_all(asked, multirun=True))
             return told
 
         return it

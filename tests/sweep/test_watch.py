@@ -24,7 +24,11 @@ PROGRESS = {"step": 3, "steps": 60, "unit": "tokens", "per_second": 41234.5}
 
 def cells(sweep):
     """The row of each run, by heading."""
-    return [dict(zip(watch.HEADINGS, row, strict=True)) for row in watch.table_rows(status.look(sweep.path))]
+    return cells_of(status.look(sweep.path))
+
+
+def cells_of(seen):
+    return [{column.heading: column.cell(row) for column in watch.COLUMNS} for row in watch.numbered(seen)]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +55,7 @@ def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(tmp_pat
             keep(folder / side / str(block), "0_toy_ddp", one | {"model": "toy", "config": config})
     (folder / "before" / "11").mkdir()  # which has just begun
     seen = status.look(folder)
-    assert [row[2] for row in watch.table_rows(seen)] == [
+    assert [row["run"] for row in cells_of(seen)] == [
         f"toy ddp [{side}/{block}]" for block in (0, 2, 10) for side in ("before", "after")
     ]
     assert seen.is_over
@@ -74,7 +78,7 @@ def test_a_run_that_ended_well(sweep):
     sweep.end(0)
     startup = "7.8 = 4.2 + 0.0 + 0.5 + 1.0 + 2.0"
     expected = ("0", "7_0", "toy ddp", "2 nodes x 2 ranks", "ok", "3", "41,234", startup)
-    assert list(watch.table_rows(status.look(sweep.path))) == [expected]
+    assert [(*row.values(),) for row in cells(sweep)] == [expected]
 
 
 def test_a_failure_and_one_outside_of_the_ranks_which_names_no_rank(sweep):
@@ -160,23 +164,23 @@ class TestWidths:
 
     @pytest.mark.parametrize("width", [200, 120, 80, 60, 40, 20, 5])
     def test_a_run_is_one_line_that_fits(self, wide, width):
-        drawn = watch.table_lines(status.look(wide.path), width)
+        drawn, _ = watch.table_lines(status.look(wide.path), width)
         assert len(drawn) == 2 + 4
         assert max(map(cell_len, drawn)) <= width
         assert [line.split()[0] for line in drawn[2:]] == ["0", "1", "2", "3"]
 
     def test_what_matters_least_goes_first_and_the_state_stays(self, wide):
         sweep = status.look(wide.path)
-        headings = {width: watch.table_lines(sweep, width)[0].split() for width in (200, 100, 80, 60, 40, 25)}
+        headings = {width: watch.table_lines(sweep, width)[0][0].split() for width in (200, 100, 80, 60, 40, 25)}
         assert headings == {
-            200: " ".join(watch.HEADINGS).split(),
+            200: " ".join(column.heading for column in watch.COLUMNS).split(),
             100: ["#", "job", "run", "shape", "state", "step", "tokens/s"],
             80: ["#", "job", "run", "shape", "state", "step", "tokens/s"],
             60: ["#", "job", "run", "state", "step", "tokens/s"],
             40: ["#", "job", "run", "state", "step"],
             25: ["#", "run", "state"],
         }
-        assert "  RUNNING n[1-16,21-36…  " in watch.table_lines(sweep, 60)[2]
+        assert "  RUNNING n[1-16,21-36…  " in watch.table_lines(sweep, 60)[0][2]
 
     def test_what_was_left_out_is_said_and_the_path_of_a_log_is_whole(self, wide):
         text = watch.table_text(status.look(wide.path), 40)
@@ -194,9 +198,9 @@ class TestWidths:
     def test_wide_characters_count_twice_and_control_characters_are_shown(self, sweep):
         sweep.begin(0)
         sweep.end(0, model="模型模型模型模型模型模型")
-        assert cell_len(watch.table_lines(status.look(sweep.path), 40)[2]) <= 40
+        assert cell_len(watch.table_lines(status.look(sweep.path), 40)[0][2]) <= 40
         sweep.end(0, model="\x1b[31mred\nline")
-        assert watch.table_lines(status.look(sweep.path))[2].split()[2:5] == ["\\x1b[31mred", "line", "ddp"]
+        assert watch.table_lines(status.look(sweep.path))[0][2].split()[2:5] == ["\\x1b[31mred", "line", "ddp"]
 
 
 @pytest.fixture

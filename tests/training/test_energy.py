@@ -1,7 +1,5 @@
 """Counters of energy and clocks: RAPL in a made folder, NVML by a stand-in. There may be neither here."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

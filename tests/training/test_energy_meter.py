@@ -1,7 +1,5 @@
 """Which steps are metered: with counters that are made up, as a machine may have none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from omegaconf import DictConfig
 from torch import Tensor
 
-from ptdbench.checkpoints import manifest, safe_load
+from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.training.evaluation import Evaluation
 from ptdbench.workloads import train
@@ -135,9 +135,9 @@ def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpo
     there = shared_run(*TASK, *steps, *f"parallel={strategy}".split(), "checkpoint.every_steps=5")
     (evaluation,) = there["evaluations"]
     checkpoint = Path(there["directory"]) / "checkpoints" / "step-00000005"
-    written = manifest.read(checkpoint)
+    written = checkpoint_dir.read_manifest(checkpoint)
     assert written.facts["evaluations"] == [evaluation]
-    manifest.write(checkpoint, replace(written, facts={**written.facts, "evaluations": []}))
+    checkpoint_dir.write_manifest(checkpoint, replace(written, facts={**written.facts, "evaluations": []}))
     here = shared_run(*TASK, *steps, "parallel=single", f"resume={there['directory']}")
     (again,) = here["evaluations"]
     assert (again["top1"], again["loss"]) == (evaluation["top1"], pytest.approx(evaluation["loss"], rel=1e-6))

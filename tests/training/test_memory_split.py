@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from ptdbench.measure.parts import KINDS
 from ptdbench.profiling import trace
+from ptdbench.profiling.phases import KINDS
 from ptdbench.records import schema
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.training_spec import TrainingSpec

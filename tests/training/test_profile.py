@@ -14,18 +14,16 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.data.feed import Feed
-from ptdbench.measure.parts import PHASES
 from ptdbench.models.decoder import Decoder
 from ptdbench.models.experts import Experts
 from ptdbench.parallel import apply, ring
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import Stage
 from ptdbench.profiling import trace
-from ptdbench.profiling.events import Call
-from ptdbench.profiling.intervals import Interval, intersect, length, union
-from ptdbench.profiling.phases import Partition, Ready, divided, partition
+from ptdbench.profiling.events import Call, Interval, intersect, length, union
+from ptdbench.profiling.phases import PHASES, Partition, Ready, divided, partition
 from ptdbench.records import schema
-from ptdbench.training import profile, traffic
+from ptdbench.training import profile, traces
 from ptdbench.training.loop import Update
 from tests.conftest import composed, record_of
 from tests.daily import cases
@@ -306,7 +304,7 @@ def test_what_the_profiler_takes_is_the_hosts_that_a_gpu_waits_for(timed, host, 
 def test_messages_of_one_kernel_of_nccl_begin_with_the_last_of_them():
     calls = [Call("send", 8, 1.0, 6.0, peer=0), Call("recv", 8, 1.0, 6.0, peer=2), Call("send", 8, 7.0, 8.0, peer=0)]
     of_each = [Ready(1.0), Ready(5.0, last=2), Ready(7.0)]
-    assert traffic.together(calls, of_each) == [Ready(5.0, last=2), Ready(5.0, last=2), Ready(7.0)]
+    assert traces.together(calls, of_each) == [Ready(5.0, last=2), Ready(5.0, last=2), Ready(7.0)]
 
 
 def run_broken(configuration: Any, directory: Path, name: str, error: Exception) -> None:

@@ -1,7 +1,5 @@
 """What is reported of the steps, and how a pipeline's loss comes to the rank that shows it."""
 
-from __future__ import annotations
-
 import io
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The series of a run: drained as it goes on, taken over from checkpoints, kept from a full disk."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from pathlib import Path
@@ -10,7 +8,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
+from ptdbench.measure.clock import HostClock
 from ptdbench.records import series
 from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
@@ -26,9 +26,12 @@ pytestmark = pytest.mark.ranks
 TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.global_batch=4", "profile.steps=0")
 
 
-def drained(directory: Path) -> tuple[list[int], int, list[float]]:
-    """In a rank: the steps of each block, the most that it held, and the losses, of a run that drains every 3."""
-    held = 0
+def drained(directory: Path) -> tuple[list[int], int, list[float], list[list[float]]]:
+    """In a rank: the steps of each block, the most that it held, and losses and times of a run that drains every 3.
+
+    Rank r takes r + 1 seconds for each step, by a clock that is made up.
+    """
+    held, mine = 0, dist.get_rank() + 1.0
 
     def step(self: StepLoop) -> None:
         nonlocal held
@@ -38,9 +41,11 @@ def drained(directory: Path) -> tuple[list[int], int, list[float]]:
 
     take = StepLoop.step
     seldom = mock.patch.multiple(recorder, DRAIN_EVERY=3, DRAIN_SECONDS=math.inf)
-    with seldom, mock.patch.object(StepLoop, "step", step):
+    timed = mock.patch.object(HostClock, "seconds", lambda self: [mine] * self.finished())
+    with seldom, timed, mock.patch.object(StepLoop, "step", step):
         blocks = blocks_of(directory, TOY)
-    return [len(rows) for rows in blocks], held, series.column(blocks, "loss").tolist()
+    losses, seconds = (series.column(blocks, name).tolist() for name in ("loss", "step_seconds"))
+    return [len(rows) for rows in blocks], held, losses, seconds
 
 
 def blocks_of(directory: Path, options: tuple[str, ...]) -> list[np.ndarray]:
@@ -57,10 +62,11 @@ def at_once_and_drained(folder: Path) -> tuple[Any, ...]:
     return rows["loss"].tolist(), *drained(folder / "drained")
 
 
-def test_ranks_hold_no_more_steps_than_since_the_last_drain(tmp_path):
-    for at_once, blocks, held, losses in on_ranks(2, at_once_and_drained, tmp_path):
+def test_ranks_hold_no_more_steps_than_since_the_last_drain_and_each_has_its_own_times(tmp_path):
+    for at_once, blocks, held, losses, seconds in on_ranks(2, at_once_and_drained, tmp_path):
         assert (blocks, held) == ([1, 3, 3, 3], 3)
         assert losses == at_once
+        assert seconds == [[1.0, 2.0]] * 10
 
 
 def with_full_disk(directory: Path, times: int) -> tuple[list[float], str]:

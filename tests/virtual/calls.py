@@ -1,7 +1,5 @@
 """The library called by itself, without torch, which takes a second less to start: prints answers as JSON."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

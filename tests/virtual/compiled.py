@@ -1,7 +1,5 @@
 """A compiled function on a virtual GPU: prints the kernels of Triton's that it launches, as JSON."""
 
-from __future__ import annotations
-
 import json
 
 import torch

@@ -1,7 +1,5 @@
 """Programs on virtual GPUs: started with the library's variables, as it cannot be loaded into a process that runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

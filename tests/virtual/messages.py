@@ -1,7 +1,5 @@
 """Two ranks that call NCCL without torch, in forks of one process: prints what rank 1 got, as JSON."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

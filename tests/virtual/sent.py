@@ -21,7 +21,7 @@ from ptdbench.launch import local, peers
 from ptdbench.profiling import events, trace
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
-from ptdbench.training import profile, traffic
+from ptdbench.training import profile, traces
 from ptdbench.workloads.train import assemble
 
 SMALL = (
@@ -33,7 +33,7 @@ DEVICES = {"virtual": ("virtual=h100",), "gloo": ("device=cpu",)}
 
 
 def sent(words: str, device: str) -> list[Any]:
-    """The messages of each rank in their order: operation, bytes and the ranks of the group."""
+    """The messages of each rank in their order: operation, bytes, ranks of the group, and the peer in it."""
     ranks, *layout = words.split()
     composed = compose_all([*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}"]).jobs[0]
     with TemporaryDirectory() as directory:
@@ -53,7 +53,9 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
         assert loop.mesh
         groups = loop.mesh.groups()
         of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
-        told = [(call.operation, call.bytes, of[traffic.group_of(call, groups)]) for call in _calls(path, job)]
+        told = [
+            (call.operation, call.bytes, of[traces.group_of(call, groups)], call.peer) for call in _calls(path, job)
+        ]
         of_ranks = peers.gather(told)
         if job.world.is_first:
             Path(directory, "found").write_text(json.dumps(of_ranks))

@@ -1,7 +1,5 @@
 """The library without torch: memory, copies, clocks and errors, by the figures of the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the library is built of and for, and what is said where it cannot be."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

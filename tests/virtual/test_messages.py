@@ -1,7 +1,5 @@
 """NCCL between two ranks: all types, reductions and collectives, and calls that do not match."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch's process groups, DDP and FSDP2 on two virtual GPUs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 They meet over the file that ``MEETING`` names, and print answers as JSON.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

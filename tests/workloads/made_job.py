@@ -1,7 +1,5 @@
 """Jobs without a launcher around them."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Step loops without a run around them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

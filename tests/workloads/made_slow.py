@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.job import Job, Outcome
-from ptdbench.launch import cores
+from ptdbench.launch import settings
 from ptdbench.measure import contention
 from ptdbench.workloads.check import Check
 
@@ -43,7 +43,7 @@ class MadeSlow(Check):
     def _count(self, ticks: int) -> None:
         values = [0] * 8
         values[self.column] = ticks
-        lines = [f"cpu{core} {' '.join(map(str, values))}" for core in cores.mine()]
+        lines = [f"cpu{core} {' '.join(map(str, values))}" for core in settings.own_cores()]
         contention.STAT.write_text("\n".join(lines))
 
 

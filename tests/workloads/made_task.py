@@ -1,7 +1,5 @@
 """A small task that is learned in seconds: which of six numbers is the largest, told by a net with a batch norm."""
 
-from __future__ import annotations
-
 import os
 
 import numpy as np

@@ -3,8 +3,6 @@
 The tolerance of the runs that must be sound is so wide that no busy machine exceeds it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The workload ``collectives``: what it measures, checks and refuses."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The workload ``hello``: what its record says, and that a wrong sum is no success."""
 
-from __future__ import annotations
-
 import socket
 from types import SimpleNamespace
 
@@ -11,10 +9,11 @@ import torch.distributed as dist
 
 from ptdbench.launch.world import World
 from ptdbench.workloads.hello import Hello
+from tests.daily import cases
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [1, 3])
+@cases("ranks", [1, 3], daily=[3])
 def test_every_rank_is_in_the_record(run, ranks):
     record = run("workload=hello", f"cluster.ranks_per_node={ranks}", "device=cpu")
     assert (record["status"], record["error"], record["world_size"]) == ("ok", None, ranks)

@@ -1,7 +1,5 @@
 """The workload ``matmul``: its record, what it refuses, and the ceiling that later runs find."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

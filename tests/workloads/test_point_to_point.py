@@ -1,7 +1,5 @@
 """The workload ``p2p``: what it measures, checks and refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from ptdbench.problems import ConfigError
@@ -9,6 +7,7 @@ from ptdbench.setup import config, run_spec
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
 from tests.conftest import composed
+from tests.daily import cases
 
 QUICK = (
     "workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60",
@@ -17,7 +16,7 @@ QUICK = (
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 3])
+@cases("ranks", [2, 3], daily=[3])
 def test_every_pair_is_measured(shared_run, ranks):
     record = shared_run("workload=p2p", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK)
     assert (record["status"], record["error"]) == ("ok", None)

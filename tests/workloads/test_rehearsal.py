@@ -1,7 +1,5 @@
 """Steps that are rehearsed: they compute as all later ones do, and a rehearsal leaves no other trace."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple

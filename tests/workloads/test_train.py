@@ -1,7 +1,5 @@
 """The workload: what all ranks make of their steps together."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from types import SimpleNamespace

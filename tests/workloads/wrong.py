@@ -1,7 +1,5 @@
 """Communication that goes wrong on purpose: given to runs as ``workload._target_=tests.workloads.wrong.<class>``."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import torch.distributed as dist

@@ -13,7 +13,7 @@ from ptdbench.records.bearing import bearing, bears
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
-from ptdbench.report.losses import listed
+from ptdbench.report.remarks import listed
 from ptdbench.terminal import plural
 
 #: Curves of so many rows are drawn: of more, none can be told from another.

@@ -12,7 +12,7 @@ from typing import Any
 
 from ptdbench.comparison.alternatives import of_sweeps, throughput
 from ptdbench.files import strict
-from ptdbench.measure.parts import KINDS, PHASES
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.bearing import bearing
 from ptdbench.records.load import Run
 from ptdbench.records.record import option, retyped
@@ -21,7 +21,7 @@ from ptdbench.report import breakdown, columns, recorded_phases, table
 from ptdbench.report.columns import Block
 from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
-from ptdbench.report.reason import reason
+from ptdbench.report.remarks import reason
 
 #: A row of the page: an alternative with figures of its runs, in the units of records.
 Cells = dict[str, Any]

@@ -1,7 +1,5 @@
 """Every schedule of a pipeline computes what one rank does, alone and with replicas or shards."""
 
-from __future__ import annotations
-
 from functools import cache, partial
 from itertools import product as combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """A sweep as its runs leave it, and the report of it in a real browser."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -13,7 +13,7 @@ import ptdbench
 from ptdbench import __main__ as command
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
-from ptdbench.measure.parts import PHASES
+from ptdbench.profiling.phases import PHASES
 from tests.report.made import failed, keep, run
 from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
 

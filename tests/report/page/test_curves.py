@@ -1,7 +1,5 @@
 """Curves as they are drawn: steps and losses, what other workloads found, and scaling."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

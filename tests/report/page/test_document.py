@@ -1,7 +1,5 @@
 """The data of a report: what is in records, and nothing else."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

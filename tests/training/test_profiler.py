@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ptdbench.profiling import trace
-from ptdbench.profiling.profiler import kernel_kind
+from ptdbench.training.profile import kernel_kind
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from functools import cache as once
 from hashlib import sha256
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import open_dict, read_write
 
@@ -24,8 +24,10 @@ from ptdbench.records.bearing import bears
 from ptdbench.setup import commandline, compose, config, hydra_output
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.sweep import directory as output
 from ptdbench.terminal import echo
+
+if TYPE_CHECKING:
+    from ptdbench.planning.micro_batch import CarryOut
 
 #: The folder of plans in the cache.
 _KIND = "plans"
@@ -36,15 +38,10 @@ _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
 @dataclass(frozen=True)
 class Planned:
-    """What was planned.
+    """What was planned."""
 
-    Attributes:
-        directory: With a directory for each record.
-        records: In the order of the command line.
-    """
-
-    directory: Path
-    records: Sequence[Mapping[str, Any]]
+    directory: Path  #: With a directory for each record.
+    records: Sequence[Mapping[str, Any]]  #: In the order of the command line.
 
 
 def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
@@ -83,26 +80,21 @@ def _is_free(overrides: Sequence[str]) -> bool:
     return {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
 
 
-def make(of: Composed, overrides: Sequence[str], again: bool) -> Planned:
+def make(of: Composed, overrides: Sequence[str], again: bool, carry_out: CarryOut) -> Planned:
     """Plan each configuration, and write the records.
-
-    Args:
-        of: The configurations.
-        overrides: What was typed.
-        again: Whether to plan anew what is known.
 
     Raises:
         ConfigError: The directory cannot be written to.
     """
     is_free = _is_free(overrides)
-    directory = output.claim(of, overrides, None, None)
+    directory = hydra_output.claim(of, overrides, None, None)
     records = []
     for number, (whole, job, words) in enumerate(zip(of.whole, of.jobs, of.overrides, strict=True)):
         read = config.read(job)
-        title = f"[{number + 1}/{len(of.jobs)}] {read.resolved['workload'].get('label', 'run')}"
+        title = f"[{number + 1}/{len(of.jobs)}] {read.label}"
         own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
         draft = record.begin(read.resolved, own, {}, words)
-        made = draft | {"kind": "planned", **_fields(read, is_free, title, again), "directory": str(own)}
+        made = draft | {"kind": "planned", **_fields(read, is_free, title, again, carry_out), "directory": str(own)}
         own.mkdir(parents=True, exist_ok=True)
         write_json(own / store.RECORD, made)
         store.append_result(directory, made)
@@ -110,18 +102,17 @@ def make(of: Composed, overrides: Sequence[str], again: bool) -> Planned:
     return Planned(directory, records)
 
 
-def _fields(read: Config, is_free: bool, title: str, again: bool) -> dict[str, Any]:
+def _fields(read: Config, is_free: bool, title: str, again: bool, carry_out: CarryOut) -> dict[str, Any]:
     """The fields of a record: of an earlier plan, of a new one, or why there is none."""
     key = _key(read, is_free)
     if key and not again and (known := cache.look_up(_KIND, key).get("fields")):
         return dict(known)
     from ptdbench.planning import foresee
     from ptdbench.records import failure
-    from ptdbench.run import run
 
     started = time.monotonic()
     try:
-        found = foresee.plan(foresee.Asked(read, is_free, title, run))
+        found = foresee.plan(foresee.Asked(read, is_free, title, carry_out))
     except ConfigError as refused:
         return {"status": "failed", "error": failure.describe(refused, rank=-1).as_error()}
     except foresee.Failed as failed:

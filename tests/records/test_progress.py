@@ -1,4 +1,4 @@
-from ptdbench.report.progress import Progress, ProgressFile, read_progress
+from ptdbench.records.ownership import Progress, ProgressFile, read_progress
 
 
 def test_the_file_is_written_soon_now_and_then_and_at_the_end(tmp_path):

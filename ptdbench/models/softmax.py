@@ -1,0 +1,187 @@
+"""Losses of rows of logits and their gradients: by torch's operations, or on CUDA by kernels that overwrite the logits.
+
+The kernels are operations of torch's, so that eager and compiled code launch the same ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class VocabularyShare:
+    """One rank's rows of a weight whose vocabulary is cut among ranks.
+
+    Attributes:
+        first: The token of the first row.
+        total: The sum of a tensor over the ranks.
+        maximum: The elementwise maximum of a tensor over the ranks.
+    """
+
+    first: int
+    total: Callable[[Tensor], Tensor]
+    maximum: Callable[[Tensor], Tensor]
+
+
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, share: VocabularyShare | None, *, gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute the loss of each row in fp32 (fp64 for fp64), and the gradient of their sum.
+
+    d loss / d logits = softmax - one_hot. The entry of the target is taken from precise values: a softmax close to 1
+    has lost in bf16 the very digits that remain after subtracting 1.
+
+    Args:
+        logits: ``[rows, vocabulary]``, or this rank's share of the columns; may be overwritten.
+        targets: ``[rows]``, int64.
+        share: Which columns these are, if they are not all.
+        gradient: Whether that is wanted.
+
+    Returns:
+        The losses, ``[rows]``, and the gradient, in shape and dtype of the logits: anything if it is not wanted.
+    """
+    if has_kernels(logits.device) and logits.dtype != torch.float64:
+        if share is None:
+            return torch.ops.ptdbench.cross_entropy_(logits, targets, gradient), logits
+        return _of_share_in_place(share, logits, targets, gradient=gradient), logits
+    precise = torch.promote_types(logits.dtype, torch.float32)
+    target = targets.unsqueeze(1)
+    likelihood, softmax = (
+        _of_all(logits, target, precise) if share is None else _of_share(share, logits, target, precise)
+    )
+    return -likelihood.squeeze(1), softmax() if gradient else logits
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a device. On ROCm they are untested, and not used."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    if torch.cuda.get_device_properties(device).major < 8:  # which Triton itself requires
+        return False
+    return torch.compiler.is_compiling() or _has_triton(device)  # what compiles needs Triton anyhow
+
+
+@cache
+def _has_triton(device: torch.device) -> bool:
+    """Try a kernel; without a C compiler, for one, Triton does not run."""
+    try:
+        row = torch.zeros(1, 16, device=device)
+        torch.ops.ptdbench.cross_entropy_(row, row.new_zeros(1, dtype=torch.int64), True)
+    except Exception as error:  # whatever a compiler, a linker or a driver has to say
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        warnings.warn(f"the loss is computed without its kernel, as Triton does not run here: {reason}", stacklevel=2)
+        return False
+    return True
+
+
+def _of_all(logits: Tensor, target: Tensor, precise: torch.dtype) -> tuple[Tensor, Callable[[], Tensor]]:
+    """The log likelihoods of the targets, ``[rows, 1]``, and what computes the gradient of their losses."""
+    likelihoods = F.log_softmax(logits, dim=1, dtype=precise)
+    likelihood = likelihoods.gather(1, target)
+
+    def gradient() -> Tensor:
+        is_precise = logits.dtype == precise
+        softmax = F.softmax(logits, dim=1) if is_precise else likelihoods.exp_().to(logits.dtype)
+        return softmax.scatter_(1, target, torch.expm1(likelihood).to(logits.dtype))
+
+    return likelihood, gradient
+
+
+def _of_share(
+    share: VocabularyShare, logits: Tensor, target: Tensor, precise: torch.dtype
+) -> tuple[Tensor, Callable[[], Tensor]]:
+    """:func:`_of_all` for the logits of some tokens: normalized over all ranks, with the gradient of these logits."""
+    largest = share.maximum(logits.amax(1, keepdim=True).to(precise))
+    exponentials = (logits.to(precise) - largest).exp_()
+    normalizer = share.total(exponentials.sum(1, keepdim=True))
+    position = target - share.first
+    is_here = (position >= 0) & (position < logits.shape[1])
+    position = position.where(is_here, 0)
+    own = logits.gather(1, position).to(precise).where(is_here, 0)
+    likelihood = share.total(own) - largest - normalizer.log()
+
+    def gradient() -> Tensor:
+        softmax = exponentials.div_(normalizer).to(logits.dtype)
+        at_target = torch.expm1(likelihood).to(logits.dtype).where(is_here, softmax.gather(1, position))
+        return softmax.scatter_(1, position, at_target)
+
+    return likelihood, gradient
+
+
+def _of_share_in_place(share: VocabularyShare, logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
+    """The losses of :func:`_of_share`, ``[rows]``; the logits become the gradient."""
+    positions = targets - share.first
+    maxima, totals, own = torch.ops.ptdbench.softmax_statistics(logits, positions)
+    largest = share.maximum(maxima)
+    normalizer = share.total(totals * (maxima - largest).exp_())
+    losses = normalizer.log() - (share.total(own) - largest)
+    if gradient:
+        torch.ops.ptdbench.softmax_gradient_(logits, positions, largest, normalizer)
+    return losses
+
+
+_OPERATIONS = torch.library.Library("ptdbench", "FRAGMENT")
+
+
+def _operation(schema: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make an operation of a function; ``like`` returns tensors as it does, without their values.
+
+    Not :func:`torch.library.custom_op`: its first call imports the compiler, which takes seconds.
+    """
+
+    def make(run: Callable[..., Any]) -> Callable[..., Any]:
+        name = schema.partition("(")[0]
+        _OPERATIONS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _OPERATIONS.impl(name, run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"ptdbench::{name}", like, lib=_OPERATIONS)
+        return run
+
+    return make
+
+
+def _numbers(logits: Tensor, *_: Any) -> Tensor:
+    """One for each row."""
+    return logits.new_empty(len(logits), dtype=torch.float32)
+
+
+@_operation("cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient) -> Tensor", _numbers)
+def _cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
+    from ptdbench.models import softmax_triton  # where Triton is
+
+    return softmax_triton.cross_entropy_(logits, targets, gradient=gradient)
+
+
+@_operation(
+    "softmax_statistics(Tensor logits, Tensor positions) -> (Tensor, Tensor, Tensor)",
+    lambda logits, _: (_numbers(logits), _numbers(logits), _numbers(logits)),
+)
+def _statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    from ptdbench.models import softmax_triton
+
+    return softmax_triton.statistics(logits, positions)
+
+
+@_operation(
+    "softmax_gradient_(Tensor(a!) logits, Tensor positions, Tensor maxima, Tensor totals) -> ()", lambda *_: None
+)
+def _gradient(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor) -> None:
+    from ptdbench.models import softmax_triton
+
+    softmax_triton.gradient_(logits, positions, maxima, totals)
+
+
+@_operation("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()", lambda *_: None)
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left.T @ right`` to a total in its dtype, in one pass: a compiled graph has no operation for that."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+    else:
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)

@@ -1,0 +1,163 @@
+"""Gradients of weights in fp32, where modules compute with narrow copies: not rounded, and in no pass of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ptdbench.models.linear_cross_entropy import has_wide_products
+
+
+def widen(module: nn.Module) -> None:
+    """Let linear layers, embeddings and norms write the gradients of their weights in the dtype of these.
+
+    Where :class:`ptdbench.parallel.precision.Copies` has given them copies, they compute with these as before, and hand
+    gradients to the weights themselves. Linear layers and embeddings do so always: products are written in fp32 where
+    the device can, and rows are added up in it. A norm does where it is compiled, which fuses the cast; in eager mode
+    many gradients are cast in one operation. Compiled, its output is not kept either but computed again in the backward
+    pass, whose kernels read its input anyway: an eighth of a GPT block's activations, for 1 % of a step's bytes.
+
+    A linear layer computes all its gradients at once: not for schedules that split the backward pass.
+
+    Args:
+        module: A model, or a stage of it. Subclasses, and layers whose ``forward`` is replaced, stay as they are.
+    """
+    for part in module.modules():
+        if "forward" not in vars(part) and (kind := _KINDS.get(type(part))):
+            part.__class__ = kind  # type: ignore[assignment]
+
+
+def _has_copies(part: nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm) -> bool:
+    """Whether a module sees copies of its weights."""
+    own = part._parameters["weight"]
+    return own is not None and part.weight.dtype != own.dtype
+
+
+class Linear(nn.Linear):
+    """A linear layer that hands gradients of a copy to the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., inputs]`` to ``[..., outputs]``."""
+        if not _has_copies(self):
+            return super().forward(x)
+        masters = self._parameters["weight"], self._parameters["bias"]
+        found: Tensor = _Linear.apply(x, self.weight, self.bias, *masters)
+        return found
+
+
+class Embedding(nn.Embedding):
+    """An embedding that does so too, unless it renormalizes its rows or has sparse gradients."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[...]``, integers, to ``[..., width]``."""
+        if not _has_copies(self) or self.max_norm is not None or self.sparse:
+            return super().forward(tokens)
+        options = self.padding_idx, self.scale_grad_by_freq
+        found: Tensor = _Embedding.apply(tokens, self.weight, self._parameters["weight"], *options)
+        return found
+
+
+class LayerNorm(nn.LayerNorm):
+    """A layer norm that does so where it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., *normalized_shape]`` to the same."""
+        if not (torch.compiler.is_compiling() and _has_copies(self)):
+            return super().forward(x)
+        found: Tensor = checkpoint(
+            self._of_narrow, x, _widened(self, "weight"), _widened(self, "bias"), use_reentrant=False
+        )
+        return found
+
+    def _of_narrow(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+
+
+class RMSNorm(nn.RMSNorm):
+    """A root mean square norm that does so where it is compiled."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., *normalized_shape]`` to the same."""
+        if not (torch.compiler.is_compiling() and _has_copies(self)):
+            return super().forward(x)
+        found: Tensor = checkpoint(self._of_narrow, x, _widened(self, "weight"), use_reentrant=False)
+        return found
+
+    def _of_narrow(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+#: What becomes of a module of each class.
+_KINDS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: Linear,
+    nn.Embedding: Embedding,
+    nn.LayerNorm: LayerNorm,
+    nn.RMSNorm: RMSNorm,
+}
+
+
+class _Linear(torch.autograd.Function):
+    """``x @ weight.T + bias`` by copies, whose gradients go to the masters; the copies get none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, master: Tensor, master_bias: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = master.dtype
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        rows = grads[0].reshape(-1, weight.shape[0])
+        needs_x, _, _, needs_weight, needs_bias = ctx.needs_input_grad
+        of_x = (rows @ weight).view(x.shape) if needs_x else None
+        of_weight = _product(rows.T, x.reshape(-1, weight.shape[1]), ctx.dtype) if needs_weight else None
+        of_bias = rows.sum(0, dtype=ctx.dtype) if needs_bias else None
+        return of_x, None, None, of_weight, of_bias
+
+
+class _Embedding(torch.autograd.Function):
+    """The rows of a copy, whose gradients are added up for the master."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, copy: Tensor, master: Tensor, padding: int | None, scale: bool) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.of = master.dtype, len(master), -1 if padding is None else padding, scale
+        return F.embedding(tokens, copy)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, Tensor, None, None]:
+        (tokens,) = ctx.saved_tensors
+        dtype, rows, padding, scale = ctx.of
+        of_master = torch.ops.aten.embedding_dense_backward(grads[0].to(dtype), tokens, rows, padding, scale)
+        return None, None, of_master, None, None
+
+
+class _Widened(torch.autograd.Function):
+    """A copy in the dtype of its weight, to which the gradient goes; the copy gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, copy: Tensor, weight: Tensor) -> Tensor:
+        return copy.to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, grads[0]
+
+
+def _widened(part: nn.Module, name: str) -> Tensor | None:
+    weight = part._parameters[name]
+    return None if weight is None else _Widened.apply(getattr(part, name), weight)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left @ right`` in ``dtype``: written so where the device has such products, else rounded first."""
+    if dtype == torch.float32 and has_wide_products(left.device):
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)

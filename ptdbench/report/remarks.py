@@ -1,0 +1,232 @@
+"""Remarks below a table: why runs did not end well, and what else to know of them beside their figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from ptdbench.comparison import ranking
+from ptdbench.comparison.alternatives import throughput
+from ptdbench.comparison.ranking import Place, Ranking
+from ptdbench.records import schema
+from ptdbench.records.bearing import bears
+from ptdbench.records.failure import TRACEBACK
+from ptdbench.records.record import option
+from ptdbench.records.schema import Environment, Hardware, Layout, Metrics, Remarks, Written, part
+from ptdbench.report import virtual
+from ptdbench.report.labels import options
+from ptdbench.terminal import plural
+from ptdbench.units import flops_text
+
+#: Stands in a message before the path of what the run's processes wrote.
+OUTPUT = "; its output is in "
+
+#: What may be behind a failure of a rank that computes nothing.
+_ON_VIRTUAL = "virtual GPUs compute nothing, and what decides by the values of tensors fails there"
+
+#: Characters of a message proper that are shown; the record has all of it.
+_LIMIT = 1000
+
+
+def reason(record: Written) -> str:
+    """Status, rank and error in one line: ``failed on rank 1: RuntimeError: ... at mymodels.py:13 in forward``.
+
+    A long message is cut, but never a refusal, which ends with its remedy, nor what comes behind the message: the path
+    behind :data:`OUTPUT`, where in the user's code it was, and what to try.
+    """
+    error = schema.error(record)
+    where = f" on rank {error.rank}" if error.rank >= 0 else ""  # negative: the process that starts the ranks
+    message, *output = error.message.split(OUTPUT)
+    kind = error.type
+    text = ": ".join(filter(None, (kind, " ".join(message.split()) if kind == "ConfigError" else _cut(message))))
+    said = OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
+    if frame := error.where:
+        path = Path(record["directory"]) / TRACEBACK
+        shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
+        said += f" at {frame}; the whole traceback is in {shown}"
+    if record.get("kind") == "virtual" and record["status"] == "failed" and error.rank != -1:
+        said += f"; {_ON_VIRTUAL}"
+    remedies = ", ".join(_against_lack_of_memory(record)) if record["status"] == "oom" else ""
+    return f"{said}; try {remedies}" if remedies else said
+
+
+def _against_lack_of_memory(record: Written) -> Iterator[str]:
+    """Options that need less memory than those of a run that trains."""
+    if not record.get("model") or record.get("kind") == "planned":  # whose message says what fits
+        return
+    if (part(record, Layout).micro_batch or 1) > 1 and not record.get("micro_batch"):
+        if record.get("launcher") in (None, "local") or option(record, "cluster.submit", str):
+            yield "train.micro_batch=max, which finds what fits"
+        else:  # what has started the ranks does so once
+            yield "the train.micro_batch that ptdbench plan finds"
+    if record.get("parallel") in ("single", "ddp"):
+        yield "parallel=fsdp"
+    if option(record, "activations.name", str) == "keep":
+        yield "activations=recompute"
+    if record.get("precision") == "fp32":
+        yield "precision=bf16"
+
+
+def _cut(message: str) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
+
+
+#: By how much of itself rounding may change a loss within ten steps, by precision; other kernels add up otherwise.
+_ROUNDING = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
+
+#: Steps add to it as independent errors do, up to this share; beyond it another training cannot be told from rounding.
+_MOST = 5e-2
+
+#: Configurations that a line names.
+_NAMED = 5
+
+
+def _training(run: Written) -> Hashable:
+    """Equal for two runs if and only if their losses should be: the same training on the same data, equally long."""
+    found = options(run)
+    kept = {name: value for name, value in found.items() if not bears(name, "layout")}
+    return run.get("steps"), _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
+
+
+def _rounding(run: Written) -> float:
+    """Return by how much of itself the last loss of a run may change by rounding."""
+    of_ten = _ROUNDING.get(str(run.get("precision")), _MOST)
+    return min(of_ten * math.sqrt(max(1.0, (run.get("steps") or 0) / 10)), _MOST)
+
+
+def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | None:
+    """Return how far the last losses of one configuration lie apart on two sides; ``None`` where rounding explains it.
+
+    Runs of one side may differ as well, where the order of additions is not fixed: what counts is the gap between all
+    losses of one side and all of the other.
+    """
+    sides = [
+        [run for run in side if run["status"] == "ok" and run.get("final_loss") is not None] for side in (before, after)
+    ]
+    if not all(sides) or len({(run.get("steps"), _python_that_is_read(run)) for side in sides for run in side}) > 1:
+        return None
+    one, other = ([run["final_loss"] for run in side] for side in sides)
+    gap = max(min(one) - max(other), min(other) - max(one))
+    size, most = max(map(abs, [*one, *other])), _rounding(sides[0][0])
+    if gap <= most * size:
+        return None
+    losses = f"{_range_text(one)} before and {_range_text(other)} after"
+    return f"the last loss is {losses}: {gap / size:.2g} of it apart, where rounding makes {most:.2g} at most"
+
+
+def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
+    """Configurations, by their names, whose last loss is not that of the first one of the same training."""
+    groups: dict[Hashable, list[tuple[str, float]]] = {}
+    most = {name: _rounding(run) for name, run in named}
+    for name, run in named:
+        if run.get("final_loss") is not None:
+            groups.setdefault(_training(run), []).append((name, run["final_loss"]))
+    for (first, expected), *others in groups.values():
+        apart = {name: abs(loss - expected) / max(abs(expected), sys.float_info.min) for name, loss in others}
+        if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
+            yield f"last loss differs from {first}, relative: {listed(far)}"
+
+
+def listed(words: Sequence[str]) -> str:
+    """The first ones, and how many others there are."""
+    most = f" and {plural(len(words) - _NAMED, 'other')}" if len(words) > _NAMED else ""
+    return f"{', '.join(words[:_NAMED])}{most}"
+
+
+def _python_that_is_read(run: Written) -> str | None:
+    """The version of Python whose library a run was trained on, if it was."""
+    data = option(run, "data", dict) or {}
+    return part(run, Environment).python if data.get("path", "") is None else None
+
+
+def _range_text(losses: Sequence[float]) -> str:
+    ends = dict.fromkeys(f"{loss:.6g}" for loss in (min(losses), max(losses)))
+    return " to ".join(ends)
+
+
+#: From this share of a run's time on, waiting for data is mentioned.
+_WAITED = 0.05
+
+#: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
+_HELD_BACK = 0.01
+
+
+#: A run and its name.
+_Named = tuple[str, Written]
+
+
+def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
+    """Sentences on the order, on failures and on what was measured, for the rows of a table by their names."""
+    records = [run for place in found.places for run in place.alternative.runs]
+    typical = [place.alternative.median_run for place in found.places]
+    ranked = [place.alternative.median_run for place in found.places if place.rank]
+    by_name = list(zip(named, typical, strict=True))
+    certainty = ranking.remark(found)
+    return [
+        *([certainty] if certainty else []),
+        *_reasons(list(zip(named, found.places, strict=True))),
+        *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
+        *_ceiling_remarks(by_name),
+        *_of_losses([(name, run) for name, run in by_name if run["status"] == "ok"]),
+        *_data_remarks(by_name),
+        *_clock_remarks(by_name),
+        *_each_once(records, Remarks, "check"),
+        *virtual.remarks(records),
+    ]
+
+
+def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
+    """Give the reasons of the runs that are not ok, by their names, each reason once."""
+    alike: dict[str, list[str]] = {}
+    for label, place in places:
+        failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
+        for said in dict.fromkeys(map(reason, failed)):
+            alike.setdefault(said, []).append(label)
+    named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
+    return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
+
+
+def _each_once(records: Iterable[Written], kind: type[Metrics | Remarks], field: str) -> list[str]:
+    """Return a remark that is on record, once where several runs have the same."""
+    return [text for text in dict.fromkeys(getattr(part(record, kind), field) for record in records) if text]
+
+
+def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
+    """Runs, by their names, that passed their ceiling, and ceilings that may be too low."""
+    loaded: dict[str, None] = {}
+    for label, record in records:
+        metrics = part(record, Metrics)
+        rate, share = metrics.ceiling_flops_per_second, metrics.share_of_ceiling
+        if remark := part(record, Remarks).ceiling:
+            yield f"{label}: {remark}"
+        elif share and rate and share > 1:
+            yield f"{label}: ceiling passed: was {flops_text(rate)}; it is re-measured after a run that finishes"
+        elif share and rate and metrics.ceiling_beside_load:
+            loaded[flops_text(rate)] = None
+    for too_low in loaded:
+        yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
+
+
+def _data_remarks(records: Sequence[_Named]) -> Iterator[str]:
+    """Runs, by their names, whose steps waited for their data."""
+    for label, record in records:
+        if (share := part(record, Metrics).data_wait_share) and share >= _WAITED:
+            yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
+
+
+def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
+    """Runs, by their names, whose GPUs were held back, and the GPU that was the most."""
+    for label, record in records:
+        clocks = part(record, Hardware).clocks or []
+        held = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
+        held = [one for one in held if one[0] > _HELD_BACK]
+        if held:
+            share, cause, rank = max(held)
+            more = len({one[2] for one in held}) - 1
+            others = f", and {plural(more, 'other')} by less" if more else ""
+            yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"

@@ -1,0 +1,68 @@
+"""Kernels of logits, by Triton's interpreter; what they are without it is in ``test_linear_cross_entropy.py``."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ptdbench.models import softmax
+from tests.conftest import ROOT
+
+#: In roundings of an fp32 of size 1: a sum of 1e4 exponentials, and a logarithm.
+MOST = 8
+
+
+@pytest.fixture(scope="module")
+def found(environ):
+    if find_spec("triton") is None:
+        pytest.skip("left out: Triton is not installed")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.models.interpreted"],
+        cwd=ROOT, env={**environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("of", ["ordinary", "extreme", "shared"])
+def test_losses_and_gradients_are_those_of_fp64_but_for_rounding(found, of):
+    """Of fp32, bf16 and fp16, of vocabularies of several blocks, and with logits at the ends of what a dtype holds."""
+    assert len(found[of]) in (3, 9)
+    assert {case: worst for case, worst in found[of].items() if not max(worst) <= MOST} == {}
+
+
+def test_the_loss_of_a_target_that_is_no_token_is_no_number(found):
+    assert found["outside"] == [False, True, False]
+
+
+def test_a_head_computes_the_same_by_operations_eager_and_as_a_graph(found):
+    assert set(found["whole"]) == {"eager", "graph", "share", "graph of a share"}
+    assert max(found["whole"].values()) < 1e-5
+
+
+def test_only_cuda_has_kernels_from_ampere_on_and_where_triton_runs(monkeypatch):
+    class Properties:
+        major = 8
+
+    gpu = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(softmax, "_has_triton", lambda device: True)
+    assert [softmax.has_kernels(device) for device in (torch.device("cpu"), torch.device("meta"), gpu)] == [
+        False, False, True,
+    ]  # fmt: skip
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not softmax.has_kernels(gpu)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(Properties, "major", 7)
+    assert not softmax.has_kernels(gpu)
+
+
+def test_where_triton_does_not_run_a_warning_says_why():
+    softmax._has_triton.cache_clear()
+    with pytest.warns(UserWarning, match=r"the loss is computed without its kernel, as Triton does not run here: \S"):
+        assert not softmax._has_triton(torch.device("cpu"))
+    softmax._has_triton.cache_clear()

@@ -1,0 +1,145 @@
+"""Gradients in fp32 of modules that compute in bf16. A bf16 number has 8 bits: 257 would be rounded to 256."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ptdbench.parallel import wide
+from ptdbench.parallel.precision import Copies
+from ptdbench.parallel.wide import widen
+
+ROWS = 257
+
+
+def laid_out(module: nn.Module, units: list[nn.Module] | None = None) -> nn.Module:
+    """A module that computes in bf16, compiled or not."""
+    widen(module)
+    Copies(module, units or [], torch.bfloat16)
+    return module
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (0, 4)])
+def test_a_linear_layer_computes_what_torch_does(shape, bias):
+    layer, x = nn.Linear(4, 5, bias=bias), torch.randn(*shape).bfloat16().requires_grad_()
+    copies = [weight.detach().bfloat16().requires_grad_() for weight in layer.parameters()]
+    expected = F.linear(x, *copies)
+    of_x, *of_weights = torch.autograd.grad(expected.sum(), [x, *copies])
+    masters = list(layer.parameters())
+    found = laid_out(layer)(x)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert torch.equal(x.grad, of_x)
+    for master, gradient in zip(masters, of_weights, strict=True):
+        assert master.grad.dtype == torch.float32
+        assert torch.equal(master.grad, gradient.float())  # of few rows, so that nothing is rounded
+
+
+def test_gradients_of_a_linear_layer_are_not_rounded(monkeypatch):
+    monkeypatch.setattr(wide, "_product", lambda left, right, dtype: left.to(dtype) @ right.to(dtype))  # as a GPU has
+    layer = nn.Linear(2, 2)
+    weight, bias = layer.parameters()
+    laid_out(layer)(ones(ROWS, 2)).sum().backward()
+    assert weight.grad.unique().item() == bias.grad.unique().item() == ROWS
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm, nn.RMSNorm])
+def test_a_weight_that_is_read_beside_its_layer_has_both_gradients(kind):
+    layer = kind(2, 2) if kind is nn.Linear else kind(2)
+    weight = layer.weight
+    laid_out(layer)
+    seen = layer.register_forward_hook(lambda module, _, found: found + module.weight.sum())
+    layer(torch.tensor([[1.0, -1.0]], dtype=torch.bfloat16)).sum().backward()
+    seen.remove()
+    alone = weight.grad.clone() - 2  # two outputs, each with each weight
+    weight.grad = None
+    layer(torch.tensor([[1.0, -1.0]], dtype=torch.bfloat16)).sum().backward()
+    assert torch.equal(weight.grad, alone)
+
+
+def test_rows_of_an_embedding_are_added_up_without_rounding():
+    layer, tokens = nn.Embedding(3, 2, padding_idx=0), torch.tensor([[1] * ROWS + [2], [0] * (ROWS + 1)])
+    (weight,) = layer.parameters()
+    expected = weight.detach().bfloat16()[tokens]
+    found = laid_out(layer)(tokens)
+    assert torch.equal(found, expected)
+    found.sum().backward()
+    assert weight.grad.tolist() == [[0, 0], [ROWS, ROWS], [1, 1]]
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    layer = nn.Linear(2, 2)
+    weight, bias = layer.parameters()
+    weight.requires_grad_(False)
+    laid_out(layer)(ones(3, 2)).sum().backward()
+    assert weight.grad is None
+    assert bias.grad.tolist() == [3, 3]
+
+
+def test_without_copies_a_layer_computes_with_its_weights():
+    layer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
+    layer.insert(0, nn.Embedding(3, 2))
+    expected = layer(torch.arange(3))
+    widen(layer)
+    assert torch.equal(layer(torch.arange(3)), expected)
+
+
+def test_subclasses_and_replaced_forwards_stay_as_they_are():
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    module = nn.ModuleList([Doubled(1, 1), nn.Linear(1, 1)])
+    module[1].forward = nn.Identity().forward
+    widen(module)
+    assert [type(part) for part in module] == [Doubled, nn.Linear]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(1, 2)
+        self.norm, self.linear, self.root = nn.LayerNorm(2), nn.Linear(2, 2), nn.RMSNorm(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.root(self.linear(self.norm(x + self.rows(torch.zeros(len(x), dtype=torch.int64)))))
+
+
+@pytest.fixture
+def counter(monkeypatch) -> Any:
+    torch.compiler.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch.compiler.reset()
+
+
+def test_compiled_equal_blocks_are_one_graph_whose_vectors_have_gradients_that_are_not_rounded(counter):
+    module = nn.Sequential(Block(), Block())
+    named = dict(module.named_parameters())
+    widen(module)
+    for block in module:
+        block.forward = torch.compile(block.forward, backend=counter, fullgraph=True, dynamic=False)
+    Copies(module, list(module), torch.bfloat16)
+    x = torch.arange(2 * ROWS).view(ROWS, 2).bfloat16().requires_grad_()
+    (found := module(x)).backward(torch.ones_like(found))
+    assert counter.frame_count == 1
+    assert {weight.grad.dtype for weight in named.values()} == {torch.float32}
+    vectors = [weight.grad for weight in named.values() if weight.dim() == 1]
+    assert any(not torch.equal(one, one.bfloat16().float()) for one in vectors)
+    norm = nn.LayerNorm(2)
+    weight, bias = norm.parameters()
+    widen(norm)
+    norm.forward = torch.compile(norm.forward, backend=counter, fullgraph=True, dynamic=False)
+    Copies(norm, [], torch.bfloat16)
+    norm(torch.tensor([[1.0, -1.0]]).bfloat16().expand(ROWS, 2)).sum().backward()
+    assert bias.grad.tolist() == [ROWS, ROWS]
+    assert weight.grad.tolist() == pytest.approx([ROWS, -ROWS], rel=1e-4)

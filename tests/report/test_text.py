@@ -1,0 +1,40 @@
+"""Tables that have to fit."""
+
+from __future__ import annotations
+
+from operator import itemgetter
+
+import pytest
+
+from ptdbench.report.text import Column, table
+
+COLUMNS = (
+    Column("#", itemgetter(0)),
+    Column("what it is", itemgetter(1), words=True, least=0),
+    Column("rate", itemgetter(2), spared=1),
+    Column("note", itemgetter(3), words=True, spared=0),
+)
+ROWS = [("1", "two words", "12.5", "fine"), ("10", "word", "7", "")]
+
+
+@pytest.mark.parametrize(
+    ("width", "left_out", "drawn"),
+    [
+        (None, [], ["1  two words   12.5  fine", "10  word           7"]),
+        (24, [], ["1  two       12.5  fine", "words", "10  word         7"]),
+        (20, ["note"], ["1  two words   12.5", "10  word           7"]),
+        (14, ["rate", "note"], ["1  two words", "10  word"]),
+        (9, ["rate", "note"], ["1  two", "words", "10  word"]),
+    ],
+)
+def test_words_fold_before_columns_are_left_out_in_their_order(width, left_out, drawn):
+    lines, gone = table(COLUMNS, ROWS, width)
+    assert gone == left_out
+    assert [line.strip() for line in lines[-len(drawn) :]] == drawn
+    assert set(lines[-len(drawn) - 1]) == {"─"}
+    assert max(map(len, lines)) <= (width or 99)
+
+
+def test_what_does_not_fold_is_cut():
+    narrow = [Column("what it is", itemgetter(1), words=True, least=5)]
+    assert table(narrow, ROWS, 6, folds=False) == (["what …", "------", "two w…", "word"], [])

@@ -1,0 +1,59 @@
+"""The loss of a language model's head on a virtual GPU: prints kernels and memory of its passes, as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from ptdbench.models.linear_cross_entropy import linear_cross_entropy
+from ptdbench.models.softmax import VocabularyShare
+
+#: On a GPU of 20 GiB two chunks.
+ROWS, VOCABULARY, WIDTH = 6000, 50304, 64
+
+ALONE = VocabularyShare(0, torch.clone, torch.clone)
+
+
+def counted(loss_of: Callable[..., Tensor]) -> dict[str, Any]:
+    """Kernels of a forward and backward pass by name, and the bytes that it takes at its peak."""
+    hidden, weight = torch.zeros(ROWS, WIDTH, device="cuda"), torch.zeros(VOCABULARY, WIDTH, device="cuda")
+    targets = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
+
+    def run() -> None:
+        narrow = hidden.bfloat16().requires_grad_()
+        loss_of(narrow, weight.bfloat16(), targets, weight.requires_grad_()).backward()
+        weight.grad = None
+
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    peak = torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+        run()
+    kernels = Counter(event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    return {"kernels": kernels, "peak": peak}
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor) -> Tensor:
+    """Of all the vocabulary."""
+    return linear_cross_entropy(hidden, weight, targets, None, original)
+
+
+def share(hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor) -> Tensor:
+    """As ranks compute that share the vocabulary."""
+    return linear_cross_entropy(hidden, weight, targets, ALONE, original)
+
+
+if __name__ == "__main__":
+    found = {}
+    for one in (whole, share):
+        found[one.__name__] = counted(one)
+        found[f"{one.__name__} compiled"] = counted(torch.compile(one, fullgraph=True))
+    print(json.dumps(found))

@@ -1,0 +1,19 @@
+"""The head of a language model as it runs on a GPU: its kernels, compiled for sm_90, and that a chunk is there once."""
+
+import pytest
+
+from tests.virtual.conftest import Start
+from tests.virtual.head import ROWS, VOCABULARY, WIDTH
+
+
+@pytest.mark.parametrize("of", ["whole", "share"])
+@pytest.mark.parametrize("how", ["", " compiled"])
+def test_logits_become_gradients_where_they_are_and_are_added_up_as_they_are_multiplied(start: Start, of, how):
+    found = start("head")[0][f"{of}{how}"]
+    kernels = found["kernels"]
+    ours = {name: number for name, number in kernels.items() if name.startswith("softmax_")}
+    assert ours == ({"softmax_cross_entropy": 2} if of == "whole" else {"softmax_statistics": 2, "softmax_gradient": 2})
+    products = {name: number for name, number in kernels.items() if "gemm" in name.lower() or "nvjet" in name}
+    assert sum(products.values()) == 6  # three for each of two chunks
+    chunk, weight = ROWS // 2 * VOCABULARY * 2, VOCABULARY * WIDTH * 4
+    assert chunk < found["peak"] < chunk + 3 * weight
