@@ -6,6 +6,7 @@ from tests.virtual.conftest import Start
 from tests.virtual.head import ROWS, VOCABULARY, WIDTH
 
 
+@pytest.mark.thorough  # runs on virtual GPUs launch the kernel too
 @pytest.mark.parametrize("of", ["whole", "share"])
 @pytest.mark.parametrize("how", ["", " compiled"])
 def test_logits_become_gradients_where_they_are_and_are_added_up_as_they_are_multiplied(start: Start, of, how):
