@@ -25,10 +25,12 @@ def widen(module: nn.Module) -> None:
     A linear layer computes all its gradients at once: not for schedules that split the backward pass.
 
     Args:
-        module: A model, or a stage of it. Subclasses, and layers whose ``forward`` is replaced, stay as they are.
+        module: A model, or a stage of it. Subclasses and layers whose ``forward`` is replaced stay as they are, and so
+            do those whose weights tensor parallelism divides: DTensors have no products in fp32.
     """
     for part in module.modules():
-        if "forward" not in vars(part) and (kind := _KINDS.get(type(part))):
+        divided = any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False))
+        if not divided and "forward" not in vars(part) and (kind := _KINDS.get(type(part))):
             part.__class__ = kind  # type: ignore[assignment]
 
 

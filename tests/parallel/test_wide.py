@@ -105,6 +105,17 @@ def test_subclasses_and_replaced_forwards_stay_as_they_are():
     assert [type(part) for part in module] == [Doubled, nn.Linear]
 
 
+def test_divided_weights_stay_as_they_are(monkeypatch):
+    class Divided(nn.Parameter):
+        pass
+
+    monkeypatch.setattr(wide, "DTensor", Divided)
+    module = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+    module[0].weight = Divided(torch.ones(1, 1))
+    widen(module)
+    assert [type(part) for part in module] == [nn.Linear, wide.Linear]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
