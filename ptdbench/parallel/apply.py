@@ -68,7 +68,8 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     layers = [layer for layer in model.layers() if layer in inside]
     is_narrow = DTYPES[setting.precision] != torch.float32
     # Asked of the model as it is, and only where they matter: a module of the user's own is traced to find them.
-    parts = list((model.parts() or {}).values()) if setting.compile or is_narrow else []
+    matter = setting.compile or is_narrow or is_sharded
+    parts = list((model.parts() or {}).values()) if matter else []
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
