@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from ptdbench.profiling.profiler import profiled
 from torch.autograd.profiler import record_function
 
 from ptdbench.data.synthetic import SyntheticTokens
@@ -19,6 +18,7 @@ from ptdbench.models.llama import Llama
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling import trace
+from ptdbench.training.profile import profiled
 from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
 
