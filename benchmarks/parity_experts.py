@@ -104,7 +104,7 @@ def page(cells: Mapping[str, Mapping[str, str]]) -> str:
     options = [f"- *{name}*: `{LAYOUTS[name][1]}`, {LAYOUTS[name][0]} ranks" for name in rows]
     options += [f"- *{name}*: `{LEVERS[name] or 'optimizer=adamw'}`" for name in columns]
     options += [f"- *{name}*: {text}" for text, name in refusals.items()]
-    count = sum(len(row) for row in rows.values())
+    count = sum(not text.startswith("refused") for row in rows.values() for text in row.values())
     head = f"These {count} cells have been run, with the largest difference of a loss and of a norm:"
     return "\n".join([head, "", *lines, "", *options])
 

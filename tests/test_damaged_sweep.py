@@ -1,13 +1,8 @@
 """A sweep or a run goes on although files in its directory are damaged, or says in one line that it cannot."""
 
 import json
-import tempfile
-from contextlib import suppress
-from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
@@ -36,15 +31,6 @@ class TestWhatHydraWrote:
             resume.read([f"{option}={tmp_path}"], multirun=False, world=None)
         (line,) = str(caught.value).splitlines()
         assert line.startswith(f"{option}={tmp_path}: {name} is damaged (")
-
-    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-    @given(text=st.binary(max_size=60) | st.text(alphabet="{}[]&*?:- \n'\"!<ab1$", max_size=40).map(str.encode))
-    def test_any_bytes(self, option, name, text):
-        with tempfile.TemporaryDirectory() as folder:
-            (Path(folder) / name).parent.mkdir(exist_ok=True)
-            (Path(folder) / name).write_bytes(text)
-            with suppress(ConfigError):
-                resume.read([f"{option}={folder}"], multirun=False, world=None)
 
     def test_overrides_are_taken_as_they_were_typed(self, tmp_path, option, name):
         (tmp_path / name).parent.mkdir(exist_ok=True)

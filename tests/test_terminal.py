@@ -109,6 +109,7 @@ class TestPrograms:
 
     TRAIN = (str(ROOT / "train.py"), "model=toy", "train.steps=2", "device=cpu", "hydra.run.dir=run")
 
+    @pytest.mark.thorough
     def test_a_run_that_fails_still_does(self, environ, tmp_path):
         """Although nobody reads its errors either."""
         done = without_reader(*self.TRAIN, "optimizer.lr=1e30", environ=environ, cwd=tmp_path, both=True)

@@ -9,6 +9,7 @@ pytestmark = pytest.mark.ranks
 SHORT = ("device=cpu", "eval.every=1000", "checkpoint.every_steps=1000")
 
 
+@pytest.mark.thorough
 def test_digits_are_learned(run):
     record = run(
         "experiment=digits_resnet18", "parallel=ddp", *SHORT, "train.steps=32", "train.global_batch=64",

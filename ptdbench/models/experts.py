@@ -231,22 +231,23 @@ def _gated(both: Tensor) -> Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """See :func:`_gated`. It keeps the halves alone, and writes their gradients where the product wants them."""
+    """See :func:`_gated`. The gradients of the halves are written where the product wants them, side by side."""
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
         """See above."""
-        ctx.save_for_backward(both)
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        opened = F.silu(gate)
+        ctx.save_for_backward(both, opened)
+        return opened * up
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         """See above."""
-        (both,) = ctx.saved_tensors
+        both, opened = ctx.saved_tensors
         (gate, up), found = both.chunk(2, dim=-1), torch.empty_like(both)
         of_gate, of_up = found.chunk(2, dim=-1)
-        torch.mul(gradient, F.silu(gate), out=of_up)
+        torch.mul(gradient, opened, out=of_up)
         torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
         return found
 

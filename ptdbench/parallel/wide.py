@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ptdbench.models.linear_cross_entropy import has_wide_products
@@ -157,7 +158,10 @@ def _widened(part: nn.Module, name: str) -> Tensor | None:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right`` in ``dtype``: written so where the device has such products, else rounded first."""
-    if dtype == torch.float32 and has_wide_products(left.device):
+    """``left @ right`` in ``dtype``: written so where the device has such products, else rounded first.
+
+    DTensors have none: torch knows no placement of their results.
+    """
+    if dtype == torch.float32 and has_wide_products(left.device) and not isinstance(left, DTensor):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

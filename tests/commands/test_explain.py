@@ -157,13 +157,6 @@ class TestRefused:
         line = f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them"
         assert explain(path) == explain(path, "--json") == (1, "", [line])
 
-    def test_a_damaged_record(self, explain, sweep):
-        path = sweep / "1_gpt_tiny_ddp"
-        (path / "record.json").write_text("[]")
-        status, out, (line,) = explain(path)
-        assert (status, out) == (1, "")
-        assert line.startswith(f"{path / 'record.json'} is damaged: ")
-
     def test_damaged_phases(self, explain, tmp_path):
         path = keep(tmp_path, "0", DDP | {"phases": DDP["phases"] | {"waited_for": [0.0]}})
         line = f"{path}: its phases are damaged: lists for 1 and 2 ranks; run it again"

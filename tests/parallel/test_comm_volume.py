@@ -54,6 +54,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "pdp": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
     "gpipe in bf16": (Strategy(replicate=2, pipeline=2, schedule="gpipe", microbatches=2), {"precision": "bf16"}),
     "stages in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
+    "stages of two layers in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
     "stages that keep weights": (
         Strategy(shard="auto", pipeline=2, microbatches=2, reshard_after_forward=False), {"micro_batch": 1}
     ),
@@ -88,8 +89,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
 #: What has no exact formula.
 UNKNOWN = {
     "powersgd": {"all_reduce"},
-    "stages in shards": {"all_gather"},
-    "experts in turn and stages": {"all_gather"},
+    "stages of two layers in shards": {"all_gather"},
     "tensor by muon": {"all_gather"},
     "context that recomputes": {"all_to_all"},
     "ring that recomputes": {"all_gather"},
@@ -113,6 +113,10 @@ MODELS: dict[str, Any] = {
     "experts": (_MOE, partial(SyntheticTokens, sequence_length=8, vocabulary=42)),
     "llama": (
         partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=8, vocabulary=42),
+        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
+    ),
+    "stages of two layers": (
+        partial(GPT, layers=4, heads=4, width=12, sequence_length=8, vocabulary=42),
         partial(SyntheticTokens, sequence_length=8, vocabulary=42),
     ),
     "": (

@@ -31,3 +31,13 @@ def test_lists_go_on_and_means_are_over_all_ranks() -> None:
     }
     assert found["memory"]["ranks"] == {"weights": [5, 6, 7], "other": [0, 0, 8]}
     assert found["metrics"] == {"peak_memory_bytes": 2, "peak_reserved_bytes": 4}
+
+
+def test_what_no_rank_has_looked_at_stays_unknown() -> None:
+    """A try of a plan takes no step to look at the host."""
+    tries = [part([rank], {}, {"weights": [5]}) for rank in (0, 1)]
+    for one in tries:
+        one["virtual"]["host_seconds"] = None
+    found = merged(tries)["virtual"]
+    assert found["ranks"] == [0, 1]
+    assert found["host_seconds"] is None

@@ -97,12 +97,6 @@ def sweep_of(written: bytes, result: bytes, progress: bytes = b"") -> str:
 
 
 @QUICK
-@given(st.binary(max_size=200), st.binary(max_size=200), st.binary(max_size=50))
-def test_any_bytes(written, result, progress):
-    assert "toy ddp" in sweep_of(written, result + b"\n", progress)
-
-
-@QUICK
 @given(records() | values, records() | values, values)
 def test_any_values_in_the_fields_of_a_record(written, result, progress):
     texts = [json.dumps(value).encode() for value in (written, result, progress)]

@@ -248,14 +248,14 @@ def test_every_layout_is_divided_without_rest(shared_run):
 
 
 def test_bytes_are_those_of_the_formula(shared_run):
-    """DDP averages all gradients once; FSDP gathers weights twice, those of the root once, and scatters gradients."""
+    """DDP averages all gradients once; FSDP gathers the first of two layers twice and the rest once."""
     record = shared_run(*TINY, "parallel=ddp")
     size = 4 * record["parameters"]
     sent = record["phases"]["communication"]["all_reduce"]
     assert sent["bytes"] == sent["formula_bytes"] == size
     sent = shared_run(*TINY, "parallel=fsdp", "train.clip_norm=1")["phases"]["communication"]
     assert size == sent["reduce_scatter"]["bytes"] == sent["reduce_scatter"]["formula_bytes"]
-    assert 1.5 * size < sent["all_gather"]["bytes"] == sent["all_gather"]["formula_bytes"] < 2 * size
+    assert 1.2 * size < sent["all_gather"]["bytes"] == sent["all_gather"]["formula_bytes"] < 1.5 * size
     assert (sent["all_reduce"]["calls"], sent["all_reduce"]["formula_bytes"]) == (1, 0)  # of the norm
 
 
