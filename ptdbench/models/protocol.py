@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 #: What a module can be to ranks that share the work of one sample, see :class:`Role`.
 Kind = Literal[
-    "outputs", "outputs_of_each", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens",
+    "outputs", "inputs", "vocabulary", "loss", "entry", "stream", "each", "outputs_of_each", "tokens",
     "experts", "positions", "attention",
 ]  # fmt: skip
 
