@@ -160,10 +160,7 @@ def _widened(part: nn.Module, name: str) -> Tensor | None:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right`` in ``dtype``: written so where the device has such products, else rounded first.
-
-    DTensors have none: torch knows no placement of their results.
-    """
-    if dtype == torch.float32 and has_wide_products(left.device) and not isinstance(left, DTensor):
+    """``left @ right`` in ``dtype``: written so where the device has such products, else rounded first."""
+    if dtype == torch.float32 and has_wide_products(left.device):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)
