@@ -2,7 +2,8 @@
 
 They are written while a run goes on, whenever its ranks have brought their steps together, and when it is over: nothing
 of it lies on the timed path, and a run that is killed has its curves all the same. A service never ends a run: the
-first error is reported, and nothing more is sent.
+first error is reported, and nothing more is sent. TensorBoard's files may find room on the disk again: it gets what is
+missing at the end of the run.
 """
 
 from __future__ import annotations
@@ -245,7 +246,7 @@ class MLflow:
 
 
 class Log:
-    """Sends the curves of a run to a service while it goes on, those of its last start; stops at the first error."""
+    """Sends the curves of a run to a service while it goes on, those of its last start."""
 
     def __init__(self, service: Service, directory: Path) -> None:
         self._service = service
@@ -253,15 +254,21 @@ class Log:
         self._curves = scalars.Curves()
         self._shown = 0
         self._is_open = self._has_failed = False
+        self._is_patient = isinstance(service, TensorBoard)  # tries once more at the end, before it reports an error
 
     def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Send what is new; the arguments are those of :meth:`ptdbench.report.scalars.Curves.advance`."""
         self._try(lambda: self._send(record, self._curves.advance(record, first, rows, evaluations), first))
-        self._shown = first + len(rows)
+        if not self._has_failed:
+            self._shown = first + len(rows)
 
     def finish(self, record: Written) -> None:
         """Send what is left of the run that this is the record of, and close it."""
         first = record["segments"][-1]["first_step"] if record.get("segments") else 0
+        is_patient, self._is_patient = self._is_patient, False
+        if self._has_failed and is_patient:  # a new file, in which steps take the place of those that may be in the last
+            self._is_open = self._has_failed = False
+            first = self._shown
         self._try(lambda: self._send(record, scalars.remaining(self._directory, record, self._shown), first))
         if self._is_open:
             self._try(lambda: self._service.end(record["status"] == "ok"))
@@ -297,6 +304,8 @@ class Log:
             step()
         except Exception as error:  # the service's own, and a stranger's
             self._has_failed = True
+            if self._is_patient:
+                return
             cause = f"{type(error).__name__}: {said(error)}".partition("\n")[0]
             others = "the record has" if isinstance(self._service, TensorBoard) else "TensorBoard and the record have"
             rest = f"the run goes on without it; {others} everything"
