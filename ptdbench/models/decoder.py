@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, master_of
 
 
 class Decoder(nn.Module):
@@ -93,7 +93,5 @@ class Head(nn.Module):
         if targets is None:
             return self.projection(x)
         # A narrow copy stands before its weight, which can take the gradient as it is summed, in fp32.
-        is_copy = "weight" in self.projection.__dict__
-        original = self.projection._parameters["weight"] if is_copy else None
-        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets, original)
+        loss: Tensor = self.cross_entropy(x, self.projection.weight, targets, master_of(self.projection))
         return loss

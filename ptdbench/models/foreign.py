@@ -16,7 +16,8 @@ more. It may define these methods, all of them optional:
     The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward``
     then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; else what
     comes before the repeated blocks, each block and what follows, if trying shows that they are a chain (see
-    ``ptdbench.models.chain``); else what its traced ``forward`` shows (see ``ptdbench.models.traced``).
+    ``ptdbench.models.chain``); else what its traced ``forward`` shows (see ``ptdbench.models.traced``). ``forward``
+    calls those that are submodules, as FSDP and compilation take hold of the first and the last of them.
 ``tied()``
     Pairs of full parameter names in different parts that are one weight. Default: those that are one object.
 ``roles()``

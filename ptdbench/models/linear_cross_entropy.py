@@ -162,6 +162,12 @@ def _add_product(total: Tensor | None, grad: Tensor, chunk: Tensor, dtype: torch
     return total.add_(grad.T @ chunk)
 
 
+def master_of(part: nn.Module) -> nn.Parameter | None:
+    """Return the weight of a module that sees a copy of it in another dtype; ``None`` if it sees the weight itself."""
+    own = part._parameters.get("weight")
+    return own if own is not None and part.weight.dtype != own.dtype else None
+
+
 def has_wide_products(device: torch.device) -> bool:
     """Return whether products of 16-bit matrices can be written in fp32: not rounded, and summed in the same pass.
 

@@ -34,7 +34,7 @@ _1F1B = "parallel.schedule=interleaved1f1b"
 def of_values(how: Options) -> list[Row]:
     """Values that are none, whatever the degrees."""
     lacks = ring.missing() if how.context_method == "ring" else None
-    here = f"torch {torch.__version__} has not"
+    here = f"torch {torch.__version__} does not have"
     return [
         (how.bucket_mb != "auto" and how.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)", "try auto, 25"),
         (lacks, "context_method", f"needs {lacks}, which {here}", "try ulysses"),
@@ -113,8 +113,8 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
             (value == "whole" and how.shards(dims), "compile",
              "is one graph, and sharded weights are gathered between the graphs of the layers",
              "try layers, or parallel=ddp"),
-            (not value and how.async_tensor, "parallel.async_tensor", "is the compiler's work, and compile=false",
-             "try false, or compile=layers"),
+            (value in (False, "whole") and how.async_tensor, "parallel.async_tensor",
+             f"is the compiler's work in each layer, and compile={str(value).lower()}", "try false, or compile=layers"),
             (value and splits, "compile", f"makes one graph of the backward pass, which {how.schedule} splits",
              f"try false, or {_1F1B}"),
         ],
@@ -139,9 +139,9 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
         ],
         "virtual": [
             (value and how.message_buffers == "symmetric", "parallel.message_buffers",
-             "needs memory that GPUs write to each other, which virtual ones have not", "try caching, nccl"),
+             "needs memory that GPUs write to each other, which virtual ones lack", "try caching, nccl"),
             (value and how.async_tensor, "parallel.async_tensor",
-             "needs memory that GPUs write to each other, which virtual ones have not", "try false"),
+             "needs memory that GPUs write to each other, which virtual ones lack", "try false"),
         ],
         "precision": [
             (value == "fp16" and how.gradients == "powersgd", "parallel.gradients",

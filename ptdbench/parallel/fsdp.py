@@ -133,14 +133,16 @@ def _around(
     """
     if not layers:
         return [], []
-    holders = Counter(weight for one in module.modules() for weight in one.parameters(recurse=False))
+    holders = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
     alone = [
         part for part in beside(module, layers, parts) if all(holders[weight] == 1 for weight in part.parameters())
     ]
 
     def looks_up(part: nn.Module) -> bool:
         with_weights = (one for one in part.modules() if next(one.parameters(recurse=False), None) is not None)
-        return all(isinstance(one, nn.Embedding) for one in with_weights)
+        return all(
+            type(one).forward is nn.Embedding.forward and set(one._parameters) == {"weight"} for one in with_weights
+        )
 
     return [*filter(looks_up, alone)], [part for part in alone if part is parts[-1] and not looks_up(part)]
 

@@ -284,15 +284,15 @@ class _OfLoss(ParallelStyle):
 
     @staticmethod
     def _localize(mesh: DeviceMesh, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, original = arguments
+        hidden, weight, targets, *rest = arguments
         local = weight.to_local()
         module.share = VocabularyShare(  # type: ignore[assignment]
             first=mesh.get_local_rank() * len(local),
             total=partial(_over_ranks, mesh=mesh, how="sum"),
             maximum=partial(_over_ranks, mesh=mesh, how="max"),
         )
-        own = None if original is None else original.to_local()
-        return hidden.to_local(grad_placements=[Partial()]), local, targets, own
+        originals = [None if one is None else one.to_local() for one in rest]
+        return hidden.to_local(grad_placements=[Partial()]), local, targets, *originals
 
 
 def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ptdbench.models.linear_cross_entropy import has_wide_products
+from ptdbench.models.linear_cross_entropy import has_wide_products, master_of
 
 
 def widen(module: nn.Module) -> None:
@@ -34,21 +34,15 @@ def widen(module: nn.Module) -> None:
             part.__class__ = kind  # type: ignore[assignment]
 
 
-def _has_copies(part: nn.Linear | nn.Embedding | nn.LayerNorm | nn.RMSNorm) -> bool:
-    """Whether a module sees copies of its weights."""
-    own = part._parameters["weight"]
-    return own is not None and part.weight.dtype != own.dtype
-
-
 class Linear(nn.Linear):
     """A linear layer that hands gradients of a copy to the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` to ``[..., outputs]``."""
-        if not _has_copies(self):
+        master = master_of(self)
+        if master is None or x.dtype != self.weight.dtype:  # autocast, which a module may use, casts it
             return super().forward(x)
-        masters = self._parameters["weight"], self._parameters["bias"]
-        found: Tensor = _Linear.apply(x, self.weight, self.bias, *masters)
+        found: Tensor = _Linear.apply(x, self.weight, self.bias, master, self._parameters["bias"])
         return found
 
 
@@ -57,10 +51,10 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[...]``, integers, to ``[..., width]``."""
-        if not _has_copies(self) or self.max_norm is not None or self.sparse:
+        master = master_of(self)
+        if master is None or self.max_norm is not None or self.sparse:
             return super().forward(tokens)
-        options = self.padding_idx, self.scale_grad_by_freq
-        found: Tensor = _Embedding.apply(tokens, self.weight, self._parameters["weight"], *options)
+        found: Tensor = _Embedding.apply(tokens, self.weight, master, self.padding_idx, self.scale_grad_by_freq)
         return found
 
 
@@ -69,7 +63,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same."""
-        if not (torch.compiler.is_compiling() and _has_copies(self)):
+        if not torch.compiler.is_compiling() or master_of(self) is None:
             return super().forward(x)
         found: Tensor = checkpoint(
             self._of_narrow, x, _widened(self, "weight"), _widened(self, "bias"), use_reentrant=False
@@ -85,7 +79,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same."""
-        if not (torch.compiler.is_compiling() and _has_copies(self)):
+        if not torch.compiler.is_compiling() or master_of(self) is None:
             return super().forward(x)
         found: Tensor = checkpoint(self._of_narrow, x, _widened(self, "weight"), use_reentrant=False)
         return found

@@ -166,16 +166,17 @@ ONE_GRAPH = "compile=whole: is one graph, and"
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
         (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: is not for scaled losses: a step that overflows "
          "is skipped, and its infinite error would be kept; try auto, or precision=bf16"),
-        (ASYNC, "compile", False, "parallel.async_tensor=true: is the compiler's work, and compile=false; try false, "
-         "or compile=layers"),
+        *((options, "compile", value, "parallel.async_tensor=true: is the compiler's work in each layer, and compile="
+           f"{str(value).lower()}; try false, or compile=layers")
+          for options, value in ((ASYNC, False), ({**ASYNC, "replicate": 1, "shard": 1}, "whole"))),
         (ASYNC, "backend", "gloo", "parallel.async_tensor=true: needs memory that GPUs write to each other, and the "
          "backend is gloo; try false"),
         (ASYNC, "virtual", True, "parallel.async_tensor=true: needs memory that GPUs write to each other, which "
-         "virtual ones have not; try false"),
+         "virtual ones lack; try false"),
         ({**FSDP, "message_buffers": "nccl"}, "backend", "gloo", "parallel.message_buffers=nccl: is memory of NCCL's, "
          "and the backend is gloo; try caching"),
         ({**FSDP, "message_buffers": "symmetric"}, "virtual", True, "parallel.message_buffers=symmetric: needs memory "
-         "that GPUs write to each other, which virtual ones have not; try caching, nccl"),
+         "that GPUs write to each other, which virtual ones lack; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
            "these degrees of parallelism shard none; try parallel=fsdp,hsdp") for options in ({}, DDP, PDP)),
     ],
@@ -213,5 +214,5 @@ def test_a_torch_without_a_ring(monkeypatch):
     monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
     assert refused(lambda: Strategy(context=2, context_method="ring")) == (
         "context_method=ring: needs torch.distributed.tensor.experimental._context_parallel._attention."
-        f"no_such_function, which torch {torch.__version__} has not; try ulysses"
+        f"no_such_function, which torch {torch.__version__} does not have; try ulysses"
     )

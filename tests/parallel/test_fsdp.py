@@ -24,6 +24,15 @@ from tests.parallel.ranks import mesh_of, on_ranks
 
 SHAPE = {"layers": 3, "heads": 2, "width": 16, "sequence_length": 8, "vocabulary": 40}
 
+
+class OneModule(Llama):
+    """A model whose head projects by the embedding itself, so that their weight has one name."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.head.projection = self.embedding.token
+
+
 UNTIED = partial(Llama, key_value_heads=2, hidden=24, **SHAPE)
 TIED = partial(GPT, **SHAPE)
 
@@ -36,6 +45,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
                              "embedding 0 1 2 head 1 0 1 0", "head 2 1 0 embedding"),
     # One weight is in one group: the root has it.
     "tied": (TIED, {}, "root 0 1 2 1 0 " * 2, "2 1 0 root"),
+    "tied, one module": (partial(OneModule, key_value_heads=2, hidden=24, **SHAPE), {},
+                         "root 0 1 2 1 0 " * 2, "2 1 0 root"),
 }  # fmt: skip
 
 

@@ -67,6 +67,20 @@ def test_a_weight_that_is_read_beside_its_layer_has_both_gradients(kind):
     assert torch.equal(weight.grad, alone)
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_layer_whose_weight_is_no_parameter_stays_as_it_is():
+    layer = nn.utils.weight_norm(nn.Linear(2, 2))
+    laid_out(nn.Sequential(layer))(ones(3, 2)).sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())
+
+
+def test_a_layer_under_autocast_casts_what_it_is_given():
+    layer = laid_out(nn.Linear(2, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(torch.ones(3, 2)).sum().backward()
+    assert layer._parameters["weight"].grad.unique().item() == 3
+
+
 def test_rows_of_an_embedding_are_added_up_without_rounding():
     layer, tokens = nn.Embedding(3, 2, padding_idx=0), torch.tensor([[1] * ROWS + [2], [0] * (ROWS + 1)])
     (weight,) = layer.parameters()
