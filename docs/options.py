@@ -24,6 +24,8 @@ CONF = conf_folder()
 NO_OPTIONS = ("defaults", "hydra", *OF_CHOICE)
 
 COMMENT = re.compile(r"\s#\s?(.*)$")
+#: A field of a class with the ``#:`` comment above or beside it.
+FIELD = re.compile(r"^((?: {4}#: .*\n)*) {4}(\w+): [^#\n]*(?:#: (.*))?$", re.MULTILINE)
 CODE = re.compile(r"(`+[^`]+`+)")
 
 
@@ -106,16 +108,18 @@ def read(path: Path, group: str) -> Choice:
 
 
 def described(target: str) -> dict[str, str]:
-    """What the docstring of a class of ptdbench says about its attributes or arguments, by name, as Markdown."""
+    """What a class of ptdbench says of its arguments in its docstring, or of its fields beside them, as Markdown."""
     module, _, name = target.rpartition(".")
     if not module.startswith("ptdbench."):
         return {}
-    text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
-    found: dict[str, str] = {}
+    kind = getattr(importlib.import_module(module), name)
+    text, source = inspect.getdoc(kind) or "", inspect.getsource(kind)
+    found = {field: beside or above.replace("#:", "") for above, field, beside in FIELD.findall(source)}
     for section in re.findall(r"^(?:Attributes|Args):\n((?: {4}.*\n?|\n)+)", text, re.MULTILINE):
         for name, words in re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE):
-            found[name] = _escaped(re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", " ".join(words.split())))
-    return found
+            found[name] = words
+    plain = {name: re.sub(r":\w+:`~?(?:\w+\.)*(\w+)`", r"`\1`", " ".join(found[name].split())) for name in found}
+    return {name: _escaped(words) for name, words in plain.items()}
 
 
 def _options(node: yaml.MappingNode, lines: Sequence[str], prefix: str) -> Iterator[Option]:

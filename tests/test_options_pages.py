@@ -100,6 +100,14 @@ def test_a_class_says_what_its_file_does_not(options):
     assert options.described("torch.optim.AdamW") == {}
 
 
+def test_a_class_may_say_it_beside_or_above_its_fields(options):
+    said = options.described("ptdbench.workloads.matmul.Matmul")
+    assert said.keys() == {"shapes", "dtypes", "seconds"}
+    assert said["dtypes"].startswith("A list of ``fp32``")
+    page = options.markdown("workload")
+    assert "| `workload.seconds` | `0.5` | Approximate duration of the repetitions of one shape and dtype. |" in page
+
+
 @pytest.mark.parametrize("group", ["activations", "cluster", "data", "logger", "model", "parallel", "workload"])
 def test_an_option_of_a_choice_is_described_once_and_no_column_is_empty(options, group):
     page = options.markdown(group)

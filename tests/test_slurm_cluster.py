@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +102,24 @@ def test_a_cluster_of_its_own_from_start_to_end(slurm, beside):
     assert not beside.exists()
     assert str(beside) not in Path("/etc/hosts").read_text()
     assert said(slurm, "srun", "-N2", "hostname")  # the other one is as it was
+
+
+@pytest.mark.thorough
+def test_the_last_lines_tell_what_was_left_out(environ):
+    script = (
+        "import sys, pytest\n"
+        "from tests import slurm_cluster\n"
+        "slurm_cluster.missing = lambda *packages: 'none is wanted here'\n"
+        "tests = ('test_slurm_cluster.py::test_partitions', 'test_launchers.py::TestTraining::test_mpirun')\n"
+        "words = ['-p', 'no:cacheprovider', '-m', '', *('tests/' + test for test in tests)]\n"
+        "sys.exit(pytest.main(words))\n"
+    )
+    done = run(environ, sys.executable, "-c", script)
+    *_, first, why, test, second, other_why, other_test, end = done.stdout.splitlines()
+    assert "left out 1 test, for want of SLURM" in first
+    assert (why, test) == ("no SLURM: none is wanted here", "  tests/test_slurm_cluster.py::test_partitions")
+    assert "left out 1 test, for want of Open MPI" in second
+    assert other_why == "no Open MPI: none is wanted here"
+    assert other_test == "  tests/test_launchers.py::TestTraining::test_mpirun"
+    assert "2 skipped" in end
+    assert done.returncode == 0

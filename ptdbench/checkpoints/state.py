@@ -61,8 +61,12 @@ def collect(
 
 
 def steady(module: nn.Module, tied: Tied, names: Iterable[str]) -> set[str]:
-    """The names of weights and optimizer state, which only an update changes: not buffers, or what a rank alone has."""
-    weights = {f"model.{name}" for name, _ in _weights(module, tied)}
+    """The names of trained weights and optimizer state, which only an update changes.
+
+    Not of buffers, of what only this rank has, or of frozen weights: a forward pass may change these, as it does those
+    of a momentum encoder.
+    """
+    weights = {f"model.{name}" for name, weight in _weights(module, tied) if weight.requires_grad}
     return {name for name in names if name in weights or name.startswith("optimizer.")}
 
 

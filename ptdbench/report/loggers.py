@@ -89,8 +89,8 @@ class TensorBoard:
         from torch.utils.tensorboard.summary import hparams
 
         _expect_full_disks()
-        # A start of the run that was killed may have shown steps that are done once more now.
-        self._writer = SummaryWriter(str(start.directory), purge_step=start.first or None)
+        # A start of the run that was killed, or a file for which there was no more room, may have some of these steps.
+        self._writer = SummaryWriter(str(start.directory), purge_step=start.first)
         experiment, session_start, self._session_end = hparams(start.hparams, start.metrics)
         content = experiment.value[0].metadata.plugin_data
         declared = HParamsPluginData.FromString(content.content)
@@ -259,18 +259,21 @@ class Log:
     def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
         """Send what is new; the arguments are those of :meth:`ptdbench.report.scalars.Curves.advance`."""
         self._try(lambda: self._send(record, self._curves.advance(record, first, rows, evaluations), first))
-        if not self._has_failed:
-            self._shown = first + len(rows)
+        self._shown = first + len(rows)
 
     def finish(self, record: Written) -> None:
         """Send what is left of the run that this is the record of, and close it."""
         first = record["segments"][-1]["first_step"] if record.get("segments") else 0
         is_patient, self._is_patient = self._is_patient, False
+<<<<<<< HEAD
         if (
             self._has_failed and is_patient
         ):  # a new file, in which steps take the place of those that may be in the last
+=======
+        if self._has_failed and is_patient:  # a new file, whose steps take the place of those that are in the last one
+>>>>>>> hb
             self._is_open = self._has_failed = False
-            first = self._shown
+            self._shown = 0
         self._try(lambda: self._send(record, scalars.remaining(self._directory, record, self._shown), first))
         if self._is_open:
             self._try(lambda: self._service.end(record["status"] == "ok"))

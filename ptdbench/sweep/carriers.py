@@ -144,8 +144,8 @@ def search(agenda: Agenda, composed: Composed) -> None:
                 try:
                     whole = loader.load_sweep_config(sweep, list(words))
                 except (HydraException, OmegaConfBaseException) as error:
-                    reason = str(error).partition("\n")[0]
-                    raise ConfigError([Problem("command line", " ".join(words), reason)]) from None
+                    rule = str(error).partition("\n")[0]
+                    raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
                 agenda.requests.append(requests.of_search(whole, words))
             numbers = range(first, first + len(job_overrides))
             carry(opened(agenda, numbers))

@@ -364,3 +364,10 @@ def test_statistics_of_batch_norms_do_not_wait_for_an_update_to_change():
         "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.powersgd"
     }  # fmt: skip
     assert {"model.1.weight", "optimizer.1.weight.momentum_buffer"} <= steady
+
+
+def test_frozen_weights_do_not_wait_for_an_update_to_change():
+    """A forward pass may change them, as those of a momentum encoder."""
+    module = nn.Linear(2, 2)
+    module.weight.requires_grad_(False)
+    assert state.steady(module, [], ["model.weight", "model.bias"]) == {"model.bias"}

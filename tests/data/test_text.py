@@ -54,7 +54,8 @@ def told(problem):
 def test_every_window_is_drawn_from_first_to_last(tmp_path):
     file = tmp_path / "short.txt"
     file.write_bytes(b"abcdef")  # with its separator 7 tokens: windows of 5 begin at 0, 1 and 2
-    _, targets = text(file, sequence_length=4).samples(0, 200)
+    inputs, targets = text(file, sequence_length=4).samples(0, 200)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
     assert {bytes(row) for row in targets.tolist()} == {b"bcde", b"cdef", b"def\0"}
     inputs, _ = text(file, sequence_length=6).samples(10**12, 10**12 + 2)
     assert inputs.tolist() == [list(b"abcdef")] * 2  # a text of exactly one sample will do

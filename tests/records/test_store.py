@@ -113,6 +113,17 @@ def test_a_run_that_was_done_again_has_one_line_and_it_is_the_newest(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
 
 
+def test_of_two_lines_of_a_run_by_an_earlier_version_the_last_counts(tmp_path):
+    again = result(1) | {"status": "failed"}
+    lines = (json.dumps(record) + "\n" for record in (result(1), result(2), again))
+    (tmp_path / "results.jsonl").write_text("".join(lines))
+    assert read_results(tmp_path) == [result(2), again]
+    append_result(tmp_path, result(1))
+    assert [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()] == [
+        result(2), result(1),
+    ]  # fmt: skip
+
+
 def test_a_full_disk_leaves_the_older_line_of_a_run(tmp_path, fill_the_disk):
     append_result(tmp_path, result(1))
     fill_the_disk()

@@ -194,6 +194,43 @@ def test_what_was_shown_on_the_way_is_there_once(tmp_path):
     assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
 
 
+def test_what_the_disk_had_no_room_for_is_there_at_the_end(tmp_path, capfd):
+    directory = tmp_path / "run"
+    directory.touch()
+    live = log(directory)
+    live.show(TRAINED, 0, rows()[:1], TRAINED["evaluations"][:1])
+    directory.unlink()
+    directory.mkdir()
+    series.write(directory / series.NAME, [rows()])
+    live.show(TRAINED, 1, rows()[1:2], [])
+    live.finish(TRAINED)
+    events = shown(directory)
+    assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("looks", [1, 2])
+def test_what_was_written_before_the_disk_was_full_is_there_once(tmp_path, monkeypatch, looks):
+    series.write(tmp_path / series.NAME, [rows()])
+    send, sent = TensorBoard.send, []
+
+    def full(self, *arguments):
+        send(self, *arguments)
+        sent.append(arguments)
+        if len(sent) == looks:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorBoard, "send", full)
+    live = log(tmp_path)
+    live.show(TRAINED, 0, rows()[:1], TRAINED["evaluations"][:1])
+    live.show(TRAINED, 1, rows()[1:2], [])
+    live.finish(TRAINED)
+    events = shown(tmp_path)
+    assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
+
+
 def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
     killed = log(tmp_path)
     killed.show(TRAINED, 0, rows([5.0, 9.0, 9.0]), [])

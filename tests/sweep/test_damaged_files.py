@@ -121,7 +121,9 @@ def test_any_values_in_the_fields_of_a_record(written, result, progress):
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(tmp_path, text, wrong):
-    (tmp_path / store.RECORD).write_bytes(text if isinstance(text, bytes) else json.dumps(text).encode())
+    written = text if isinstance(text, bytes) else json.dumps(text).encode()
+    assert "toy ddp" in sweep_of(written, written + b"\n", written)
+    (tmp_path / store.RECORD).write_bytes(written)
     with pytest.raises(store.Damaged) as caught:
         store.load_record(tmp_path)
     (said,) = str(caught.value).splitlines()
