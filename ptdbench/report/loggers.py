@@ -265,13 +265,7 @@ class Log:
         """Send what is left of the run that this is the record of, and close it."""
         first = record["segments"][-1]["first_step"] if record.get("segments") else 0
         is_patient, self._is_patient = self._is_patient, False
-<<<<<<< HEAD
-        if (
-            self._has_failed and is_patient
-        ):  # a new file, in which steps take the place of those that may be in the last
-=======
         if self._has_failed and is_patient:  # a new file, whose steps take the place of those that are in the last one
->>>>>>> hb
             self._is_open = self._has_failed = False
             self._shown = 0
         self._try(lambda: self._send(record, scalars.remaining(self._directory, record, self._shown), first))
