@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -204,7 +204,7 @@ def plan(words: Sequence[str], *options: str) -> Carried:
             while not reading.done():
                 memory = [_memory(one) for one in _family(process.pid)]
                 pss, rss = max(pss, sum(one for one, _ in memory)), max(rss, sum(one for _, one in memory))
-                time.sleep(0.2)
+                wait([reading], 0.2)
         output, ended = reading.result()
     records = json.loads(output) if output and process.returncode in (0, 1) else []
     return Carried(ended - started, pss, rss, records)
