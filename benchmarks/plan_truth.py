@@ -1,35 +1,38 @@
 """Whether ``ptdbench plan`` and ``train.micro_batch=max`` are as fast and as right as they should be.
 
     python benchmarks/plan_truth.py
-    python benchmarks/plan_truth.py --only sizes found --runs 5
+    python benchmarks/plan_truth.py --only sizes found --sizes 6 80 --runs 5
 
 ``layouts``: 40 layouts of llama_8b on eight virtual H100; ``large``: llama_70b on 256; ``repeated``: the same once
-more, known from the cache. Seconds are those of the whole command, memory is the most that its processes have at once:
-each page that several of them share counts in parts (PSS), and, beside it, in each of them (RSS).
+more, known from the cache. Each layout needs an answer. Seconds are from the start of the command to the end of its
+output, memory is the most that its processes have at once: each page that several of them share counts in parts (PSS),
+and, beside it, in each of them (RSS).
 
 ``sizes``: ten sizes of a virtual GPU, and a batch that many micro-batches divide. The proposal of the line is confirmed
-at once if its first one fits, and nothing larger does. ``found``: runs of two CPU ranks with as much memory left to
-them as makes the micro-batch matter. What is found must end well, the next larger one must not fit by its own try, and
-there must be few tries.
+at once if the first one fits, and nothing larger does. ``found``: runs on two CPU ranks with as much memory left to
+them as makes the micro-batch matter. What is found must end well, and a run of the next larger micro-batch, which this
+file starts itself, must be out of memory or need more than there was when the search began.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
 from ptdbench.measure.memory import host_memory
+from ptdbench.parallel.dims import divisors
 from ptdbench.records import store
 
 ROOT = Path(__file__).parents[1]
@@ -45,134 +48,171 @@ LARGE = (
 SIZES = (
     "model=gpt_small", "virtual=h100", "cluster.ranks_per_node=8", "precision=bf16", "parallel=fsdp",
     "train.global_batch=5760", "train.micro_batch=max", "memory_reserve=0",
-    f"virtual.gpu.memory={','.join(str(gib << 30) for gib in (6, 8, 10, 12, 16, 24, 32, 40, 48, 80))}",
 )  # fmt: skip
 FOUND = (
-    "model=gpt_tiny", "device=cpu", "cluster.ranks_per_node=2", "parallel=ddp", "train.global_batch=2048",
-    "train.micro_batch=max", "train.steps=2", "train.warmup_steps=0", "profile.steps=0",
+    "model=gpt_tiny", "device=cpu", "cluster.ranks_per_node=2", "parallel=ddp", "train.warmup_steps=0",
+    "profile.steps=0",
 )  # fmt: skip
 
 #: Tries from which a line is drawn, unless one of them is too large already.
 POINTS = 3
 
-#: What two ranks of :data:`FOUND` are left: half of it are their imports.
-ROOM = 2 << 30
+#: GiB of the GPUs of ``sizes``.
+GIB = (6, 8, 10, 12, 16, 24, 32, 40, 48, 80)
 
-#: Seconds and bytes that are allowed, tries of a run, and proposals that are confirmed at once of ten.
+#: Of ``found``: ranks, samples of each in a step, and bytes that are left to them and to the process that starts them.
+RANKS, SHARE, ROOM = 2, 256, 2_500_000_000
+
+#: Seconds and bytes that are allowed, and the share of proposals that are confirmed at once.
 LAYOUTS_SECONDS, LARGE_SECONDS, LARGE_BYTES, REPEATED_SECONDS = 600.0, 180.0, 2e9, 2.0
-TRIES, CONFIRMED = 6, 9
+CONFIRMED = 0.9
 
 
 @dataclass(frozen=True)
 class Carried:
-    """A command that has ended.
+    """A ``ptdbench plan`` that has ended."""
 
-    Attributes:
-        seconds: From its start to its end.
-        pss: Bytes that its processes had at most at once, those that they share in parts.
-        rss: The same with each page in each of them.
-        output: What it has printed.
-    """
+    seconds: float  #: From its start to the end of its output.
+    pss: int  #: Bytes that its processes had at most at once, those that they share in parts.
+    rss: int  #: The same with each page in each of them.
+    records: Sequence[Mapping[str, Any]]  #: What it has printed; nothing if it was refused or killed.
 
-    seconds: float
-    pss: int
-    rss: int
-    output: str
+    @property
+    def answers(self) -> int:
+        """Layouts of which is known whether they fit, by ranks that were carried out."""
+        return sum(record["status"] in ("ok", "oom") and bool(_tries(record)) for record in self.records)
 
 
 def main() -> int:
     """Print a line for each requirement; 1 if one is missed."""
     options = _parse()
     parts: dict[str, Callable[[], bool]] = {
-        "layouts": _layouts, "large": _large, "repeated": _repeated, "sizes": _sizes,
-        "found": lambda: _found(options.runs),
+        "layouts": _layouts, "large": _large, "repeated": _repeated,
+        "sizes": lambda: _sizes(options.sizes), "found": lambda: _found(options.runs),
     }  # fmt: skip
     met = [parts[name]() for name in options.only or parts]
     return int(not all(met))
 
 
 def _layouts() -> bool:
-    carried, records = plan(LAYOUTS, "--again")
-    known = sum(record["status"] in ("ok", "oom") for record in records)
-    tries = [one["seconds"] for record in records for one in (record.get("plan") or {}).get("tries", ())]
-    print(f"layouts: {len(tries)} tries of {sum(tries):.0f} s; {known} of {len(records)} have an answer")
-    return _told("layouts", carried, LAYOUTS_SECONDS) and known == len(records)
+    carried = plan(LAYOUTS, "--again")
+    seconds = [one["seconds"] for record in carried.records for one in _tries(record)]
+    print(f"layouts: {len(seconds)} tries of {sum(seconds):.0f} s")
+    return _told("layouts", carried, 40, LAYOUTS_SECONDS)
 
 
 def _large() -> bool:
-    carried, _ = plan(LARGE, "--again")
-    return _told("large", carried, LARGE_SECONDS, LARGE_BYTES)
+    return _told("large", plan(LARGE, "--again"), 1, LARGE_SECONDS, LARGE_BYTES)
 
 
 def _repeated() -> bool:
     plan(LARGE)
-    carried, _ = plan(LARGE)
-    return _told("repeated", carried, REPEATED_SECONDS)
+    return _told("repeated", plan(LARGE), 1, REPEATED_SECONDS)
 
 
-def _sizes() -> bool:
-    _, records = plan(SIZES, "--again")
-    confirmed = 0
-    for record in records:
-        found = record["plan"]
-        tries = found["tries"]
-        points = next((place for place, one in enumerate(tries[:POINTS], 1) if not one["fits"]), POINTS)
-        at_once = all(one["micro_batch"] == found["largest_micro_batch"] for one in tries[points : points + 1])
-        confirmed += at_once
-        remark = "" if at_once else ": not at once"
-        print(f"sizes: {found['capacity_bytes'] >> 30:3} GiB: {_shown(tries)}{remark}", flush=True)
-    required = CONFIRMED * len(records) / 10
-    return _verdict(f"sizes: {confirmed} of {len(records)} at once", confirmed >= required, f"{required:.0f} required")
+def _sizes(sizes: Sequence[int]) -> bool:
+    carried = plan([*SIZES, f"virtual.gpu.memory={','.join(str(gib << 30) for gib in sizes)}"], "--again")
+    at_once = [is_at_once(record) for record in carried.records]
+    for gib, record, is_confirmed in zip(sizes, carried.records, at_once, strict=False):
+        print(f"sizes: {gib:3} GiB: {_shown(record)}{'' if is_confirmed else ': not at once'}", flush=True)
+    required = math.ceil(CONFIRMED * len(sizes))
+    found = f"sizes: {sum(at_once)} of {len(sizes)} at once"
+    return _verdict(found, sum(at_once) >= required, f"at least {required} required")
+
+
+def is_at_once(record: Mapping[str, Any]) -> bool:
+    """Whether the first micro-batch that a line has proposed is the largest that fits."""
+    tries = _tries(record)
+    points = next((place for place, one in enumerate(tries[:POINTS], 1) if not one["fits"]), POINTS)
+    proposed = [one["micro_batch"] for one in tries[points : points + 1]]
+    return bool(proposed) and proposed == [record["plan"]["largest_micro_batch"]]
 
 
 def _found(runs: int) -> bool:
     right = 0
-    for number in range(runs):
-        with TemporaryDirectory() as folder:
-            memory = host_memory()
-            reserve = (memory.available - ROOM) / memory.total
-            command = [sys.executable, "train.py", *FOUND, f"memory_reserve={reserve:.4f}", f"hydra.run.dir={folder}"]
-            subprocess.run(command, cwd=ROOT, check=False, capture_output=True)
-            record = store.load_record(Path(folder))
-        found = record.get("micro_batch") or {"tries": [], "found": None}
-        larger = [one for one in found["tries"] if found["found"] and one["micro_batch"] > found["found"]]
-        is_right = record["status"] == "ok" and bool(larger) and len(found["tries"]) <= TRIES
-        is_right = is_right and not any(one["fits"] for one in larger)
-        right += is_right
-        print(f"found {number + 1:2}: {record['status']}, {found['found']} of {_shown(found['tries'])}", flush=True)
+    for number in range(1, runs + 1):
+        record, larger = searched()
+        right += (is_right := is_found(record, larger))
+        tries = _tries(record)
+        print(f"found {number:2}: {record['status']}, {len(tries)} tries: {_shown(record)}", end="")
+        if larger:
+            taken = f"{needed(larger) / 1e9:.3f} of {record['micro_batch']['room_bytes'] / 1e9:.3f} GB"
+            print(f"; the next larger one: {larger['status']}, {taken}", end="")
+        print("" if is_right else ": wrong", flush=True)
     return _verdict(f"found: {right} of {runs} runs", right == runs, "all required")
 
 
-def _shown(tries: Sequence[Mapping[str, Any]]) -> str:
-    """The micro-batches that were tried, in that order."""
-    return ", ".join(f"{one['micro_batch']}{'' if one['fits'] else ' too large'}" for one in tries)
+def searched() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
+    """The records of a run that finds its micro-batch, and of one of the next larger, if there is such."""
+    memory = host_memory()
+    if memory.available <= ROOM:
+        sys.exit(f"found: {memory.available / 1e9:.1f} GB of memory available, more than {ROOM / 1e9:.1f} GB needed")
+    reserve = f"memory_reserve={(memory.available - ROOM) / memory.total:.6f}"
+    record = train(reserve, "train.micro_batch=max", f"train.global_batch={RANKS * SHARE}", "train.steps=2")
+    found = (record.get("micro_batch") or {}).get("found") or SHARE
+    following = next((size for size in divisors(SHARE) if size > found), None)
+    if following is None:
+        return record, None
+    batch = RANKS * 2 * following  # more than two passes have the same peak
+    return record, train(reserve, f"train.micro_batch={following}", f"train.global_batch={batch}", "train.steps=3")
 
 
-def plan(words: Sequence[str], *options: str) -> tuple[Carried, list[Mapping[str, Any]]]:
-    """Plan, and return the records, too."""
+def train(*words: str) -> Mapping[str, Any]:
+    """The record of a run of :data:`FOUND`."""
     with TemporaryDirectory() as folder:
-        found = carried_out([*words, f"hydra.sweep.dir={folder}", f"hydra.run.dir={folder}", "--json", *options])
-    return found, json.loads(found.output)
+        command = [sys.executable, "train.py", *FOUND, *words, f"hydra.run.dir={folder}"]
+        done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+        try:
+            return store.load_record(Path(folder))
+        except FileNotFoundError:
+            sys.exit(f"found: a run has left no record:\n{done.stderr}")
 
 
-def carried_out(words: Sequence[str]) -> Carried:
+def needed(record: Mapping[str, Any]) -> int:
+    """Bytes that the ranks of a run had at most, by the largest of them; 0 if that is not known."""
+    return RANKS * ((record.get("metrics") or {}).get("peak_memory_bytes") or 0)
+
+
+def is_found(record: Mapping[str, Any], larger: Mapping[str, Any] | None) -> bool:
+    """Whether a run ended well, and the next larger one was out of memory or took more than there was."""
+    if larger is None or record["status"] != "ok":
+        return False
+    took_more = larger["status"] == "ok" and needed(larger) > record["micro_batch"]["room_bytes"]
+    return larger["status"] == "oom" or took_more
+
+
+def _tries(record: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """The tries of a plan, or of a run that has looked for its micro-batch."""
+    return (record.get("plan") or record.get("micro_batch") or {}).get("tries") or ()
+
+
+def _shown(record: Mapping[str, Any]) -> str:
+    """The micro-batches that were tried, in that order."""
+    return ", ".join(f"{one['micro_batch']}{'' if one['fits'] else ' too large'}" for one in _tries(record)) or "none"
+
+
+def plan(words: Sequence[str], *options: str) -> Carried:
     """Carry out ``ptdbench plan``, and look at its processes five times a second."""
     pss = rss = 0
-    started = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ptdbench", "plan", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
-    output: list[str] = []
-    assert process.stdout
-    reading = threading.Thread(target=lambda: output.append(process.stdout.read()))  # type: ignore[union-attr]
-    reading.start()
-    while process.poll() is None:
-        shares, wholes = zip(*map(_memory, _family(process.pid)), strict=True) if _family(process.pid) else ((0,), (0,))
-        pss, rss = max(pss, sum(shares)), max(rss, sum(wholes))
-        time.sleep(0.2)
-    seconds = time.perf_counter() - started
-    reading.join()
-    return Carried(seconds, pss, rss, output[0])
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(1) as threads:
+        directories = f"hydra.sweep.dir={folder}", f"hydra.run.dir={folder}"
+        command = [sys.executable, "-m", "ptdbench", "plan", *words, *directories, "--json", *options]
+        started = time.perf_counter()
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout
+            reading = threads.submit(_read, process.stdout)
+            while not reading.done():
+                memory = [_memory(one) for one in _family(process.pid)]
+                pss, rss = max(pss, sum(one for one, _ in memory)), max(rss, sum(one for _, one in memory))
+                wait([reading], 0.2)
+        output, ended = reading.result()
+    records = json.loads(output) if output and process.returncode in (0, 1) else []
+    return Carried(ended - started, pss, rss, records)
+
+
+def _read(pipe: IO[str]) -> tuple[str, float]:
+    """All that comes, and when it ended: beside what looks at the processes, whose time is not the command's."""
+    return pipe.read(), time.perf_counter()
 
 
 def _family(pid: int) -> list[psutil.Process]:
@@ -192,10 +232,12 @@ def _memory(process: psutil.Process) -> tuple[int, int]:
     return told.pss, told.rss
 
 
-def _told(name: str, carried: Carried, seconds: float, most: float | None = None) -> bool:
-    required = f"at most {seconds:.0f} s" + (f" and {most / 1e9:.0f} GB of PSS" if most else "") + " required"
-    found = f"{name}: {carried.seconds:.1f} s, {carried.pss / 1e9:.2f} GB of PSS ({carried.rss / 1e9:.2f} GB of RSS)"
-    return _verdict(found, carried.seconds <= seconds and carried.pss <= (most or carried.pss), required)
+def _told(name: str, carried: Carried, layouts: int, seconds: float, most: float = math.inf) -> bool:
+    memory = "" if most == math.inf else f" and {most / 1e9:.0f} GB of PSS"
+    found = f"{name}: {carried.answers} of {layouts} answered in {carried.seconds:.1f} s"
+    found += f", {carried.pss / 1e9:.2f} GB of PSS ({carried.rss / 1e9:.2f} GB of RSS)"
+    is_met = carried.answers == layouts and carried.seconds <= seconds and carried.pss <= most
+    return _verdict(found, is_met, f"all, in at most {seconds:.0f} s{memory} required")
 
 
 def _verdict(found: str, is_met: bool, required: str) -> bool:
@@ -206,6 +248,9 @@ def _verdict(found: str, is_met: bool, required: str) -> bool:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=["layouts", "large", "repeated", "sizes", "found"], help="parts")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, metavar="GIB", default=GIB, help="of the GPU (default: %(default)s)"
+    )
     parser.add_argument("--runs", type=int, default=20, help="of found (default: %(default)s)")
     return parser.parse_args()
 
