@@ -21,13 +21,13 @@ _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
-def _statistics(row, vocabulary, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _statistics(row, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """The maximum of a row, and the sum of its exponentials relative to that."""
     largest = tl.full((), _LEAST, tl.float32)
     total = tl.full((), 0.0, tl.float32)
-    for first in range(0, vocabulary, COLUMNS):
+    for first in range(0, VOCABULARY, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        logits = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+        logits = tl.load(row + columns, mask=columns < VOCABULARY, other=float("-inf")).to(tl.float32)
         larger = tl.maximum(largest, tl.max(logits, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(logits - larger), 0)
         largest = larger
@@ -35,16 +35,16 @@ def _statistics(row, vocabulary, COLUMNS: tl.constexpr):  # type: ignore[no-unty
 
 
 @triton.jit
-def _overwrite(row, vocabulary, position, largest, total, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _overwrite(row, position, largest, total, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write softmax - one_hot over a row.
 
     The entry of the target is subtracted before the division: a softmax close to 1 has lost what is left of it then.
     """
     scale = 1.0 / total
-    blocks = tl.cdiv(vocabulary, COLUMNS)
+    blocks: tl.constexpr = (VOCABULARY + COLUMNS - 1) // COLUMNS
     for block in range(0, blocks):
         columns = (blocks - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)  # what was read last is still in the cache
-        inside = columns < vocabulary
+        inside = columns < VOCABULARY
         exponentials = tl.exp(tl.load(row + columns, mask=inside, other=0.0).to(tl.float32) - largest)
         gradient = tl.where(columns == position, exponentials - total, exponentials) * scale
         tl.store(row + columns, gradient.to(row.dtype.element_ty), mask=inside)
@@ -52,28 +52,28 @@ def _overwrite(row, vocabulary, position, largest, total, COLUMNS: tl.constexpr)
 
 @triton.jit
 def softmax_cross_entropy(  # type: ignore[no-untyped-def] # noqa: D103
-    logits, stride, targets, losses, vocabulary, GRADIENT: tl.constexpr, COLUMNS: tl.constexpr
+    logits, stride, targets, losses, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr, GRADIENT: tl.constexpr
 ):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     target = tl.load(targets + number)
-    is_inside = (target >= 0) & (target < vocabulary)
+    is_inside = (target >= 0) & (target < VOCABULARY)
     own = tl.load(row + target, mask=is_inside, other=float("nan")).to(tl.float32)
-    largest, total = _statistics(row, vocabulary, COLUMNS)
+    largest, total = _statistics(row, VOCABULARY, COLUMNS)
     tl.store(losses + number, tl.log(total) - (own - largest))
     if GRADIENT:
-        _overwrite(row, vocabulary, target, largest, total, COLUMNS)
+        _overwrite(row, target, largest, total, VOCABULARY, COLUMNS)
 
 
 @triton.jit
 def softmax_statistics(  # type: ignore[no-untyped-def] # noqa: D103
-    logits, stride, positions, maxima, totals, owns, vocabulary, COLUMNS: tl.constexpr
+    logits, stride, positions, maxima, totals, owns, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr
 ):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     position = tl.load(positions + number)
-    is_inside = (position >= 0) & (position < vocabulary)
-    largest, total = _statistics(row, vocabulary, COLUMNS)
+    is_inside = (position >= 0) & (position < VOCABULARY)
+    largest, total = _statistics(row, VOCABULARY, COLUMNS)
     tl.store(maxima + number, largest)
     tl.store(totals + number, total)
     tl.store(owns + number, tl.load(row + position, mask=is_inside, other=0.0).to(tl.float32))
@@ -81,11 +81,11 @@ def softmax_statistics(  # type: ignore[no-untyped-def] # noqa: D103
 
 @triton.jit
 def softmax_gradient(  # type: ignore[no-untyped-def] # noqa: D103
-    logits, stride, positions, maxima, totals, vocabulary, COLUMNS: tl.constexpr
+    logits, stride, positions, maxima, totals, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr
 ):
     number = tl.program_id(0).to(tl.int64)
     position, largest, total = tl.load(positions + number), tl.load(maxima + number), tl.load(totals + number)
-    _overwrite(logits + number * stride, vocabulary, position, largest, total, COLUMNS)
+    _overwrite(logits + number * stride, position, largest, total, VOCABULARY, COLUMNS)
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
@@ -100,9 +100,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor
         ``[rows]``, fp32.
     """
     losses = _numbers(logits)
-    softmax_cross_entropy[len(logits),](
-        logits, logits.stride(0), targets, losses, logits.shape[1], GRADIENT=gradient, **_size(logits)
-    )
+    softmax_cross_entropy[len(logits),](logits, logits.stride(0), targets, losses, GRADIENT=gradient, **_size(logits))
     return losses
 
 
@@ -117,7 +115,7 @@ def statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tenso
         Three of ``[rows]``, fp32.
     """
     found = _numbers(logits), _numbers(logits), _numbers(logits)
-    softmax_statistics[len(logits),](logits, logits.stride(0), positions, *found, logits.shape[1], **_size(logits))
+    softmax_statistics[len(logits),](logits, logits.stride(0), positions, *found, **_size(logits))
     return found
 
 
@@ -130,9 +128,7 @@ def gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor)
         maxima: ``[rows]``, fp32.
         totals: ``[rows]``, fp32: sums of exp(logit - maximum).
     """
-    softmax_gradient[len(logits),](
-        logits, logits.stride(0), positions, maxima, totals, logits.shape[1], **_size(logits)
-    )
+    softmax_gradient[len(logits),](logits, logits.stride(0), positions, maxima, totals, **_size(logits))
 
 
 def _numbers(logits: Tensor) -> Tensor:
@@ -141,6 +137,6 @@ def _numbers(logits: Tensor) -> Tensor:
 
 
 def _size(logits: Tensor) -> dict[str, int]:
-    """The columns of a block, and as many threads as compute 16 of them each."""
+    """The columns of a row and of a block, and as many threads as compute 16 of the latter each."""
     columns = min(triton.next_power_of_2(logits.shape[1]), _MOST_COLUMNS)
-    return {"COLUMNS": columns, "num_warps": max(columns // 512, 1)}
+    return {"VOCABULARY": logits.shape[1], "COLUMNS": columns, "num_warps": max(columns // 512, 1)}

@@ -21,7 +21,7 @@ Row = tuple[object, str, str, str]
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
 
 #: How FSDP is told of an option that not every version of torch has.
-_SETTERS = {
+SETTERS = {
     "separate_reduce_scatter": "set_separate_reduce_scatter_group",
     "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
     "message_buffers": "set_symm_mem_for_comm",
@@ -41,7 +41,7 @@ def of_values(how: Options) -> list[Row]:
         *(
             (getattr(how, option) != _DEFAULTS[option] and not hasattr(FSDPModule, setter), option,
              f"needs FSDPModule.{setter}, which {here}", f"try {as_typed(_DEFAULTS[option])}")
-            for option, setter in _SETTERS.items()
+            for option, setter in SETTERS.items()
         ),
         (how.message_buffers == "symmetric" and how.reduce_scatter_buffers > 1, "reduce_scatter_buffers",
          "must be 1 with parallel.message_buffers=symmetric, which is one buffer", "try 1"),

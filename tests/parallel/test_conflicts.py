@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.torch_version import TorchVersion
 
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.conflicts import SETTERS
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
+from tests.parallel.setters import needs_setters
 from tests.parallel.splitting import needs_splitting
 
 DDP, FSDP = {"replicate": "auto"}, {"shard": "auto"}
@@ -24,6 +27,11 @@ POWERSGD = {**DDP, "gradients": "powersgd"}
 NO_EFFECT = "has no effect under these degrees of parallelism; it belongs to parallel"
 WITHOUT_POWERSGD = "has no effect without parallel.gradients=powersgd; omit it"
 _1F1B = "parallel.schedule=interleaved1f1b"
+
+
+def with_setters(*values: Any) -> Any:
+    """A row for a torch whose FSDP has all options."""
+    return pytest.param(*values, marks=needs_setters)
 
 
 def split(*values: Any) -> Any:
@@ -73,10 +81,12 @@ def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batc
          "parallelism; try false, or parallel.sequence=true"),
         ({"replicate": 4, "prefetch": 2}, f"prefetch=2: {NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4, "prefetch": 0}, "prefetch=0: must be a whole number of at least 1"),
-        ({"replicate": 4, "message_buffers": "nccl"}, f"message_buffers=nccl: {NO_EFFECT}=fsdp,hsdp"),
-        ({"shard": 4, "reduce_scatter_buffers": 0}, "reduce_scatter_buffers=0: must be a whole number of at least 1"),
-        ({"shard": 4, "reduce_scatter_buffers": 2, "message_buffers": "symmetric"}, "reduce_scatter_buffers=2: must be "
-         "1 with parallel.message_buffers=symmetric, which is one buffer; try 1"),
+        with_setters({"replicate": 4, "message_buffers": "nccl"}, f"message_buffers=nccl: {NO_EFFECT}=fsdp,hsdp"),
+        with_setters({"shard": 4, "reduce_scatter_buffers": 0}, "reduce_scatter_buffers=0: must be a whole number of "
+                     "at least 1"),
+        with_setters({"shard": 4, "reduce_scatter_buffers": 2, "message_buffers": "symmetric"},
+                     "reduce_scatter_buffers=2: must be 1 with parallel.message_buffers=symmetric, which is one "
+                     "buffer; try 1"),
         ({"shard": 4, "pipeline": 2, "reshard_after_forward": 2}, "reshard_after_forward=2: makes groups of ranks "
          "that only shard, without stages, tensor or context parallelism; try true, false"),
         ({**PDP, "stages_per_rank": 2}, f"stages_per_rank=2: must be 1 under 1f1b; try auto, or {_1F1B}"),
@@ -173,10 +183,10 @@ ONE_GRAPH = "compile=whole: is one graph, and"
          "backend is gloo; try false"),
         (ASYNC, "virtual", True, "parallel.async_tensor=true: needs memory that GPUs write to each other, which "
          "virtual ones lack; try false"),
-        ({**FSDP, "message_buffers": "nccl"}, "backend", "gloo", "parallel.message_buffers=nccl: is memory of NCCL's, "
-         "and the backend is gloo; try caching"),
-        ({**FSDP, "message_buffers": "symmetric"}, "virtual", True, "parallel.message_buffers=symmetric: needs memory "
-         "that GPUs write to each other, which virtual ones lack; try caching, nccl"),
+        with_setters({**FSDP, "message_buffers": "nccl"}, "backend", "gloo", "parallel.message_buffers=nccl: is memory "
+                     "of NCCL's, and the backend is gloo; try caching"),
+        with_setters({**FSDP, "message_buffers": "symmetric"}, "virtual", True, "parallel.message_buffers=symmetric: "
+                     "needs memory that GPUs write to each other, which virtual ones lack; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
            "these degrees of parallelism shard none; try parallel=fsdp,hsdp") for options in ({}, DDP, PDP)),
     ],
@@ -195,7 +205,7 @@ def test_beside_other_options(options, name, value, message):
         split({**PDP, "schedule": "zbv"}, "activations", Recompute()), (POWERSGD, "precision", "bf16"),
         ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
         (ASYNC, "compile", "layers"), (ASYNC, "backend", "cpu:gloo,cuda:nccl"), (ASYNC, "virtual", False),
-        ({**FSDP, "message_buffers": "nccl"}, "virtual", True), (FSDP, "backend", "gloo"),
+        with_setters({**FSDP, "message_buffers": "nccl"}, "virtual", True), (FSDP, "backend", "gloo"),
     ],
 )  # fmt: skip
 def test_what_goes_with_other_options(options, name, value):
@@ -208,6 +218,16 @@ def test_an_older_torch_does_not_split_a_backward_pass(monkeypatch):
     rule = "needs torch 2.15 or newer, and this is 2.14.1+cpu; try interleaved1f1b, looped_bfs"
     Strategy(**PDP, schedule="looped_bfs")
     assert refused(lambda: Strategy(**PDP, schedule="zbv")) == f"schedule=zbv: {rule}"
+
+
+def test_an_older_torch_has_fewer_options_of_fsdp(monkeypatch):
+    for setter in SETTERS.values():
+        monkeypatch.delattr(FSDPModule, setter, raising=False)
+    Strategy(**FSDP, reduce_scatter_buffers=1)
+    assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == (
+        "reduce_scatter_buffers=2: needs FSDPModule.set_reduce_scatter_max_input_buffers, which torch "
+        f"{torch.__version__} does not have; try 1"
+    )
 
 
 def test_a_torch_without_a_ring(monkeypatch):

@@ -26,6 +26,7 @@ from ptdbench.parallel.zero import assign_owners
 from ptdbench.training.loop import StepLoop
 from tests.daily import cases, selected
 from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.setters import HAS_SETTERS
 from tests.workloads.made_loop import step_loop
 
 pytestmark = pytest.mark.ranks
@@ -57,7 +58,9 @@ EXACT = {
     "prefetch 9, hsdp": Lever(replicate=2, shard="auto", prefetch=9, micro_batch=2),
     "prefetch 2, reshard 2": Lever(shard="auto", prefetch=2, reshard_after_forward=2),
     "prefetch 2, stages": Lever(shard="auto", pipeline=2, microbatches=4, prefetch=2),
-    "own messages, hsdp": Lever(replicate=2, shard="auto", separate_reduce_scatter=True, reduce_scatter_buffers=2),
+    **({
+        "own messages, hsdp": Lever(replicate=2, shard="auto", separate_reduce_scatter=True, reduce_scatter_buffers=2),
+    } if HAS_SETTERS else {}),
     "offload, accumulated": Lever(shard="auto", offload="optimizer_and_weights", micro_batch=1, prefetch=2),
     "offload, hsdp": Lever(replicate=2, shard="auto", offload="optimizer_and_weights"),
     "offload, stages": Lever(shard="auto", pipeline=2, microbatches=4, offload="optimizer_and_weights"),

@@ -14,6 +14,7 @@ from filelock import FileLock
 import ptdbench
 from ptdbench.report import table, virtual
 from tests.conftest import ROOT, outputs
+from tests.parallel.setters import needs_setters
 from tests.virtual.conftest import Start
 
 pytestmark = pytest.mark.ranks
@@ -149,6 +150,7 @@ def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ,
     assert "Warning" not in done.stderr
 
 
+@needs_setters
 @pytest.mark.thorough
 def test_messages_of_fsdp_may_have_a_communicator_and_memory_of_their_own(start: Start, environ, tmp_path):
     words = ("parallel=fsdp", "parallel.separate_reduce_scatter=false,true", "parallel.message_buffers=caching,nccl")
