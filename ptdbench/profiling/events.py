@@ -2,7 +2,9 @@
 
 torch writes each operation that it hands to NCCL on the host, as ``record_param_comms``, and repeats its facts at the
 kernel that carries it out. Of messages that are sent together it cannot: one kernel carries out all of them, and starts
-when their group ends, under ``nccl:coalesced`` and under none of them.
+when their group ends: up to torch 2.14 under ``nccl:coalesced``, and each of them is a ``record_param_comms`` before;
+from 2.15 on under a ``record_param_comms`` of its own, ``batch_op_issue``. That version tells with whom only where the
+message was asked for, in a ``c10d::send`` or ``c10d::recv_`` before, also of a message of its own.
 """
 
 from __future__ import annotations
@@ -188,12 +190,36 @@ def operation_of(name: str) -> str:
     return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)
 
 
+def sizes(event: Event) -> set[int]:
+    """Return the numbers of elements of the tensors of an operation; lists of tensors count as one, too."""
+    found = set()
+    for argument in event.facts.get("Input Dims", []):
+        nested = bool(argument) and isinstance(argument[0], list)
+        several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested]
+        found |= {*several, sum(several)} if several else set()
+    return found or {0}
+
+
+def peer(event: Event) -> int | None:
+    """Return the other rank of ``c10d::send(tensors, group, rank, tag)``."""
+    if operation_of(event.name) not in POINT_TO_POINT:
+        return None
+    inputs = event.facts.get("Concrete Inputs", [])
+    return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
+
+
 #: Bytes of a GPU that the buffers of a communicator take, an estimate: ``NCCL_BUFFSIZE`` is 4 MiB by NCCL's
 #: documentation, for each neighbor and channel; a ring has two neighbors, and up to 32 channels over NVLink.
 NCCL_BUFFERS = 2 * 32 * (4 << 20)
 
 _NCCL_NAME = "Collective name"
 _RECORDED, _TOGETHER = "record_param_comms", "nccl:coalesced"
+
+#: Where torch says up to 2.14 with whom a message is exchanged, and of which operation that is said.
+_PEERS = {"Dst Rank": "send", "Src Rank": "recv"}
+
+#: What 2.15 records without that, and where it was asked for with it; under which name that is kept here.
+_UNDIRECTED, _ASKED, _PEER = ("batch_op_issue", "send", "recv"), ("c10d::send", "c10d::recv_"), "peer"
 
 
 def is_of_nccl(event: Event) -> bool:
@@ -216,7 +242,7 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
     for kernel in kernels:
         messages: Sequence[Mapping[str, Any]] = ()
         moment = launches.get(kernel.facts.get("correlation"), -math.inf)
-        if _NCCL_NAME not in kernel.facts:
+        if kernel.facts.get(_NCCL_NAME) in (None, *_UNDIRECTED) and not _PEERS.keys() & kernel.facts.keys():
             place = bisect_right(begins, moment) - 1
             if place >= 0 and moment < groups[place][0].end:
                 messages = groups[place][1]
@@ -227,20 +253,36 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
 
 
 def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Event, list[Mapping[str, Any]]]]:
-    """Each end of a group on the host, and the facts of its operations: those since the last one of their thread.
+    """Each event under which the host launches a kernel of messages, and their facts, from before in its thread.
 
-    An operation of its own has its kernel under it, and an annotation such as ``nccl:send 0->1``.
+    Up to torch 2.14 a message of its own has its kernel under it, and an annotation such as ``nccl:send 0->1``.
     """
     pending: defaultdict[Any, list[Event]] = defaultdict(list)
+    asked: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
         own = pending[event.thread]
-        if event.name == _RECORDED and event.facts.get(_NCCL_NAME) != "wait":
-            own.append(event)
+        if event.name in _ASKED:
+            asked[event.thread].append(event)
+        elif event.name == _RECORDED and event.facts.get(_NCCL_NAME) != "wait":
+            if event.facts.get(_NCCL_NAME) in _UNDIRECTED and not _PEERS.keys() & event.facts.keys():
+                yield event, [_directed(event, message) for message in asked[event.thread]]
+            else:
+                own.append(event)
+            asked[event.thread].clear()
         elif event.name == _TOGETHER and event.kind == "user_annotation":
             yield event, [one.facts for one in own]
             own.clear()
         elif event.name.startswith("nccl:") and own and event.end <= own[-1].end:
             own.pop()
+
+
+def _directed(recorded: Event, message: Event) -> Mapping[str, Any]:
+    """The facts of a message, of which torch 2.15 records the type and the group: ``c10d::send(tensors, group, rank)``.
+
+    Its rank is one of the group.
+    """
+    operation, size = operation_of(message.name), max(sizes(message))
+    return {**recorded.facts, _NCCL_NAME: operation, "In msg nelems": size, "Out msg nelems": 0, _PEER: peer(message)}
 
 
 def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str) -> Call:
@@ -251,13 +293,13 @@ def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str) -> Call:
     listed = str(facts.get("Process Group Ranks", ""))
     ranks = tuple(map(int, re.findall(r"\d+", listed))) if "..." not in listed else ()
     operation = operation_of(named.lstrip("_"))
-    other = facts.get({"send": "Dst Rank", "recv": "Src Rank"}.get(operation, ""))
+    other = next((int(facts[name]) for name, of in _PEERS.items() if of == operation and name in facts), None)
     return Call(
         operation=LABELED.get(label, operation),
         bytes=elements * item,
         start=kernel.start,
         end=kernel.end,
-        peer=ranks.index(int(other)) if other is not None and int(other) in ranks else None,
+        peer=facts.get(_PEER, ranks.index(other) if other in ranks else None),
         ranks=ranks or None,
         group=facts.get("Process Group Name"),
     )

@@ -32,6 +32,8 @@ from ptdbench.profiling.events import (
     is_of_nccl,
     launches_of,
     operation_of,
+    peer,
+    sizes,
     subtract,
     union,
 )
@@ -195,7 +197,7 @@ def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
     for event in own:
         open_events = [other for other in open_events if other.end > event.start]
         if event.name.startswith("c10d::"):
-            for size in _sizes(event):
+            for size in sizes(event):
                 by_size[_kind(event), size].append(len(started))
             started.append((event, tuple(other.name for other in open_events)))
         open_events.append(event)
@@ -203,7 +205,7 @@ def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
     taken: set[int] = set()
     awaited = [event.interval for event in own if event.name == WAITING]
     for transfer in sent:
-        queues = [by_size[_kind(transfer), size] for size in _sizes(transfer)]
+        queues = [by_size[_kind(transfer), size] for size in sizes(transfer)]
         for queue in queues:
             while queue and queue[0] in taken:
                 queue.popleft()
@@ -215,11 +217,11 @@ def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
         found.append(
             Call(
                 operation=next((LABELED[name] for name in within if name in LABELED), operation_of(event.name)),
-                bytes=max(_sizes(event) | _sizes(transfer)) * _item_bytes(transfer),
+                bytes=max(sizes(event) | sizes(transfer)) * _item_bytes(transfer),
                 start=min(event.start, transfer.start),
                 end=transfer.end,
                 within=within,
-                peer=_peer(event),
+                peer=peer(event),
                 held=(event.interval, *_around(transfer.end, awaited)) if _kind(event) else None,
             )
         )
@@ -238,28 +240,10 @@ def _kind(event: Event) -> str:
     return operation if operation in POINT_TO_POINT else ""
 
 
-def _sizes(event: Event) -> set[int]:
-    """Numbers of elements of the tensors of an operation; lists of tensors count as one, too."""
-    found = set()
-    for argument in event.facts.get("Input Dims", []):
-        nested = bool(argument) and isinstance(argument[0], list)
-        several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested]
-        found |= {*several, sum(several)} if several else set()
-    return found or {0}
-
-
 def _item_bytes(event: Event) -> int:
     """Size of an element, by torch's name of its type, such as ``c10::BFloat16``."""
     name = next(iter(event.facts.get("Input type", [])), "").lower().removeprefix("c10::").removesuffix(" int")
     return BYTES.get(name, 1)
-
-
-def _peer(event: Event) -> int | None:
-    """The other rank of ``c10d::send(tensors, group, rank, tag)``."""
-    if operation_of(event.name) not in POINT_TO_POINT:
-        return None
-    inputs = event.facts.get("Concrete Inputs", [])
-    return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
 
 
 def _of_device(

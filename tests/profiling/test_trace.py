@@ -165,6 +165,39 @@ def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
     assert found == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
 
 
+def test_messages_of_a_newer_torch_are_told_by_what_asked_for_them(read):
+    """Of torch 2.15, whose NCCL records neither with whom a message is exchanged, nor the ranks of its group."""
+
+    def recorded(name, start, end):
+        known = {"Collective name": name, "dtype": "Float", "In msg nelems": 99, "Process Group Ranks": "[]"}
+        return event("record_param_comms", start, end, **known, **{"Process Group Name": "be10"})
+
+    def asked(name, start, end, rank, shape):
+        inputs = {"Concrete Inputs": ["", "", rank, "0"], "Input Dims": [[shape], [], [], []]}
+        return event(f"c10d::{name}", start, end, **inputs)
+
+    def kernel(start, end, number, name):
+        return event("ncclDevKernel_SendRecv(...)", start, end, "kernel", 5, correlation=number,
+                     **{"Collective name": name, "In msg nelems": 99, "dtype": "Float", "Process Group Ranks": "[]"})  # fmt: skip
+
+    happened = [
+        event("gemm", 1, 2, "kernel", 5),
+        asked("send", 1, 1.5, "1", [1, 3]), recorded("send", 1.1, 1.5),
+        event("cudaLaunchKernel", 1.2, 1.3, "cuda_runtime", correlation=1), kernel(2, 3, 1, "send"),
+        recorded("wait", 1.6, 1.7),
+        asked("send", 2, 2.1, "2", [2, 3]), asked("recv_", 2.2, 2.3, "0", [4]), recorded("batch_op_issue", 2.4, 2.8),
+        event("cudaLaunchKernel", 2.5, 2.6, "cuda_runtime", correlation=2), kernel(4, 6, 2, "batch_op_issue"),
+    ]  # fmt: skip
+    found = [
+        (call.operation, call.bytes, call.peer, call.ranks, call.group, *milliseconds([(call.start, call.end)]))
+        for call in read(*step(0, 1, 8, 10), *happened, device="cuda").calls
+    ]
+    assert found == [
+        ("send", 12, 1, None, "be10", (2, 3)), ("send", 24, 2, None, "be10", (4, 6)),
+        ("recv", 16, 0, None, "be10", (4, 6)),
+    ]  # fmt: skip
+
+
 def test_what_nccl_sends_to_experts_is_named_by_the_label_under_which_it_was_launched(read):
     facts = {"Collective name": "all_to_allv", "dtype": "Float", "In msg nelems": 6, "Process Group Ranks": "[0, 1]"}
 
