@@ -137,6 +137,8 @@ def _numbers(logits: Tensor) -> Tensor:
 
 
 def _size(logits: Tensor) -> dict[str, int]:
-    """The columns of a row and of a block, and as many threads as compute 16 of the latter each."""
+    """The columns of a row and of a block, as many threads as compute 16 of the latter each, and fused multiply-add."""
     columns = min(triton.next_power_of_2(logits.shape[1]), _MOST_COLUMNS)
-    return {"VOCABULARY": logits.shape[1], "COLUMNS": columns, "num_warps": max(columns // 512, 1)}
+    return {
+        "VOCABULARY": logits.shape[1], "COLUMNS": columns, "num_warps": max(columns // 512, 1), "enable_fp_fusion": True
+    }  # fmt: skip

@@ -6,10 +6,12 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
@@ -145,6 +147,14 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     return name if name in groups else None
 
 
+def _in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
+    """Number the other rank of a message as in the pipeline: torch 2.15 gives each pair a group, and lists no ranks."""
+    if call.peer is None or call.group is None or call.ranks is not None:
+        return call
+    pair = dist.get_process_group_ranks(_resolve_process_group(call.group))
+    return replace(call, peer=dist.get_process_group_ranks(pipeline).index(pair[call.peer]))
+
+
 def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
     """Return when each call of this rank could begin; called in all ranks.
 
@@ -155,6 +165,9 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
     """
     found = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
+    calls = [
+        _in_pipeline(call, groups[name]) if name == "pipeline" else call for call, name in zip(calls, of, strict=True)
+    ]
     keys: dict[str, dict[_Key, int]] = {}
     for name, group in groups.items():
         mine = [number for number, one in enumerate(of) if one == name]

@@ -177,8 +177,8 @@ def test_messages_of_a_newer_torch_are_told_by_what_asked_for_them(read):
         return event(f"c10d::{name}", start, end, **inputs)
 
     def kernel(start, end, number, name):
-        return event("ncclDevKernel_SendRecv(...)", start, end, "kernel", 5, correlation=number,
-                     **{"Collective name": name, "In msg nelems": 99, "dtype": "Float", "Process Group Ranks": "[]"})  # fmt: skip
+        known = {"Collective name": name, "In msg nelems": 99, "dtype": "Float", "Process Group Ranks": "[]"}
+        return event("ncclDevKernel_SendRecv(...)", start, end, "kernel", 5, correlation=number, **known)
 
     happened = [
         event("gemm", 1, 2, "kernel", 5),

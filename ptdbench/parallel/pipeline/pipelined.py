@@ -72,12 +72,13 @@ def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dt
     return torch.empty(batch, *rest, dtype=dtype, device="meta", requires_grad=True)
 
 
-#: torch's option for one communicator a direction, since 2.14.
-_OPTION = "pipeline_per_direction_p2p"
+#: torch's options by what they give a communicator of its own: a pair of ranks and a direction since 2.15, in 2.14 a
+#: direction.
+_OPTIONS = {"edges": "pipeline_per_edge_p2p", "directions": "pipeline_per_direction_p2p"}
 
 
 def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Let torch open a communicator for each direction where messages of one would wait for the other's.
+    """Let torch open more than one communicator where messages of one direction would wait for the other's.
 
     NCCL carries out what is sent through one communicator in the order of its calls. Activations and gradients of a
     link then exclude each other, and under schedules whose ranks have several stages they may wait for each other for
@@ -88,17 +89,17 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
         device: This rank's device.
 
     Returns:
-        What messages go through, for the record: ``messages``, each by itself, as under gloo; ``directions``; or, with
-        NCCL under an older torch, ``one``.
+        What messages go through, for the record: ``messages``, each by itself, as under gloo; ``edges`` or
+        ``directions``, a communicator each; or, with NCCL under torch before 2.14, ``one``.
     """
     if device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
         return "messages"
     from torch.distributed import config
 
-    if not hasattr(config, _OPTION):
-        return "one"
-    setattr(config, _OPTION, True)
-    return "directions"
+    links = next((name for name, option in _OPTIONS.items() if hasattr(config, option)), "one")
+    if links in _OPTIONS:
+        setattr(config, _OPTIONS[links], True)
+    return links
 
 
 #: The dtypes that a stage may send, encoded by their index.
