@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -151,7 +152,7 @@ def _in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
     """Number the other rank of a message as in the pipeline: torch 2.15 gives each pair a group, and lists no ranks."""
     if call.peer is None or call.group is None or call.ranks is not None:
         return call
-    pair = dist.get_process_group_ranks(_resolve_process_group(call.group))
+    pair = dist.get_process_group_ranks(_resolve_process_group(cast("Any", call.group)))
     return replace(call, peer=dist.get_process_group_ranks(pipeline).index(pair[call.peer]))
 
 
