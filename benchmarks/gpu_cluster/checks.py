@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ptdbench.parallel.conflicts import SETTERS, is_settable
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.virtual.machine import is_virtual
 
@@ -58,6 +59,12 @@ class Layouts:
 #: may wait for each other where one communicator has them all.
 SCHEDULES_TO_TRY = [name for name in ("gpipe", "interleaved1f1b", "zbv", "dualpipev") if SCHEDULES[name].is_supported]
 
+#: Layouts that change FSDP's messages, with a torch that has them.
+OF_FSDP = (
+    Layouts(("parallel=fsdp", "parallel.separate_reduce_scatter=true", "parallel.reduce_scatter_buffers=2")),
+    Layouts(("parallel=fsdp", "parallel.message_buffers=nccl,symmetric"), on_gpus=True),
+) if all(map(is_settable, SETTERS)) else ()  # fmt: skip
+
 #: Each must follow ``single``.
 LAYOUTS = (
     Layouts(("parallel=ddp,fsdp,pdp,tp",)),
@@ -66,8 +73,7 @@ LAYOUTS = (
     Layouts(("parallel=ddp,fsdp", "parallel.context=2", "parallel.context_method=ulysses,ring")),
     Layouts(("parallel=pdp", "parallel.pipeline=2", f"parallel.schedule={','.join(SCHEDULES_TO_TRY)}")),
     Layouts(("parallel=ddp", "parallel.optimizer=zero1")),
-    Layouts(("parallel=fsdp", "parallel.separate_reduce_scatter=true", "parallel.reduce_scatter_buffers=2")),
-    Layouts(("parallel=fsdp", "parallel.message_buffers=nccl,symmetric"), on_gpus=True),
+    *OF_FSDP,
     Layouts(("parallel=tp", "parallel.sequence=true", "parallel.async_tensor=true", "compile=layers"), on_gpus=True),
 )
 

@@ -27,6 +27,12 @@ SETTERS = {
     "message_buffers": "set_symm_mem_for_comm",
 }
 
+
+def is_settable(option: str) -> bool:
+    """Return whether this torch's FSDP can be told of one of :data:`SETTERS`."""
+    return hasattr(FSDPModule, SETTERS[option])
+
+
 _NO_EFFECT = "has no effect under these degrees of parallelism"
 _1F1B = "parallel.schedule=interleaved1f1b"
 
@@ -39,7 +45,7 @@ def of_values(how: Options) -> list[Row]:
         (how.bucket_mb != "auto" and how.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)", "try auto, 25"),
         (lacks, "context_method", f"needs {lacks}, which {here}", "try ulysses"),
         *(
-            (getattr(how, option) != _DEFAULTS[option] and not hasattr(FSDPModule, setter), option,
+            (getattr(how, option) != _DEFAULTS[option] and not is_settable(option), option,
              f"needs FSDPModule.{setter}, which {here}", f"try {as_typed(_DEFAULTS[option])}")
             for option, setter in SETTERS.items()
         ),

@@ -1,10 +1,9 @@
 """Options of FSDP that ptdbench refuses with a torch that has no way to set them."""
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
-from ptdbench.parallel.conflicts import SETTERS
+from ptdbench.parallel.conflicts import SETTERS, is_settable
 
-HAS_SETTERS = all(hasattr(FSDPModule, setter) for setter in SETTERS.values())
+HAS_SETTERS = all(map(is_settable, SETTERS))
 
 needs_setters = pytest.mark.skipif(not HAS_SETTERS, reason="needs torch 2.14, whose FSDP has more options")
