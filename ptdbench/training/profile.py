@@ -261,7 +261,7 @@ _ROWS = 40
 
 
 #: Seconds until threads of gloo have noted the end of the last message: of 6,000 profiles of one step on a busy machine
-#: 391 lacked it without, and none of 4,000 each with a tenth of this and with this.
+#: 391 lacked it without, and none of 8,000 each with a tenth of this and with this.
 _SETTLING = 0.05
 
 
