@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,9 @@ def shard(
         groups[one] = cut(one, is_freed)
     for table in tables:
         groups[table].set_unshard_in_backward(False)
+        if dims.tensor > 1:  # its rows come from a DTensor, and autograd itself refuses to write into a view of one
+            view = rf"FSDP2-wrapped module \({type(table).__name__}\) returned a view"
+            warnings.filterwarnings("ignore", message=view)
     # The rest is gathered first, and freed last.
     fill(module, "")
     root = cut(module, reshard_after_forward=False)
