@@ -2,7 +2,8 @@
 
 A program computes a row, in fp32, block by block of its vocabulary. Maximum and sum of the exponentials are found in
 one reading (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867); the gradient takes a second one, which
-finds most of the row in the L2 cache, and writes it once. Import this module only where Triton is.
+finds most of the row in the L2 cache, and writes it once. The size of the vocabulary is compiled in: the interpreter of
+Triton 3.6 runs no loop up to an argument. Import this module only where Triton is.
 """
 
 from __future__ import annotations
@@ -137,7 +138,10 @@ def _numbers(logits: Tensor) -> Tensor:
 
 
 def _size(logits: Tensor) -> dict[str, int]:
-    """The columns of a row and of a block, as many threads as compute 16 of the latter each, and fused multiply-add."""
+    """The columns of a row and of a block, and as many threads as compute 16 of the latter each.
+
+    Multiplication and addition are fused, as by default: Triton 3.9 warns of a kernel that does not say so.
+    """
     columns = min(triton.next_power_of_2(logits.shape[1]), _MOST_COLUMNS)
     return {
         "VOCABULARY": logits.shape[1], "COLUMNS": columns, "num_warps": max(columns // 512, 1), "enable_fp_fusion": True

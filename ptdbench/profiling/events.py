@@ -242,7 +242,7 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
     for kernel in kernels:
         messages: Sequence[Mapping[str, Any]] = ()
         moment = launches.get(kernel.facts.get("correlation"), -math.inf)
-        if kernel.facts.get(_NCCL_NAME) in (None, *_UNDIRECTED) and not _PEERS.keys() & kernel.facts.keys():
+        if _NCCL_NAME not in kernel.facts or _is_undirected(kernel.facts):
             place = bisect_right(begins, moment) - 1
             if place >= 0 and moment < groups[place][0].end:
                 messages = groups[place][1]
@@ -264,7 +264,7 @@ def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Event, list[Mapping[
         if event.name in _ASKED:
             asked[event.thread].append(event)
         elif event.name == _RECORDED and event.facts.get(_NCCL_NAME) != "wait":
-            if event.facts.get(_NCCL_NAME) in _UNDIRECTED and not _PEERS.keys() & event.facts.keys():
+            if _is_undirected(event.facts):
                 yield event, [_directed(event, message) for message in asked[event.thread]]
             else:
                 own.append(event)
@@ -274,6 +274,11 @@ def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Event, list[Mapping[
             own.clear()
         elif event.name.startswith("nccl:") and own and event.end <= own[-1].end:
             own.pop()
+
+
+def _is_undirected(facts: Mapping[str, Any]) -> bool:
+    """Whether these are the facts of messages, and do not say with whom."""
+    return facts.get(_NCCL_NAME) in _UNDIRECTED and not _PEERS.keys() & facts.keys()
 
 
 def _directed(recorded: Event, message: Event) -> Mapping[str, Any]:

@@ -259,9 +259,7 @@ _SILENT = "99"
 #: Operations in the table.
 _ROWS = 40
 
-
-#: Seconds until threads of gloo have noted the end of the last message: of 6,000 profiles of one step on a busy machine
-#: 391 lacked it without, and none of 8,000 each with a tenth of this and with this.
+#: Seconds in which threads of gloo note the end of the last message, on a machine that is busy, too.
 _SETTLING = 0.05
 
 

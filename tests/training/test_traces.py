@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -5,6 +6,8 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch.peers import Peer
+from ptdbench.profiling.events import Call
+from ptdbench.profiling.phases import Ready
 from ptdbench.training import traces
 from tests.parallel.ranks import each, on_ranks
 
@@ -32,3 +35,17 @@ def test_one_rank_of_each_other_machine_asks_rank_0_for_the_time():
         [0, pytest.approx(5.0, abs=0.5), found[1]["abb", 5.0]], [0, 0, pytest.approx(5.0, abs=0.5)],
     ]  # fmt: skip
     assert found[1]["abb", 5.0] == found[2]["abb", 5.0]
+
+
+def since_of_a_pair() -> list[Ready]:
+    """In a rank: when its calls could begin, where ranks 1 and 2 have a group of their own, as in torch 2.15."""
+    pair = dist.new_group([1, 2])
+    mine = {1: Call("send", 8, 1.0, 6.0, peer=1), 2: Call("recv", 8, 5.0, 6.0, peer=0)}.get(dist.get_rank())
+    calls = [replace(mine, group=pair.group_name)] if mine else []
+    return traces.ready(calls, {"pipeline": dist.group.WORLD}, 0.0)
+
+
+@pytest.mark.thorough
+@pytest.mark.ranks
+def test_a_message_in_a_group_of_two_is_one_between_ranks_of_the_pipeline():
+    assert on_ranks(3, since_of_a_pair) == [[], [Ready(5.0, last=2)], [Ready(5.0)]]
