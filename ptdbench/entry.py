@@ -142,22 +142,28 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     if world := discover(os.environ):
         rule = f"starts what it needs itself, and {world.launcher} has started this"
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"type it without {world.launcher}")])
+    local.check_sockets()
+    local.check_address_space()
     composed = plans.composed(overrides, config_dir)
-    if not plans.are_known(composed, overrides, again):
-        prepare_ranks(list(map(config.read, composed.jobs)))
-
-    def carry_out(*run_of: Any) -> None:
-        from ptdbench.run import run
-
-        run(*run_of)
-
-    made = plans.make(composed, overrides, again, carry_out)
+    made = plans.make(composed, overrides, again, _prepare_to_plan, _run)
     if as_json:
         echo(files.as_text(made.records))
     else:
         text.show(table.of_plans(made.records, shutil.get_terminal_size((110, 24)).columns))
         echo(table.closing_lines(made.directory, made.records))
     return int(all(one["status"] != "ok" for one in made.records))
+
+
+def _prepare_to_plan(configs: Sequence[Config]) -> None:
+    """As :func:`prepare_ranks`; without what virtual GPUs are built of there will be no ranks."""
+    with suppress(ConfigError):
+        prepare_ranks(configs)
+
+
+def _run(*run_of: Any) -> None:
+    from ptdbench.run import run
+
+    run(*run_of)
 
 
 def _import_from_here() -> None:

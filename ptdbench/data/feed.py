@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,15 +17,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ptdbench.data.protocol import Data
+from ptdbench.launch.lifetime import die_with_parent
 
 Batch = tuple[Tensor, Tensor]
 
 #: Batches that each worker process, or the thread, keeps ready.
 AHEAD = 2
-
-#: prctl(2): the signal that a process gets when its parent dies.
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # here, as a process that was forked should load nothing
 
 
 class Feed:
@@ -102,8 +97,7 @@ def _belong_to_the_rank(_: int) -> None:
     gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    if _LIBC:  # elsewhere torch has a look every few seconds
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()  # where the kernel does not do that, torch has a look every few seconds
 
 
 class _Batches(Dataset[Batch]):

@@ -6,30 +6,21 @@ may initialize CUDA: a forked process cannot use a CUDA context of its parent.
 
 import ctypes
 import os
-import signal
 import sys
 import warnings
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <linux/prctl.h>
+from ptdbench.launch.lifetime import die_with_parent
+
+_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 
 #: The process that has imported this: the fork server. A rank whose parent is another one has lost it.
 SERVER = os.getpid()
 
 
-def _die_with_parent() -> None:
-    """Let the kernel end the fork server when its parent ends, however that happens (SIGKILL included).
-
-    The server would otherwise live as long as one rank does, and a rank that waits for a peer lives for
-    ever. torch.multiprocessing asks the same for every rank with respect to the server.
-    """
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent went between the two calls
-        os._exit(1)
-
-
 if sys.platform == "linux":
-    _die_with_parent()
+    # It would otherwise live as long as one rank does, and a rank that waits for a peer lives for ever.
+    # torch.multiprocessing asks the same for every rank with respect to the server.
+    die_with_parent()
     # Become the parent of what a rank has started and left behind, so that whoever starts ranks can find it.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # when it ends

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 import time
 from collections.abc import Mapping
@@ -61,6 +60,7 @@ class Asked:
     is_free: bool  #: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
     title: str  #: What it is called while it is planned.
     carry_out: CarryOut  #: :func:`ptdbench.run.run`.
+    cores: int = 1  #: So many ranks are carried out at once.
 
     @property
     def micro_batch(self) -> Any:
@@ -198,10 +198,9 @@ class _Virtual:
         return int(max(record["virtual"][kind])) + sum(self._outside.values())
 
     def _run(self, micro_batch: int, memory: int, profiled: bool) -> dict[str, Any]:
-        """The record of one micro-batch on ranks of each class, as many at once as there are cores."""
+        """The record of one micro-batch on ranks of each class, as many at once as may be."""
         carried = stand_in(self._training, self._layouts[micro_batch])
-        ranks, cores = list(self._classes), len(os.sched_getaffinity(0))
-        found = []
+        ranks, cores, found = list(self._classes), self._asked.cores, []
         for start in range(0, len(ranks), cores):
             config = self._short.changed(
                 {

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache as once
 from hashlib import sha256
 from importlib import metadata, util
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +22,9 @@ from omegaconf import open_dict, read_write
 
 from ptdbench import cache
 from ptdbench.files import strict, write_json
-from ptdbench.launch import settings
+from ptdbench.launch import local, settings
+from ptdbench.launch.lifetime import die_with_parent
+from ptdbench.measure.memory import host_memory
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.bearing import bears
@@ -34,6 +41,12 @@ _KIND = "plans"
 
 #: Packages whose versions a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
+
+#: Bytes of the host that planning one layout takes, its server of ranks and a rank of a large model included.
+_BYTES = 2_000_000_000
+
+#: Lets ranks of these configurations start sooner.
+Prepare = Callable[[Sequence[Config]], None]
 
 
 @dataclass(frozen=True)
@@ -69,60 +82,129 @@ def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
     return found
 
 
-def are_known(of: Composed, overrides: Sequence[str], again: bool) -> bool:
-    """Whether all of it is known from earlier plans, so that nothing will be carried out."""
-    keys = [_key(config.read(job), _is_free(overrides)) for job in of.jobs]
-    return not again and all(key and cache.look_up(_KIND, key) for key in keys)
-
-
-def _is_free(overrides: Sequence[str]) -> bool:
-    """Whether nobody gave a global batch."""
-    return {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
-
-
-def make(of: Composed, overrides: Sequence[str], again: bool, carry_out: CarryOut) -> Planned:
+def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, carry_out: CarryOut) -> Planned:
     """Plan each configuration, and write the records.
+
+    Args:
+        of: The configurations.
+        overrides: The words that they come from.
+        again: Plan anew what is known from an earlier plan.
+        prepare: :func:`ptdbench.entry.prepare_ranks`, or what stands for it; called in each process that plans.
+        carry_out: :func:`ptdbench.run.run`, in the same way.
 
     Raises:
         ConfigError: The directory cannot be written to.
     """
-    is_free = _is_free(overrides)
+    is_free = {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
+    jobs = [config.read(job) for job in of.jobs]
+    found = [None if again else _known(job, is_free) for job in jobs]
+    lacking = [
+        _Lacking(job, is_free, f"[{number}/{len(jobs)}] {job.label}")
+        for number, (job, known) in enumerate(zip(jobs, found, strict=True), 1)
+        if known is None
+    ]
     directory = hydra_output.claim(of, overrides, None, None)
     records = []
-    for number, (whole, job, words) in enumerate(zip(of.whole, of.jobs, of.overrides, strict=True)):
-        read = config.read(job)
-        title = f"[{number + 1}/{len(of.jobs)}] {read.label}"
-        own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
-        draft = record.begin(read.resolved, own, {}, words)
-        made = draft | {"kind": "planned", **_fields(read, is_free, title, again, carry_out), "directory": str(own)}
-        own.mkdir(parents=True, exist_ok=True)
-        write_json(own / store.RECORD, made)
-        store.append_result(directory, made)
-        records.append(strict(made))
+    with closing(_made(lacking, prepare, carry_out)) as made:
+        for number, (whole, job, words) in enumerate(zip(of.whole, jobs, of.overrides, strict=True)):
+            own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
+            draft = record.begin(job.resolved, own, {}, words)
+            planned = draft | {"kind": "planned", **(found[number] or next(made)), "directory": str(own)}
+            own.mkdir(parents=True, exist_ok=True)
+            write_json(own / store.RECORD, planned)
+            store.append_result(directory, planned)
+            records.append(strict(planned))
     return Planned(directory, records)
 
 
-def _fields(read: Config, is_free: bool, title: str, again: bool, carry_out: CarryOut) -> dict[str, Any]:
-    """The fields of a record: of an earlier plan, of a new one, or why there is none."""
-    key = _key(read, is_free)
-    if key and not again and (known := cache.look_up(_KIND, key).get("fields")):
-        return dict(known)
+@dataclass(frozen=True)
+class _Lacking:
+    """A plan that is not known yet."""
+
+    config: Config
+    is_free: bool  #: Whether nobody gave a global batch.
+    title: str  #: What it is called while it is planned.
+
+
+def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:
+    """Make plans, and yield the fields of each: several at once as cores and memory allow, in processes of their own.
+
+    Most of the time of a plan is that of one rank, which has one thread.
+    """
+    cores = len(os.sched_getaffinity(0))
+    processes = min(cores, len(lacking), host_memory().available // _BYTES)
+    if processes <= 1:
+        prepare([one.config for one in lacking])
+        for one in lacking:
+            yield _fields(one, carry_out, cores)
+        return
+    context, others = get_context("spawn"), active_children()
+    pool = ProcessPoolExecutor(processes, context, _begin, (prepare, [one.config for one in lacking]))
+    try:
+        planned = [pool.submit(_planned, one, carry_out, cores // processes) for one in lacking]
+        for future in planned:
+            yield _outcome(future)
+    finally:
+        for process in set(active_children()).difference(others):  # one that still plans would go on to its end
+            process.terminate()
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(prepare: Prepare, configs: Sequence[Config]) -> None:
+    """Begin in a process that plans: it ends with the one that started it, which also minds Ctrl-C."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["TERM"] = "dumb"  # no process redraws the line of another
+    prepare(configs)
+
+
+def _planned(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
+    """Make a plan in a process of the pool, which is over when it is asked to stop: it would be given the next one."""
+    try:
+        with local.stopping():
+            return _fields(one, carry_out, cores)
+    except local.Stopped:
+        os._exit(1)
+
+
+def _outcome(planned: Future[dict[str, Any]]) -> dict[str, Any]:
+    """The fields of a plan, or that what planned it has ended."""
+    try:
+        return planned.result()
+    except BrokenProcessPool as ended:
+        return _failed(ended)
+
+
+def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
+    """Make a plan, and keep it: its fields, or why there is none."""
     from ptdbench.planning import foresee
-    from ptdbench.records import failure
 
     started = time.monotonic()
     try:
-        found = foresee.plan(foresee.Asked(read, is_free, title, carry_out))
+        found = foresee.plan(foresee.Asked(one.config, one.is_free, one.title, carry_out, cores))
     except ConfigError as refused:
-        return {"status": "failed", "error": failure.describe(refused, rank=-1).as_error()}
+        return _failed(refused)
     except foresee.Failed as failed:
         return {"status": failed.record["status"], "error": failed.record["error"]}
+    key = _key(one.config, one.is_free)
     if key and found["plan"].get("reason") is None:
         try:
             cache.keep(_KIND, key, {"fields": strict(found), "seconds": time.monotonic() - started})
         except OSError as error:
             echo(f"the plan is not kept for later: {error.strerror}", sys.stderr)
     return found
+
+
+def _failed(error: Exception) -> dict[str, Any]:
+    from ptdbench.records import failure
+
+    return {"status": "failed", "error": failure.describe(error, rank=-1).as_error()}
+
+
+def _known(read: Config, is_free: bool) -> dict[str, Any] | None:
+    """The fields of an earlier plan."""
+    key = _key(read, is_free)
+    return cache.look_up(_KIND, key).get("fields") if key else None
 
 
 def _key(read: Config, is_free: bool) -> dict[str, Any] | None:

@@ -122,7 +122,8 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     if workload and not workload.trains:
         found.catch(lambda: _check_check(config))
     found.catch(lambda: _check_logger(config, trains))
-    trained = found.catch(lambda: training_spec.specify(config, world_size)) if trains else None
+    is_tried = world is not None and world.launcher == "local"  # by the process that has started this rank
+    trained = found.catch(lambda: training_spec.specify(config, world_size, is_tried=is_tried)) if trains else None
     size = trained.layout.dims.world_size if trained else found.catch(lambda: world_size(lambda available: available))
     found.catch(lambda: _check_sought(config, world, virtual))
     if trained:

@@ -110,10 +110,15 @@ class TrainingSpec:
         return self.strategy(self.model, setting)
 
 
-def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -> TrainingSpec:
+def specify(
+    config: Config, world_size: Callable[[Callable[[int], int]], int], *, is_tried: bool = False
+) -> TrainingSpec:
     """Specify what is trained.
 
-    ``world_size`` says how many ranks there are, given the strategy's own rule of how many it takes.
+    Args:
+        config: The run's configuration.
+        world_size: Says how many ranks there are, given the strategy's own rule of how many it takes.
+        is_tried: Whether another process of this run has tried the model on a sample, which may take a second.
 
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
@@ -140,7 +145,7 @@ def specify(config: Config, world_size: Callable[[Callable[[int], int]], int]) -
         return under("parallel", lambda: strategy.layout(dims, asked.global_batch, micro_batch))
 
     model = found.catch(lambda: _model(config, example))
-    if model and data:
+    if model and data and not is_tried:
         found.catch(lambda: _check_data(config, model, data))
     optimizer = found.catch(lambda: _optimizer(config, module_of(model) if model else _ANY_MODEL))
     where = found.catch(layout) if strategy else None

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ptdbench.planning import foresee, plans
@@ -140,3 +144,46 @@ def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_give
     (job,) = plans.composed(["model=toy", "cluster.ranks_per_node=2"], None).jobs
     assert config.read(job).cluster.nodes == "auto"
     assert foresee._with_any_batch(config.read(job)).train.global_batch == 2 * foresee._ANY_BATCH
+
+
+@pytest.mark.ranks
+def test_a_plan_that_is_stopped_leaves_no_process(environ, tmp_path):
+    """Layouts are planned by processes of their own, each of which has started a server and ranks."""
+    command = [
+        sys.executable,
+        "-m",
+        "ptdbench",
+        "plan",
+        *SMALL,
+        *TIGHT,
+        "parallel=ddp,fsdp,tp",
+        "train.micro_batch=max",
+    ]
+    variables = {**environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr
+        process.stderr.readline()  # of a run that one of them has carried out
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) > 2
+        process.terminate()
+        assert process.stderr.read().endswith("stopped by SIGTERM\n")
+    assert process.returncode == 128 + signal.SIGTERM
+    assert not psutil.wait_procs(family, 10)[1]
+
+
+def test_a_process_that_plans_and_dies_costs_its_plan():
+    """As of the kernel, for want of memory."""
+    with ProcessPoolExecutor(1) as pool:
+        told = plans._outcome(pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL))
+    assert told["status"] == "failed"
+    assert told["error"]["type"] == "BrokenProcessPool"
+
+
+def test_without_a_compiler_the_training_state_is_known(environ, tmp_path):
+    (tmp_path / "empty").mkdir()
+    variables = {**environ, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = plan(variables, tmp_path, *SMALL, "virtual=h100", "parallel=ddp,fsdp")
+    assert done.returncode == 0, done.stderr
+    ddp, fsdp = records_of(tmp_path)
+    assert ddp["plan"]["state"][0]["weights"] == 2 * fsdp["plan"]["state"][0]["weights"] == 4 * ddp["parameters"]
+    assert "cc=null: a virtual GPU needs a C compiler" in done.stdout
