@@ -49,6 +49,7 @@ SIZES = (
     "model=gpt_small", "virtual=h100", "cluster.ranks_per_node=8", "precision=bf16", "parallel=fsdp",
     "train.global_batch=5760", "train.micro_batch=max", "memory_reserve=0",
 )  # fmt: skip
+SAMPLES = 5760 // 8  #: Of these, those of a rank.
 FOUND = (
     "model=gpt_tiny", "device=cpu", "cluster.ranks_per_node=2", "parallel=ddp", "train.warmup_steps=0",
     "profile.steps=0",
@@ -121,11 +122,18 @@ def _sizes(sizes: Sequence[int]) -> bool:
 
 
 def is_at_once(record: Mapping[str, Any]) -> bool:
-    """Whether the first micro-batch that a line has proposed is the largest that fits."""
-    tries = _tries(record)
+    """Whether the first micro-batch that a line has proposed is the largest that fits.
+
+    Or whether it has proposed none, as the largest is one that it is drawn from, and the next one was tried at once.
+    """
+    if not (tries := _tries(record)):
+        return False
+    largest = record["plan"]["largest_micro_batch"]
     points = next((place for place, one in enumerate(tries[:POINTS], 1) if not one["fits"]), POINTS)
-    proposed = [one["micro_batch"] for one in tries[points : points + 1]]
-    return bool(proposed) and proposed == [record["plan"]["largest_micro_batch"]]
+    sizes = [one["micro_batch"] for one in tries]
+    first = sizes[points : points + 1]
+    following = [size for size in divisors(SAMPLES) if size > largest][:1]
+    return first == [largest] or bool(first and largest in sizes[:points] and first == following)
 
 
 def _found(runs: int) -> bool:

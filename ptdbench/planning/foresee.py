@@ -25,7 +25,7 @@ from ptdbench.setup.run_spec import RunSpec
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
 
-#: Bytes of the GPU on which needs are found out: a run that does not fit should say what it needs.
+#: Bytes that may be allocated where needs are found out: a run that does not fit should say what it needs.
 _ROOMY = 1 << 40
 
 #: Samples of a batch that every layout can divide, to learn the degrees of one whose batch is not given.
@@ -179,9 +179,9 @@ class _Virtual:
         return self._found(shown, search)
 
     def _tried(self, micro_batch: int, profiled: bool) -> Try:
-        """Carry the micro-batch out on a GPU with room, and where that leaves doubt on one of the GPU's size."""
+        """Carry the micro-batch out with room for all that it takes; where that leaves doubt, with what there is."""
         started = time.monotonic()
-        record = self._run(micro_batch, max(self._gpu.memory, _ROOMY), profiled)
+        record = self._run(micro_batch, max(self._room, _ROOMY), profiled)
         self._records[micro_batch] = record
         if record["status"] == "oom":
             return Try(micro_batch, "oom", None, False, time.monotonic() - started)
@@ -197,7 +197,7 @@ class _Virtual:
     def _most(self, record: Mapping[str, Any], kind: str) -> int:
         return int(max(record["virtual"][kind])) + sum(self._outside.values())
 
-    def _run(self, micro_batch: int, memory: int, profiled: bool) -> dict[str, Any]:
+    def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> dict[str, Any]:
         """The record of one micro-batch on ranks of each class, as many at once as may be."""
         carried = stand_in(self._training, self._layouts[micro_batch])
         ranks, cores, found = list(self._classes), self._asked.cores, []
@@ -208,7 +208,7 @@ class _Virtual:
                     "train.global_batch": carried.global_batch,
                     "profile.steps": int(profiled),
                     "virtual.ranks": ranks[start : start + cores],
-                    "virtual.gpu.memory": memory,
+                    "virtual.gpu.allocatable": allocatable,
                 }
             )
             fields = {**self._spec.summary.fields, "layout": carried.as_dict()}

@@ -43,7 +43,7 @@ _KIND = "plans"
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
 #: Bytes of the host that planning one layout takes, its server of ranks and a rank of a large model included.
-_BYTES = 2_000_000_000
+_BYTES = 3_000_000_000
 
 #: Lets ranks of these configurations start sooner.
 Prepare = Callable[[Sequence[Config]], None]
@@ -97,10 +97,11 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
     """
     is_free = {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
     jobs = [config.read(job) for job in of.jobs]
-    found = [None if again else _known(job, is_free) for job in jobs]
+    keys = [_key(job, is_free) for job in jobs]  # now: importing torch changes the environment, which is part of them
+    found = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
     lacking = [
-        _Lacking(job, is_free, f"[{number}/{len(jobs)}] {job.label}")
-        for number, (job, known) in enumerate(zip(jobs, found, strict=True), 1)
+        _Lacking(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key)
+        for number, (job, known, key) in enumerate(zip(jobs, found, keys, strict=True), 1)
         if known is None
     ]
     directory = hydra_output.claim(of, overrides, None, None)
@@ -124,6 +125,7 @@ class _Lacking:
     config: Config
     is_free: bool  #: Whether nobody gave a global batch.
     title: str  #: What it is called while it is planned.
+    key: dict[str, Any] | None  #: By what it is kept; ``None``: it is not.
 
 
 def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:
@@ -186,10 +188,9 @@ def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
         return _failed(refused)
     except foresee.Failed as failed:
         return {"status": failed.record["status"], "error": failed.record["error"]}
-    key = _key(one.config, one.is_free)
-    if key and found["plan"].get("reason") is None:
+    if one.key and found["plan"].get("reason") is None:
         try:
-            cache.keep(_KIND, key, {"fields": strict(found), "seconds": time.monotonic() - started})
+            cache.keep(_KIND, one.key, {"fields": strict(found), "seconds": time.monotonic() - started})
         except OSError as error:
             echo(f"the plan is not kept for later: {error.strerror}", sys.stderr)
     return found
@@ -199,12 +200,6 @@ def _failed(error: Exception) -> dict[str, Any]:
     from ptdbench.records import failure
 
     return {"status": "failed", "error": failure.describe(error, rank=-1).as_error()}
-
-
-def _known(read: Config, is_free: bool) -> dict[str, Any] | None:
-    """The fields of an earlier plan."""
-    key = _key(read, is_free)
-    return cache.look_up(_KIND, key).get("fields") if key else None
 
 
 def _key(read: Config, is_free: bool) -> dict[str, Any] | None:

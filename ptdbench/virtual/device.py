@@ -21,6 +21,8 @@ class Device:
         name: As NVIDIA's driver names it, for example ``NVIDIA H100 80GB HBM3``; the device is called ``virtual
             NVIDIA H100 80GB HBM3``, so that nothing takes its figures for those of a real one.
         memory: Bytes in all, as ``torch.cuda.mem_get_info()[1]`` has them: somewhat less than the memory is sold as.
+        allocatable: Bytes that may be taken of it, its context included; more than it has show what a program would
+            need, which decides by ``memory`` all the same. ``None``: ``memory``.
         context: Bytes of it that the CUDA context takes before the first allocation.
         multiprocessors: Streaming multiprocessors.
         capability: Compute capability, for example ``"9.0"``.
@@ -51,6 +53,7 @@ class Device:
     peaks: Mapping[str, float] = field(default_factory=dict)
     link: float = 0.0
     power: float = 0.0
+    allocatable: int | None = None
 
     def __post_init__(self) -> None:
         from ptdbench.problems import Problem, at_least, nearest, require, try_these
@@ -60,6 +63,7 @@ class Device:
         parts = str(self.capability).split(".")
         require(
             *at_least(1, **{name: getattr(self, name) for name in whole}),
+            *at_least(1, allocatable=1 if self.allocatable is None else self.allocatable),
             *(Problem(name, getattr(self, name), "must be above 0") for name in above if not getattr(self, name) > 0),
             None
             if len(parts) == 2 and all(part.isdigit() for part in parts)
@@ -79,6 +83,7 @@ class Device:
         major, minor = str(self.capability).split(".")
         figures = {
             "memory": self.memory,
+            "allocatable": self.memory if self.allocatable is None else self.allocatable,
             "context": self.context,
             "multiprocessors": self.multiprocessors,
             "major": major,

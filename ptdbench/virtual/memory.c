@@ -159,7 +159,7 @@ static size_t used[MOST_DEVICES];
 /* Takes physical memory of a device, without addresses; the caller holds the lock. */
 static bool take(int on, size_t bytes) {
     const struct device *d = device();
-    bool fits = d->context + used[on] + bytes <= d->memory;
+    bool fits = d->context + used[on] + bytes <= d->allocatable;
     if (fits) used[on] += bytes;
     return fits;
 }
@@ -206,8 +206,11 @@ API cudaError_t cudaFree(void *address) {
 API cudaError_t cudaMemGetInfo(size_t *available, size_t *total) {
     cudaError_t error = ready();
     if (error) return error;
-    *total = device()->memory;
-    *available = device()->memory - device()->context - used[current_device()];
+    const struct device *d = device();
+    size_t taken = d->context + used[current_device()];
+    size_t all = d->allocatable < d->memory ? d->allocatable : d->memory;
+    *total = d->memory;
+    *available = taken < all ? all - taken : 0;
     return cudaSuccess;
 }
 

@@ -39,7 +39,7 @@ static inline size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1)
 enum dtype_peak { FP64, FP32, TF32, BF16, FP16, FP8, PEAKS };
 struct device {
     char name[128];
-    size_t memory, context, l2, shared_memory; /* bytes, as all sizes */
+    size_t memory, allocatable, context, l2, shared_memory; /* bytes, as all sizes */
     int major, minor, multiprocessors, bus_width;
     double bandwidth, link;     /* bytes/s */
     double clock, memory_clock; /* Hz */

@@ -25,6 +25,8 @@ def planned(*sizes, largest=0, status="ok"):
         (planned(1, 8, -30, 10, -12, largest=10), True),
         (planned(1, 8, 30, 90, largest=90), True),
         (planned(1, -8, 3, -4, largest=3), True),
+        (planned(1, 8, 30, -36, largest=30), True),  # the line had seen no room for 36
+        (planned(1, 8, 30, -40, -36, largest=30), False),
         (planned(1, 8, -30, -12, 10, largest=10), False),
         (planned(1, 8, -30, 10, 12, -15, largest=12), False),
         (planned(1, 8, -30, largest=8), False),  # no line has proposed anything

@@ -68,10 +68,30 @@ def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
     assert kinds["weights"] == found["state"][0]["weights"]
     assert f" {found['largest_micro_batch']}\n" in done.stdout
 
+    # A run of it takes what was planned. Its loss is computed in chunks, the smaller the less memory the GPU has.
+    typed = [f"train.micro_batch={found['largest_micro_batch']}" if "micro_batch" in word else word for word in words]
+    short = (
+        "parallel=fsdp",
+        "train.steps=2",
+        "train.warmup_steps=0",
+        "profile.steps=0",
+        f"hydra.run.dir={tmp_path}/run",
+    )
+    subprocess.run([sys.executable, str(ROOT / "train.py"), *typed, *short], env=environ, check=True)
+    assert {*store.load_record(tmp_path / "run")["virtual"]["allocated_bytes"]} == {found["allocated_bytes"]}
+
     again = plan(environ, tmp_path, *words, "parallel=fsdp", "parallel.shard=2", "--json")
     (known,) = json.loads(again.stdout)
     assert known["plan"] == found
     assert "step" not in again.stderr  # nothing was carried out
+
+
+@pytest.mark.ranks
+def test_a_single_layout_is_kept_too(environ, tmp_path):
+    """By a process that imports torch, which changes the environment, and carries the ranks out itself."""
+    words = (*SMALL, *TIGHT, "parallel=ddp", "train.micro_batch=4")
+    assert "step" in plan(environ, tmp_path, *words).stderr
+    assert "step" not in plan(environ, tmp_path, *words).stderr
 
 
 @pytest.mark.ranks

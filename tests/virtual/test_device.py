@@ -13,13 +13,15 @@ def test_settings_are_what_the_library_reads():
     assert (figures["major"], figures["minor"]) == ("9", "0")
     assert float(figures["bandwidth"]) == 1e12
     assert float(figures["bf16"]) == 800e12
-    assert int(figures["memory"]) == 20 << 30
+    assert int(figures["memory"]) == int(figures["allocatable"]) == 20 << 30
+    assert ";allocatable=7;" in replace(DEVICE, allocatable=7).settings()
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"memory": 0}, "memory=0: must be a whole number of at least 1"),
+        ({"allocatable": 0}, "allocatable=0: must be a whole number of at least 1"),
         ({"capability": "9"}, 'capability=9: must be two numbers; try "9.0"'),
         ({"context": 30 << 30}, "context=32212254720: must be less than the memory, 21474836480 bytes"),
         ({"bandwidth": 0.0}, "bandwidth=0.0: must be above 0"),
