@@ -45,11 +45,11 @@ LARGE = (
     "model=llama_70b", "virtual=h100", "cluster.nodes=32", "cluster.ranks_per_node=8", "precision=bf16",
     "parallel=3d", "parallel.tensor=8", "parallel.pipeline=4", "activations=recompute", "train.micro_batch=max",
 )  # fmt: skip
+RANKS_OF_SIZES, SAMPLES = 8, 720  #: Of ``sizes``, and samples of a step and rank, which many micro-batches divide.
 SIZES = (
-    "model=gpt_small", "virtual=h100", "cluster.ranks_per_node=8", "precision=bf16", "parallel=fsdp",
-    "train.global_batch=5760", "train.micro_batch=max", "memory_reserve=0",
+    "model=gpt_small", "virtual=h100", f"cluster.ranks_per_node={RANKS_OF_SIZES}", "precision=bf16", "parallel=fsdp",
+    f"train.global_batch={RANKS_OF_SIZES * SAMPLES}", "train.micro_batch=max", "memory_reserve=0",
 )  # fmt: skip
-SAMPLES = 5760 // 8  #: Of these, those of a rank.
 FOUND = (
     "model=gpt_tiny", "device=cpu", "cluster.ranks_per_node=2", "parallel=ddp", "train.warmup_steps=0",
     "profile.steps=0",

@@ -161,6 +161,7 @@ def _prepare_to_plan(configs: Sequence[Config]) -> None:
 
 
 def _run(*run_of: Any) -> None:
+    """Carry out a run; torch is imported then, and not where all is known."""
     from ptdbench.run import run
 
     run(*run_of)

@@ -70,14 +70,9 @@ def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
 
     # A run of it takes what was planned. Its loss is computed in chunks, the smaller the less memory the GPU has.
     typed = [f"train.micro_batch={found['largest_micro_batch']}" if "micro_batch" in word else word for word in words]
-    short = (
-        "parallel=fsdp",
-        "train.steps=2",
-        "train.warmup_steps=0",
-        "profile.steps=0",
-        f"hydra.run.dir={tmp_path}/run",
-    )
-    subprocess.run([sys.executable, str(ROOT / "train.py"), *typed, *short], env=environ, check=True)
+    short = ("parallel=fsdp", "train.steps=2", "train.warmup_steps=0", "profile.steps=0")
+    command = [sys.executable, str(ROOT / "train.py"), *typed, *short, f"hydra.run.dir={tmp_path}/run"]
+    subprocess.run(command, env=environ, check=True)
     assert {*store.load_record(tmp_path / "run")["virtual"]["allocated_bytes"]} == {found["allocated_bytes"]}
 
     again = plan(environ, tmp_path, *words, "parallel=fsdp", "parallel.shard=2", "--json")
@@ -169,16 +164,8 @@ def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_give
 @pytest.mark.ranks
 def test_a_plan_that_is_stopped_leaves_no_process(environ, tmp_path):
     """Layouts are planned by processes of their own, each of which has started a server and ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "ptdbench",
-        "plan",
-        *SMALL,
-        *TIGHT,
-        "parallel=ddp,fsdp,tp",
-        "train.micro_batch=max",
-    ]
+    words = (*SMALL, *TIGHT, "parallel=ddp,fsdp,tp", "train.micro_batch=max")
+    command = [sys.executable, "-m", "ptdbench", "plan", *words]
     variables = {**environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=tmp_path, env=variables, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
