@@ -6,8 +6,7 @@ import gc
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ptdbench.measure import clock, hardware
+from ptdbench.measure.memory import no_collection
 
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -137,7 +137,8 @@ def repeat(
             taken.stop()
         return taken.seconds()  # waits for the device
 
-    with _no_collection():
+    gc.collect()
+    with no_collection():
         times(WARMUP)
         started = time.perf_counter()
         times(1)
@@ -168,19 +169,6 @@ def _bytes(text: str) -> int:
     units = {"K": 2**10, "M": 2**20}
     text = text.strip()
     return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable the garbage collector in a timed region."""
-    was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None:

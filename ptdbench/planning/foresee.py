@@ -200,7 +200,8 @@ class _Virtual:
     def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> dict[str, Any]:
         """The record of one micro-batch on ranks of each class, as many at once as may be."""
         carried = stand_in(self._training, self._layouts[micro_batch])
-        ranks, cores, found = list(self._classes), self._asked.cores, []
+        ranks, found = list(self._classes), []
+        cores = 1 if profiled else self._asked.cores  # the profiler's events of a large model take half a gigabyte
         for start in range(0, len(ranks), cores):
             config = self._short.changed(
                 {

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ptdbench.measure.memory import no_collection
+
 #: A stretch of time; a set of moments is a sorted list of disjoint ones.
 Interval = tuple[float, float]
 
@@ -157,7 +159,11 @@ def checked(path: Path, reading: Callable[[Path], T]) -> T:
 
 def events_of(path: Path) -> list[Event]:
     """The events of a trace that have a duration, in the order of their start."""
-    written = json.loads(path.read_bytes(), strict=False)
+    with no_collection():
+        return _events(json.loads(path.read_bytes(), strict=False))
+
+
+def _events(written: Mapping[str, Any]) -> list[Event]:
     base = written.get("baseTimeNanoseconds", 0) / 1e9
     events = [
         Event(

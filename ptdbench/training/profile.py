@@ -5,7 +5,6 @@ They train on, and nothing looks at the weights afterwards. No clock or label of
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import re
@@ -13,7 +12,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -107,7 +106,7 @@ def _count(asked: int, timed: float | None) -> int:
 def run(
     job: Job, loop: StepLoop, steps: int, *, memory: bool = False, between: Callable[[], None] = lambda: None
 ) -> profile:
-    """Run steps under the profiler, and one before them that is not looked at.
+    """Run steps under the profiler, and one before them that is not looked at, but on a virtual GPU, which needs none.
 
     Args:
         job: The run.
@@ -116,18 +115,15 @@ def run(
         memory: Whether to watch the memory.
         between: Called in each step when the gradients are there.
     """
-    gc.disable()  # and collect nothing before: that would take longer than the steps of a small model
-    try:
-        with profiled(job.device, memory) as taken:
-            for number in range(loop.done, loop.done + steps + 1):
-                with record_function("warm-up" if number == loop.done else f"{trace.STEP}{number}"):
-                    step(loop, number, between)
-                    if job.device.type == "cuda":
-                        torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
-                job.watchdog.alive()
-    finally:
-        gc.enable()
-        loop.feed.close()
+    first = loop.done
+    counted = first + (job.spec.virtual is None)
+    with closing(loop.feed), profiled(job.device, memory) as taken:
+        for number in range(first, counted + steps):
+            with record_function("warm-up" if number < counted else f"{trace.STEP}{number}"):
+                step(loop, number, between)
+                if job.device.type == "cuda":
+                    torch.cuda.synchronize(job.device)  # so that the device's steps do not overlap
+            job.watchdog.alive()
     return taken
 
 

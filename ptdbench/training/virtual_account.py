@@ -88,30 +88,51 @@ def present(job: Job) -> list[int]:
     return list(job.world.present or range(job.world.size))
 
 
+def settle() -> None:
+    """Wait until NCCL's watchdog has seen that all is done, as it has between the steps of a GPU that takes its time.
+
+    It looks ten times a second, and until then holds what was sent: how much that is would depend on this machine.
+    """
+    for group in _communicating():
+        group._wait_for_pending_works()
+
+
 def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
-    groups = {group for group in dist.distributed_c10d._world.pg_map if _has_communicator(group)}
+    groups = _communicating()
     if not job.spec.config.profile.steps:
         return _Own(allocated, reserved, len(groups), None, {}, {}, "profile.steps=0")
     seconds = _host_seconds(job, loop)
-    with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
-        path = Path(scratch) / "trace.json"
+    with job.display.during("profiling"):
         try:
-            profile.run(job, loop, 1).export_chrome_trace(str(path))
-            launched, called = trace.launched_in_steps(path)
+            kernels, messages = _launched(job, loop)
         except (OSError, RuntimeError, ValueError) as error:
             reason = f"the trace cannot be written and read: {error}"
             return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
-    counted = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
+        finally:
+            settle()
+            memory.trim()
+    return _Own(allocated, reserved, len(groups), seconds, kernels, messages)
+
+
+def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, int], dict[str, tuple[float, float]]]:
+    """Take a step under the profiler: its kernels by kind, and calls and bytes of messages by operation."""
+    with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
+        path = Path(scratch) / "trace.json"
+        profile.run(job, loop, 1).export_chrome_trace(str(path))
+        memory.trim()  # a step of a large model has 150,000 events
+        launched, called = trace.launched_in_steps(path)
+    kinds = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
     calls, size = Counter[str](), Counter[str]()
     for call in called:
         calls[call.operation] += 1
         size[call.operation] += call.bytes
-    messages = {name: (float(calls[name]), float(size[name])) for name in calls}
-    return _Own(allocated, reserved, len(groups), seconds, dict(counted.most_common()), messages)
+    return dict(kinds.most_common()), {name: (float(calls[name]), float(size[name])) for name in calls}
 
 
-def _has_communicator(group: dist.ProcessGroup) -> bool:
-    return group.size() > 1 and "nccl" in dist.get_backend_config(group)
+def _communicating() -> list[dist.ProcessGroup]:
+    """The groups of several ranks that communicate by NCCL."""
+    groups = dist.distributed_c10d._world.pg_map
+    return [group for group in groups if group.size() > 1 and "nccl" in dist.get_backend_config(group)]
 
 
 def _host_seconds(job: Job, loop: StepLoop) -> float:
@@ -121,4 +142,5 @@ def _host_seconds(job: Job, loop: StepLoop) -> float:
     profile.step(loop, loop.done)
     seconds = time.perf_counter() - started
     torch.cuda.synchronize(job.device)
+    settle()
     return seconds

@@ -79,7 +79,10 @@ class Train:
         stopped = _train(job, loop, evaluator, recorder, checkpointing, meter)
         found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)
         found = with_check(replace(found, fields={**found.fields, "hardware": meter.finish()}), checked)
-        return found if stopped or found.error else _explained(job, loop, found, expected)
+        if stopped or found.error:
+            return found
+        with memory.no_collection():  # which would copy what this process shares with the one that forked it
+            return _explained(job, loop, found, expected)
 
 
 def _train(
@@ -224,6 +227,8 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
                     if job.device.type == "cuda":
                         torch.cuda.synchronize(job.device)
                     job.watch.lap("first_step")
+                if job.spec.virtual and not job.spec.virtual.real_time:
+                    virtual_account.settle()
                 if loop.taken == PROBE_STEPS:
                     wanted = _affordable(job, loop)
                 job.watchdog.beat(loop.done)
