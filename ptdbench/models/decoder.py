@@ -10,23 +10,14 @@ from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, master_of
 
 
 class Decoder(nn.Module):
-    """A decoder as a chain; what it is made of, its FLOPs, roles and initial values are its subclass's.
+    """A decoder as a chain; what it is made of, its FLOPs, roles and initial values are its subclass's."""
 
-    Attributes:
-        embedding: Tokens to the stream; its ``token`` is an ``nn.Embedding``.
-        blocks: From stream to stream.
-        head: A :class:`Head`.
-        tie_weights: Whether the head's projection is the token embedding.
-        width: Features of a token.
-        sequence_length: Tokens of a sequence for which FLOPs are counted.
-    """
-
-    embedding: nn.Module
-    blocks: nn.ModuleList
-    head: nn.Module
-    tie_weights: bool
-    width: int
-    sequence_length: int
+    embedding: nn.Module  #: Tokens to the stream; its ``token`` is an ``nn.Embedding``.
+    blocks: nn.ModuleList  #: From stream to stream.
+    head: nn.Module  #: A :class:`Head`.
+    tie_weights: bool  #: Whether the head's projection is the token embedding.
+    width: int  #: Features of a token.
+    sequence_length: int  #: Tokens of a sequence for which FLOPs are counted.
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.

@@ -24,24 +24,20 @@ Product = Literal["grouped", "loop"]
 class Routing:
     """How tokens choose experts: softmax over all of them in fp32, of which the largest are taken.
 
-    Attributes:
-        balance: ``loss``: the auxiliary loss of Switch (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) over the
-            global batch, its fractions of tokens from the step before, so that it is equal under every layout.
-            ``micro_batch_loss``: its fractions from a rank's micro-batch, which depends on the layout. ``bias``: a bias
-            on the choice alone, moved once a step against the load (Wang et al. 2024, arXiv 2408.15664). ``forced``:
-            experts in turn by position, for benchmarks. ``none``: nothing.
-        coefficient: Weight of the auxiliary loss beside the cross entropy; the reported loss is without it.
-        bias_rate: How far a step moves a bias.
-        normalize: Whether the weights of the chosen experts are scaled to a sum of 1.
-
     Raises:
         ConfigError: With every invalid option.
     """
 
+    #: ``loss``: the auxiliary loss of Switch (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) over the global
+    #: batch, its fractions of tokens from the step before, so that it is equal under every layout.
+    #: ``micro_batch_loss``: its fractions from a rank's micro-batch, which depends on the layout. ``bias``: a bias on
+    #: the choice alone, moved once a step against the load (Wang et al. 2024, arXiv 2408.15664). ``forced``: experts in
+    #: turn by position, for benchmarks. ``none``: nothing.
     balance: Balance = "loss"
+    #: Weight of the auxiliary loss beside the cross entropy; the reported loss is without it.
     coefficient: float = 0.01
-    bias_rate: float = 0.001
-    normalize: bool = True
+    bias_rate: float = 0.001  #: How far a step moves a bias.
+    normalize: bool = True  #: Whether the weights of the chosen experts are scaled to a sum of 1.
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Routing:
@@ -77,14 +73,6 @@ class Router(nn.Module):
     up over ranks and calls :meth:`balance` once a step where it :attr:`balances`, and says in :attr:`share` what the
     loss of a micro-batch is multiplied by.
 
-    Attributes:
-        load: Each expert's fraction of the choices of the step before, ``[experts]`` in fp32.
-        bias: What is added to scores for the choice, ``[experts]`` in fp32.
-        counts: Of each backward pass, which recomputation does not repeat, how often each expert was chosen, and how
-            many of these choices were dropped: ``[experts + 1]`` in fp32. Whoever takes them clears the list.
-        share: Weight of a micro-batch's auxiliary loss in the gradients of a step.
-        forced: Whether experts are taken in turn, which the host knows without asking the device.
-
     Args:
         width: Features of a token.
         experts: Number of experts.
@@ -93,8 +81,8 @@ class Router(nn.Module):
         routing: How they are chosen.
     """
 
-    load: Tensor
-    bias: Tensor
+    load: Tensor  #: Each expert's fraction of the choices of the step before, ``[experts]`` in fp32.
+    bias: Tensor  #: What is added to scores for the choice, ``[experts]`` in fp32.
 
     def __init__(self, width: int, experts: int, active: int, capacity: float | None, routing: Routing) -> None:
         super().__init__()
@@ -106,8 +94,11 @@ class Router(nn.Module):
         self.positions = nn.Identity()
         self.register_buffer("load", torch.empty(experts))
         self.register_buffer("bias", torch.empty(experts))
+        #: Of each backward pass, which recomputation does not repeat, how often each expert was chosen, and how many of
+        #: these choices were dropped: ``[experts + 1]`` in fp32. Whoever takes them clears the list.
         self.counts: list[Tensor] = []
-        self.share: Tensor | float = 1.0
+        self.share: Tensor | float = 1.0  #: Weight of a micro-batch's auxiliary loss in the gradients of a step.
+        #: Whether experts are taken in turn, which the host knows without asking the device.
         self.forced = routing.balance == "forced"
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:

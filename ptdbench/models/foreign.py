@@ -92,12 +92,9 @@ def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
 
 
 class Adapted(nn.Module):
-    """A wrapper with defaults for the methods of the protocol that a module lacks; names begin ``module.``.
+    """A wrapper with defaults for the methods of the protocol that a module lacks; names begin ``module.``."""
 
-    Attributes:
-        uncut: Why the module has no :meth:`parts`, in words that follow "the model"; known after asking for them.
-    """
-
+    #: Why the module has no :meth:`parts`, in words that follow "the model"; known after asking for them.
     uncut: str | None = None
 
     def __init__(self, module: nn.Module, example: Callable[[], Example]) -> None:
@@ -232,15 +229,10 @@ class Adapted(nn.Module):
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of forward and backward for one sample.
+    """FLOPs of forward and backward for one sample."""
 
-    Attributes:
-        total: All, of attention with a window those of its window alone.
-        masked: Of these, those for what causal attention masks; ``None`` if unknown.
-    """
-
-    total: float
-    masked: float | None
+    total: float  #: All, of attention with a window those of its window alone.
+    masked: float | None  #: Of these, those for what causal attention masks; ``None`` if unknown.
 
 
 def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flops:

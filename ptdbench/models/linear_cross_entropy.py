@@ -34,13 +34,9 @@ LEAST_ROWS = 1024
 
 
 class LinearCrossEntropy(nn.Module):
-    """:func:`linear_cross_entropy` as a module, for a weight that may be a rank's share.
+    """:func:`linear_cross_entropy` as a module, for a weight that may be a rank's share."""
 
-    Attributes:
-        share: This rank's share of the vocabulary; ``None``: all of it.
-    """
-
-    share: VocabularyShare | None = None
+    share: VocabularyShare | None = None  #: This rank's share of the vocabulary; ``None``: all of it.
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor | None = None) -> Tensor:
         """See :func:`linear_cross_entropy`."""

@@ -18,17 +18,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabularyShare:
-    """One rank's rows of a weight whose vocabulary is cut among ranks.
+    """One rank's rows of a weight whose vocabulary is cut among ranks."""
 
-    Attributes:
-        first: The token of the first row.
-        total: The sum of a tensor over the ranks.
-        maximum: The elementwise maximum of a tensor over the ranks.
-    """
-
-    first: int
-    total: Callable[[Tensor], Tensor]
-    maximum: Callable[[Tensor], Tensor]
+    first: int  #: The token of the first row.
+    total: Callable[[Tensor], Tensor]  #: The sum of a tensor over the ranks.
+    maximum: Callable[[Tensor], Tensor]  #: The elementwise maximum of a tensor over the ranks.
 
 
 def cross_entropy_(

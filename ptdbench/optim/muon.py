@@ -24,9 +24,6 @@ class Muon(torch.optim.Optimizer):
     Of a sharded matrix each rank keeps its shard of the momentum. In a step it gathers the update, orthogonalizes all
     of it, as every rank does, and applies its own part: numbers do not depend on the layout.
 
-    Attributes:
-        gathers: Bytes of a number of what is gathered of a sharded matrix.
-
     Args:
         params: Parameter groups with a ``rule`` each, see :func:`ptdbench.optim.groups.rules`; what follows them is
             described in ``conf/optimizer/muon.yaml``.
@@ -51,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         matrices = [group for group in groups if group["rule"] == "matrices"]
         others = [group for group in groups if group["rule"] != "matrices"]
         dtype = torch.float32 if ns_precision in ("fp32", "tf32") else torch.bfloat16
-        self.gathers = dtype.itemsize
+        self.gathers = dtype.itemsize  #: Bytes of a number of what is gathered of a sharded matrix.
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
             how = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}

@@ -22,13 +22,9 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Constant:
-    """The same rate throughout, after a linear warm-up.
+    """The same rate throughout, after a linear warm-up."""
 
-    Attributes:
-        warmup_steps: Steps over which the rate rises; 0: none.
-    """
-
-    warmup_steps: int = 0
+    warmup_steps: int = 0  #: Steps over which the rate rises; 0: none.
 
     def __post_init__(self) -> None:
         require(*at_least(0, warmup_steps=self.warmup_steps))
@@ -44,14 +40,10 @@ class Cosine:
 
     The decay of Loshchilov and Hutter, "SGDR" (2017, equation 5, without restarts), and the warm-up of Goyal et al.,
     "Accurate, Large Minibatch SGD" (2017, section 2.2).
-
-    Attributes:
-        warmup_steps: Steps over which the rate rises; 0: none.
-        final: The factor of the last step.
     """
 
-    warmup_steps: int = 0
-    final: float = 0.1
+    warmup_steps: int = 0  #: Steps over which the rate rises; 0: none.
+    final: float = 0.1  #: The factor of the last step.
 
     def __post_init__(self) -> None:
         require(*at_least(0, warmup_steps=self.warmup_steps), _share("final", self.final))
@@ -69,16 +61,11 @@ class OneCycle:
 
     Smith and Topin, "Super-Convergence" (2018), with the cosine that :class:`torch.optim.lr_scheduler.OneCycleLR` takes
     by default. The momentum is constant.
-
-    Attributes:
-        rise: Share of the steps in which the rate rises.
-        first: The factor of the first step.
-        final: The factor of the last step.
     """
 
-    rise: float = 0.3
-    first: float = 0.04
-    final: float = 0.0
+    rise: float = 0.3  #: Share of the steps in which the rate rises.
+    first: float = 0.04  #: The factor of the first step.
+    final: float = 0.0  #: The factor of the last step.
 
     def __post_init__(self) -> None:
         require(_share("rise", self.rise), _share("first", self.first), _share("final", self.final))

@@ -52,14 +52,12 @@ class Keep:
 class Recompute:
     """Keep only a layer's input, and run the layer again in the backward pass (activation checkpointing).
 
-    Attributes:
-        every: Recompute the first layer of a model or of a stage and every so many-th after it; the others keep their
-            activations.
-
     Raises:
         ConfigError: ``every`` is less than 1.
     """
 
+    #: Recompute the first layer of a model or of a stage and every so many-th after it; the others keep their
+    #: activations.
     every: int = 1
     after_compilation = False
 

@@ -28,31 +28,19 @@ from ptdbench.parallel.wide import widen
 
 @dataclass(frozen=True)
 class Setting:
-    """The ranks, formats and options of laying out a model.
+    """The ranks, formats and options of laying out a model."""
 
-    Attributes:
-        mesh: The mesh of ranks.
-        layout: How the batch is divided among them.
-        device: This rank's device.
-        precision: Dtype of the arithmetic.
-        compile: What is compiled, see :mod:`ptdbench.parallel.compile`.
-        activations: What becomes of a layer's activations until the backward pass.
-        seed: Seed of the weights.
-        channels_last: Whether images are channels-last in memory.
-        offload: What is kept in host memory between its uses.
-        virtual: Whether the devices are not there, and compute nothing.
-    """
-
-    mesh: Mesh
-    layout: BatchPlan
-    device: torch.device
-    precision: Name = "fp32"
-    compile: Compile = False
+    mesh: Mesh  #: The mesh of ranks.
+    layout: BatchPlan  #: How the batch is divided among them.
+    device: torch.device  #: This rank's device.
+    precision: Name = "fp32"  #: Dtype of the arithmetic.
+    compile: Compile = False  #: What is compiled, see :mod:`ptdbench.parallel.compile`.
+    #: What becomes of a layer's activations until the backward pass.
     activations: Activations = field(default_factory=Keep)
-    seed: int = 0
-    channels_last: bool = False
-    offload: Offload = "none"
-    virtual: bool = False
+    seed: int = 0  #: Seed of the weights.
+    channels_last: bool = False  #: Whether images are channels-last in memory.
+    offload: Offload = "none"  #: What is kept in host memory between its uses.
+    virtual: bool = False  #: Whether the devices are not there, and compute nothing.
 
     @property
     def owns_loss(self) -> bool:

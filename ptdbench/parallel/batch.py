@@ -14,20 +14,13 @@ class BatchPlan:
     """A factorization of ranks and batch.
 
     ``dims.batch * accumulation * microbatches * micro_batch`` is the global batch.
-
-    Attributes:
-        dims: The degrees of parallelism.
-        global_batch: Samples of one optimizer step over all ranks.
-        micro_batch: Samples of one forward and backward through one stage.
-        microbatches: Micro-batches that one pass of a pipeline schedule works on; 1 without a pipeline.
-        accumulation: Passes whose gradients are accumulated before the optimizer step.
     """
 
-    dims: Dims
-    global_batch: int
-    micro_batch: int
-    microbatches: int = 1
-    accumulation: int = 1
+    dims: Dims  #: The degrees of parallelism.
+    global_batch: int  #: Samples of one optimizer step over all ranks.
+    micro_batch: int  #: Samples of one forward and backward through one stage.
+    microbatches: int = 1  #: Micro-batches that one pass of a pipeline schedule works on; 1 without a pipeline.
+    accumulation: int = 1  #: Passes whose gradients are accumulated before the optimizer step.
 
     @property
     def replicas(self) -> int:

@@ -50,27 +50,17 @@ _SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
 
 @dataclass(frozen=True)
 class CommModel:
-    """A model of a step's communication: the work, and how it is laid out.
+    """A model of a step's communication: the work, and how it is laid out."""
 
-    Attributes:
-        model: On the meta device; of a model that is elsewhere only the traffic of weights and gradients is known.
-        example: Inputs and targets of one sample on the meta device.
-        layout: How the global batch is divided among the ranks.
-        how: The options of ``parallel``.
-        precision: Dtype of the arithmetic.
-        recomputes: Whether some of the forward pass is done once more in the backward pass.
-        gathers: Bytes of a number of what the optimizer gathers of each sharded matrix; 0: it gathers nothing.
-        forced: Whether experts are taken in turn, whatever the model's routers say.
-    """
-
+    #: On the meta device; of a model that is elsewhere only the traffic of weights and gradients is known.
     model: Model
-    example: tuple[Tensor, Tensor]
-    layout: BatchPlan
-    how: Options
-    precision: Name = "fp32"
-    recomputes: bool = False
-    gathers: int = 0
-    forced: bool = False
+    example: tuple[Tensor, Tensor]  #: Inputs and targets of one sample on the meta device.
+    layout: BatchPlan  #: How the global batch is divided among the ranks.
+    how: Options  #: The options of ``parallel``.
+    precision: Name = "fp32"  #: Dtype of the arithmetic.
+    recomputes: bool = False  #: Whether some of the forward pass is done once more in the backward pass.
+    gathers: int = 0  #: Bytes of a number of what the optimizer gathers of each sharded matrix; 0: it gathers nothing.
+    forced: bool = False  #: Whether experts are taken in turn, whatever the model's routers say.
 
     @property
     def is_sharded(self) -> bool:

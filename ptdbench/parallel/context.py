@@ -36,17 +36,12 @@ _HEADS, _LENGTH = 1, 2
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of a sequence in equal pieces, and those of one rank.
+    """The positions of a sequence in equal pieces, and those of one rank."""
 
-    Attributes:
-        ranks: How many share a sequence.
-        rank: This one.
-        paired: Whether each has two pieces, one from each end: ``[0, 7]``, ``[1, 6]``, ... Under a causal mask all have
-            the same number of pairs of positions then. Else each has one piece.
-    """
-
-    ranks: int
-    rank: int
+    ranks: int  #: How many share a sequence.
+    rank: int  #: This one.
+    #: Whether each has two pieces, one from each end: ``[0, 7]``, ``[1, 6]``, ... Under a causal mask all have the same
+    #: number of pairs of positions then. Else each has one piece.
     paired: bool
 
     @property

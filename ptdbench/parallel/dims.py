@@ -20,29 +20,21 @@ D = TypeVar("D", bound="Dims")
 
 @dataclass(frozen=True)
 class Degree:
-    """A degree of parallelism.
+    """A degree of parallelism."""
 
-    Attributes:
-        text: Whose number it is, for readers of a record.
-        letter: What stands for it in the label of a run, as in ``s2 t4``.
-        divides: What its ranks share between them, of the global batch the ``samples``, of each the ``positions``, of
-            the model the ``layers`` or their ``products``; ``weights``: FSDP shards weights over them.
-        place: Its place in the mesh, from the dimension whose neighbors may be farthest apart to the one with the most
-            communication.
-        derived: Its place in the order in which ``auto`` degrees are derived.
-        preset: What to type to have it.
-        options: Options that have an effect only where the degree is not 1.
-        refolds: Degrees of neighboring places whose ranks it divides in its own way: no factor of the number of ranks,
-            it divides their product.
-    """
-
-    text: str
-    letter: str
+    text: str  #: Whose number it is, for readers of a record.
+    letter: str  #: What stands for it in the label of a run, as in ``s2 t4``.
+    #: What its ranks share between them, of the global batch the ``samples``, of each the ``positions``, of the model
+    #: the ``layers`` or their ``products``; ``weights``: FSDP shards weights over them.
     divides: tuple[str, ...] = ()
+    #: Its place in the mesh, from the dimension whose neighbors may be farthest apart to the one with the most
+    #: communication.
     place: int | None = None
-    derived: int | None = None
-    preset: str = ""
-    options: tuple[str, ...] = ()
+    derived: int | None = None  #: Its place in the order in which ``auto`` degrees are derived.
+    preset: str = ""  #: What to type to have it.
+    options: tuple[str, ...] = ()  #: Options that have an effect only where the degree is not 1.
+    #: Degrees of neighboring places whose ranks it divides in its own way: no factor of the number of ranks, it divides
+    #: their product.
     refolds: tuple[str, ...] = ()
 
 

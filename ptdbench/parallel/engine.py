@@ -37,50 +37,33 @@ def _ignored(_: Tensor) -> None:
 
 @dataclass(frozen=True)
 class LaidOutModule:
-    """A model, or one stage of it, as :func:`ptdbench.parallel.apply.apply` lays it out.
+    """A model, or one stage of it, as :func:`ptdbench.parallel.apply.apply` lays it out."""
 
-    Attributes:
-        module: The bare module, whose parameters have their names in the whole model.
-        runner: The callable that runs it: the module itself, or DDP around it.
-        deferred: Context of a forward and backward pass after which gradients are not communicated yet.
-        average: Averages the replicas' gradients after backward passes in which the module ran and not the runner.
-        settles_after: Backward passes after which all further ones run the same operations in the same order.
-        release: Frees the weights gathered by a forward pass without a backward pass.
-        begin: Told before a step what the loss of a micro-batch is multiplied by before its backward pass.
-        settle: Completes the gradients after the last backward pass of a step.
-        routing: Of a model with experts: what they have been given.
-        division: How the optimizer's state is divided among the replicas, if it is.
-        compressor: Averages the gradients by approximations, if they are not averaged as they are.
-        copies: What it computes with in place of its weights, if it computes in a narrow dtype.
-    """
-
-    module: nn.Module
-    runner: nn.Module
+    module: nn.Module  #: The bare module, whose parameters have their names in the whole model.
+    runner: nn.Module  #: The callable that runs it: the module itself, or DDP around it.
+    #: Context of a forward and backward pass after which gradients are not communicated yet.
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
+    #: Averages the replicas' gradients after backward passes in which the module ran and not the runner.
     average: Callable[[], None] = _nothing
-    settles_after: int = 0
-    release: Callable[[], None] = _nothing
+    settles_after: int = 0  #: Backward passes after which all further ones run the same operations in the same order.
+    release: Callable[[], None] = _nothing  #: Frees the weights gathered by a forward pass without a backward pass.
+    #: Told before a step what the loss of a micro-batch is multiplied by before its backward pass.
     begin: Callable[[Tensor], None] = _ignored
-    settle: Callable[[], None] = _nothing
-    routing: Routing | None = None
-    division: Zero1 | None = None
+    settle: Callable[[], None] = _nothing  #: Completes the gradients after the last backward pass of a step.
+    routing: Routing | None = None  #: Of a model with experts: what they have been given.
+    division: Zero1 | None = None  #: How the optimizer's state is divided among the replicas, if it is.
+    #: Averages the gradients by approximations, if they are not averaged as they are.
     compressor: PowerSGD | None = None
-    copies: Copies | None = None
+    copies: Copies | None = None  #: What it computes with in place of its weights, if it computes in a narrow dtype.
 
 
 class Engine(ABC):
-    """One rank's share of the work of a step.
+    """One rank's share of the work of a step."""
 
-    Attributes:
-        module: The bare module that this rank trains: the model, its shards or its stages.
-        parts: The model, or the stages, as laid out.
-        owns_loss: Whether this rank computes its replica's loss; exactly one rank of each replica does.
-        rehearsals: Calls of :meth:`gradients` after which all further ones run the same operations in the same order.
-    """
-
-    module: nn.Module
-    parts: Sequence[LaidOutModule]
-    owns_loss: bool
+    module: nn.Module  #: The bare module that this rank trains: the model, its shards or its stages.
+    parts: Sequence[LaidOutModule]  #: The model, or the stages, as laid out.
+    owns_loss: bool  #: Whether this rank computes its replica's loss; exactly one rank of each replica does.
+    #: Calls of :meth:`gradients` after which all further ones run the same operations in the same order.
     rehearsals: int
 
     @abstractmethod

@@ -23,17 +23,11 @@ from ptdbench.problems import ConfigError, Problem, said
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of training state on one rank; activations, gathered weights and communication buffers come on top.
+    """Bytes of training state on one rank; activations, gathered weights and communication buffers come on top."""
 
-    Attributes:
-        weights: The rank's parameters and buffers, and the copies in a narrow dtype that it computes with.
-        gradients: Gradients of its trained parameters.
-        optimizer: State of the optimizer after its first step, moving average of the weights included.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
+    weights: int  #: The rank's parameters and buffers, and the copies in a narrow dtype that it computes with.
+    gradients: int  #: Gradients of its trained parameters.
+    optimizer: int  #: State of the optimizer after its first step, moving average of the weights included.
 
     @property
     def total(self) -> int:

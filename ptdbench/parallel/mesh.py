@@ -16,15 +16,6 @@ class Mesh:
     ``mesh["tensor"]`` are the ranks that share each matrix product, ``None`` where each has its own; and so for each
     degree.
 
-    Attributes:
-        batch: The ranks with the same part of the model and different samples.
-        copies: Those over which the gradients of whole weights are averaged: they differ in samples, or in
-            the positions of a sequence.
-        shard: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
-        refolds: For each degree above 1 that refolds others the ranks of these in two dimensions: those with the same
-            share, ``<name>_copies``, and those that share, ``<name>``.
-        experts: As ``shard``, of the experts that a rank shares with others.
-
     Args:
         dims: The degrees.
         device_type: ``cpu`` or ``cuda``.
@@ -45,21 +36,26 @@ class Mesh:
             found = tuple(name for name in wanted if name in names)
             return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
 
-        self.batch = flat(*dims.order("samples"))
+        self.batch = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.
+        #: Those over which the gradients of whole weights are averaged: they differ in samples, or in the positions of
+        #: a sequence.
         self.copies = flat(*dims.order("samples", "positions"))
+        #: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
         self.shard = self.batch
         if {*dims.order("weights")} & {*names}:
             parts = [flat(*dims.copied())] if dims.copies > 1 else []
             parts.append(flat(*dims.order("weights")))
             both = tuple("_".join(part.mesh_dim_names or ()) for part in parts)
             self.shard = grid[both] if len(both) > 1 else parts[0]
+        #: For each degree above 1 that refolds others the ranks of these in two dimensions: those with the same share,
+        #: ``<name>_copies``, and those that share, ``<name>``.
         self.refolds = {}
         for name, row in dims.rows().items():
             if row.refolds and (size := getattr(dims, name)) > 1:
                 ranks = flat(*(other for other in dims.order() if other in row.refolds))
                 self.refolds[name] = ranks._unflatten(0, (ranks.size() // size, size), (f"{name}_copies", name))
         # Those over which experts are sharded that ranks share, in the form of ``shard``.
-        self.experts = self.shard
+        self.experts = self.shard  #: As ``shard``, of the experts that a rank shares with others.
         if fold := self.refolds.get("expert"):
             parts = [grid["replicate"]] if dims.replicate > 1 else []
             parts.append(fold["expert_copies"])

@@ -50,16 +50,13 @@ class Offloading:
 class _Run:
     """What one forward pass of a layer has saved.
 
-    Attributes:
-        before: The pass of the layer before it, whose backward pass comes next.
-
     Args:
         before: See above.
         begin: Called before each use of what is saved.
     """
 
     def __init__(self, before: _Run | None, begin: Callable[[_Run], None]) -> None:
-        self.before = before
+        self.before = before  #: The pass of the layer before it, whose backward pass comes next.
         self._begin = begin
         self._copies: dict[object, _Copy] = {}
 
@@ -113,14 +110,10 @@ class _Run:
 
 
 class _Copy:
-    """A tensor that is copied to the host, and back when it is asked for.
-
-    Attributes:
-        uses: How often it will be taken.
-    """
+    """A tensor that is copied to the host, and back when it is asked for."""
 
     def __init__(self, source: Tensor) -> None:
-        self.uses = 0
+        self.uses = 0  #: How often it will be taken.
         self._source: Tensor | None = source
         self._strides, self._device = source.stride(), source.device
         self._kept = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")

@@ -65,15 +65,12 @@ def attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A device's attention, of ``[batch, heads, length, head width]`` and as many heads of keys as of queries.
+    """A device's attention, of ``[batch, heads, length, head width]`` and as many heads of keys as of queries."""
 
-    Attributes:
-        forward: Of query, key, value and whether it is causal: the mixture and its log-sum-exp.
-        backward: Of the mixture's gradient, query, key, value, mixture, log-sum-exp and whether it is causal: the
-            gradients of query, key and value.
-    """
-
+    #: Of query, key, value and whether it is causal: the mixture and its log-sum-exp.
     forward: Callable[..., tuple[Tensor, ...]]
+    #: Of the mixture's gradient, query, key, value, mixture, log-sum-exp and whether it is causal: the gradients of
+    #: query, key and value.
     backward: Callable[..., tuple[Tensor, ...]]
 
 

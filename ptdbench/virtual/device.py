@@ -15,44 +15,30 @@ DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 
 @dataclass(frozen=True)
 class Device:
-    """One model of GPU.
+    """One model of GPU."""
 
-    Attributes:
-        name: As NVIDIA's driver names it, for example ``NVIDIA H100 80GB HBM3``; the device is called ``virtual
-            NVIDIA H100 80GB HBM3``, so that nothing takes its figures for those of a real one.
-        memory: Bytes in all, as ``torch.cuda.mem_get_info()[1]`` has them: somewhat less than the memory is sold as.
-        allocatable: Bytes that may be taken of it, its context included; more than it has show what a program would
-            need, which decides by ``memory`` all the same. ``None``: ``memory``.
-        context: Bytes of it that the CUDA context takes before the first allocation.
-        multiprocessors: Streaming multiprocessors.
-        capability: Compute capability, for example ``"9.0"``.
-        bandwidth: Bytes/s between the device's memory and its processors.
-        memory_clock: Clock of its memory in Hz.
-        bus_width: Width of its memory's bus in bits.
-        clock: Highest clock of its multiprocessors in Hz.
-        l2: Bytes of its second-level cache.
-        shared_memory: Bytes of shared memory that a thread block may ask for.
-        peaks: FLOP/s of dense matrix products by dtype, any of :data:`DTYPES`; a dtype without one computes at the
-            rate of fp32.
-        link: Bytes/s that it sends to other devices of its machine, in one direction; 0 without NVLink, which then is
-            PCIe's.
-        power: Power limit in W.
-    """
-
+    #: As NVIDIA's driver names it, for example ``NVIDIA H100 80GB HBM3``; the device is called ``virtual NVIDIA H100
+    #: 80GB HBM3``, so that nothing takes its figures for those of a real one.
     name: str
+    #: Bytes in all, as ``torch.cuda.mem_get_info()[1]`` has them: somewhat less than the memory is sold as.
     memory: int
-    context: int
-    multiprocessors: int
-    capability: str
-    bandwidth: float
-    memory_clock: float
-    bus_width: int
-    clock: float
-    l2: int
-    shared_memory: int
+    context: int  #: Bytes of it that the CUDA context takes before the first allocation.
+    multiprocessors: int  #: Streaming multiprocessors.
+    capability: str  #: Compute capability, for example ``"9.0"``.
+    bandwidth: float  #: Bytes/s between the device's memory and its processors.
+    memory_clock: float  #: Clock of its memory in Hz.
+    bus_width: int  #: Width of its memory's bus in bits.
+    clock: float  #: Highest clock of its multiprocessors in Hz.
+    l2: int  #: Bytes of its second-level cache.
+    shared_memory: int  #: Bytes of shared memory that a thread block may ask for.
+    #: FLOP/s of dense matrix products by dtype, any of :data:`DTYPES`; a dtype without one computes at the rate of
+    #: fp32.
     peaks: Mapping[str, float] = field(default_factory=dict)
+    #: Bytes/s that it sends to other devices of its machine, in one direction; 0 without NVLink, which then is PCIe's.
     link: float = 0.0
-    power: float = 0.0
+    power: float = 0.0  #: Power limit in W.
+    #: Bytes that may be taken of it, its context included; more than it has show what a program would need, which
+    #: decides by ``memory`` all the same. ``None``: ``memory``.
     allocatable: int | None = None
 
     def __post_init__(self) -> None:

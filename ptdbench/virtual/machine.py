@@ -21,17 +21,11 @@ def is_virtual(device: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machines whose GPUs are virtual; all of them are this one.
+    """Machines whose GPUs are virtual; all of them are this one."""
 
-    Attributes:
-        gpu: The model of the GPUs.
-        ranks: The ranks of a run that are carried out; ``None`` for all.
-        real_time: Whether the GPUs take their time.
-    """
-
-    gpu: Device
-    ranks: Sequence[int] | None = None
-    real_time: bool = False
+    gpu: Device  #: The model of the GPUs.
+    ranks: Sequence[int] | None = None  #: The ranks of a run that are carried out; ``None`` for all.
+    real_time: bool = False  #: Whether the GPUs take their time.
 
     @property
     def gpu_name(self) -> str:

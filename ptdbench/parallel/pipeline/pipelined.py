@@ -25,12 +25,9 @@ from ptdbench.parallel.precision import DTYPES
 
 
 class LoneStage(PipelineStage):
-    """A stage that asks nobody for shapes; its messages are left to a device that lets them go nowhere.
+    """A stage that asks nobody for shapes; its messages are left to a device that lets them go nowhere."""
 
-    Attributes:
-        arriving: What the stage before it would send for a micro-batch, on the meta device; ``None`` for the first.
-    """
-
+    #: What the stage before it would send for a micro-batch, on the meta device; ``None`` for the first.
     arriving: Tensor | None = None
 
     def _recv_meta(self, src_stage: int) -> Any:
@@ -161,13 +158,10 @@ class Pipelined(Engine):
         group: The ranks of the pipeline.
         device: This rank's device.
         owns_loss: Whether the loss counts that this rank computes, if it has the last stage.
-
-    Attributes:
-        before: What arrives at a stage of this number for the inputs of a micro-batch, where the stage before it is not
-            there to say it.
-        links: What messages between stages go through, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
     """
 
+    #: What arrives at a stage of this number for the inputs of a micro-batch, where the stage before it is not there to
+    #: say it.
     before: Callable[[int, Tensor], Tensor] | None = None
 
     def __init__(
@@ -203,6 +197,7 @@ class Pipelined(Engine):
         self._layout = layout
         self._group = group
         self._device = device
+        #: What messages between stages go through, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
         self.links = open_links(group, device)
         self._stages = {
             number: (_Linked if collect.are_all_there() else LoneStage)(

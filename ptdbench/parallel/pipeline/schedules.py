@@ -33,28 +33,22 @@ SPLITS_SINCE = "2.15"
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of torch, and what it asks for.
+    """A schedule of torch, and what it asks for."""
 
-    Attributes:
-        kind: Its class.
-        stages: Stages on a rank; ``several``: any number from 2 on.
-        placement: ``loop``: rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...; ``v``: the stages ``r`` and
-            ``2p - 1 - r``, so that the first rank has the last stage.
-        microbatches: How many a pass needs. ``stages``: at least as many as stages. ``rounds``: with as many
-            whole rounds of ``p`` as there are in them, and at least one, they must divide evenly among the rounds.
-        splits_backward: Whether gradients of weights are computed apart from those of a stage's inputs.
-        bubble_units: How long the longest rank idles, in units of ``(p - 1) / v`` times what a rank takes for one of
-            the three parts of a micro-batch: forward, gradient of the inputs, gradient of the weights. 3: gpipe and
-            1f1b (Huang et al. 2019; Narayanan et al. 2021, section 2.2), looped_bfs (Lamy-Poirier 2022, section 4.1).
-            1: zero bubble's ZB-H1 (Qi et al. 2023, table 2). 0: ZB-V (section 6). 2: DeepSeek's table of DualPipeV,
-            where forward and backward passes do not overlap.
-    """
-
-    kind: type[Running]
-    stages: int | Literal["several"] = 1
+    kind: type[Running]  #: Its class.
+    stages: int | Literal["several"] = 1  #: Stages on a rank; ``several``: any number from 2 on.
+    #: ``loop``: rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...; ``v``: the stages ``r`` and ``2p - 1 - r``,
+    #: so that the first rank has the last stage.
     placement: Literal["loop", "v"] = "loop"
+    #: How many a pass needs. ``stages``: at least as many as stages. ``rounds``: with as many whole rounds of ``p`` as
+    #: there are in them, and at least one, they must divide evenly among the rounds.
     microbatches: Literal["any", "stages", "rounds"] = "any"
-    splits_backward: bool = False
+    splits_backward: bool = False  #: Whether gradients of weights are computed apart from those of a stage's inputs.
+    #: How long the longest rank idles, in units of ``(p - 1) / v`` times what a rank takes for one of the three parts
+    #: of a micro-batch: forward, gradient of the inputs, gradient of the weights. 3: gpipe and 1f1b (Huang et al. 2019;
+    #: Narayanan et al. 2021, section 2.2), looped_bfs (Lamy-Poirier 2022, section 4.1). 1: zero bubble's ZB-H1 (Qi et
+    #: al. 2023, table 2). 0: ZB-V (section 6). 2: DeepSeek's table of DualPipeV, where forward and backward passes do
+    #: not overlap.
     bubble_units: int = 3
 
     @property

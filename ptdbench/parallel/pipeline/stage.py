@@ -26,17 +26,11 @@ from ptdbench.problems import ConfigError, Problem, require, try_these
 
 @dataclass(frozen=True)
 class Cut:
-    """A split of a model into stages.
+    """A split of a model into stages."""
 
-    Attributes:
-        stages: The names of each stage's parts, in the model's order.
-        ranks: Each stage's rank in the pipeline.
-        holds: The names of each stage's submodules: of its parts, or of what these are made of.
-    """
-
-    stages: Sequence[Sequence[str]]
-    ranks: Sequence[int]
-    holds: Sequence[Sequence[str]]
+    stages: Sequence[Sequence[str]]  #: The names of each stage's parts, in the model's order.
+    ranks: Sequence[int]  #: Each stage's rank in the pipeline.
+    holds: Sequence[Sequence[str]]  #: The names of each stage's submodules: of its parts, or of what these are made of.
 
     def of(self, rank: int) -> list[int]:
         """The stages of a rank, in order."""
@@ -167,16 +161,12 @@ Tied = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Shared:
-    """This rank's copies of a weight that is in two stages.
+    """This rank's copies of a weight that is in two stages."""
 
-    Attributes:
-        first: The copy to use if the weight must be counted once, whole or in shards; ``None`` on another rank.
-        second: The other copy; ``None`` on another rank.
-        peer: Global rank of the process with the copy that is not here, or its shard of it, in the same replica.
-    """
-
+    #: The copy to use if the weight must be counted once, whole or in shards; ``None`` on another rank.
     first: nn.Parameter | None
-    second: nn.Parameter | None
+    second: nn.Parameter | None  #: The other copy; ``None`` on another rank.
+    #: Global rank of the process with the copy that is not here, or its shard of it, in the same replica.
     peer: int | None
 
 
