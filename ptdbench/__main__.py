@@ -35,36 +35,39 @@ def main() -> int:
         _train()
     if sys.argv[1:2] == ["-sc"]:  # Hydra's completion calls it so
         return _complete()
-    parser = _parser()
-    arguments = parser.parse_args()
-    if arguments.version:
-        from ptdbench.measure import hardware
-
-        echo(hardware.this_package())
-    elif arguments.command is None:
-        parser.print_help()
-    else:
+    parser, of_commands = _parsers()
+    if of_command := of_commands.get(next(iter(sys.argv[1:]), "")):
+        words = sys.argv[2:]  # in any order, unless a -- keeps what follows it from being options
+        arguments = of_command.parse_args(words) if "--" in words else of_command.parse_intermixed_args(words)
         try:
             return int(arguments.main(arguments))
         except ConfigError as error:
             echo(str(error), sys.stderr)
             return 1
+    if parser.parse_args().version:
+        from ptdbench.measure import hardware
+
+        echo(hardware.this_package())
+    else:
+        parser.print_help()
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of everything, and that of each command."""
     program = "python -m ptdbench" if sys.argv[0].endswith("__main__.py") else "ptdbench"
     about = "Which way of parallelizing a PyTorch model is fastest on this machine or cluster?"
     parser = argparse.ArgumentParser(prog=program, description=about)
     parser.add_argument("--version", action="store_true", help="the version, and in a checkout its commit")
     choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     choices.add_parser("train", help="one run, or a sweep with -m, as python train.py: see train --help")
+    of_commands = {}
     for name in _commands():
         command = import_module(f"{commands.__name__}.{name}")
-        own = choices.add_parser(name, help=command.HELP, description=command.__doc__)
-        command.add_arguments(own)
-        own.set_defaults(main=command.main)
-    return parser
+        of_commands[name] = choices.add_parser(name, help=command.HELP, description=command.__doc__)
+        command.add_arguments(of_commands[name])
+        of_commands[name].set_defaults(main=command.main)
+    return parser, of_commands
 
 
 def _commands() -> list[str]:

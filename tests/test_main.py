@@ -112,3 +112,17 @@ class TestScript:
     def test_what_cannot_be_used_is_one_line(self, ptdbench):
         line = "model=toyy: there is no such choice; try toy"
         assert ptdbench("sbatch", "model=toyy") == (1, [], [line])
+
+    def test_options_of_the_command_may_stand_between_those_of_a_run(self, ptdbench, tmp_path):
+        words = ("sbatch", "model=toyy", "--config-dir", tmp_path, "parallel=dpd")
+        status, out, err = ptdbench(*words)
+        assert (status, out) == (1, [])
+        assert [line.partition(":")[0] for line in err] == ["model=toyy", "parallel=dpd"]
+
+
+@pytest.mark.parametrize("name", ["compare", "explain", "plan", "report", "run", "sbatch", "status"])
+def test_every_command_has_help(ptdbench, name, capsys):
+    with pytest.raises(SystemExit) as ended:
+        ptdbench(name, "--help")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: ptdbench {name}")

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fail-if-slower",
         type=_share,
-        metavar="3%",
+        metavar="PERCENT",
         help="exit status 1 only for what is slower by at least so much, and 3 where that cannot be ruled out",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
