@@ -101,12 +101,22 @@ def _curves(
     for evaluation in evaluations:
         place = evaluation["step"] - first - 1
         if 0 <= place < len(ends) and evaluation["step"] > shown:
-            found += [
-                Scalar(f"eval/{name}", evaluation[name], evaluation["step"], float(ends[place]))
-                for name in ("loss", "top1", "top5", "bits_per_byte")
-                if evaluation[name] is not None
-            ]
+            found += _evaluated(evaluation, float(ends[place]))
     return found, float(ends[-1]) if len(ends) else begin
+
+
+def evaluated_at(record: Written, step: int) -> list[Scalar]:
+    """The evaluation that an earlier start of a run has made when it had done so many steps, if there is one."""
+    before = [one for one in record.get("evaluations") or [] if one["step"] == step > 0]
+    return [point for one in before for point in _evaluated(one, _started(record))]
+
+
+def _evaluated(evaluation: Mapping[str, Any], time: float) -> list[Scalar]:
+    return [
+        Scalar(f"eval/{name}", evaluation[name], evaluation["step"], time)
+        for name in ("loss", "top1", "top5", "bits_per_byte")
+        if evaluation[name] is not None
+    ]
 
 
 def _started(record: Written) -> float:

@@ -233,13 +233,14 @@ def test_what_was_written_before_the_disk_was_full_is_there_once(tmp_path, monke
 
 def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_path):
     killed = log(tmp_path)
-    killed.show(TRAINED, 0, rows([5.0, 9.0, 9.0]), [])
+    killed.show(TRAINED, 0, rows([5.0, 9.0, 9.0]), TRAINED["evaluations"][:1])
     killed.abort()
     going_on = log(tmp_path)  # after step 1
     going_on.show(TRAINED, 1, rows()[1:], [])
     going_on.abort()
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
+    assert values(events, "eval/top1") == [(1, 0.25)]  # of the checkpoint, at the step that is replaced
 
 
 def test_each_look_shows_only_what_is_new_at_its_own_time(tmp_path):
@@ -264,7 +265,7 @@ def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(1, 4.0), (2, 3.5)]
     assert np.diff([event.wall_time for event in events.Scalars("step/loss")]) == [0.5]
-    assert values(events, "eval/top1") == [(3, 0.75)]
+    assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
 
 
 def test_a_run_that_shows_nothing_on_the_way_writes_nothing(tmp_path):
