@@ -256,7 +256,8 @@ class Log:
         self._directory = directory
         self._curves = scalars.Curves()
         self._shown = 0
-        self._is_open = self._has_failed = False
+        self._is_open = False
+        self._failure: Exception | None = None
         self._is_patient = isinstance(service, TensorBoard)  # tries once more at the end, before it reports an error
 
     def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
@@ -268,8 +269,8 @@ class Log:
         """Send what is left of the run that this is the record of, and close it."""
         first = record["segments"][-1]["first_step"] if record.get("segments") else 0
         is_patient, self._is_patient = self._is_patient, False
-        if self._has_failed and is_patient:  # a new file, whose steps take the place of those that are in the last one
-            self._is_open = self._has_failed = False
+        if self._failure and is_patient:  # a new file, whose steps take the place of those that are in the last one
+            self._is_open, self._failure = False, None
             self._shown = 0
         self._try(lambda: self._send(record, scalars.remaining(self._directory, record, self._shown), first))
         if self._is_open:
@@ -277,6 +278,9 @@ class Log:
 
     def abort(self) -> None:
         """Close the run as one that failed."""
+        if self._failure and self._is_patient:
+            self._report(self._failure)
+        self._is_patient = False
         if self._is_open:
             self._try(lambda: self._service.end(is_ok=False))
 
@@ -301,18 +305,20 @@ class Log:
             path.write_text(json.dumps({self._service.package: name}))
 
     def _try(self, step: Callable[[], None]) -> None:
-        if self._has_failed:
+        if self._failure:
             return
         try:
             step()
         except Exception as error:  # the service's own, and a stranger's
-            self._has_failed = True
-            if self._is_patient:
-                return
-            cause = f"{type(error).__name__}: {said(error)}".partition("\n")[0]
-            others = "the record has" if isinstance(self._service, TensorBoard) else "TensorBoard and the record have"
-            rest = f"the run goes on without it; {others} everything"
-            echo(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
+            self._failure = error
+            if not self._is_patient:
+                self._report(error)
+
+    def _report(self, error: Exception) -> None:
+        cause = f"{type(error).__name__}: {said(error)}".partition("\n")[0]
+        others = "the record has" if isinstance(self._service, TensorBoard) else "TensorBoard and the record have"
+        rest = f"the run goes on without it; {others} everything"
+        echo(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
 
 
 def _read(path: Path) -> dict[str, str]:

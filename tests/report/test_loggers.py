@@ -108,6 +108,14 @@ class TestLog:
         assert line.startswith("logger: tensorboard failed: ")
         assert line.endswith("; the run goes on without it; the record has everything")
 
+    def test_where_tensorboard_fails_and_the_run_too_it_is_reported(self, tmp_path, capsys):
+        (tmp_path / "no folder").touch()
+        log = Log(loggers.TensorBoard(), tmp_path / "no folder")
+        log.show(TRAINED, 0, rows()[:1], [])
+        log.abort()
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("logger: tensorboard failed: ")
+
     def test_a_start_that_goes_on_continues_the_run_and_a_new_one_does_not(self, tmp_path):
         shown(Kept(), tmp_path)
         assert json.loads((tmp_path / loggers.FILE).read_text()) == {"kept": "abc"}
