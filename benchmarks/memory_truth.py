@@ -146,13 +146,15 @@ def _in_rank(environ: Mapping[str, str], cells: Sequence[DictConfig], directory:
             Path(directory, str(number)).mkdir(exist_ok=True)
             loop = assemble(job)
             expected = profile.expect(job)
+            loop.rehearse()  # DDP makes its buckets anew
             loop.engine.gradients(*loop.feed.peek(0), loop.update.scale)
             weights = [*loop.engine.module.parameters()]
+            copies = [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors]
             gradients = _bytes(weight.grad for weight in weights if weight.grad is not None)
             loop.update(0)
             kept = [value for values in loop.update.optimizer.state.values() for value in values.values()]
             state = {
-                "weights": _bytes([*weights, *loop.engine.module.buffers()]),
+                "weights": _bytes([*weights, *loop.engine.module.buffers(), *copies]),
                 "gradients": gradients,
                 "optimizer": _bytes(value for value in kept if isinstance(value, Tensor)),
             }

@@ -215,6 +215,7 @@ def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:
         yield _between_stages(work, outputs)
     if dims.context > 1:
         yield _of_attention(work, inputs, outputs)
+        yield {"all_reduce": _WIDE / dims.tensor}  # the loss, of which each has the mean over its positions
     if dims.tensor > 1:
         yield from _of_products(work, outputs)
 

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -199,11 +200,17 @@ def operation_of(name: str) -> str:
 def sizes(event: Event) -> set[int]:
     """Return the numbers of elements of the tensors of an operation; lists of tensors count as one, too."""
     found = set()
-    for argument in event.facts.get("Input Dims", []):
+    for argument, dtype in zip_longest(event.facts.get("Input Dims", []), event.facts.get("Input type", [])):
         nested = bool(argument) and isinstance(argument[0], list)
-        several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested]
+        is_single = not argument and item_bytes(dtype or "") is not None  # a tensor of one number, and no option
+        several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested or is_single]
         found |= {*several, sum(several)} if several else set()
     return found or {0}
+
+
+def item_bytes(name: str) -> int | None:
+    """Return the size of an element by torch's name of its type, such as ``c10::BFloat16``; ``None`` of other words."""
+    return BYTES.get(name.lower().removeprefix("c10::").removesuffix(" int"))
 
 
 def peer(event: Event) -> int | None:

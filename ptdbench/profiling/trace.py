@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from ptdbench.profiling.events import (
-    BYTES,
     LABELED,
     POINT_TO_POINT,
     Call,
@@ -30,6 +29,7 @@ from ptdbench.profiling.events import (
     events_of,
     intersect,
     is_of_nccl,
+    item_bytes,
     launches_of,
     operation_of,
     peer,
@@ -211,13 +211,14 @@ def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
                 queue.popleft()
         first = min((queue[0] for queue in queues if queue), default=None)
         event, within = transfer, tuple[str, ...]()
+        dtype = next(iter(transfer.facts.get("Input type", [])), "")
         if first is not None and started[first][0].start <= transfer.end:
             taken.add(first)
             event, within = started[first]
         found.append(
             Call(
                 operation=next((LABELED[name] for name in within if name in LABELED), operation_of(event.name)),
-                bytes=max(sizes(event) | sizes(transfer)) * _item_bytes(transfer),
+                bytes=max(sizes(event) | sizes(transfer)) * (item_bytes(dtype) or 1),
                 start=min(event.start, transfer.start),
                 end=transfer.end,
                 within=within,
@@ -238,12 +239,6 @@ def _kind(event: Event) -> str:
     """What tells apart what starts communication: a message, which is sent as it is called, or anything else."""
     operation = operation_of(event.name)
     return operation if operation in POINT_TO_POINT else ""
-
-
-def _item_bytes(event: Event) -> int:
-    """Size of an element, by torch's name of its type, such as ``c10::BFloat16``."""
-    name = next(iter(event.facts.get("Input type", [])), "").lower().removeprefix("c10::").removesuffix(" int")
-    return BYTES.get(name, 1)
 
 
 def _of_device(
