@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from itertools import chain
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.func import functional_call
 
 from ptdbench.launch import collect
-from ptdbench.models.protocol import Model
+from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, LaidOutModule, Scale, norm_of
@@ -46,11 +46,18 @@ class LoneStage(PipelineStage):
         """Tell nobody."""
 
 
+def on_meta(model: Model) -> Model:
+    """Copy a model without its weights, before anything is laid out: its parts run whatever becomes of the others."""
+    module = module_of(model)
+    weights = {id(one): nn.Parameter(torch.empty_like(one, device="meta")) for one in module.parameters()}
+    return deepcopy(model, {**weights, **{id(one): torch.empty_like(one, device="meta") for one in module.buffers()}})
+
+
 def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
-    """Predict what the parts of a model would send, on the meta device.
+    """Predict what the parts of a model would send.
 
     Args:
-        model: A chain of parts; no value of these is used.
+        model: A chain of parts on the meta device.
         names: The first ones, in order.
         inputs: Of a micro-batch.
         dtype: Of what they send.
@@ -59,10 +66,8 @@ def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dt
     parts = model.parts() or {}
     found = torch.empty_like(inputs, device="meta")
     with torch.no_grad():
-        for name in names:  # on this rank's device is a weight that one of its own parts shares
-            tensors = chain(parts[name].named_parameters(), parts[name].named_buffers())
-            on_meta = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in tensors}
-            found = functional_call(parts[name], on_meta, found)
+        for name in names:
+            found = parts[name](found)
     batch, *rest = found.shape
     if shares > 1:
         rest[0] //= shares
@@ -112,6 +117,7 @@ def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
         setting: The ranks, formats and options.
         how: The options of ``parallel``.
     """
+    whole = None if collect.are_all_there() else on_meta(model)
     mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
     where = cut(model, how.stage_ranks(setting.layout.dims))
     tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
@@ -129,10 +135,10 @@ def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
         setting.device,
         owns_loss=setting.owns_loss,
     )
-    if not collect.are_all_there():
+    if whole is not None:
         dtype, shares = DTYPES[setting.precision], setting.layout.dims.tensor if how.sequence else 1
         engine.before = lambda number, inputs: arriving(
-            model, chain.from_iterable(where.stages[:number]), inputs, dtype, shares
+            whole, chain.from_iterable(where.stages[:number]), inputs, dtype, shares
         )
     return engine
 
@@ -285,7 +291,7 @@ class Pipelined(Engine):
     def _foresee(self, inputs: Tensor) -> None:
         """Tell the stages what will arrive, where those before them are not there."""
         for number, stage in self._stages.items():
-            if isinstance(stage, LoneStage) and self.before and number:
+            if isinstance(stage, LoneStage) and self.before and number and stage.arriving is None:
                 stage.arriving = self.before(number, inputs[: self._layout.micro_batch])
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ import torch.distributed as dist
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.pipeline.pipelined import arriving, receive_tensor, send_tensor
+from ptdbench.parallel.pipeline.pipelined import arriving, on_meta, receive_tensor, send_tensor
+from ptdbench.parallel.precision import Copies
 from tests.parallel.ranks import on_ranks
 
 TENSORS = {
@@ -33,11 +34,23 @@ def test_what_arrives_is_what_was_sent():
     assert on_ranks(2, hand_over)[1] == [True] * len(TENSORS)
 
 
-def test_what_arrives_from_an_absent_rank_is_foreseen_beside_a_weight_that_it_shares():
-    """The last stage has materialized its head, whose weight is that of the embedding."""
+def test_what_arrives_from_an_absent_rank_is_foreseen_whatever_becomes_of_own_stages():
+    """An earlier one computes with copies of its weights, and the last one's head, which is the embedding, has some."""
     with torch.device("meta"):
         model = GPT(layers=2, heads=2, width=8, sequence_length=6, vocabulary=20, tie_weights=True)
+    whole = on_meta(model)
     head = model.parts()["head"].to_empty(device="cpu")
     module_of(model).get_submodule("embedding.token").weight = head.projection.weight
-    found = arriving(model, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1)
+    Copies(model.parts()["blocks.0"], [], torch.bfloat16).begin()
+    found = arriving(whole, ["embedding", "blocks.0"], torch.zeros(4, 6, dtype=torch.int64), torch.bfloat16, shares=1)
     assert (found.shape, found.dtype, found.device.type) == ((4, 6, 8), torch.bfloat16, "meta")
+
+
+def test_a_copy_on_the_meta_device_is_one_of_shapes_alone():
+    model = GPT(layers=1, heads=2, width=8, sequence_length=6, vocabulary=20, tie_weights=True)
+    copied = module_of(on_meta(model))
+    assert {name: one.shape for name, one in copied.named_parameters()} == {
+        name: one.shape for name, one in module_of(model).named_parameters()
+    }
+    assert {one.device.type for one in (*copied.parameters(), *copied.buffers())} == {"meta"}
+    assert {one.device.type for one in module_of(model).parameters()} == {"cpu"}
