@@ -130,10 +130,19 @@ def test_nothing_is_kept_for_runs_on_real_devices(swept, environ):
 
 
 @pytest.mark.thorough
-def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path):
-    """Two of four ranks of a pipeline of tensor-parallel pairs: bytes and calls as with the other two."""
-    words = ("parallel=3d", "parallel.tensor=2", "parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")
-    done = train(environ, tmp_path, "-m", *SMALL, *words, "model.layers=4", "virtual.ranks=null,[0,3]")
+@pytest.mark.parametrize(
+    "words",
+    [
+        (*SMALL, "model.layers=4", "parallel=3d", "parallel.tensor=2"),
+        (*SMALL, "model.layers=4", "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
+        ("model=hf_llama_tiny", *SMALL[5:], "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
+    ],
+    ids=["stages and tensor", "several stages", "masks that ask for values"],
+)
+def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path, words):
+    """Two of four ranks of a pipeline of two: bytes and calls as with the other two."""
+    setting = ("parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")
+    done = train(environ, tmp_path, "-m", *words, *setting, "virtual.ranks=null,[0,3]")
     assert done.returncode == 0, done.stderr
     every, some = (record["virtual"] for record in records_of(tmp_path))
     assert some["ranks"] == [0, 3]

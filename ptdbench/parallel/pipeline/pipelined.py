@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from itertools import chain
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from ptdbench.launch import collect
-from ptdbench.models.protocol import Model, module_of
+from ptdbench.measure import memory
+from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine, LaidOutModule, Scale, norm_of
@@ -24,7 +25,16 @@ from ptdbench.parallel.pipeline.stage import Cut, Stage, add_up_shared, cut, fin
 from ptdbench.parallel.precision import DTYPES
 
 
-class LoneStage(PipelineStage):
+class _Asking(PipelineStage):
+    """A stage that knows no shapes before it asks for them."""
+
+    def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
+        """Vote, under torch 2.14, for asking; the product of all votes is nothing that a virtual GPU would compute."""
+        super()._warmup_forward_vote(has_backward, received_acc)  # type: ignore[misc]
+        return torch.tensor([0], dtype=torch.int32, device=self.device)
+
+
+class LoneStage(_Asking):
     """A stage that asks nobody for shapes; its messages are left to a device that lets them go nowhere."""
 
     #: What the stage before it would send for a micro-batch, on the meta device; ``None`` for the first.
@@ -46,32 +56,44 @@ class LoneStage(PipelineStage):
         """Tell nobody."""
 
 
-def on_meta(model: Model) -> Model:
-    """Copy a model without its weights, before anything is laid out: its parts run whatever becomes of the others."""
-    module = module_of(model)
-    weights = {id(one): nn.Parameter(torch.empty_like(one, device="meta")) for one in module.parameters()}
-    return deepcopy(model, {**weights, **{id(one): torch.empty_like(one, device="meta") for one in module.buffers()}})
+def without_weights(model: Model) -> Model:
+    """Copy a model before it is laid out, with weights on the meta device: it runs whatever becomes of the other."""
+    weights = {id(one): nn.Parameter(torch.empty_like(one, device="meta")) for one in module_of(model).parameters()}
+    return deepcopy(model, dict[int, Any](weights))
 
 
-def arriving(model: Model, names: Iterable[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
-    """Predict what the parts of a model would send.
+def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
+    """Predict what the parts of a model would send, on the meta device.
 
     Args:
-        model: A chain of parts on the meta device.
+        model: A chain of parts, whose weights are on the meta device.
         names: The first ones, in order.
         inputs: Of a micro-batch.
         dtype: Of what they send.
         shares: Ranks that share its positions.
     """
-    parts = model.parts() or {}
-    found = torch.empty_like(inputs, device="meta")
     with torch.no_grad():
-        for name in names:
-            found = parts[name](found)
-    batch, *rest = found.shape
+        try:
+            batch, *rest = _through(deepcopy(model), names, torch.empty_like(inputs, device="meta"))
+        except RuntimeError:  # a part asks for values, as masks of transformers do: those of a virtual GPU are zeros
+            batch, *rest = _through(deepcopy(model), names, inputs)
+            memory.release(inputs.device)
     if shares > 1:
         rest[0] //= shares
     return torch.empty(batch, *rest, dtype=dtype, device="meta", requires_grad=True)
+
+
+def _through(model: Model, names: Sequence[str], found: Tensor) -> torch.Size:
+    """The shape of what the parts of these names make of a tensor, on whose device each has its weights meanwhile."""
+    parts = model.parts() or {}
+    for name in names:
+        held = members(name, parts[name]).values()
+        for module in held:
+            module.to_empty(device=found.device)
+        found = parts[name](found)
+        for module in held:
+            module.to("meta")
+    return found.shape
 
 
 #: torch's options by what they give a communicator of its own: a pair of ranks and a direction since 2.15, in 2.14 a
@@ -117,7 +139,7 @@ def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
         setting: The ranks, formats and options.
         how: The options of ``parallel``.
     """
-    whole = None if collect.are_all_there() else on_meta(model)
+    whole = None if collect.are_all_there() else without_weights(model)
     mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
     where = cut(model, how.stage_ranks(setting.layout.dims))
     tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
@@ -138,7 +160,7 @@ def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
     if whole is not None:
         dtype, shares = DTYPES[setting.precision], setting.layout.dims.tensor if how.sequence else 1
         engine.before = lambda number, inputs: arriving(
-            whole, chain.from_iterable(where.stages[:number]), inputs, dtype, shares
+            whole, [*chain.from_iterable(where.stages[:number])], inputs, dtype, shares
         )
     return engine
 
@@ -301,7 +323,7 @@ class Pipelined(Engine):
         return self._scale(share)
 
 
-class _Linked(PipelineStage):
+class _Linked(_Asking):
     """A stage whose neighbor may be on the same rank."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
