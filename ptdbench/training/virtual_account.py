@@ -91,10 +91,12 @@ def present(job: Job) -> list[int]:
 def settle() -> None:
     """Wait until NCCL's watchdog has seen that all is done, as it has between the steps of a GPU that takes its time.
 
-    It looks ten times a second, and until then holds what was sent: how much that is would depend on this machine.
+    Up to torch 2.14 it holds what was sent until then, and looks ten times a second: how much that is would depend on
+    this machine. The backend that 2.15 has in its place does not hold it.
     """
     for group in _communicating():
-        group._wait_for_pending_works()
+        if isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL):
+            group._wait_for_pending_works()
 
 
 def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
