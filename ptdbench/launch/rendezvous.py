@@ -142,6 +142,9 @@ def process_group(
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
+    if world.present and "nccl" in backend and not isinstance(dist.group.WORLD._get_backend(device), dist.ProcessGroupNCCL):
+        # torch 2.15's backend splits no group of one without a device, and else asks how many are in its part.
+        dist.group.WORLD.bound_device_id = None
     with through(_circle(world, backend, own, patience)):
         yield own
     # Only after success: a group whose peer has died may wait for it for ever.

@@ -198,9 +198,37 @@ API ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDat
     return collective(ALL_GATHER, from, to, count, type, 0, 0, c, stream);
 }
 
+/* Of a rank without the others: the broadcasts of a group. If one of them is its own, the others send what it does, as
+ * each would be the root of one: torch gathers so since 2.15. */
+enum { MOST_BROADCASTS = 4096 };
+static __thread struct broadcast {
+    ncclComm_t comm;
+    bool own;
+    char *data;
+    size_t bytes;
+} broadcasts[MOST_BROADCASTS];
+static __thread int broadcast_count;
+
+void answer_broadcasts(void) {
+    for (struct broadcast *own = broadcasts; own < broadcasts + broadcast_count; own++)
+        for (struct broadcast *b = broadcasts; own->own && b < broadcasts + broadcast_count; b++)
+            if (!b->own && b->comm == own->comm && b->bytes == own->bytes && b->bytes <= COMPUTED &&
+                writable(b->data, b->bytes))
+                memmove(b->data, own->data, b->bytes);
+    broadcast_count = 0;
+}
+
 API ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDataType_t type, int root, ncclComm_t c,
                                cudaStream_t stream) {
-    return collective(BROADCAST, from, to, count, type, 0, root, c, stream);
+    ncclGroupStart();
+    if (!c->shared && broadcast_count < MOST_BROADCASTS) {
+        bool own = root == c->rank;
+        broadcasts[broadcast_count++] =
+            (struct broadcast){c, own, own ? (char *)from : to, count * size_of(type)};
+    }
+    ncclResult_t error = collective(BROADCAST, from, to, count, type, 0, root, c, stream);
+    ncclResult_t ended = ncclGroupEnd();
+    return error ? error : ended;
 }
 
 API ncclResult_t ncclBcast(void *data, size_t count, ncclDataType_t type, int root, ncclComm_t c, cudaStream_t stream) {

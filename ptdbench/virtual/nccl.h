@@ -67,6 +67,9 @@ ncclResult_t wait_once(ncclComm_t c, unsigned *round); /* one round of waiting f
 /* collectives.c: one call of all ranks; `start` becomes when the last of their streams is ready for it. */
 ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to, double *start);
 
+/* collectives.c: the end of a group, for a rank without the others */
+void answer_broadcasts(void);
+
 /* How long messages take. */
 enum { LATENCY = 15000 }; /* nanoseconds */
 static inline double link_rate(void) {

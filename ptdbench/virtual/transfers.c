@@ -87,6 +87,7 @@ API ncclResult_t ncclGroupStart(void) {
 
 API ncclResult_t ncclGroupEnd(void) {
     if (depth && --depth) return ncclSuccess;
+    answer_broadcasts();
     int count = pending;
     pending = 0;
     return count ? carry_out(count) : ncclSuccess;
