@@ -142,14 +142,19 @@ def process_group(
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
-    if world.present and "nccl" in backend and not isinstance(dist.group.WORLD._get_backend(device), dist.ProcessGroupNCCL):
-        # torch 2.15's backend splits no group of one without a device, and else asks how many are in its part.
-        dist.group.WORLD.bound_device_id = None
+    whole = dist.distributed_c10d._get_default_group()
+    if world.present and "nccl" in backend and not is_watched(whole):
+        whole.bound_device_id = None  # or it would split the group, and ask NCCL how many are in its part
     with through(_circle(world, backend, own, patience)):
         yield own
     # Only after success: a group whose peer has died may wait for it for ever.
     with limited(LEFT):
         dist.destroy_process_group()
+
+
+def is_watched(group: dist.ProcessGroup) -> bool:
+    """Whether a group's NCCL is that of torch up to 2.14, whose watchdog holds what was sent until it has looked."""
+    return isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL)
 
 
 def patience_for(step_minutes: float | None) -> timedelta:

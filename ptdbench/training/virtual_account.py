@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.job import Job
+from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.parallel.comm_volume import Size
@@ -95,7 +96,7 @@ def settle() -> None:
     this machine. The backend that 2.15 has in its place does not hold it.
     """
     for group in _communicating():
-        if isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL):
+        if rendezvous.is_watched(group):
             group._wait_for_pending_works()
 
 

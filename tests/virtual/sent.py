@@ -48,6 +48,7 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
     with joined(environ, composed, directory) as job:
         loop = assemble(job)
         loop.rehearse()
+        loop.step()  # in which DDP makes its buckets anew
         path = Path(directory, f"trace-{job.world.rank}.json")
         profile.run(job, loop, 1).export_chrome_trace(str(path))
         assert loop.mesh

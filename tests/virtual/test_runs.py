@@ -148,8 +148,9 @@ def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_pa
     assert some["ranks"] == [0, 3]
     for name in ("allocated_bytes", "reserved_bytes", "communicators"):
         assert some[name] == [every[name][0], every[name][3]]
-    for kind, counts in some["kernels"].items():
-        assert counts == [every["kernels"][kind][0], every["kernels"][kind][3]]
+    if "model=hf_llama_tiny" not in words:  # what kernels it launches, it decides by values that nothing computes
+        for kind, counts in some["kernels"].items():
+            assert counts == [every["kernels"][kind][0], every["kernels"][kind][3]]
 
 
 def links_of_this_torch() -> str:
