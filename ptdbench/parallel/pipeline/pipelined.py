@@ -69,8 +69,11 @@ class LoneStage(_Asking):
 
 def without_weights(model: Model) -> Model:
     """Copy a model before it is laid out, with weights on the meta device: it runs whatever becomes of the other."""
-    weights = {id(one): nn.Parameter(torch.empty_like(one, device="meta")) for one in module_of(model).parameters()}
-    return deepcopy(model, dict[int, Any](weights))
+    weights: dict[int, Any] = {
+        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+        for one in module_of(model).parameters()
+    }
+    return deepcopy(model, weights)
 
 
 def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
