@@ -142,8 +142,7 @@ def process_group(
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
-    whole = dist.distributed_c10d._get_default_group()
-    if world.present and "nccl" in backend and not is_watched(whole):
+    if world.present and "nccl" in backend and not is_watched(whole := dist.distributed_c10d._get_default_group()):
         whole.bound_device_id = None  # or it would split the group, and ask NCCL how many are in its part
     with through(_circle(world, backend, own, patience)):
         yield own
