@@ -12,6 +12,18 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return a weight, detached and sharing its memory, without what wraps its shard for FSDP to gather in fp8."""
+    tensor = tensor.detach()
+    if not hasattr(shard := local_part(tensor), "fsdp_pre_all_gather"):
+        return tensor
+    assert isinstance(tensor, DTensor)
+    (name, *_), _ = shard.__tensor_flatten__()  # type: ignore[attr-defined]
+    mesh, placements, size = tensor.device_mesh, tensor.placements, tensor.size()
+    local = getattr(shard, name)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=tensor.stride())
+
+
 def device_of(module: nn.Module) -> torch.device:
     """Return the device on which a module computes; its shards may be in host memory all the same."""
     weight = next(module.parameters())

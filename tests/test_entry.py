@@ -73,7 +73,7 @@ class TestRefusals:
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
             told.append(refused("precision=fp4", "device=cpu", cwd=tmp_path))
-        assert told == [["precision=fp4: must be fp32, tf32, bf16, fp16 or fp8"], []]
+        assert told == [["precision=fp4: must be fp32, tf32, bf16, fp16, fp8 or fp8_tensorwise"], []]
 
 
 class TestHelp:

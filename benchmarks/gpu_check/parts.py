@@ -326,6 +326,7 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "large-whole": _of_mode("whole"),
     "large-autotune": _of_mode("autotune"),
     "large-fp8": _of_mode("layers", "fp8"),
+    "large-fp8-tensorwise": _of_mode("layers", "fp8_tensorwise"),
     "beside-nanogpt": _of_rival("small", "nanogpt", "nanoGPT's recipe"),
     "beside-transformers": _of_rival("small", "transformers", "transformers' GPT-2"),
     "beside-nanogpt-large": _of_rival("large", "nanogpt", "nanoGPT's recipe"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ptdbench.checkpoints import safe_load
 from ptdbench.launch.collect import gathered_or_alone
-from ptdbench.local_part import device_of
+from ptdbench.local_part import device_of, unwrapped
 from ptdbench.problems import ConfigError, Problem
 
 #: Pairs of full parameter names that are one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
@@ -126,7 +126,7 @@ def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, wi
     for name, weight in _weights(module, tied):
         if f"model.{name}" in found:  # the second copy on this rank
             continue
-        found[f"model.{name}"] = weight.detach()
+        found[f"model.{name}"] = unwrapped(weight)
         for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor):
                 found[f"optimizer.{name}.{key}"] = value.detach()

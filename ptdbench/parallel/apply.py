@@ -52,6 +52,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
     dims = setting.layout.dims
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
+    gathers_fp8 = fp8.is_gathered(setting.precision, sharded=is_sharded)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     is_narrow = DTYPES[setting.precision] != torch.float32
@@ -61,13 +62,14 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
-        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=tensor.placed)
+        placed = fp8.placed if gathers_fp8 else tensor.placed
+        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=placed)
 
     # First what changes the modules inside a layer: all that follows wraps them.
     if how.sync_batchnorm and (is_sharded or is_replicated):
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
-    if setting.precision == "fp8":
-        fp8.convert(layers)
+    if setting.precision in fp8.RECIPES:
+        fp8.convert(layers, setting.precision, sharded=is_sharded)
     if ranks := setting.mesh["context"]:
         context.exchange(model, module, ranks, how.context_method)
     # Before what wraps or reads the weights: both replace them, and the second what the first has left.
@@ -101,7 +103,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
         of_experts = shared, setting.mesh.experts
         formats = {"precision": setting.precision, "offload": setting.offload != "none"}
         part = shard(module, layers, parts, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
-        return _completed(part, shared, setting, copies)
+        return _completed(part, shared, setting, copies, gathers_fp8=gathers_fp8)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
     # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
@@ -115,7 +117,12 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
 
 
 def _completed(
-    part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting, copies: Copies | None
+    part: LaidOutModule,
+    shared: Sequence[nn.Module],
+    setting: Setting,
+    copies: Copies | None,
+    *,
+    gathers_fp8: bool = False,
 ) -> LaidOutModule:
     """With what begins a step, and what completes its gradients where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
@@ -124,6 +131,9 @@ def _completed(
     if copies:
         begins.append(copies.begin)
         settles.append(copies.end)
+    if gathers_fp8:
+        begins.append(lambda _: fp8.agree(part.module))
+        settles.append(partial(fp8.forget, part.module))
     if dims.tensor > 1:
         settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
     if any(isinstance(inner, Router) for inner in part.module.modules()):

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ptdbench.models.experts import Router
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules
-from ptdbench.parallel import experts
+from ptdbench.parallel import experts, fp8
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import local_like, modules_of_ranks
 from ptdbench.parallel.options import Options
@@ -122,7 +122,8 @@ def _of_shards(work: CommModel) -> dict[str, float]:
 
     Gradients are scattered once a step, under a pipeline once a pass of its schedule; between copies the shards of them
     are averaged (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often the stages of a
-    pipeline gather layers that they free in between depends on the order of their micro-batches: unknown.
+    pipeline gather layers that they free in between depends on the order of their micro-batches: unknown. Of weights
+    gathered in fp8 ranks first agree on the scales.
     """
     how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
     shards = dims.shards
@@ -134,7 +135,9 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     once = passes if how.frees_between_microbatches(dims) or is_staged else 1
     again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
     item = DTYPES[work.precision].itemsize
-    gathered = reduced = averaged = 0.0
+    of_fp8 = {layer.weight for layer in fp8.converted(layers, work.precision, sharded=True)}
+    of_fp8 = of_fp8 if fp8.is_gathered(work.precision, sharded=True) else set()
+    gathered = reduced = averaged = agreed = 0.0
     of_experts = experts.parts(work.model, dims)
     for stage in (stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank):
         inside = set(stage.modules())
@@ -149,13 +152,14 @@ def _of_shards(work: CommModel) -> dict[str, float]:
                 continue
             whole = ranks * part.numel()
             times = once + again if weight in of_freed else once
-            gathered += whole * (_WIDE if weight in norms else item) * times
+            gathered += whole * (_WIDE if weight in norms else 1 if weight in of_fp8 else item) * times
+            agreed += _WIDE * (weight in of_fp8)
             gathered += whole * work.gathers * (of[weight] == "matrices")
             reduced += whole * _SENT[how.sent] * (passes if is_staged else 1)
     return {
         "all_gather": gathered,
         "reduce_scatter": reduced,
-        "all_reduce": averaged if dims.copies > 1 else 0.0,
+        "all_reduce": (averaged if dims.copies > 1 else 0.0) + agreed,
     }
 
 
@@ -264,7 +268,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
     """
     module, sequence = module_of(work.model), work.how.sequence
     narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
-    if work.recomputes or work.precision == "fp8" or narrow_sums or work.how.async_tensor:
+    if work.recomputes or narrow_sums or work.how.async_tensor:
         yield _unknown("all_reduce", "all_gather", "reduce_scatter")
     summands: set[nn.Parameter] = set()
     for name, role in roles_of(work.model).items():

@@ -8,7 +8,7 @@ from dataclasses import fields
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ptdbench.parallel import ring
+from ptdbench.parallel import fp8, ring
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
@@ -112,6 +112,7 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
     """Return the conflicts of an option outside of ``parallel``, such as a precision, under any layout."""
     dims = plan.dims if plan else Dims()
     is_ring, splits = how.applies("context", dims) and how.context_method == "ring", how.splits_backward(dims)
+    gathers_fp8 = fp8.is_gathered(value, sharded=how.shards(dims))
     rows: dict[str, list[Row]] = {
         "compile": [
             (value == "whole" and is_ring, "compile", "is one graph, and ring attention is not compiled",
@@ -153,6 +154,10 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
             (value == "fp16" and how.gradients == "powersgd", "parallel.gradients",
              "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept",
              "try auto, or precision=bf16"),
+            (value in fp8.RECIPES and how.applies("tensor", dims), "precision",
+             "is not for tensor parallelism: its layers know no DTensors", "try bf16"),
+            (gathers_fp8 and not isinstance(how.reshard_after_forward, bool), "parallel.reshard_after_forward",
+             "is not for weights that are gathered in fp8", "try true, false, or precision=fp8"),
         ],
     }  # fmt: skip
     return rows[name]

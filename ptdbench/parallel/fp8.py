@@ -1,12 +1,18 @@
-"""Linear layers whose three matrix products run in fp8, by torchao: each row of a factor has a scale of its own."""
+"""Linear layers whose three matrix products run in fp8, by torchao."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+#: torchao's recipe for each precision: a scale for each row of a factor, or one for all of it, which loses more by
+#: rounding, takes cuBLAS's faster kernels, and lets FSDP gather weights in fp8.
+RECIPES: Mapping[str, str] = {"fp8": "rowwise", "fp8_tensorwise": "tensorwise"}
 
 #: The smallest side of a weight that is converted. Casting costs as much as reading both factors, which a large product
 #: repays and a small one does not.
@@ -28,15 +34,64 @@ def suits(module: nn.Module) -> bool:
     return all(side >= SMALLEST and side % MULTIPLE == 0 for side in sides)
 
 
-def convert(layers: Sequence[nn.Module], *, emulate: bool = False) -> None:
-    """Replace the linear layers that suit, in place; parameters and their names stay as they are.
+def converted(layers: Sequence[nn.Module], precision: str, *, sharded: bool) -> list[nn.Linear]:
+    """Return the modules of ``layers`` that compute in fp8 under this precision; none under others.
+
+    Where FSDP gathers weights in fp8, those that share theirs stay as they are: it would be two weights afterwards.
+    """
+    inside = dict.fromkeys(module for layer in layers for module in layer.modules()) if precision in RECIPES else {}
+    holders = Counter[Tensor](weight for module in inside for weight in module.parameters(recurse=False))
+    gathered = is_gathered(precision, sharded=sharded)
+    return [
+        module
+        for module in inside
+        if isinstance(module, nn.Linear) and suits(module) and not (gathered and holders[module.weight] > 1)
+    ]
+
+
+def is_gathered(precision: object, *, sharded: bool) -> bool:
+    """Return whether FSDP gathers weights in fp8, of which ranks know the one scale before they cast their shards."""
+    return sharded and precision == "fp8_tensorwise"
+
+
+def convert(layers: Sequence[nn.Module], precision: str, *, sharded: bool, emulate: bool = False) -> None:
+    """Replace the linear layers that suit, in place; names of parameters stay as they are.
 
     Args:
         layers: The repeated blocks. Embedding and head are none: they stay in bf16.
+        precision: One of :data:`RECIPES`.
+        sharded: Whether FSDP will shard them.
         emulate: Compute the same from rounded fp32 factors, without fp8 hardware: for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import, and optional
 
-    how = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=emulate)
+    gathered = is_gathered(precision, sharded=sharded)
+    recipe = Float8LinearConfig.from_recipe_name(RECIPES[precision])
+    how = replace(recipe, enable_fsdp_float8_all_gather=gathered, emulate=emulate)
+    chosen = set(converted(layers, precision, sharded=sharded))
     for layer in layers:
-        convert_to_float8_training(layer, config=how, module_filter_fn=lambda module, _: suits(module))
+        convert_to_float8_training(layer, config=how, module_filter_fn=lambda module, _: module in chosen)
+
+
+def placed(meta: Tensor, values: Tensor) -> Tensor:
+    """Return what replaces a tensor on the meta device: its initial values, wrapped as it is for FSDP to gather."""
+    if not hasattr(meta, "fsdp_pre_all_gather"):  # FSDP's word for it
+        return values
+    wrapped: Any = meta
+    (name, *_), how = wrapped.__tensor_flatten__()
+    return type(wrapped).__tensor_unflatten__({name: values}, how, values.size(), values.stride())
+
+
+def agree(module: nn.Module) -> None:
+    """Let ranks agree on the scales of all shards of a module in one message, for as long as weights do not change."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    precompute_float8_dynamic_scale_for_fsdp(module)
+
+
+def forget(module: nn.Module) -> None:
+    """Drop the scales that ranks have agreed on: what gathers next finds its own, of weights that may have changed."""
+    for weight in module.parameters():
+        shard = getattr(weight, "_local_tensor", weight)  # where torchao keeps them; to_local() returns another object
+        if hasattr(shard, "_precomputed_scale"):
+            shard._precomputed_scale = None

@@ -18,20 +18,21 @@ from torch.utils._pytree import tree_map
 
 from ptdbench.local_part import local_part
 from ptdbench.measure import hardware, products
+from ptdbench.parallel import fp8
 from ptdbench.parallel.activations import wrap_forward
 
-Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"]
 
-#: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32. ``fp8``: bf16 tensors that
+#: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32. In fp8: bf16 tensors that
 #: large linear layers cast once more.
-DTYPES: Mapping[str, torch.dtype] = products.DTYPES | {"fp8": torch.bfloat16}
+DTYPES: Mapping[str, torch.dtype] = products.DTYPES | dict.fromkeys(fp8.RECIPES, torch.bfloat16)
 
 
 def arithmetic(precision: Name, device_type: str) -> str:
     """The arithmetic of products and convolutions; that of fp32 tensors as torch is set (``hardware.allow_tf32``)."""
     if DTYPES[precision] == torch.float32:
         return "tf32" if device_type == "cuda" and hardware.is_tf32_allowed() else "fp32"
-    return precision
+    return "fp8" if precision in fp8.RECIPES else precision
 
 
 def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name) -> None:

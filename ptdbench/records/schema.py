@@ -91,7 +91,7 @@ class Metrics(Struct):
     model_flops_per_second: Quantity | None = None
     mfu: Quantity | None = None  #: Model FLOP/s of a device over its dense peak by the data sheet.
     mfu_reason: str | None = None  #: Why there is no ``mfu``.
-    #: Under ``precision=fp8``, model FLOP/s of a device over its bf16 peak, to compare with runs in bf16.
+    #: In fp8, model FLOP/s of a device over its bf16 peak, to compare with runs in bf16.
     mfu_of_bf16: Quantity | None = None
     #: FLOP/s that ``workload=matmul`` measured on this device in this arithmetic.
     ceiling_flops_per_second: Positive | None = None
@@ -466,7 +466,7 @@ class Record(Identity):
     world_size: Degree | None = None  #: Ranks, one device each.
     global_batch: Degree | None = None  #: Samples of one optimizer step over all ranks.
     tokens_per_sample: Count | None = None  #: Length of a sequence; null if samples are not token sequences.
-    precision: str | None = None  #: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+    precision: str | None = None  #: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``fp8_tensorwise``.
     parameters: Count | None = None  #: Parameters of the whole model; tied ones count once.
     overrides: list[str] | None = None  #: The overrides typed for the run; null if unknown.
     started: str | None = None  #: When the run started, in UTC: ISO 8601.

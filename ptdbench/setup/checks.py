@@ -26,16 +26,16 @@ from ptdbench.virtual.device import Device
 TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
 #: The lowest compute capability with units for a format, and what to try below.
-_SINCE = {"tf32": (8, 0), "bf16": (8, 0), "fp8": (8, 9)}
-_OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",), "fp8": ("fp16", "bf16")}
+_SINCE = {"tf32": (8, 0), "bf16": (8, 0)} | dict.fromkeys(fp8.RECIPES, (8, 9))
+_OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",)} | dict.fromkeys(fp8.RECIPES, ("fp16", "bf16"))
 
 
 def check_precision(precision: object, device_type: str) -> None:
     """Raise ConfigError for a precision that this kind of device lacks, or that the environment overrides."""
     override = os.environ.get(TF32_OVERRIDE)
-    if precision == "fp8" and device_type == "cpu":
+    if precision in fp8.RECIPES and device_type == "cpu":
         require(Problem("precision", precision, "FP8 is a format of GPUs", "try fp32, bf16"))
-    if precision == "fp8" and not fp8.is_installed():
+    if precision in fp8.RECIPES and not fp8.is_installed():
         rule = "needs the package torchao, which is not installed"
         require(Problem("precision", precision, rule, "try pip install 'ptdbench[fp8]', or bf16"))
     if precision == "tf32" and device_type == "cpu":
@@ -54,7 +54,7 @@ def check_gpu_precision(precision: str, device: torch.device) -> None:
         return
     name = torch.cuda.get_device_name(device)
     if torch.version.hip:  # capabilities are other numbers there
-        properties: Any = torch.cuda.get_device_properties(device) if precision == "fp8" else None
+        properties: Any = torch.cuda.get_device_properties(device) if precision in fp8.RECIPES else None
         if properties and not properties.gcnArchName.startswith(("gfx94", "gfx95")):
             require(Problem("precision", precision, f"{name} has no FP8 units", "try bf16"))
         return
@@ -65,7 +65,8 @@ def check_capability(precision: object, name: str, capability: tuple[int, int]) 
     """Raise ConfigError for a precision that an NVIDIA GPU of this name and compute capability lacks."""
     if not isinstance(precision, str) or precision not in _SINCE or capability >= _SINCE[precision]:
         return
-    rule = f"{name} (compute capability {capability[0]}.{capability[1]}) has no {precision.upper()} units"
+    units = precision.partition("_")[0].upper()
+    rule = f"{name} (compute capability {capability[0]}.{capability[1]}) has no {units} units"
     rule += ", and torch emulates it slowly" if precision == "bf16" else ""
     require(Problem("precision", precision, rule, try_these(_OTHERS[precision])))
 

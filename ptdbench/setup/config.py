@@ -157,7 +157,7 @@ class Slurm(Cluster):
 class General:
     """The options at the root of the configuration."""
 
-    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"]
     compile: Literal[False, "layers", "whole", "autotune"]
     offload: Literal["none", "optimizer_and_weights"]
     seed: int

@@ -307,16 +307,16 @@ def _check_classified(config: Config, training: TrainingSpec) -> None:
 
 def _check_fp8(config: Config, training: TrainingSpec) -> None:
     """A run in fp8 with nothing in fp8 would be one in bf16."""
-    modules = (module for layer in training.model.layers() for module in layer.modules())
-    if config.resolved.get("precision") != "fp8":
+    name, is_sharded = str(config.resolved.get("precision")), training.strategy.shards(training.layout.dims)
+    if name not in fp8.RECIPES:
         return
-    if training.layout.dims.tensor > 1:
-        rule = f"is not available with parallel.tensor={training.layout.dims.tensor}: its layers know no DTensors"
-        require(Problem("precision", "fp8", rule, "try bf16"))
-    if not any(map(fp8.suits, modules)):
+    if fp8.is_gathered(name, sharded=is_sharded) and (offload := config.resolved.get("offload")) != "none":
+        rule = f"is not available with offload={offload}: ranks agree on scales where they gather, on the GPU"
+        require(Problem("precision", name, rule, "try fp8"))
+    if not fp8.converted(training.model.layers(), name, sharded=is_sharded):
         rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {fp8.SMALLEST} features, "
         rule += f"both multiples of {fp8.MULTIPLE}"
-        require(Problem("precision", "fp8", rule, "try bf16"))
+        require(Problem("precision", name, rule, "try bf16"))
 
 
 def _world_size(

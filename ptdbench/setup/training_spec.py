@@ -195,7 +195,7 @@ def _checks(
         yield lambda: strategy.check_beside("offload", config.resolved["offload"], where)
     if data and where:
         yield lambda: under("parallel", lambda: strategy.check_sample(data.example()[0], where))
-    yield lambda: strategy.check_beside("precision", config.resolved["precision"])
+    yield lambda: strategy.check_beside("precision", config.resolved["precision"], where)
     if activations and where:
         yield lambda: strategy.check_beside("activations", activations, where)
 

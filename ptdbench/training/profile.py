@@ -231,7 +231,7 @@ def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float |
     dims, how = job.training.layout.dims, job.training.strategy
     if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
         return None
-    precision = {"tf32": "fp32", "fp8": "bf16"}.get(name := job.spec.config.general.precision, name)
+    precision = {"tf32": "fp32"}.get(name := job.spec.config.general.precision, name)  # cut products are not in fp8
     dtype = precision if dims.tensor > 1 else how.sent  # the ranks of a product add up activations
     return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 

@@ -176,6 +176,10 @@ ONE_GRAPH = "compile=whole: is one graph, and"
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
         (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: is not for scaled losses: a step that overflows "
          "is skipped, and its infinite error would be kept; try auto, or precision=bf16"),
+        *(({"tensor": "auto"}, "precision", value, f"precision={value}: is not for tensor parallelism: its layers know "
+           "no DTensors; try bf16") for value in ("fp8", "fp8_tensorwise")),
+        ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise", "parallel.reshard_after_forward=2: is "
+         "not for weights that are gathered in fp8; try true, false, or precision=fp8"),
         *((options, "compile", value, "parallel.async_tensor=true: is the compiler's work in each layer, and compile="
            f"{str(value).lower()}; try false, or compile=layers")
           for options, value in ((ASYNC, False), ({**ASYNC, "replicate": 1, "shard": 1}, "whole"))),
@@ -203,6 +207,7 @@ def test_beside_other_options(options, name, value, message):
         *((options, "compile", "whole") for options in ({}, DDP, PDP)),
         *((options, "activations", Selective()) for options in (DDP, PDP)), (PDP, "offload", "none"),
         split({**PDP, "schedule": "zbv"}, "activations", Recompute()), (POWERSGD, "precision", "bf16"),
+        ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8"), (FSDP, "precision", "fp8_tensorwise"),
         ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
         (ASYNC, "compile", "layers"), (ASYNC, "backend", "cpu:gloo,cuda:nccl"), (ASYNC, "virtual", False),
         with_setters({**FSDP, "message_buffers": "nccl"}, "virtual", True), (FSDP, "backend", "gloo"),

@@ -1,14 +1,31 @@
 """Conversion to fp8, emulated: no CPU has such units."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from ptdbench.checkpoints import checkpoint_dir, state
+from ptdbench.checkpoints.saver import Saver
+from ptdbench.data.synthetic import SyntheticTokens
+from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import fp8
+from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.precision import Copies, narrow
+from ptdbench.parallel.strategy import Strategy
+from tests.parallel.ranks import mesh_of, on_ranks
+from tests.workloads.made_loop import step_loop
+
+CPU = torch.device("cpu")
+WEIGHTS = [
+    f"blocks.{block}.{name}.weight"
+    for block in range(3)
+    for name in ("attention.query_key_value", "attention.output", "mlp.up", "mlp.down")
+]
 
 needs_torchao = pytest.mark.skipif(not fp8.is_installed(), reason="torchao is not installed")
 
@@ -34,7 +51,7 @@ def test_blocks_are_converted_and_embedding_and_head_are_not(monkeypatch):
     torch.manual_seed(0)
     model = GPT(layers=2, heads=2, width=64, sequence_length=16, vocabulary=128)
     wide, names = copy.deepcopy(model), list(model.state_dict())
-    fp8.convert(model.layers(), emulate=True)
+    fp8.convert(model.layers(), "fp8", sharded=False, emulate=True)
     converted = [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
     linear = ("attention.query_key_value", "attention.output", "mlp.up", "mlp.down")
     assert converted == [f"blocks.{block}.{name}" for block in range(2) for name in linear]
@@ -61,9 +78,81 @@ def test_blocks_are_converted_and_embedding_and_head_are_not(monkeypatch):
 def test_a_converted_block_is_one_graph(monkeypatch):
     monkeypatch.setattr(fp8, "SMALLEST", 64)
     block = GPT(layers=1, heads=2, width=64, sequence_length=16, vocabulary=128).blocks[0]
-    fp8.convert([block], emulate=True)
+    fp8.convert([block], "fp8", sharded=False, emulate=True)
     narrow(block, [block], "fp8")
     inputs = torch.randn(2, 16, 64)
     compiled = torch.compile(block.forward, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(inputs), block(inputs))
     torch._dynamo.reset()
+
+
+def model():
+    with torch.device("meta"):
+        return GPT(layers=3, heads=2, width=32, sequence_length=8, vocabulary=41)
+
+
+def laid_out(precision, seed=0):
+    """The loop that trains a model whose weights are sharded over two ranks."""
+    strategy = Strategy(shard=2)
+    layout = strategy.layout(strategy.dims(2), 4, 2)
+    engine = strategy(model(), Setting(mesh_of(layout.dims), layout, CPU, precision=precision, seed=seed))
+    optimizer = engine.optimizer(lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True))
+    data = SyntheticTokens(sequence_length=8, vocabulary=41, seed=0)
+    return step_loop(engine, optimizer, data, layout, dist.get_rank())
+
+
+def train(loop, steps=4):
+    for _ in range(steps):
+        loop.step()
+    return [loss.item() for loss in loop.losses[-steps:]]
+
+
+def gathered(module, name):
+    """A weight as FSDP gathers it, and by definition: its largest entry becomes the largest number."""
+    weight = module.get_parameter(name).full_tensor()
+    block = module.get_submodule(".".join(name.split(".")[:2]))
+    block.unshard()
+    found = module.get_parameter(name).to_original_precision()
+    block.reshard()
+    scale = (torch.finfo(torch.float8_e4m3fn).max / weight.abs().max().double()).float()
+    return found.detach(), ((weight * scale).to(torch.float8_e4m3fn).float() / scale).to(found.dtype).detach()
+
+
+def in_rank(folder):
+    """What is trained with weights gathered in fp8, and in bf16, and what is saved of the first."""
+    fp8.SMALLEST, fp8.convert = 32, partial(fp8.convert, emulate=True)
+    loop = laid_out("fp8_tensorwise")
+    losses, saver, module = train(loop), Saver(folder, keep=1), loop.engine.module
+    kept = {"tied": model().tied(), "rank": dist.get_rank()}
+    saved = state.collect(module, loop.update.optimizer, **kept, with_buffers=True)
+    saver.save(4, saved, {}, {})
+    saver.wait()
+    weights = [gathered(module, name) for name in WEIGHTS]  # after an update: not by the scales of the step
+    fp8.agree(module)
+    weights += [gathered(module, name) for name in WEIGHTS]
+    fp8.forget(module)
+    going_on, path = train(loop), checkpoint_dir.newest(folder).found.path
+    other = laid_out("fp8_tensorwise", seed=1)
+    state.restore(path, other.engine.module, other.update.optimizer, **kept, world_size=2, group=saver.group)
+    other.resume(4, {})
+    saver.close()
+    resumed = train(other)
+    fp8.is_gathered = lambda *_, **__: False
+    return {
+        "fp8": losses, "gathered in bf16": train(laid_out("fp8_tensorwise")), "weights": weights,
+        "problems": saver.problems, "saved": {type(local_part(tensor)) for tensor in saved.values()},
+        "going on": going_on, "resumed": resumed,
+    }  # fmt: skip
+
+
+@needs_torchao
+@pytest.mark.ranks
+def test_weights_gathered_in_fp8(tmp_path):
+    for of_rank in on_ranks(2, in_rank, tmp_path):
+        for found, want in of_rank["weights"]:
+            torch.testing.assert_close(found, want, rtol=2**-8, atol=0)  # of bf16
+        assert of_rank["fp8"] == pytest.approx(of_rank["gathered in bf16"], rel=5e-3)
+        assert of_rank["fp8"] != of_rank["gathered in bf16"]  # which are rounded twice
+        assert of_rank["saved"] == {torch.Tensor}  # a checkpoint is that of any precision
+        assert of_rank["problems"] == []
+        assert of_rank["resumed"] == of_rank["going on"]

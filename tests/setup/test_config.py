@@ -57,7 +57,7 @@ def test_what_makes_a_choice_what_it_is_is_not_passed_on(group):
 @pytest.mark.parametrize(
     ("part", "override", "message"),
     [
-        ("general", "precision=fp4", "precision=fp4: must be fp32, tf32, bf16, fp16 or fp8"),
+        ("general", "precision=fp4", "precision=fp4: must be fp32, tf32, bf16, fp16, fp8 or fp8_tensorwise"),
         ("general", "compile=yes", "compile=yes: must be false, layers, whole or autotune"),
         ("general", "seed=-1", "seed=-1: must be at least 0"),
         ("general", "seed=1e3", "seed=1000.0: must be a whole number"),

@@ -157,10 +157,12 @@ class TestRefused:
             "precision=fp8: no layer of model=gpt_tiny has an nn.Linear of at least 512 features, both multiples of "
             "16; try bf16"
         ]
-        assert refused("precision=fp8", "model=gpt_small", "parallel=tp", "cluster.ranks_per_node=2") == [
-            "precision=fp8: is not available with parallel.tensor=2: its layers know no DTensors; try bf16"
+        on_host = ("model=gpt_small", "parallel=fsdp", "offload=optimizer_and_weights")
+        assert refused("precision=fp8_tensorwise", *on_host) == [
+            "precision=fp8_tensorwise: is not available with offload=optimizer_and_weights: ranks agree on scales "
+            "where they gather, on the GPU; try fp8"
         ]
-        make("precision=fp8", "model=gpt_small", "parallel=fsdp")
+        make("precision=fp8", *on_host)
 
     def test_more_ranks_than_gpus(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -153,6 +153,22 @@ def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_pa
             assert counts == [every["kernels"][kind][0], every["kernels"][kind][3]]
 
 
+@pytest.mark.thorough
+def test_weights_gathered_in_fp8_are_half_as_large(start: Start, environ, tmp_path):
+    """And ranks send the scales of a step in one message."""
+    words = ("model.width=512", "parallel=fsdp", "precision=bf16,fp8_tensorwise", "virtual=h100")
+    done = train(environ, tmp_path, "-m", *SMALL, *words, "cluster.ranks_per_node=2")
+    assert done.returncode == 0, done.stderr
+    sent = {record["precision"]: record["virtual"]["messages"] for record in records_of(tmp_path)}
+    assert all(one["bytes"] == one["formula_bytes"] for messages in sent.values() for one in messages.values())
+    wide, narrow = sent["bf16"], sent["fp8_tensorwise"]
+    assert narrow["all_gather"]["calls"] == wide["all_gather"]["calls"]
+    weights = 12 * 512**2  # of a block; the second and last is gathered once
+    assert wide["all_gather"]["bytes"] - narrow["all_gather"]["bytes"] == (2 + 1) * weights
+    assert "all_reduce" not in wide
+    assert (narrow["all_reduce"]["calls"], narrow["all_reduce"]["bytes"]) == (1, 4 * 4 * 2)
+
+
 def links_of_this_torch() -> str:
     version = torch.__version__
     return "edges" if version >= "2.15" else "directions" if version >= "2.14" else "one"
