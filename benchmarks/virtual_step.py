@@ -80,7 +80,7 @@ _FLOPS = {
 }
 
 #: Kernels that change a dtype and do nothing else: of torch, and of Inductor.
-_CASTS = re.compile(r"copy_kernel.*LoadWithCast|bfloat16_copy_kernel|float16_copy_kernel|CopyFunctor")
+_CASTS = re.compile(r"copy_kernel.*LoadWithCast|bfloat16_copy_kernel|float16_copy_kernel|converting_copy|CopyFunctor")
 _TRITON_CASTS = re.compile(r"triton_\w+?_fused_(_to_copy_|t_|view_|transpose_)*_to_copy_(t_|view_|transpose_)*\d+$")
 
 

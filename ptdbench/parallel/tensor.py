@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group, is_symm_mem_enabled_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -113,8 +113,8 @@ def overlap(mesh: DeviceMesh | None) -> None:
     from torch._inductor import config  # with a second that only runs that compile spend
 
     config._micro_pipeline_tp = mesh is not None
-    if mesh:
-        enable_symm_mem_for_group(mesh.get_group().group_name)
+    if mesh and not is_symm_mem_enabled_for_group(name := mesh.get_group().group_name):  # as it is from 2.15 on
+        enable_symm_mem_for_group(name)
 
 
 def placed(meta: Tensor, values: Tensor) -> Tensor:

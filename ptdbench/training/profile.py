@@ -310,7 +310,7 @@ KERNEL_KINDS = {
     COMMUNICATION: r"^nccl",
     "compiled": r"^triton_",
     "attention": r"flash|fmha|attention|sdpa",
-    "convolution": r"conv|wgrad|dgrad|winograd|im2col|col2im",
+    "convolution": r"conv(?!ert)|wgrad|dgrad|winograd|im2col|col2im",
     "product": r"gemm|gemv|cublas|cutlass|nvjet|scaled_mm|splitk",
     "optimizer": r"multi_tensor_apply|fused_?(adam|sgd)|fusedoptimizer",
     "norm": r"layer_?norm|rms_?norm|batch_?norm|gammabeta|bn_(fw|bw)|group_?norm",

@@ -148,7 +148,7 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     return name if name in groups else None
 
 
-def _in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
+def in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
     """Number the other rank of a message as in the pipeline: torch 2.15 gives each pair a group, and lists no ranks."""
     if call.peer is None or call.group is None or call.ranks is not None:
         return call
@@ -167,7 +167,7 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
     found = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
     calls = [
-        _in_pipeline(call, groups[name]) if name == "pipeline" else call for call, name in zip(calls, of, strict=True)
+        in_pipeline(call, groups[name]) if name == "pipeline" else call for call, name in zip(calls, of, strict=True)
     ]
     keys: dict[str, dict[_Key, int]] = {}
     for name, group in groups.items():

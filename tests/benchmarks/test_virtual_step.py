@@ -64,6 +64,7 @@ def test_a_product_has_flops_and_waits_for_the_slower_of_both(subject):
         ("triton_poi_fused__to_copy_add_5", False),
         ("void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(...)>", True),
         ("void at::native::unrolled_elementwise_kernel<direct_copy_kernel_cuda(...), LoadWithCast<1>>", True),
+        ("void at::native::vectorized_elementwise_kernel<8, converting_copy_kernel_cuda<float, c10::BFloat16>>", True),
         ("void at::native::unrolled_elementwise_kernel<CUDAFunctor_add<float>, LoadWithCast<2>>", False),
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float, 2, 1, 1>>", True),
     ],

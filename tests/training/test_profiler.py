@@ -13,6 +13,7 @@ from ptdbench.training.profile import kernel_kind
         ("triton_poi_fused__to_copy_0", "compiled"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_cublas", "product"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTN", "product"),
+        ("void at::native::vectorized_elementwise_kernel<8, converting_copy_kernel_cuda<float, Half>>", "copy"),
         ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
         ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(PyTorchMemEffAttention)", "attention"),
         ("sm80_xmma_fprop_implicit_gemm_conv_indexed_bf16bf16", "convolution"),

@@ -54,9 +54,11 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
         assert loop.mesh
         groups = loop.mesh.groups()
         of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
-        told = [
-            (call.operation, call.bytes, of[traces.group_of(call, groups)], call.peer) for call in _calls(path, job)
-        ]
+        told = []
+        for call in _calls(path, job):
+            name = traces.group_of(call, groups)
+            peer = traces.in_pipeline(call, groups[name]).peer if name == "pipeline" else call.peer
+            told.append((call.operation, call.bytes, of[name], peer))
         of_ranks = peers.gather(told)
         if job.world.is_first:
             Path(directory, "found").write_text(json.dumps(of_ranks))

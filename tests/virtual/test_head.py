@@ -5,6 +5,9 @@ import pytest
 from tests.virtual.conftest import Start
 from tests.virtual.head import ROWS, VOCABULARY, WIDTH
 
+#: What torch gives cuBLAS on Hopper: from 2.15 on for the time of each product.
+WORKSPACE = 32 << 20
+
 
 @pytest.mark.thorough  # runs on virtual GPUs launch the kernel too
 @pytest.mark.parametrize("of", ["whole", "share"])
@@ -17,4 +20,4 @@ def test_logits_become_gradients_where_they_are_and_are_added_up_as_they_are_mul
     products = {name: number for name, number in kernels.items() if "gemm" in name.lower() or "nvjet" in name}
     assert sum(products.values()) == 6  # three for each of two chunks
     chunk, weight = ROWS // 2 * VOCABULARY * 2, VOCABULARY * WIDTH * 4
-    assert chunk < found["peak"] < chunk + 3 * weight
+    assert chunk < found["peak"] < chunk + 3 * weight + WORKSPACE
