@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         nesterov: bool = True,
         ns_steps: int = 5,
-        ns_precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8"] = "bf16",
+        ns_precision: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"] = "bf16",
         adjust_lr_fn: str = "match_rms_adamw",
         adamw_lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.95),

@@ -62,8 +62,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
-        placed = fp8.placed if gathers_fp8 else tensor.placed
-        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=placed)
+        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=_placed)
 
     # First what changes the modules inside a layer: all that follows wraps them.
     if how.sync_batchnorm and (is_sharded or is_replicated):
@@ -114,6 +113,11 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
         part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
         return _completed(part, shared, setting, copies)
     return _completed(LaidOutModule(module, module), shared, setting, copies)
+
+
+def _placed(meta: Tensor, values: Tensor) -> Tensor:
+    """What replaces a tensor on the meta device: this rank's part of its initial values, in the form that it has."""
+    return fp8.wrapped_as(meta, tensor.placed(meta, values))
 
 
 def _completed(

@@ -73,11 +73,11 @@ def convert(layers: Sequence[nn.Module], precision: str, *, sharded: bool, emula
         convert_to_float8_training(layer, config=how, module_filter_fn=lambda module, _: module in chosen)
 
 
-def placed(meta: Tensor, values: Tensor) -> Tensor:
-    """Return what replaces a tensor on the meta device: its initial values, wrapped as it is for FSDP to gather."""
-    if not hasattr(meta, "fsdp_pre_all_gather"):  # FSDP's word for it
+def wrapped_as(like: Tensor, values: Tensor) -> Tensor:
+    """Return values wrapped for FSDP to gather in fp8, if ``like`` is."""
+    if not hasattr(like, "fsdp_pre_all_gather"):  # FSDP's word for it
         return values
-    wrapped: Any = meta
+    wrapped: Any = like
     (name, *_), how = wrapped.__tensor_flatten__()
     return type(wrapped).__tensor_unflatten__({name: values}, how, values.size(), values.stride())
 

@@ -55,7 +55,7 @@ def test_it_is_torchs_muon_and_torchs_adamw_bit_for_bit(scale, nesterov):
     assert not same(ours, model())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp8", "fp8_tensorwise"])
 def test_newton_schulz_is_in_fp32_where_the_run_is(precision):
     module, exact = model(), precision in ("fp32", "tf32")
     optimizer = muon_of(module, ns_precision=precision, lr=1.0, adjust_lr_fn="original", weight_decay=0.0)(
