@@ -265,6 +265,7 @@ def _circle(world: World, backend: str, own: dist.Store, patience: timedelta) ->
         return All()
     beside = dist.new_group(backend="gloo", timeout=patience)
     assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
+    beside.bound_device_id = None  # where torch 2.11 would keep a number for each barrier
     return All(beside)
 
 
