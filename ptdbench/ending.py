@@ -24,7 +24,7 @@ from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
 from ptdbench.records import failure, record
 from ptdbench.records.failure import is_stop, root_cause
-from ptdbench.records.ownership import Attempt
+from ptdbench.records.ownership import Attempt, slurm_job
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.setup import config, run_spec
@@ -74,7 +74,7 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: 
     # Before it is requeued: SLURM leaves no time after.
     attempt.amend(lambda _: record.requeued(done, restarts + 1, cluster.max_requeues))
     try:
-        slurm.requeue(os.environ)
+        slurm.requeue(slurm_job(os.environ) or "")
     except SlurmError as error:
         why = f"{stopped}; it could not be requeued: {error}"
         attempt.amend(lambda _: record.stopped(done, why))

@@ -89,8 +89,9 @@ def _main() -> int:
         return hydra_output.shown_by_hydra(arguments, conf)
     _import_from_here()
     words = commandline.imply(arguments)
-    line = resume.read(words, arguments.multirun, discover(os.environ))
-    source = compose.Source(conf, arguments.config_name or "config", arguments.config_dir)
+    config_name = arguments.config_name or "config"
+    line = resume.read(words, arguments.multirun, discover(os.environ), config_name)
+    source = compose.Source(conf, config_name, arguments.config_dir)
     composed = compose.compose_all(line.overrides, arguments.multirun, source)
     if arguments.cfg:
         return hydra_output.show_configs(arguments, composed)
@@ -225,7 +226,9 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
         echo(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
     if cluster.submit == "test":
         return submission.show_test_only(runs, options)
-    submission.require_accepted(runs, options)
+    together = composed.first.hydra.sweeper.get("max_batch_size") if not runs[0].config.sweep.same_nodes else None
+    for first in range(0, len(runs), together or len(runs)):
+        submission.require_accepted(runs[first : first + (together or len(runs))], options)
     submission.make_folders(runs)
     directory = hydra_output.claim(composed, line.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)

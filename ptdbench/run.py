@@ -9,7 +9,6 @@ out, works, and agrees with them on one record, which rank 0 writes.
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 import uuid
@@ -230,9 +229,7 @@ def _as_rank(
     environ: Mapping[str, str], config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading | None
 ) -> None:
     """Start as a local rank: what the fork server could not know is set first."""
-    for number in local.STOP_SIGNALS:  # a rank has nothing to tidy up: let it go at once
-        signal.signal(getattr(signal, number), signal.SIG_DFL)
-    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
+    local.let_go_at_once()
     settings.let_segments_grow(os.environ)
     settings.log_errors_only(os.environ)
     settings.enable_sanitizer(os.environ)

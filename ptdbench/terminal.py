@@ -69,7 +69,7 @@ def command(name: str = "train") -> str:
         typed = f"python -m ptdbench {name}"
     else:
         typed = "python train.py"
-    return f"{typed}{_config_dir()}" if name == "train" else typed
+    return f"{typed}{_source()}" if name == "train" else typed
 
 
 def under(launcher: str) -> str:
@@ -77,14 +77,19 @@ def under(launcher: str) -> str:
     return f"{launcher} ... {command().removeprefix('python ')}"
 
 
-def _config_dir() -> str:
-    """`` --config-dir FOLDER``, if it was given."""
-    words = _typed()
+#: What says where configurations come from, and its short form.
+_SOURCES = {"--config-dir": "-cd", "--config-path": "-cp", "--config-name": "-cn"}
+
+
+def _source() -> str:
+    """`` --config-dir FOLDER`` and its kind, as far as they were given."""
+    words, found = _typed(), ""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            return f" --config-dir {shlex.quote(value if equals else following)}"
-    return ""
+        for name, short in _SOURCES.items():
+            if flag in (name, short):
+                found += f" {name} {shlex.quote(value if equals else following)}"
+    return found
 
 
 def plural(count: int, noun: str) -> str:

@@ -279,6 +279,26 @@ class TestLine:
         typed = ["model=toy", "+model.how='a b'", "cluster.ranks_per_node=2", f"hydra.run.dir='{run}'"]
         assert line == resume.Line(typed, run)
 
+    def test_a_link_is_what_it_names_now_and_a_name_is_quoted(self, tmp_path):
+        run = self.begun(tmp_path / "o'clock" / "run", ["model=toy"])
+        (tmp_path / "latest").symlink_to(run)
+        line = self.line([f"resume={tmp_path}/latest"])
+        assert line == resume.Line(["model=toy", f"hydra.run.dir='{tmp_path}/o\\'clock/run'"], run)
+        again = self.line([f"resume={tmp_path}/latest", "seed=1"])
+        assert again.overrides == ["model=toy", "seed=1", f"resume='{tmp_path}/o\\'clock/run'"]
+
+    @pytest.mark.parametrize(("option", "file"), [("resume", ".hydra/hydra.yaml"), ("sweep.resume", "multirun.yaml")])
+    def test_what_was_composed_from_another_file_is_refused(self, tmp_path, option, file):
+        run = self.begun(tmp_path / "run", ["model=toy"])
+        (run / ".hydra").mkdir()
+        (run / file).write_text("hydra: {job: {config_name: mine}, overrides: {task: []}}")
+        with pytest.raises(ConfigError) as caught:
+            self.line([f"{option}={run}"])
+        assert str(caught.value) == (
+            f"{option}={run}: was composed from mine.yaml, and this would be from config.yaml; add --config-name mine"
+        )
+        resume.read([f"{option}={run}"], False, None, "mine")
+
     @pytest.mark.parametrize("extra", ["+cluster.extra.nice=5", "++cluster.extra.nice=5", "cluster=site_gpu"])
     def test_what_was_said_of_the_cluster_does_not_travel(self, tmp_path, extra):
         """Nor is the shape known of one on record that is no group."""

@@ -199,10 +199,17 @@ def start(
     overseer.raise_if_stopped()
 
 
+def _heard() -> list[int]:
+    """The stop signals, but a SIGHUP that is ignored, for which ``nohup`` asks."""
+    return [
+        number for number in _STOP_NUMBERS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
+    ]
+
+
 @contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Send all stop signals to ``handler`` for a time, then to what was there before; in the main thread only."""
-    before = {number: signal.signal(number, handler) for number in _STOP_NUMBERS}
+    before = {number: signal.signal(number, handler) for number in _heard()}
     try:
         yield
     finally:
@@ -221,6 +228,12 @@ def deferred() -> Iterator[None]:
         raise Stopped(noted[0])
 
 
+def let_go_at_once() -> None:
+    """From now on let a stop signal end this process as the kernel does: a rank has nothing to tidy up."""
+    for number in _heard():
+        signal.signal(number, signal.SIG_DFL)
+
+
 def ignore_signals() -> None:
     """From now on let no stop signal keep this process from what it still has to write."""
     for number in _STOP_NUMBERS:
@@ -229,7 +242,7 @@ def ignore_signals() -> None:
 
 def stop_on_signals() -> None:
     """From now on raise :class:`Stopped` in the main thread on a stop signal, instead of being killed by it."""
-    for number in _STOP_NUMBERS:
+    for number in _heard():
         signal.signal(number, _stop)
 
 
@@ -330,7 +343,7 @@ def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable
     """Run ``entry`` in a rank, and let the rank neither outlive the run nor what started it."""
     _die_with_server()
     faulthandler.enable(2)  # stacks on stderr where native code ends it
-    os.environ.update(place)
+    os.environ.update({**environ, **place})  # the server may be older than the one, and knows nothing of the other
     gc.freeze()  # what the server has imported is no garbage: looking through it would copy all of its memory
     try:
         entry(environ, *arguments)

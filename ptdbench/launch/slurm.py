@@ -164,8 +164,12 @@ def submit(script: str) -> str:
     Raises:
         SlurmError: SLURM does not take it, or does not answer: then it may have taken it (see :func:`named`).
     """
-    answer = _run("sbatch", "--parsable", stdin=script).stdout.strip()
-    return answer.partition(";")[0]  # the cluster's name may follow
+    answer = _run("sbatch", "--parsable", stdin=script).stdout
+    # The cluster's name may follow, and plugins of a site may have said something before.
+    ids = re.findall(r"^(\d+)(?:;.*)?$", answer.rstrip(), re.MULTILINE)
+    if not ids:
+        raise SlurmError(f"sbatch did not say the id of the job: {_words(answer)}")
+    return str(ids[-1])
 
 
 @cache
@@ -198,9 +202,13 @@ def restarts(environ: Mapping[str, str]) -> int:
     return int(environ.get("SLURM_RESTART_COUNT") or 0)
 
 
-def requeue(environ: Mapping[str, str]) -> None:
-    """Put the job that this process belongs to back into the queue, which ends it here; raises SlurmError."""
-    _run("scontrol", "requeue", environ["SLURM_JOB_ID"])
+def requeue(job: str) -> None:
+    """Put a job, or an element of an array by the form of squeue, back into the queue, which ends it here.
+
+    Raises:
+        SlurmError: SLURM refuses, or does not answer.
+    """
+    _run("scontrol", "requeue", job)
 
 
 def end_step(environ: Mapping[str, str], after: float) -> None:

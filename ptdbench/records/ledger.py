@@ -6,6 +6,7 @@ killed process leaves no unknown job.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,8 +50,19 @@ def with_id(job: Job, identity: str) -> Job:
 def sweep_of(directory: Path) -> Path | None:
     """Return the sweep that a run's directory lies in, if it does; a run that only tries a micro-batch is in none."""
     directory = directory.absolute()
-    sweep = next((parent for parent in directory.parents if (parent / LEDGER).exists()), None)
+    sweep = next((parent for parent in directory.parents if _is_ledger(parent / LEDGER)), None)
     return None if sweep and TRIES in directory.relative_to(sweep).parts else sweep
+
+
+def _is_ledger(path: Path) -> bool:
+    """Whether a file may be a ledger, if a damaged one: other programs have files of this name, too."""
+    try:
+        found = json.loads(read_bytes(path))
+    except FileNotFoundError:
+        return False
+    except (ValueError, OSError):
+        return path.exists()
+    return isinstance(found, dict) and Ledger.__struct_fields__ <= (*found,)
 
 
 def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:

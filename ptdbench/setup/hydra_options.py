@@ -15,6 +15,7 @@ from ptdbench.records.record import DIRECTIONS
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Cluster, Slurm, read
+from ptdbench.setup.hydra_output import config_of_run
 from ptdbench.terminal import command
 
 #: Options of the launcher that say nothing of resources, and what they are where nobody gives them.
@@ -55,6 +56,8 @@ def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Pa
     _check_launcher(composed, cluster, world)
     if composed.searches:
         require(*_unfit_for_search(composed, cluster, world, goes_on))
+    elif composed.is_sweep:
+        require(_of_one_directory(composed))
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
@@ -68,6 +71,21 @@ def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
     logs += [(name, "{...}") for name in ("job_logging", "hydra_logging") if (hydra[name] or {}).get("root")]
     for name, value in logs:
         yield Problem(f"hydra.{name}", value, "nothing is logged through Hydra", "omit it")
+
+
+def _of_one_directory(composed: Composed) -> Problem | None:
+    """Find runs of a sweep that would write into one directory; of repeats, see ``blocks``."""
+    template = str(composed.first.hydra.sweep._get_node("subdir")._value())
+    if "job.num" in template:  # as it has by default
+        return None
+    named: dict[str, list[int]] = {}
+    for number, whole in enumerate(composed.whole):
+        named.setdefault(str(config_of_run(whole, None, number).hydra.sweep.subdir), []).append(number)
+    same = next((numbers for numbers in named.values() if len(numbers) > 1), None)
+    if same is None:
+        return None
+    rule = f"runs {', '.join(map(str, same[:8]))}{' ...' * (len(same) > 8)} would have the same directory"
+    return Problem("hydra.sweep.subdir", template, rule, "add ${hydra.job.num} to it")
 
 
 def _check_launcher(composed: Composed, cluster: Cluster, world: World | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +19,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.bearing import bearing, bears
 from ptdbench.records.schema import Written
-from ptdbench.setup.commandline import is_cluster, option
+from ptdbench.setup.commandline import is_cluster, option, quoted
 from ptdbench.setup.config import Config, of_record
 
 RUN, SWEEP = "resume", "sweep.resume"
@@ -38,22 +40,40 @@ class Line:
 def command(directory: Path) -> str:
     """Return what to type to go on with a run or a sweep."""
     is_sweep = any((directory / name).exists() for name in store.OF_SWEEPS)
-    return f"{terminal.command()} {SWEEP if is_sweep else RUN}={directory}"
+    return f"{terminal.command()} {shlex.quote(f'{SWEEP if is_sweep else RUN}={directory}')}"
 
 
-def read(typed: Sequence[str], multirun: bool, world: World | None) -> Line:
+def read(typed: Sequence[str], multirun: bool, world: World | None, config_name: str = "config") -> Line:
     """Expand a command line that goes on with an earlier one.
 
+    Args:
+        typed: The overrides.
+        multirun: Whether it is a sweep.
+        world: This process's place, if it is one of a launcher's ranks.
+        config_name: The file that is composed.
+
     Raises:
-        ConfigError: There is nothing to go on with, or not from here: this process may be one of a launcher's ranks.
+        ConfigError: There is nothing to go on with, not from here, or not with this file.
     """
     given = {option(override): override.partition("=")[2] for override in typed}
     others = [override for override in typed if option(override) not in (RUN, SWEEP)]
     if (sweep := _path(given.get(SWEEP))) is not None:
+        _require_same_file(SWEEP, sweep, "multirun.yaml", config_name)
         return _sweep(sweep, others, SWEEP)
     if (run := _path(given.get(RUN))) is not None:
+        _require_same_file(RUN, run, ".hydra/hydra.yaml", config_name)
         return _run(run, others, multirun, world)
     return Line(list(typed), None)
+
+
+def _require_same_file(asked: str, directory: Path, hydra: str, config_name: str) -> None:
+    """Refuse to go on with what was composed from another file: what was not typed came from there."""
+    was = None
+    with suppress(Exception):  # Hydra may have been told to write none; what is damaged is said where it is needed
+        was = OmegaConf.select(OmegaConf.load(directory / hydra), "hydra.job.config_name")
+    if was and was != config_name.removesuffix(".yaml"):
+        rule = f"was composed from {was}.yaml, and this would be from {config_name}.yaml"
+        raise ConfigError([Problem(asked, directory, rule, f"add --config-name {was}")])
 
 
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
@@ -69,14 +89,14 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
         kept = _without([*_without_place(_earlier(directory, written), "repeat.block"), *shape], others)
-        return Line([*kept, *others, f"{RUN}='{directory.resolve()}'"], None)
+        return Line([*kept, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
         return _sweep(sweep, others, RUN, only=str(directory.resolve().relative_to(sweep.resolve())))
     if world is None:
         _refuse_elsewhere(directory, written)
     earlier = _without([*_without_place(_earlier(directory, written)), *shape], place)
-    return Line([*earlier, *place, f"hydra.run.dir='{directory}'"], directory)
+    return Line([*earlier, *place, f"hydra.run.dir={quoted(str(directory))}"], directory)
 
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
@@ -91,7 +111,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
         rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
     kept = [override for override in _without(task, others) if option(override) != RESHAPE]
-    return Line([*kept, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir='{directory}'"], directory, only)
+    return Line([*kept, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"], directory, only)
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
@@ -244,8 +264,12 @@ def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> Non
 
 
 def _path(value: str | None) -> Path | None:
-    """Return the path that was typed, in quotes or not."""
+    """Return the path that was typed, in quotes or not; of a link, such as ``outputs/latest``, what it names now."""
     if value in (None, "", "null"):
         return None
     assert value is not None
-    return Path(value.strip("'\""))
+    path = Path(value.strip("'\""))
+    real = path.resolve()
+    if real == path.absolute():
+        return path
+    return real if path.is_absolute() else Path(os.path.relpath(real))

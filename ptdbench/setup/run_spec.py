@@ -307,13 +307,19 @@ def _check_classified(config: Config, training: TrainingSpec) -> None:
 
 def _check_fp8(config: Config, training: TrainingSpec) -> None:
     """A run in fp8 with nothing in fp8 would be one in bf16."""
-    name, is_sharded = str(config.resolved.get("precision")), training.strategy.shards(training.layout.dims)
+    name, dims = str(config.resolved.get("precision")), training.layout.dims
+    is_sharded = training.strategy.shards(dims)
     if name not in fp8.RECIPES:
         return
-    if fp8.is_gathered(name, sharded=is_sharded) and (offload := config.resolved.get("offload")) != "none":
+    is_gathered, layers = fp8.is_gathered(name, sharded=is_sharded), training.model.layers()
+    if is_gathered and (offload := config.resolved.get("offload")) != "none":
         rule = f"is not available with offload={offload}: ranks agree on scales where they gather, on the GPU"
         require(Problem("precision", name, rule, "try fp8"))
-    if not fp8.converted(training.model.layers(), name, sharded=is_sharded):
+    found = fp8.converted(layers, name, sharded=is_sharded)
+    if is_gathered and (uneven := [layer.out_features for layer in found if layer.out_features % dims.shards]):
+        rule = f"FSDP gathers shards of equal size in fp8, and {dims.shards} do not divide the {uneven[0]} outputs"
+        require(Problem("precision", name, f"{rule} of a linear layer", "try fp8, or another parallel.shard"))
+    if not found:
         rule = f"no layer of model={config.call('model').name} has an nn.Linear of at least {fp8.SMALLEST} features, "
         rule += f"both multiples of {fp8.MULTIPLE}"
         require(Problem("precision", name, rule, "try bf16"))

@@ -103,6 +103,7 @@ class TrainingSpec:
             compile=general.compile,
             activations=self.activations,
             seed=general.seed,
+            positions=1 if image.is_floating_point() else image[0].numel(),
             channels_last=image.dim() == 4 and not image.is_contiguous(),
             offload=general.offload,
             virtual=choices.virtual(self.config) is not None,

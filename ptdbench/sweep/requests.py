@@ -216,6 +216,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     cluster = config.read(composed.jobs[0]).cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
+    _check_alone(composed.first, cluster)
     if cluster.container.image and cluster.container.kind == "oci":
         rule = "srun takes no mounts for such containers, and a script alone has no folder for a bundle with ours"
         require(Problem("cluster.container.kind", "oci", rule, f"try {command()} cluster={cluster.name}"))
@@ -224,7 +225,8 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
         require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
     shape = shapes.pop()
-    sweep = ["-m"] if len(composed.jobs) > 1 else []
+    # A list or a glob of one value, too, which is not what the run says.
+    sweep = ["-m"] if len(composed.jobs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
     name = "sweep" if sweep else store.file_name(config.read(composed.jobs[0]).label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # where nothing need be installed
@@ -236,6 +238,20 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     if own := slurm.ignored_variables(os.environ):
         remarks.append(f"sbatch prefers these variables of this shell to the script's lines: {' '.join(own)}")
     return text, remarks
+
+
+def _check_alone(whole: DictConfig, cluster: Slurm) -> None:
+    """Refuse what somebody has to look after while jobs wait and run: a script is alone."""
+    remedy = f"try {command()} cluster={cluster.name}, which submits jobs"
+    if (sweep := whole.sweep.resume) is not None:
+        rule = "goes on as the jobs that it was"
+        require(Problem("sweep.resume", sweep, rule, f"try {command()} sweep.resume={sweep}"))
+    if whole.repeat.runs == "auto":
+        rule = "needs the results of a block before the next one, and each rank of the script's job would decide alone"
+        require(Problem("repeat.runs", "auto", rule, f"give a number, or {remedy}"))
+    if cluster.requeue:
+        rule = "lets a run save ahead of the time limit and go on in its directory, which a script does not know"
+        require(Problem("cluster.requeue", True, rule, remedy))
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:

@@ -156,10 +156,13 @@ def look(directory: Path) -> Sweep:
     ]
     runs += [Run(name, None, None, record, is_over=True) for name, record in results.items()]
     known = {run.directory for run in runs}
-    paths = sorted([*directory.glob(store.RECORD), *directory.glob(f"*/{store.RECORD}")])
-    for path in (path.parent for path in paths if path.parent.name not in known):  # of this machine
-        told = written(path)
-        runs.append(Run(path.name, None, None, told, not is_open(told), read_progress(path)))
+    below = "**/" if any((directory / name).exists() for name in store.OF_SWEEPS) else "*/"  # not a folder of sweeps
+    paths = {*directory.glob(store.RECORD), *directory.glob(f"{below}{store.RECORD}")}
+    for path in (path.parent for path in sorted(paths)):  # of this machine
+        name = path.name if path == directory else str(path.relative_to(directory))
+        if name not in known and store.TRIES not in Path(name).parts:
+            told = written(path)
+            runs.append(Run(name, None, None, told, not is_open(told), read_progress(path)))
     if not runs:
         raise FileNotFoundError(directory)
     return Sweep(sorted(runs, key=_number), silence, damage)

@@ -33,7 +33,6 @@ def tell(environ: dict[str, str], folder: Path) -> None:
     """In a rank: write down where it finds itself."""
     world = discover(os.environ)
     assert world is not None
-    os.environ |= {name: value for name, value in environ.items() if name not in os.environ}
     seen = {"rank": world.rank, "size": world.size, "mark": os.environ.get("MARK")}
     (folder / f"{world.rank}.json").write_text(json.dumps(seen))
 
@@ -46,11 +45,24 @@ def fail_with(environ: dict[str, str], status: int) -> None:
 
 
 def test_ranks_know_their_place_and_an_environment_set_after_the_fork_server_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("MARK", "of the server")
     local.start(tell, 1, tmp_path)  # the fork server is up now at the latest
     monkeypatch.setenv("MARK", "set later")
     local.start(tell, 3, tmp_path)
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)]
     assert told == [{"rank": rank, "size": 3, "mark": "set later"} for rank in range(3)]
+
+
+@pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
+def test_under_nohup_a_terminal_that_goes_away_is_not_heard(before):
+    was = signal.signal(signal.SIGHUP, before)
+    try:
+        with local.stopping():
+            assert local.stops(signal.SIGHUP) == (before is signal.SIG_DFL)
+            assert local.stops(signal.SIGTERM)
+        assert signal.getsignal(signal.SIGHUP) is before
+    finally:
+        signal.signal(signal.SIGHUP, was)
 
 
 def test_a_folder_whose_name_leaves_no_room_for_sockets_is_refused(monkeypatch):

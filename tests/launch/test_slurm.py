@@ -239,6 +239,15 @@ class TestRealSlurm:
         waiting = when(job, lambda job: job.state == "PENDING" and "held" in job.reason)
         assert not waiting.is_over
 
+    def test_the_last_element_of_an_array_is_requeued_alone(self, submit):
+        """Its own id is that of the array, by which SLURM would start all elements once more."""
+        array = submit("test $SLURM_ARRAY_TASK_ID = 0 || sleep 600", "--array=0-1", "--requeue")
+        assert when(f"{array}_0", lambda job: job.is_over).state == "COMPLETED"
+        assert when(f"{array}_1", lambda job: job.state == "RUNNING").nodes
+        commands.requeue(f"{array}_1")
+        assert not when(f"{array}_1", lambda job: job.state == "PENDING").is_over
+        assert commands.queue([f"{array}_0"])[f"{array}_0"].state == "COMPLETED"
+
     def test_jobs_that_slurm_has_never_seen_are_absent(self, submit):
         commands._keeps_accounts.cache_clear()
         known = submit("true", "--hold")
@@ -252,3 +261,12 @@ class TestRealSlurm:
         found = commands.queue([f"{array}_{index}" for index in range(1000)])
         assert (len(found), len(asked)) == (1000, 1)
         assert {job.state for job in found.values()} == {"PENDING"}
+
+
+@pytest.mark.parametrize("said", ["7;cluster", "auks: credential of user\\n7", "Welcome\\n\\n7;cluster\\n"])
+def test_what_a_site_says_before_the_id_is_not_the_id(fake, said):
+    fake("sbatch", f"cat > /dev/null; printf '{said}'")
+    assert commands.submit(script()) == "7"
+    fake("sbatch", "cat > /dev/null; echo no")
+    with pytest.raises(SlurmError, match="sbatch did not say the id of the job: no"):
+        commands.submit(script())

@@ -73,3 +73,10 @@ class TestResourcesOfJobs:
     def test_what_is_named_exists(self):
         cluster = compose_all(["model=toy", "cluster=slurm"]).jobs[0].cluster
         assert {name.partition(".")[0] for name in hydra_options.SUBMITIT.values()} <= set(cluster)
+
+
+def test_runs_of_a_sweep_have_directories_of_their_own():
+    rule = "hydra.sweep.subdir=${model.name}: runs 0, 1 would have the same directory; add ${hydra.job.num} to it"
+    assert refused("seed=1,2", "hydra.sweep.subdir='${model.name}'", "hydra.mode=MULTIRUN") == rule
+    composed = compose_all(["model=toy", "seed=1,2", "hydra.sweep.subdir='s${seed}'"], True)
+    hydra_options.check(composed, config.read(composed.jobs[0]).cluster, None, None)

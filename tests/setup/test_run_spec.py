@@ -163,6 +163,11 @@ class TestRefused:
             "where they gather, on the GPU; try fp8"
         ]
         make("precision=fp8", *on_host)
+        uneven = ("model=gpt_small", "parallel=fsdp", "cluster.ranks_per_node=5", "train.global_batch=5")
+        assert refused("precision=fp8_tensorwise", *uneven) == [
+            "precision=fp8_tensorwise: FSDP gathers shards of equal size in fp8, and 5 do not divide the 2304 outputs "
+            "of a linear layer; try fp8, or another parallel.shard"
+        ]
 
     def test_more_ranks_than_gpus(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -67,6 +67,11 @@ def test_lists_are_a_sweep_in_one_job():
     assert "--job-name=ptdbench-sweep" in flags
 
 
+def test_a_glob_of_one_value_is_a_sweep_too():
+    _, command = written("parallel=glob(fs*)")
+    assert command[4:6] == ["-m", "model=toy"]
+
+
 def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
     flags, command = written("cluster=site_modules", "cluster.time_minutes=5")
     assert {"--account=my_project", "--time=5"} <= set(flags)
@@ -91,6 +96,21 @@ def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
             ["train.micro_batch=max"],
             "train.micro_batch=max: is found by short runs, each with fresh ranks, and the script of one run starts "
             "its ranks once; try python train.py cluster=slurm, which submits jobs",
+        ),
+        (
+            ["sweep.resume=outputs/sweep"],
+            "sweep.resume=outputs/sweep: goes on as the jobs that it was; "
+            "try python train.py sweep.resume=outputs/sweep",
+        ),
+        (
+            ["repeat=auto", "parallel=ddp,fsdp"],
+            "repeat.runs=auto: needs the results of a block before the next one, and each rank of the script's job "
+            "would decide alone; give a number, or try python train.py cluster=slurm, which submits jobs",
+        ),
+        (
+            ["cluster.requeue=true", "checkpoint.every_steps=5"],
+            "cluster.requeue=true: lets a run save ahead of the time limit and go on in its directory, which a script "
+            "does not know; try python train.py cluster=slurm, which submits jobs",
         ),
         (["model=toyy"], "model=toyy: there is no such choice; try toy"),
     ],

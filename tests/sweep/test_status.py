@@ -38,6 +38,14 @@ class TestOnThisMachine:
         assert [run.job for run in seen.runs] == [None] * 4
         assert sweep.asked == []
 
+    def test_runs_in_folders_of_folders(self, sweep):
+        """By ``hydra.sweep.subdir=${model.name}/${parallel.name}``; what only tries a micro-batch is no run."""
+        ledger.begin(sweep.path, [])
+        for name in ("toy/ddp", "toy/ddp/tries/0_2"):
+            (sweep.path / name).mkdir(parents=True)
+            store.write_record(sweep.path / name, record.begin(CONFIG, sweep.path / name, {}))
+        assert [run.directory for run in status.look(sweep.path).runs] == ["toy/ddp"]
+
     def test_a_single_run(self, sweep):
         path, told = sweep.begin(0), {"step": 3, "steps": 60, "unit": "tokens", "per_second": 1000.0}
         sweep.tell(0, told)
