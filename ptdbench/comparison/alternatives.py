@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from ptdbench.records import record
+from ptdbench.records import record, store
 from ptdbench.records.record import objective_value
 from ptdbench.records.schema import Written
 
@@ -33,14 +33,19 @@ def group(records: Iterable[Written]) -> list[Alternative]:
 
 
 def of_sweeps(runs: Iterable[Written]) -> list[Alternative]:
-    """Those of each sweep, and of each side of a comparison, by itself: later, or there, it may be another program.
+    """Those of each sweep, of each side of a comparison, and of each single run: later it may be another program.
 
     Args:
         runs: Runs that train; their fields ``directory`` say where they are now.
     """
     sweeps: dict[Path, list[Written]] = {}
+    is_sweep: dict[Path, bool] = {}
     for run in runs:
-        sweeps.setdefault(sweep_of(run), []).append(run)
+        directory, parent = Path(run["directory"]), sweep_of(run)
+        if parent not in is_sweep:  # also where only the results of one were kept
+            known = any((parent / name).exists() for name in store.OF_SWEEPS)
+            is_sweep[parent] = known or parent != directory.parent or not (directory / store.RECORD).exists()
+        sweeps.setdefault(parent if is_sweep[parent] else directory, []).append(run)
     return [one for sweep in sweeps.values() for one in group(sweep)]
 
 

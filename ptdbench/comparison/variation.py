@@ -177,7 +177,7 @@ def _two_way(samples: Sequence[Sample]) -> Spread:
     shared = {block for block, count in Counter(block for sample in samples for block in sample).items() if count > 1}
     rows = [{block: math.log(sample[block]) for block in sample.keys() & shared} for sample in samples]
     rows = [row for row in rows if row]
-    freedom = sum(map(len, rows)) - len(rows) - len(shared) + 1
+    freedom = sum(map(len, rows)) - len(rows) - len(shared) + _unconnected(rows)
     if not rows or freedom <= 0:
         return Spread()
     for _ in range(100):
@@ -194,6 +194,15 @@ def _two_way(samples: Sequence[Sample]) -> Spread:
         if max(map(abs, means.values())) < 1e-12:
             break
     return Spread(math.fsum(log**2 for row in rows for log in row.values()), freedom)
+
+
+def _unconnected(rows: Sequence[Sample]) -> int:
+    """The number of parts that have no block in common, such as sweeps: each has a mean of its own."""
+    parts: list[set[Hashable]] = []
+    for row in rows:
+        touching = [part for part in parts if not part.isdisjoint(row)]
+        parts = [*(part for part in parts if part not in touching), set(row).union(*touching)]
+    return len(parts)
 
 
 def _welch(one: _Moments, other: _Moments) -> Spread:

@@ -90,7 +90,7 @@ def statuses(runs: Sequence[Written]) -> str:
 def _rate(row: Row) -> str:
     """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
     rate = row.place.rate or row.metrics.tokens_per_second or row.metrics.samples_per_second
-    return f"{figure_text(rate, ',.0f' if (rate or 0) >= 100 else ',.1f')}{margin_text(row.place.margin)}"
+    return f"{MISSING if rate is None else three_digits(rate)}{margin_text(row.place.margin)}"
 
 
 def _ratio(row: Row) -> str:

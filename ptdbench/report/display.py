@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
 from ptdbench.terminal import clear_line, echo, plain, redraws
-from ptdbench.units import duration_text, span_text
+from ptdbench.units import duration_text, span_text, three_digits
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class Display:
         """Return what is shown after the step, in this order."""
         found = {}
         if (rate := self._rate) is not None:
-            found["rate"] = f"{rate:,.0f} {self._unit}/s"
+            found["rate"] = f"{three_digits(rate)} {self._unit}/s"
         if (loss := self._loss) is not None:
             found["loss"] = f"loss {loss:.4f}"
         if self.remark:

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -255,7 +256,7 @@ class Log:
         self._service = service
         self._directory = directory
         self._curves = scalars.Curves()
-        self._shown = 0
+        self._shown = self._evaluated = 0  # steps that were sent, and the step of the last evaluation that was
         self._is_open = False
         self._failure: Exception | None = None
         self._is_patient = isinstance(service, TensorBoard)  # tries once more at the end, before it reports an error
@@ -264,6 +265,7 @@ class Log:
         """Send what is new; the arguments are those of :meth:`ptdbench.report.scalars.Curves.advance`."""
         self._try(lambda: self._send(record, self._curves.advance(record, first, rows, evaluations), first))
         self._shown = first + len(rows)
+        self._evaluated = max((one["step"] for one in evaluations), default=self._evaluated)
 
     def finish(self, record: Written) -> None:
         """Send what is left of the run that this is the record of, and close it."""
@@ -271,8 +273,9 @@ class Log:
         is_patient, self._is_patient = self._is_patient, False
         if self._failure and is_patient:  # a new file, whose steps take the place of those that are in the last one
             self._is_open, self._failure = False, None
-            self._shown = 0
-        self._try(lambda: self._send(record, scalars.remaining(self._directory, record, self._shown), first))
+            self._shown = self._evaluated = 0
+        left = partial(scalars.remaining, self._directory, record, self._shown, self._evaluated)
+        self._try(lambda: self._send(record, left(), first))
         if self._is_open:
             self._try(lambda: self._service.end(record["status"] == "ok"))
 

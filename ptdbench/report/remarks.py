@@ -93,7 +93,7 @@ def _training(run: Written) -> Hashable:
     return run.get("steps"), _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
 
-def _rounding(run: Written) -> float:
+def rounding(run: Written) -> float:
     """Return by how much of itself the last loss of a run may change by rounding."""
     of_ten = _ROUNDING.get(str(run.get("precision")), _MOST)
     return min(of_ten * math.sqrt(max(1.0, (run.get("steps") or 0) / 10)), _MOST)
@@ -112,7 +112,7 @@ def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | N
         return None
     one, other = ([run["final_loss"] for run in side] for side in sides)
     gap = max(min(one) - max(other), min(other) - max(one))
-    size, most = max(map(abs, [*one, *other])), _rounding(sides[0][0])
+    size, most = max(map(abs, [*one, *other])), rounding(sides[0][0])
     if gap <= most * size:
         return None
     losses = f"{_range_text(one)} before and {_range_text(other)} after"
@@ -122,7 +122,7 @@ def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | N
 def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
     """Configurations, by their names, whose last loss is not that of the first one of the same training."""
     groups: dict[Hashable, list[tuple[str, float]]] = {}
-    most = {name: _rounding(run) for name, run in named}
+    most = {name: rounding(run) for name, run in named}
     for name, run in named:
         if run.get("final_loss") is not None:
             groups.setdefault(_training(run), []).append((name, run["final_loss"]))

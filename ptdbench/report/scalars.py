@@ -52,12 +52,12 @@ class Curves:
         """
         columns = {name: series.column([rows], name) for name in _SHOWN}
         begin = _started(record) if self._end is None else self._end
-        found, self._end = _curves(record, first, columns, evaluations, begin, first)
+        found, self._end = _curves(record, first, columns, evaluations, begin, first, first)
         return found
 
 
-def remaining(directory: Path, record: Written, shown: int = 0) -> list[Scalar]:
-    """The curves of the run's last start, without those before step ``shown`` and their evaluations.
+def remaining(directory: Path, record: Written, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
+    """The curves of the run's last start, without steps before ``shown`` and evaluations up to step ``evaluated``.
 
     Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
     ``step/samples_per_second``, ``step/memory_bytes`` (the maximum over ranks), ``step/learning_rate``,
@@ -67,7 +67,7 @@ def remaining(directory: Path, record: Written, shown: int = 0) -> list[Scalar]:
     run = Run(record, directory)
     first = run["segments"][-1]["first_step"] if run.get("segments") else 0
     columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
-    return _curves(record, first, columns, record.get("evaluations") or [], _started(record), shown)[0]
+    return _curves(record, first, columns, record.get("evaluations") or [], _started(record), shown, evaluated)[0]
 
 
 def _curves(
@@ -77,8 +77,9 @@ def _curves(
     evaluations: Sequence[Mapping[str, Any]],
     begin: float,
     shown: int,
+    evaluated: int,
 ) -> tuple[list[Scalar], float]:
-    """The steps from ``first`` on, which began at the time ``begin``, but for those before ``shown``; and their end."""
+    """The steps from ``first`` on, which began at the time ``begin``, but for those that are known; and their end."""
     seconds = columns["slowest_seconds"]
     unit, units_per_step = _throughput_unit(record)
     curves = {
@@ -100,7 +101,7 @@ def _curves(
     ]
     for evaluation in evaluations:
         place = evaluation["step"] - first - 1
-        if 0 <= place < len(ends) and evaluation["step"] > shown:
+        if 0 <= place < len(ends) and evaluation["step"] > evaluated:
             found += _evaluated(evaluation, float(ends[place]))
     return found, float(ends[-1]) if len(ends) else begin
 

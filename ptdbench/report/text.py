@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -146,8 +147,13 @@ def emphasized(text: str) -> Text:
     """The text of tables for a terminal: bold headings, the fastest run in green, and what did not end well in red."""
     shown = Text(plain(text))
     shown.highlight_regex(r"(?m)^.* · .*$|^ *#  .*$", "bold")
-    shown.highlight_regex(r"(?m)^ *1  .*$", "green")
-    shown.highlight_regex(r"(?m)^ *-  .*$", "red")
+    is_ranking, start = False, 0
+    for line in shown.plain.splitlines(keepends=True):
+        is_ranking = line.lstrip().startswith("#  ") or (is_ranking and re.match(r" *[\d─-]", line) is not None)
+        if is_ranking and (found := re.match(r" *(1|-)  .*", line)):
+            style = "green" if found[1] == "1" else "" if line.rstrip().endswith("ok") else "red"
+            shown.stylize(style, start, start + len(line))
+        start += len(line)
     return shown
 
 

@@ -5,6 +5,7 @@ import pytest
 from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.comparison.ranking import rank
+from ptdbench.records import store
 from ptdbench.records.bearing import leaves
 from ptdbench.report.labels import names
 from tests.report.made import failed, repeated, run
@@ -25,6 +26,17 @@ def test_each_sweep_has_its_own_alternatives_and_blocks():
     one, other = of_sweeps([one for sweep in "ab" for one in repeated("ddp", [1.0, 2.0], sweep=sweep)])
     assert (len(one.runs), len(other.runs)) == (2, 2)
     assert not one.sample.keys() & other.sample.keys()
+
+
+def test_single_runs_in_one_folder_are_no_repeats_and_those_of_a_sweep_are(tmp_path):
+    runs = [run("ddp", rate) for rate in (1.0, 2.0)]
+    for number, one in enumerate(runs):
+        one["directory"] = str(tmp_path / str(number))
+        (tmp_path / str(number)).mkdir()
+        store.write_record(tmp_path / str(number), one)
+    assert [len(one.runs) for one in of_sweeps(runs)] == [1, 1]
+    (tmp_path / "multirun.yaml").touch()
+    assert [len(one.runs) for one in of_sweeps(runs)] == [2]
 
 
 def test_every_run_counts_that_has_no_block_or_shares_one():

@@ -105,6 +105,14 @@ def test_where_runs_are_missing_the_residual_is_that_of_least_squares():
     assert found == Spread(pytest.approx(((values - fitted) ** 2).sum()), len(cells) - np.linalg.matrix_rank(design))
 
 
+def test_sweeps_without_a_common_block_have_the_residuals_of_each():
+    sweeps = [[sample(RANDOM(seed), 4, own=f"{sweep}") for seed in (sweep, sweep + 9)] for sweep in range(3)]
+    apart = [variation.noise(sweep).paired for sweep in sweeps]
+    assert [one.freedom for one in apart] == [3, 3, 3]
+    together = variation.noise([one for sweep in sweeps for one in sweep]).paired
+    assert together == Spread(pytest.approx(sum(one.squares for one in apart)), 9)
+
+
 def test_blocks_of_their_own_leave_no_residual():
     random = RANDOM(3)
     assert variation.noise([sample(random, 4), sample(random, 4, own="other")]).paired == Spread()

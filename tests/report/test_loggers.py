@@ -75,6 +75,13 @@ class TestLog:
         assert set(service.points) == set(whole)
         assert service.summary["summary/last_loss"] == 3.5
 
+    def test_an_evaluation_after_the_last_steps_were_shown_is_sent(self, tmp_path):
+        service = Kept()
+        log = shown(service, tmp_path)
+        log.show(TRAINED, 2, rows()[2:], [])
+        log.finish(TRAINED)
+        assert set(service.points) == set(scalars.remaining(tmp_path, TRAINED))
+
     def test_a_run_that_showed_nothing_on_the_way_is_sent_at_its_end(self, tmp_path):
         series.write(tmp_path / series.NAME, [rows()])
         service = Kept()

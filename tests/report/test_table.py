@@ -276,6 +276,14 @@ def test_on_a_terminal_the_fastest_and_what_failed_stand_out(monkeypatch):
         assert re.sub(r"\x1b\[\d+m", "", found).rstrip("\n") == plain(text)
 
 
+def test_a_virtual_run_that_is_ok_does_not_stand_out_nor_does_a_rank():
+    shown = emphasized("#  parallel  status\n──────\n-  ddp  virtual ok\n-  fsdp  failed\n\nrank  host\n1  n1")
+    colored = [span for span in shown.spans if span.style not in ("bold", "")]
+    assert [(shown.plain[span.start : span.end].strip(), span.style) for span in colored] == [
+        ("-  fsdp  failed", "red")
+    ]
+
+
 def test_text_is_not_taken_for_markup_nor_coloured(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     text = render([run("ddp"), run("ddp", config={"seed": "[red]"})])

@@ -13,7 +13,7 @@ from ptdbench.records.bearing import bearing, bears
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
-from ptdbench.report.remarks import listed
+from ptdbench.report.remarks import listed, rounding
 from ptdbench.terminal import plural
 
 #: Curves of so many rows are drawn: of more, none can be told from another.
@@ -21,9 +21,6 @@ _ROWS = 40
 
 #: Points of a curve at most.
 _POINTS = 400
-
-#: Losses whose relative difference is below this lie on one curve: what the rounding of fp32 makes of the same numbers.
-_EQUAL = 1e-5
 
 
 def of_steps(
@@ -57,7 +54,7 @@ def _curve(number: int, run: Written) -> dict[str, Any] | None:
     if not len(losses):
         return None
     seconds = _series(run, "slowest_seconds")
-    kept = _thinned(seconds)
+    kept = _thinned(seconds, losses)
     return {"number": number, "step": (kept + 1).tolist(), "seconds": _json(seconds[kept]), "loss": _json(losses[kept])}
 
 
@@ -81,14 +78,18 @@ def _damage(run: Written) -> str | None:
     return None
 
 
-def _thinned(values: np.ndarray) -> np.ndarray:
-    """``[points]``: which steps to draw: all, or of equal parts of the run the lowest, the highest and the last."""
-    if len(values) <= _POINTS:
-        return np.arange(len(values))
-    parts = np.array_split(np.arange(len(values)), _POINTS // 3)
-    shown = np.where(np.isnan(values), 0.0, values)
-    extremes = [part[found] for part in parts for found in (shown[part].argmin(), shown[part].argmax(), -1)]
-    return np.unique([0, *extremes])
+def _thinned(*curves: np.ndarray) -> np.ndarray:
+    """``[points]``: which steps to draw: all, or of equal parts of the run the extremes of each curve and the last."""
+    count = len(curves[0])
+    if count <= _POINTS:
+        return np.arange(count)
+    parts = np.array_split(np.arange(count), _POINTS // (2 * len(curves) + 1))
+    kept = [0, *(part[-1] for part in parts)]
+    for values in curves:
+        finite = values[np.isfinite(values)]
+        known = np.where(np.isfinite(values), values, np.median(finite) if len(finite) else 0.0)  # no extremes
+        kept += [part[found] for part in parts for found in (known[part].argmin(), known[part].argmax())]
+    return np.unique(kept)
 
 
 def _json(values: np.ndarray) -> list[float | None]:
@@ -113,7 +114,8 @@ def _agreement(group: Sequence[int], rows: Mapping[int, Written], called: Mappin
         apart = {number: _apart(losses[number], losses[first]) for number in others}
         lengths = {len(losses[number]) for number in whole}
         steps = plural(lengths.pop(), "step") if len(lengths) == 1 else "common steps"
-        yield f"{_compared(apart, called, called[first])} ({plural(len(others), 'row')}, {steps})"
+        compared = _compared(apart, called, called[first], rounding(rows[first]))
+        yield f"{compared} ({plural(len(others), 'row')}, {steps})"
     if broken:
         named = listed([f"{called[number]} from step {step + 1}" for number, step in broken.items()])
         yield f"losses not finite or not on record: {named}"
@@ -127,15 +129,15 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.max(difference / size, initial=0.0))
 
 
-def _compared(apart: Mapping[int, float], called: Mapping[int, str], reference: str) -> str:
-    """``losses agree with ddp within 3.1e-06``; else which are how far away."""
-    far = sorted((number for number in apart if apart[number] > _EQUAL), key=lambda number: -apart[number])
+def _compared(apart: Mapping[int, float], called: Mapping[int, str], reference: str, bound: float) -> str:
+    """``losses agree with ddp within 3.1e-06``; else which are how far away, beyond what rounding explains."""
+    far = sorted((number for number in apart if apart[number] > bound), key=lambda number: -apart[number])
+    most = max((size for size in apart.values() if size <= bound), default=None)
+    near = f"within {most:.1e}" if most else "exactly"
     if not far:
-        most = max(apart.values())
-        return f"losses agree with {reference} {f'within {most:.1e}' if most else 'exactly'}"
+        return f"losses agree with {reference} {near}"
     named = listed([f"{called[number]} {apart[number]:.2g}" for number in far])
-    rest = f", others within {_EQUAL:.0e}" if len(far) < len(apart) else ""
-    return f"losses differ from {reference}, relative: {named}{rest}"
+    return f"losses differ from {reference}, relative: {named}{'' if most is None else f', others {near}'}"
 
 
 #: Links that are drawn; of more the fastest and the slowest ones.

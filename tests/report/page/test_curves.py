@@ -1,5 +1,7 @@
 """Curves as they are drawn: steps and losses, what other workloads found, and scaling."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -21,7 +23,7 @@ def trained(tmp_path):
             rows["loss"] = values
             rows["step_seconds"][:, 0] = 0.1 if seconds is None else seconds
             series.write(directory / series.NAME, [rows])
-            found[number] = Run({"schema": 2, "steps": len(values)}, directory)
+            found[number] = Run({"schema": 2, "steps": len(values), "precision": "fp32"}, directory)
         return of_steps(found, {number: f"run{number}" for number in found}, options or {})
 
     return write
@@ -35,8 +37,11 @@ def test_short_runs_are_drawn_whole(trained):
 def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
     seconds = np.full(10_000, 0.1)
     seconds[[4321, 8765]] = 9.0, 0.01
-    (curve,) = trained(np.linspace(5, 1, 10_000), seconds=seconds)["steps"]
+    losses = np.linspace(5, 1, 10_000)
+    losses[[2222, 3333]] = 50.0, math.nan
+    (curve,) = trained(losses, seconds=seconds)["steps"]
     assert len(curve["step"]) <= 400
+    assert dict(zip(curve["step"], curve["loss"], strict=True))[2223] == 50.0
     drawn = dict(zip(curve["step"], curve["seconds"], strict=True))
     assert (drawn[4322], drawn[8766], curve["step"][0], curve["step"][-1]) == (9.0, 0.01, 1, 10_000)
     assert curve["step"] == sorted(set(curve["step"]))
@@ -50,7 +55,7 @@ def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
         ([[3.0, 2.0, 1.0], [3.0, 2.0]], "agree with run0 exactly (1 row, common steps)"),
         (
             [[3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0]],
-            "differ from run0, relative: run2 0.2, run1 0.1, others within 1e-05 (3 rows, 2 steps)",
+            "differ from run0, relative: run2 0.2, run1 0.1, others exactly (3 rows, 2 steps)",
         ),
     ],
 )
@@ -62,7 +67,7 @@ def test_of_many_rows_the_first_are_drawn_and_all_are_compared(trained):
     found = trained(*[[1.0]] * 45, [1.5])
     assert [curve["number"] for curve in found["steps"]] == list(range(found["drawn"]))
     assert found["drawn"] == 40
-    assert found["losses"] == ["losses differ from run0, relative: run45 0.5, others within 1e-05 (45 rows, 1 step)"]
+    assert found["losses"] == ["losses differ from run0, relative: run45 0.5, others exactly (45 rows, 1 step)"]
 
 
 def test_losses_that_are_not_finite_are_named_and_the_others_compared(trained):
