@@ -13,7 +13,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return a weight, detached and sharing its memory, without what wraps its shard for FSDP to gather in fp8."""
+    """Return a tensor, detached and sharing its memory, without what wraps its shard for FSDP to gather in fp8."""
     tensor = tensor.detach()
     if not hasattr(shard := local_part(tensor), "fsdp_pre_all_gather"):
         return tensor

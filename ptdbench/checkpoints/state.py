@@ -129,7 +129,7 @@ def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, wi
         found[f"model.{name}"] = unwrapped(weight)
         for key, value in optimizer.state.get(weight, {}).items():
             if isinstance(value, Tensor):
-                found[f"optimizer.{name}.{key}"] = value.detach()
+                found[f"optimizer.{name}.{key}"] = unwrapped(value)
             elif value is not None:
                 rule = f"keeps {key} as {type(value).__name__}, and only tensors can be kept in checkpoints"
                 optimizer_name = type(optimizer).__name__

@@ -65,8 +65,8 @@ class CausalMix(nn.Module):
 
 
 def _has_grouped_kernel(q: Tensor) -> bool:
-    """Whether a kernel that keeps no whole scores takes fewer heads of keys: on CUDA that is flash attention alone."""
-    return not q.is_cuda or q.dtype != torch.float32
+    """Whether a kernel that keeps no whole scores takes fewer heads of keys: on CUDA flash attention, since Ampere."""
+    return not q.is_cuda or (q.dtype != torch.float32 and torch.cuda.get_device_properties(q.device).major >= 8)
 
 
 class Head(nn.Module):

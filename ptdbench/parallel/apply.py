@@ -38,6 +38,7 @@ class Setting:
     #: What becomes of a layer's activations until the backward pass.
     activations: Activations = field(default_factory=Keep)
     seed: int = 0  #: Seed of the weights.
+    positions: int = 1  #: Tokens of a sample; 1 where it has none.
     channels_last: bool = False  #: Whether images are channels-last in memory.
     offload: Offload = "none"  #: What is kept in host memory between its uses.
     virtual: bool = False  #: Whether the devices are not there, and compute nothing.
@@ -68,7 +69,8 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if how.sync_batchnorm and (is_sharded or is_replicated):
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
     if setting.precision in fp8.RECIPES:
-        fp8.convert(layers, setting.precision, sharded=is_sharded)
+        rows = setting.layout.micro_batch * setting.positions // dims.context
+        fp8.convert(layers, setting.precision, sharded=is_sharded, rows=rows)
     if ranks := setting.mesh["context"]:
         context.exchange(model, module, ranks, how.context_method)
     # Before what wraps or reads the weights: both replace them, and the second what the first has left.

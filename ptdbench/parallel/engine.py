@@ -151,6 +151,8 @@ class Engine(ABC):
             for part in self.parts:
                 if part.compressor:
                     untraced.enter_context(part.compressor.rehearsing())
+                if part.routing:
+                    untraced.enter_context(part.routing.rehearsing())
             for _ in range(self.rehearsals):
                 self.gradients(inputs, targets, scale)
                 self.module.zero_grad()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -193,6 +193,14 @@ class Routing:
         inner = mesh["tensor"]
         self._ranks = mesh.copies.size() * dims.tensor
         self._place = mesh.copies.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """A context of passes that do not count."""
+        totals, taken = self._totals, self._taken
+        self._totals, self._taken = dict(totals), taken[:]
+        yield
+        self._totals, self._taken = totals, taken
 
     def begin(self, share: Tensor) -> None:
         """Before a step: what the loss of a micro-batch is multiplied by before its backward pass."""

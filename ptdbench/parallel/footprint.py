@@ -105,13 +105,15 @@ def _footprint(
     # A weight that is shared inside of a stage counts once, and each stage has its own copy.
     parameters = [parameter for module in held for parameter in module.parameters()]
     local = [like(parameter) for parameter in parameters]
-    trained = [tensor for tensor, parameter in zip(local, parameters, strict=True) if parameter.requires_grad]
-    states = [state_bytes(parameter) for parameter in parameters if parameter.requires_grad]
+    trained = [like(parameter) for parameter in parameters if parameter.requires_grad]
     state_of = [0] * owners
-    for owner, tensor, state in zip(
-        assign_owners([one.numel() for one in trained], owners), trained, states, strict=True
-    ):
-        state_of[owner] += state + (tensor.nbytes if average else 0)
+    for module in held:  # the weights of each stage are divided by themselves
+        own = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        sizes = [like(parameter) for parameter in own]
+        for owner, tensor, parameter in zip(
+            assign_owners([one.numel() for one in sizes], owners), sizes, own, strict=True
+        ):
+            state_of[owner] += state_bytes(parameter) + (tensor.nbytes if average else 0)
     copies = [like(weight).to(copied) for module in held for weight in copied_weights(module)] if copied else []
     return Footprint(
         weights=_bytes([*local, *copies]) + sum(_bytes(module.buffers()) for module in held),

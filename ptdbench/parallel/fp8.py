@@ -37,7 +37,8 @@ def suits(module: nn.Module) -> bool:
 def converted(layers: Sequence[nn.Module], precision: str, *, sharded: bool) -> list[nn.Linear]:
     """Return the modules of ``layers`` that compute in fp8 under this precision; none under others.
 
-    Where FSDP gathers weights in fp8, those that share theirs stay as they are: it would be two weights afterwards.
+    One that is a layer itself is not: it cannot be replaced in it. Where FSDP gathers weights in fp8, those that share
+    theirs stay as they are, too: it would be two weights afterwards.
     """
     inside = dict.fromkeys(module for layer in layers for module in layer.modules()) if precision in RECIPES else {}
     holders = Counter[Tensor](weight for module in inside for weight in module.parameters(recurse=False))
@@ -45,7 +46,8 @@ def converted(layers: Sequence[nn.Module], precision: str, *, sharded: bool) -> 
     return [
         module
         for module in inside
-        if isinstance(module, nn.Linear) and suits(module) and not (gathered and holders[module.weight] > 1)
+        if isinstance(module, nn.Linear) and suits(module) and module not in layers
+        if not (gathered and holders[module.weight] > 1)
     ]
 
 
@@ -54,20 +56,25 @@ def is_gathered(precision: object, *, sharded: bool) -> bool:
     return sharded and precision == "fp8_tensorwise"
 
 
-def convert(layers: Sequence[nn.Module], precision: str, *, sharded: bool, emulate: bool = False) -> None:
+def convert(
+    layers: Sequence[nn.Module], precision: str, *, sharded: bool, rows: int = 1, emulate: bool = False
+) -> None:
     """Replace the linear layers that suit, in place; names of parameters stay as they are.
 
     Args:
         layers: The repeated blocks. Embedding and head are none: they stay in bf16.
         precision: One of :data:`RECIPES`.
         sharded: Whether FSDP will shard them.
+        rows: What divides the number of vectors in a pass, over which the gradient of a weight adds up. Kernels want a
+            multiple of 16: others are padded in each product.
         emulate: Compute the same from rounded fp32 factors, without fp8 hardware: for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import, and optional
 
     gathered = is_gathered(precision, sharded=sharded)
     recipe = Float8LinearConfig.from_recipe_name(RECIPES[precision])
-    how = replace(recipe, enable_fsdp_float8_all_gather=gathered, emulate=emulate)
+    pads = rows % MULTIPLE > 0
+    how = replace(recipe, enable_fsdp_float8_all_gather=gathered, pad_inner_dim=pads, emulate=emulate)
     chosen = set(converted(layers, precision, sharded=sharded))
     for layer in layers:
         convert_to_float8_training(layer, config=how, module_filter_fn=lambda module, _: module in chosen)

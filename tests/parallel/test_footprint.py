@@ -28,6 +28,9 @@ STRATEGIES = {
     "ddp": Strategy(replicate="auto"),
     "zero1": Strategy(replicate="auto", optimizer="zero1"),
     "zero1 of stages": Strategy(replicate="auto", pipeline=2, microbatches=2, optimizer="zero1"),
+    "zero1 of two stages a rank": Strategy(
+        replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2, optimizer="zero1"
+    ),
     "fsdp": Strategy(shard="auto"),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "pdp": Strategy(replicate="auto", pipeline=2, microbatches=2),

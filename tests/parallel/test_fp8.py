@@ -74,6 +74,24 @@ def test_blocks_are_converted_and_embedding_and_head_are_not(monkeypatch):
         assert torch.cosine_similarity(got.grad.flatten(), want.grad.flatten(), dim=0) > 0.99
 
 
+def test_what_cannot_be_replaced_in_a_layer_or_would_be_two_weights_stays():
+    alone, shared = nn.Linear(512, 512), nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512))
+    shared[1].weight = shared[0].weight
+    layers = [alone, shared]
+    assert fp8.converted(layers, "bf16", sharded=True) == []
+    assert fp8.converted(layers, "fp8", sharded=True) == [*shared]
+    assert fp8.converted(layers, "fp8_tensorwise", sharded=False) == [*shared]
+    assert fp8.converted(layers, "fp8_tensorwise", sharded=True) == [shared[2]]
+
+
+@needs_torchao
+@pytest.mark.parametrize(("rows", "pads"), [(32, False), (33, True)])
+def test_an_uneven_number_of_vectors_is_padded(rows, pads):
+    block = nn.Sequential(nn.Linear(512, 512))
+    fp8.convert([block], "fp8", sharded=False, rows=rows)
+    assert block[0].linear_mm_config.grad_weight.pad_inner_dim is pads
+
+
 @needs_torchao
 def test_a_converted_block_is_one_graph(monkeypatch):
     monkeypatch.setattr(fp8, "SMALLEST", 64)
@@ -124,7 +142,11 @@ def in_rank(folder):
     loop = laid_out("fp8_tensorwise")
     losses, saver, module = train(loop), Saver(folder, keep=1), loop.engine.module
     kept = {"tied": model().tied(), "rank": dist.get_rank()}
+    state_of_average = loop.update.optimizer.state[module.get_parameter(WEIGHTS[0])]
+    state_of_average["average"] = module.get_parameter(WEIGHTS[0]).detach().clone()  # wrapped, too
     saved = state.collect(module, loop.update.optimizer, **kept, with_buffers=True)
+    average = saved.pop(f"optimizer.{WEIGHTS[0]}.average")
+    del state_of_average["average"]
     saver.save(4, saved, {}, {})
     saver.wait()
     weights = [gathered(module, name) for name in WEIGHTS]  # after an update: not by the scales of the step
@@ -140,7 +162,7 @@ def in_rank(folder):
     fp8.is_gathered = lambda *_, **__: False
     return {
         "fp8": losses, "gathered in bf16": train(laid_out("fp8_tensorwise")), "weights": weights,
-        "problems": saver.problems, "saved": {type(local_part(tensor)) for tensor in saved.values()},
+        "problems": saver.problems, "saved": {type(local_part(tensor)) for tensor in [*saved.values(), average]},
         "going on": going_on, "resumed": resumed,
     }  # fmt: skip
 
