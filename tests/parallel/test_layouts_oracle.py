@@ -57,7 +57,8 @@ def sgd(weights: Any) -> torch.optim.Optimizer:
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """``[samples, length]``; inputs and targets."""
-    return tuple(torch.cat([tokens(SAMPLES, step + k), tokens(SAMPLES, step + k + 3)], 1)[:, :LENGTH] for k in (0, 7))
+    twice = (torch.cat([tokens(SAMPLES, step + k), tokens(SAMPLES, step + k + 3)], 1) for k in (0, 7))
+    return tuple(tensor[:, :LENGTH].contiguous() for tensor in twice)  # stages of torch 2.11 take no parts of rows
 
 
 def by_hand() -> list[list[float]]:

@@ -146,9 +146,12 @@ def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_pa
     assert done.returncode == 0, done.stderr
     every, some = (record["virtual"] for record in records_of(tmp_path))
     assert some["ranks"] == [0, 3]
+    asks_for_values = "model=hf_llama_tiny" in words
+    # Before torch 2.14 the first step infers shapes, for which the parts before a lone stage run beside its weights.
+    most = 5e-3 if asks_for_values and torch.__version__ < "2.14" else 0
     for name in ("allocated_bytes", "reserved_bytes", "communicators"):
-        assert some[name] == [every[name][0], every[name][3]]
-    if "model=hf_llama_tiny" not in words:  # what kernels it launches, it decides by values that nothing computes
+        assert some[name] == pytest.approx([every[name][0], every[name][3]], rel=most, abs=0)
+    if not asks_for_values:  # what kernels it launches, it decides by values that nothing computes
         for kind, counts in some["kernels"].items():
             assert counts == [every["kernels"][kind][0], every["kernels"][kind][3]]
 
