@@ -159,19 +159,20 @@ def mistaken(name: str) -> list[list[float]]:
         return laid_out(layout, balance)
 
 
-@pytest.mark.ranks
-@pytest.mark.thorough
 #: Before torch 2.14 shapes are inferred on the meta device, where nothing is counted.
 UNSEEN_BEFORE_2_14 = () if torch.__version__ >= "2.14" else ("choices of shape inference counted",)
 
 
+@pytest.mark.ranks
+@pytest.mark.thorough
 def test_each_mistake_is_seen():
     (of_first, *_) = on_ranks(4, each, mistaken, [(name,) for name in MISTAKES])
     expected = {balance: by_hand(balance) for balance in ("loss", "bias", "forced")}
     unseen = [
         name
         for name, (_, _, balance) in MISTAKES.items()
-        if name not in UNSEEN_BEFORE_2_14 and of_first[name,] == [pytest.approx(step, rel=1e-5) for step in expected[balance]]
+        if name not in UNSEEN_BEFORE_2_14
+        and of_first[name,] == [pytest.approx(step, rel=1e-5) for step in expected[balance]]
     ]
     assert unseen == []
 
