@@ -142,8 +142,9 @@ def process_group(
             # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
             device_id=device if "nccl" in backend else None,
         )
-    if world.present and "nccl" in backend and not is_watched(whole := dist.distributed_c10d._get_default_group()):
-        whole.bound_device_id = None  # or it would split the group, and ask NCCL how many are in its part
+    if world.present and "nccl" in backend:
+        # Or it would split the group, of which only those that are there would be in a part, and count on the others.
+        dist.distributed_c10d._get_default_group().bound_device_id = None
     with through(_circle(world, backend, own, patience)):
         yield own
     # Only after success: a group whose peer has died may wait for it for ever.

@@ -133,8 +133,14 @@ class Dims(Degrees[int]):
 
     @property
     def communicators(self) -> int:
-        """NCCL's communicators of a rank: of all ranks, of each degree that is not all of them, two between stages."""
+        """NCCL's communicators of a rank: of all ranks, of each degree that is not all of them, two between stages.
+
+        Of a degree that refolds others those who share, and those who have the same share.
+        """
         sizes = [getattr(self, name) for name in self.order()]
+        for name, row in self.rows().items():
+            if row.refolds and (size := getattr(self, name)) > 1:
+                sizes += [size, math.prod(getattr(self, other) for other in row.refolds) // size]
         between_stages = 2 * (self.pipeline > 1)
         return (self.world_size > 1) + sum(1 < size < self.world_size for size in sizes) + between_stages
 

@@ -116,6 +116,8 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
     group, ranks = mesh.get_group(), mesh.size()
 
     def forward(tokens: Tensor, counts: Tensor) -> Tensor:
+        if virtual:  # where nothing is computed; FSDP moves what its root is called with, as in a recomputation
+            counts = counts.cpu()
         leaving = counts.unflatten(0, (ranks, -1))
         # From each rank for each expert here.
         arriving = _exchange(leaving, mesh, tokens)

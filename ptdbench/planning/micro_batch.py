@@ -292,6 +292,8 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
     strategy, dims, batch = training.strategy, training.layout.dims, training.layout.global_batch
     staged = strategy.applies("pipeline", dims)
     fewest = strategy.pipeline_schedule.fewest(dims.pipeline, strategy.stages_on_rank) if staged else 1
+    if staged and isinstance(strategy.microbatches, int):
+        fewest = strategy.microbatches
     sizes = {size: dims.batch * size * fewest for size in _POWERS} if is_free else {}
     found = {}
     first: ConfigError | None = None

@@ -124,6 +124,9 @@ def build() -> Path:
     """
     torch = _installed()
     folder = cache.user_cache() / "virtual" / _key(torch)
+    if re.search(r"[\s:;]", str(folder)):  # the linker would load nothing, and torch wait for a driver
+        rule = "the dynamic linker takes no blank, colon or semicolon in the path of the library"
+        raise _problem("virtual", str(folder), rule, "set XDG_CACHE_HOME to another folder")
     if (folder / _FILE).exists():
         return folder
     try:

@@ -31,7 +31,7 @@
 #define MIB ((size_t)1 << 20)
 #define GIB ((size_t)1 << 30)
 #define HOST_PAGE (4 * KIB)
-#define MOST_DEVICES 64
+#define MOST_DEVICES 128
 
 static inline size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
 
