@@ -64,7 +64,7 @@ def test_one_stage_shows_what_it_knows_itself(wall):
     assert alone.report([3.0]) == ""  # it is not time yet
     wall.now = 60.0
     line = alone.report([3.0, 2.5])
-    assert "toy pdp  step 2/3  0 samples/s" in line
+    assert "toy pdp  step 2/3  0.0667 samples/s" in line
     assert last_loss(line) == "2.5000"
 
 
@@ -144,4 +144,4 @@ def test_a_real_pipeline(tmp_path):
     done = forked.with_ranks(*RUN, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     line = [line for line in done.stderr.splitlines() if "  step " in line][-1]
-    assert re.fullmatch(r"toy pdp  step 5/5  [\d,]+ samples/s  loss \d\.\d{4}  0:00 left", line)
+    assert re.fullmatch(r"toy pdp  step 5/5  [\d,.]+ samples/s  loss \d\.\d{4}  0:00 left", line)
