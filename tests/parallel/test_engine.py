@@ -1,3 +1,4 @@
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,7 @@ import torch
 from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
 from ptdbench.parallel.engine import Accumulating, LaidOutModule
+from ptdbench.parallel.experts import Routing
 
 
 def toy() -> Toy:
@@ -69,3 +71,19 @@ def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
     assert model.count == 0
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_is_routed_in_a_rehearsal_does_not_count():
+    routing = Routing.__new__(Routing)  # of no ranks: only what it counts
+    routing._totals, routing._taken = {"router": torch.tensor([3.0, 4.0])}, array("d", [7.0])
+
+    def settle():
+        routing._totals["router"] = routing._totals["router"] + 1
+        routing._taken.append(2.0)
+
+    inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
+    whole = engine(toy(), 3, settles_after=2, routing=routing, settle=settle)
+    whole.rehearse(inputs, targets, lambda loss: loss)
+    assert (routing._totals["router"].tolist(), routing._taken.tolist()) == ([3.0, 4.0], [7.0])
+    whole.gradients(inputs, targets, lambda loss: loss)
+    assert (routing._totals["router"].tolist(), routing._taken.tolist()) == ([4.0, 5.0], [7.0, 2.0])

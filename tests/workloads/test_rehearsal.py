@@ -29,7 +29,6 @@ LAYOUTS = {
     "ddp in small buckets": (3, "parallel=ddp", "parallel.bucket_mb=0.002"),
     "ddp with accumulation": (3, "parallel=ddp", "train.micro_batch=4"),
     "ddp with a norm over all ranks": (3, "parallel=ddp", "parallel.sync_batchnorm=true"),
-    "experts": (3, "parallel=ddp", "model=moe_tiny", "data=synthetic_tokens", "model.layers=2"),
     "fsdp": (3, "parallel=fsdp"),
     "pdp in one replica": (3, "parallel=pdp"),
     "pdp": (6, "parallel=pdp"),
@@ -95,7 +94,6 @@ def traces(loop: StepLoop) -> dict[str, Any]:
         "scaler": update.scaler_state(),
         "recorded": [loop.done, *loop.losses, *update.learning_rates, *update.gradient_norms, *loop.feed.wait_seconds],
         "training": loop.engine.module.training,
-        "routed": [(part.routing.totals(), part.routing.fullest()) for part in loop.engine.parts if part.routing],
     }
 
 
