@@ -84,15 +84,20 @@ def _is_uneven(training: TrainingSpec) -> bool:
 _OF_RANKS = ("ranks", "allocated_bytes", "reserved_bytes", "communicators", "host_seconds")
 
 
-def merged(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The record of all ranks; each of the records is of other ranks, in ascending order."""
+def merged(records: Sequence[Mapping[str, Any]], standing: Mapping[int, int]) -> dict[str, Any]:
+    """The record of all ranks.
+
+    Args:
+        records: Each is of other ranks, in ascending order; one with messages is of one rank.
+        standing: How many ranks each of them stands for.
+    """
     first = dict(records[0])
     if len(records) == 1:
         return first
     virtual = [record["virtual"] for record in records]
     known = [name for name in _OF_RANKS if virtual[0][name] is not None]
     first["virtual"] = virtual[0] | {name: [n for one in virtual for n in one[name]] for name in known}
-    first["virtual"] |= {"kernels": _lists(virtual, "kernels"), "messages": _messages(virtual)}
+    first["virtual"] |= {"kernels": _lists(virtual, "kernels"), "messages": _messages(virtual, standing)}
     first["virtual"]["reason"] = next((one["reason"] for one in virtual if one.get("reason")), None)
     memory: list[Any] = [record.get("memory") for record in records]
     if all(one and not one.get("reason") for one in memory):
@@ -118,12 +123,17 @@ def _lists(parts: Sequence[Any], name: str) -> dict[str, list[int]]:
     }
 
 
-def _messages(parts: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """The mean over ranks of each operation; bytes are known if they are of all ranks that call it."""
-    total = sum(len(part["ranks"]) for part in parts)
+def _messages(parts: Sequence[Any], standing: Mapping[int, int]) -> dict[str, dict[str, Any]]:
+    """The mean over all ranks of each operation; bytes are known if they are of all ranks that call it."""
+    counts = [sum(standing[rank] for rank in part["ranks"]) for part in parts]
+    total = sum(counts)
     found = {}
     for operation in dict.fromkeys(name for part in parts for name in part["messages"]):
-        have = [(part["messages"][operation], len(part["ranks"])) for part in parts if operation in part["messages"]]
+        have = [
+            (part["messages"][operation], count)
+            for part, count in zip(parts, counts, strict=True)
+            if operation in part["messages"]
+        ]
         known = all(one["bytes"] is not None for one, _ in have)
         found[operation] = {
             "calls": sum(one["calls"] * count for one, count in have) / total,

@@ -222,7 +222,7 @@ class _Virtual:
                 return found[-1] | {"virtual": None}
             if found[-1]["status"] != "ok":
                 raise Failed(found[-1])
-        return merged(found)
+        return merged(found, self._classes)
 
     def _found(self, shown: int, search: Search) -> dict[str, Any]:
         """The fields of a micro-batch that was carried out."""
@@ -271,7 +271,8 @@ class _Virtual:
         """What does not fit, and what would."""
         margin = f"memory_reserve={self._reserve:g}"
         has = f"a GPU has {gib_text(self._gpu.memory)}, {gib_text(self._room)} without {margin}"
-        rule = f"micro-batch {shown} needs {gib_text(needed) if needed else 'more than ' + gib_text(_ROOMY)}, and {has}"
+        needs = gib_text(needed) if needed else f"more than {gib_text(self._gpu.memory // 8 * 9)}"
+        rule = f"micro-batch {shown} needs {needs}, and {has}"
         if search.best:
             return f"{rule}; train.micro_batch={search.best} fits"
         config, training = self._asked.config, self._training

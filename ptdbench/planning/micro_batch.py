@@ -284,14 +284,15 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
     Args:
         training: The run.
         is_free: Whether the global batch follows from the micro-batch, so that a replica has one pass, of a pipeline
-            with as many micro-batches as it needs.
+            with at least as many micro-batches as ranks: with fewer, some of them would always idle.
 
     Raises:
         ConfigError: There is none; why not of the smallest.
     """
     strategy, dims, batch = training.strategy, training.layout.dims, training.layout.global_batch
     staged = strategy.applies("pipeline", dims)
-    fewest = strategy.pipeline_schedule.fewest(dims.pipeline, strategy.stages_on_rank) if staged else 1
+    schedule = strategy.pipeline_schedule
+    fewest = max(dims.pipeline, schedule.fewest(dims.pipeline, strategy.stages_on_rank)) if staged else 1
     if staged and isinstance(strategy.microbatches, int):
         fewest = strategy.microbatches
     sizes = {size: dims.batch * size * fewest for size in _POWERS} if is_free else {}

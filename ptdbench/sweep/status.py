@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import time
@@ -22,6 +23,9 @@ from ptdbench.records.ownership import Attempt, Progress, read_progress
 from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
 from ptdbench.report.remarks import OUTPUT
+
+#: A sweep of somebody else's, or on a file system that is mounted for reading.
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 #: Bytes at the end of a file that are looked at.
 _LOOKED_AT = 65536
@@ -147,7 +151,12 @@ def look(directory: Path) -> Sweep:
     jobs = [found.get(job.directory, job) for job in jobs]
     gone = [job for job in found.values() if job.id and _is_gone(queue.get(job.id))]
     if gone:
-        _settle(directory, gone, queue)
+        try:
+            _settle(directory, gone, queue)
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
+            damage.append(f"{error.filename or directory}: {error.strerror}; how jobs ended is not written down")
         results = _results(directory)
     ended = {job.directory for job in gone}
     runs = [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,10 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
     echo(f"submitted {what}: {' '.join(ids[:20])}{' ...' * (len(ids) > 20)}")
     echo(f"status     {command('status')} {sweep_directory}")
     echo(f"cancel     scancel {' '.join(arrays)}")
-    echo(f"output     {sweep_directory}/logs")
+    logs = Path(os.path.commonpath([job.log for job in jobs]))
+    with suppress(ValueError):  # elsewhere, by cluster.log
+        logs = sweep_directory / logs.relative_to(sweep_directory.absolute())
+    echo(f"output     {logs}")
 
 
 def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:

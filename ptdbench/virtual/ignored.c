@@ -36,9 +36,8 @@ IGNORED(cuFuncSetAttribute)
 IGNORED(cuFuncSetCacheConfig)
 IGNORED(cuCtxSetLimit)
 
-/* Any device reaches the memory of any other; mapping is counted where memory is made (memory.c). */
+/* Any device reaches the memory of any other. */
 IGNORED(cudaDeviceEnablePeerAccess)
-IGNORED(cuMemMap)
 IGNORED(cuMemSetAccess)
 
 /* Where a profiler of NVIDIA's starts and stops; what the driver would say of errors; modules hold no code here. */

@@ -232,7 +232,10 @@ API CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *bytes, CUdeviceptr
 struct piece { /* what a CUmemGenericAllocationHandle stands for */
     size_t bytes;
     int device;
+    bool mapped;
 };
+
+static size_t unmapped[MOST_DEVICES]; /* bytes of pieces that have no addresses yet */
 
 API CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p,
                                            CUmemAllocationGranularity_flags which) {
@@ -257,24 +260,42 @@ API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
+/* torch makes all pieces of an allocation before it maps them, and reserves addresses for 9/8 of a device's memory. An
+ * allocation that is larger cannot be met by a real device; where one has more to give than memory, it is told so here,
+ * as torch would write over the end. */
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *p,
                          unsigned long long flags) {
     int on = p->location.type == CU_MEM_LOCATION_TYPE_DEVICE && p->location.id < visible_count() ? p->location.id
                                                                                                  : current_device();
     pthread_mutex_lock(&lock);
-    bool fits = take(on, bytes);
+    bool fits = unmapped[on] + bytes <= device()->memory / 8 * 9 && take(on, bytes);
+    if (fits) unmapped[on] += bytes;
     pthread_mutex_unlock(&lock);
     note("create %zu %s device %d used %zu\n", bytes, fits ? "ok" : "FAILED", on, used[on]);
     if (!fits) return CUDA_ERROR_OUT_OF_MEMORY;
     struct piece *piece = malloc(sizeof *piece);
-    *piece = (struct piece){bytes, on};
+    *piece = (struct piece){bytes, on, false};
     *handle = (CUmemGenericAllocationHandle)piece;
+    return CUDA_SUCCESS;
+}
+
+static void has_addresses(struct piece *piece) { /* the caller holds the lock */
+    if (!piece->mapped) unmapped[piece->device] -= piece->bytes;
+    piece->mapped = true;
+}
+
+API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                      unsigned long long flags) {
+    pthread_mutex_lock(&lock);
+    has_addresses((struct piece *)handle);
+    pthread_mutex_unlock(&lock);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     struct piece *piece = (struct piece *)handle;
     pthread_mutex_lock(&lock);
+    has_addresses(piece);
     used[piece->device] -= piece->bytes;
     pthread_mutex_unlock(&lock);
     note("release %zu device %d\n", piece->bytes, piece->device);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from pathlib import Path
@@ -403,6 +404,20 @@ class TestEndedByTheCluster:
         sweep.says(_0="COMPLETED n1")
         monkeypatch.setattr(time, "sleep", lambda seconds: sweep.end(0, told=False))
         assert states(sweep) == [("0_toy_ddp", True, "ok")]
+
+    def test_a_sweep_of_somebody_else_is_looked_at_all_the_same(self, sweep, monkeypatch):
+        """Nothing can be written into it, so that each look finds out by itself how a job ended."""
+
+        def refused(*_):
+            raise PermissionError(errno.EACCES, "Permission denied", "results.jsonl")
+
+        sweep.submit(1)
+        sweep.says(_0="CANCELLED")
+        monkeypatch.setattr(status, "conclude", refused)
+        seen = status.look(sweep.path)
+        assert seen.is_over
+        assert [run.directory for run in seen.runs] == ["0_toy_ddp"]
+        assert seen.damage == ["results.jsonl: Permission denied; how jobs ended is not written down"]
 
 
 class TestDamaged:

@@ -228,6 +228,11 @@ def test_what_was_submitted_can_be_followed_and_ended_from_any_shell(sweep, caps
     ]
 
 
+def test_output_is_where_cluster_log_puts_it(sweep, capsys):
+    watch.announce(sweep.path, [replace(job, log=f"/scratch/logs/{job.id}") for job in sweep.submit(2)])
+    assert capsys.readouterr().out.splitlines()[-1] == "output     /scratch/logs"
+
+
 def test_a_job_of_several_runs_is_one_and_a_hundred_jobs_are_announced_in_few_words(sweep, capsys):
     jobs = sweep.submit(100)
     watch.announce(sweep.path, [replace(job, id="7") for job in jobs])
