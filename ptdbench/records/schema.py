@@ -206,7 +206,10 @@ class Memory(Struct):
 
 
 class Messages(Struct):
-    """What a rank hands over with one operation in a step: the mean over the ranks that were carried out."""
+    """What a rank hands over with one operation in a step: the mean over the ranks that were carried out.
+
+    In a plan each of these counts for all the ranks that it stands for.
+    """
 
     calls: Amount  #: How often it calls the operation.
     #: Size of what it hands over, or receives where that is larger; null where the trace does not tell.
