@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
@@ -254,7 +254,10 @@ def _wait_for(command: Sequence[str], side: Side) -> int:
         )
         for number in noted:  # those that came before there was whom to pass them on to
             child.send_signal(number)
-        status = child.wait()
+        while (status := child.poll()) is None:
+            # Where another thread took the signal, as while a process is being started, nothing interrupts this one.
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(1.0)
     if noted:
         raise (StoppedSide if status == 128 + noted[0] else local.Stopped)(noted[0])
     return status

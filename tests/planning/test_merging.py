@@ -18,16 +18,17 @@ def part(ranks: list[int], messages: dict[str, Any], kinds: dict[str, list[int]]
     }  # fmt: skip
 
 
-def test_lists_go_on_and_means_are_over_all_ranks() -> None:
+def test_lists_go_on_and_each_rank_counts_for_those_that_it_stands_for() -> None:
     send = {"send": {"calls": 3.0, "bytes": 30.0, "formula_bytes": 40.0}}
     both = send | {"recv": {"calls": 1.0, "bytes": None, "formula_bytes": None}}
-    found = merged([part([0, 1], send, {"weights": [5, 6]}), part([2], both, {"weights": [7], "other": [8]})])
+    parts = [part([0, 1], send, {"weights": [5, 6]}), part([2], both, {"weights": [7], "other": [8]})]
+    found = merged(parts, {0: 1, 1: 1, 2: 6})
     assert found["virtual"]["ranks"] == [0, 1, 2]
     assert found["virtual"]["reserved_bytes"] == [0, 10, 20]
     assert found["virtual"]["kernels"] == {"product": [0, 1, 2]}
     assert found["virtual"]["messages"] == {
         "send": {"calls": 3.0, "bytes": 30.0, "formula_bytes": 40.0},
-        "recv": {"calls": 1 / 3, "bytes": None, "formula_bytes": None},
+        "recv": {"calls": 6 / 8, "bytes": None, "formula_bytes": None},
     }
     assert found["memory"]["ranks"] == {"weights": [5, 6, 7], "other": [0, 0, 8]}
     assert found["metrics"] == {"peak_memory_bytes": 2, "peak_reserved_bytes": 4}
@@ -38,6 +39,6 @@ def test_what_no_rank_has_looked_at_stays_unknown() -> None:
     tries = [part([rank], {}, {"weights": [5]}) for rank in (0, 1)]
     for one in tries:
         one["virtual"]["host_seconds"] = None
-    found = merged(tries)["virtual"]
+    found = merged(tries, {0: 1, 1: 1})["virtual"]
     assert found["ranks"] == [0, 1]
     assert found["host_seconds"] is None
