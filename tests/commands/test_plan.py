@@ -92,12 +92,14 @@ def test_a_single_layout_is_kept_too(environ, tmp_path):
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
-    words = (*SMALL, *TIGHT, "virtual.gpu.memory=720000000", "parallel=ddp", "model.width=1024", "train.micro_batch=1")
-    done = plan(environ, tmp_path, *words)
+    """Of 2,048 samples one tensor is larger than 9/8 of the GPU, and than any that torch would place on it."""
+    words = (*SMALL, *TIGHT, "virtual.gpu.memory=720000000", "parallel=ddp", "model.width=1024")
+    done = plan(environ, tmp_path, *words, "train.micro_batch=1,2048", "train.global_batch=4096")
     assert done.returncode == 1
-    (record,) = records_of(tmp_path)
-    assert record["status"] == "oom"
-    assert "no micro-batch fits; 1 would with its state sharded over about" in record["error"]["message"]
+    smallest, largest = records_of(tmp_path)
+    assert (smallest["status"], largest["status"]) == ("oom", "oom")
+    assert "no micro-batch fits; 1 would with its state sharded over about" in smallest["error"]["message"]
+    assert "micro-batch 2048 needs more than 0.8 GiB" in largest["error"]["message"]
 
 
 def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path):

@@ -129,16 +129,20 @@ def test_nothing_is_kept_for_runs_on_real_devices(swept, environ):
     assert not [path for path in found if "virtual" in path.read_text()]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     [
-        (*SMALL, "model.layers=4", "parallel=3d", "parallel.tensor=2"),
-        (*SMALL, "model.layers=4", "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
-        ("model=hf_llama_tiny", *SMALL[5:], "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
+        pytest.param((*SMALL, "model.layers=4", "parallel=3d", "parallel.tensor=2"), id="stages and tensor"),
+        pytest.param(
+            (*SMALL, "model.layers=4", "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
+            id="several stages", marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            ("model=hf_llama_tiny", *SMALL[5:], "parallel=pdp", "parallel.schedule=interleaved1f1b", "precision=bf16"),
+            id="masks that ask for values", marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["stages and tensor", "several stages", "masks that ask for values"],
-)
+)  # fmt: skip
 def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path, words):
     """Two of four ranks of a pipeline of two: bytes and calls as with the other two."""
     setting = ("parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")

@@ -137,6 +137,12 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
     links = next((name for name, option in _OPTIONS.items() if hasattr(config, option)), "one")
     if links in _OPTIONS:
         setattr(config, _OPTIONS[links], True)
+    if links == "directions" and not collect.are_all_there():
+        from torch.distributed.pipelining.stage import _PP_DIRECTION_GROUP_CACHE
+
+        # torch would split the group, which takes all of its ranks.
+        ranks = dist.get_process_group_ranks(group)
+        _PP_DIRECTION_GROUP_CACHE[group] = (dist.new_group(ranks), dist.new_group(ranks))
     return links
 
 
