@@ -67,58 +67,47 @@ function intervals(rows) {
   return { type: "data", visible: isKnownOfAny, symmetric: false, array, arrayminus, color: INK, thickness: 1.5 };
 }
 
+const notAll = (drawn, rows) =>
+  drawn.length < rows.length ? `the first ${drawn.length} of ${rows.length} rows in the table's order` : "";
+
+/** Bars of rows from above: how long each is, and what the pointer shows of it. */
+const barTrace = (bars, lengthOf, told, more) => ({
+  type: "bar",
+  orientation: "h",
+  x: bars.map(lengthOf),
+  y: bars.map((_, place) => place),
+  text: bars.map((row) => `${plainly(row.name)}: ${told(row)}`),
+  textposition: "none",
+  hoverinfo: "text",
+  ...more,
+});
+
 function drawThroughput(model, all) {
   const rows = all.filter((row) => row.rate);
   if (!rows.length) return null;
   const bars = rows.slice(0, MOST_BARS);
-  const trace = {
-    type: "bar",
-    orientation: "h",
-    x: bars.map((row) => row.rate),
-    y: bars.map((_, place) => place),
-    error_x: intervals(bars),
-    marker: { color: bars.map(colorOf) },
-    text: bars.map((row) => `${plainly(row.name)}: ${throughputText(row)} ${model.unit}/s`),
-    textposition: "none",
-    hoverinfo: "text",
-  };
+  const more = { error_x: intervals(bars), marker: { color: bars.map(colorOf) } };
+  const told = (row) => `${throughputText(row)} ${model.unit}/s`;
   return {
-    traces: [trace],
+    traces: [barTrace(bars, (row) => row.rate, told, more)],
     layout: barLayout(bars, `${model.unit}/s`, { showlegend: false }),
     note: notAll(bars, rows),
     head: ["configuration", `${model.unit}/s`, "low", "high", "ratio", "ratio low", "ratio high", "runs"],
-    rows: rows.map((row) => [
-      row.name,
-      row.rate,
-      row.low,
-      row.high,
-      row.ratio,
-      row.ratio_low,
-      row.ratio_high,
-      row.runs.length,
-    ]),
+    rows: rows.map((row) => [...pick(row, "name rate low high ratio ratio_low ratio_high"), row.runs.length]),
   };
 }
-
-const notAll = (drawn, rows) =>
-  drawn.length < rows.length ? `the first ${drawn.length} of ${rows.length} rows in the table's order` : "";
 
 /** Bars that add up: `parts` are the names of the numbers in `row[field]`. */
 function stacked(all, field, parts, scale, title) {
   const rows = all.filter((row) => row[field]);
   if (!rows.length) return null;
   const bars = rows.slice(0, MOST_BARS);
-  const traces = parts.map(({ name, color, pattern }, place) => ({
-    type: "bar",
-    orientation: "h",
-    name,
-    x: bars.map((row) => row[field][place] * scale),
-    y: bars.map((_, number) => number),
-    marker: { color, pattern: { shape: pattern || "", fillmode: "overlay", solidity: 0.25, fgcolor: "#ffffff" } },
-    text: bars.map((row) => `${plainly(row.name)}: ${name} ${digits(row[field][place] * scale)}`),
-    textposition: "none",
-    hoverinfo: "text",
-  }));
+  const traces = parts.map(({ name, color, pattern }, place) => {
+    const lengthOf = (row) => row[field][place] * scale;
+    const filling = { shape: pattern || "", fillmode: "overlay", solidity: 0.25, fgcolor: "#ffffff" };
+    const more = { name, marker: { color, pattern: filling } };
+    return barTrace(bars, lengthOf, (row) => `${name} ${digits(lengthOf(row))}`, more);
+  });
   return {
     traces: traces.filter((trace) => trace.x.some((value) => value > 0)),
     layout: barLayout(bars, title, {
@@ -153,15 +142,13 @@ const fromFirst = (points) =>
 function drawScaling(model, rows) {
   const shown = new Map(rows.map((row) => [row.number, row]));
   const dash = dashes();
+  const pointsOf = (curve) =>
+    curve.rows
+      .map((number, place) => ({ row: shown.get(number), efficiency: curve.efficiency[place] }))
+      .filter((point) => point.row);
   const drawn = model.scaling
-    .map((curve) => ({
-      ...curve,
-      points: curve.rows
-        .map((number, place) => ({ row: shown.get(number), efficiency: curve.efficiency[place] }))
-        .filter((point) => point.row),
-    }))
-    .filter((curve) => curve.points.length > 1)
-    .map((curve) => ({ ...curve, points: fromFirst(curve.points) }));
+    .map((curve) => ({ ...curve, points: fromFirst(pointsOf(curve)) }))
+    .filter((curve) => curve.points.length > 1);
   if (!drawn.length) return null;
   const lines = drawn.slice(0, MOST_CURVES);
   const traces = lines.flatMap((curve) => {
@@ -170,26 +157,14 @@ function drawScaling(model, rows) {
     const line = { color, dash: dash(color) };
     const name = plainly(`${curve.kind}: ${curve.name}`);
     const x = curve.points.map((point) => point.row.ranks);
-    const common = {
-      type: "scatter",
-      x,
-      legendgroup: name,
-      name,
-      line,
-      marker: { color, size: 8, symbol: symbolOf(first.row) },
-    };
+    const marker = { color, size: 8, symbol: symbolOf(first.row) };
+    const common = { type: "scatter", x, legendgroup: name, name, line, marker };
+    const dotted = { color: "#999999", width: 1, dash: "dot" };
     const ideal = x.map((ranks) => (first.row.rate / first.row.ranks) * ranks);
     const error = intervals(curve.points.map((point) => point.row));
     return [
       { ...common, mode: "lines+markers", y: curve.points.map((point) => point.row.rate), error_y: error },
-      {
-        ...common,
-        mode: "lines",
-        y: ideal,
-        showlegend: false,
-        hoverinfo: "skip",
-        line: { color: "#999999", width: 1, dash: "dot" },
-      },
+      { ...common, mode: "lines", y: ideal, showlegend: false, hoverinfo: "skip", line: dotted },
       {
         ...common,
         mode: "lines+markers",
@@ -215,16 +190,8 @@ function drawScaling(model, rows) {
     }),
     note: lines.length < drawn.length ? `the first ${lines.length} of ${drawn.length} curves` : "",
     head: ["kind", "curve", "ranks", `${model.unit}/s`, "low", "high", "efficiency"],
-    rows: drawn.flatMap((curve) =>
-      curve.points.map((point) => [
-        curve.kind,
-        curve.name,
-        point.row.ranks,
-        point.row.rate,
-        point.row.low,
-        point.row.high,
-        point.efficiency,
-      ]),
+    rows: drawn.flatMap(({ kind, name, points }) =>
+      points.map(({ row, efficiency }) => [kind, name, ...pick(row, "ranks rate low high"), efficiency]),
     ),
   };
 }
@@ -242,11 +209,8 @@ function drawMemory(model, all) {
   const rows = all.filter((row) => row.rate && row.memory);
   if (rows.length < 2) return null;
   const front = new Set(paretoFront(rows));
-  const groups = new Map();
-  for (const row of rows)
-    groups.has(row.parallel) ? groups.get(row.parallel).push(row) : groups.set(row.parallel, [row]);
   const isNamed = front.size <= MOST_NAMED;
-  const traces = [...groups].map(([preset, group]) => ({
+  const traces = [...Map.groupBy(rows, (row) => row.parallel)].map(([preset, group]) => ({
     type: "scatter",
     mode: isNamed ? "markers+text" : "markers",
     name: plainly(String(preset)),
@@ -284,18 +248,18 @@ function drawMemory(model, all) {
 function bySteps(model, rows, field, scale, title, y) {
   const shown = new Map(rows.map((row) => [row.number, row]));
   const dash = dashes();
+  const scaled = (value) => (isKnown(value) ? value * scale : null);
   const drawn = model.steps.filter((curve) => shown.has(curve.number) && curve[field].some(isKnown));
   if (!drawn.length) return null;
   const traces = drawn.map((curve) => {
     const row = shown.get(curve.number);
     const color = colorOf(row);
-    const values = curve[field].map((value) => (isKnown(value) ? value * scale : null));
     return {
       type: "scatter",
       mode: curve.step.length > 1 ? "lines" : "markers",
       name: plainly(short(row.name, 50)),
       x: curve.step,
-      y: values,
+      y: curve[field].map(scaled),
       line: { color, dash: dash(color), width: 1.6 },
       marker: { color },
     };
@@ -306,11 +270,7 @@ function bySteps(model, rows, field, scale, title, y) {
     note: model.rows.length > model.drawn ? `of the first ${model.drawn} rows, as far as the filter shows them` : "",
     head: ["configuration", "step", title],
     rows: drawn.flatMap((curve) =>
-      curve.step.map((step, place) => [
-        shown.get(curve.number).name,
-        step,
-        isKnown(curve[field][place]) ? curve[field][place] * scale : null,
-      ]),
+      curve.step.map((step, place) => [shown.get(curve.number).name, step, scaled(curve[field][place])]),
     ),
   };
 }

@@ -41,37 +41,13 @@ function modelSection(model, place) {
 
 /** All rows that the filter shows, with all options, and figures in the units of records. */
 function downloadTable(model, name) {
-  const plain = [
-    "number",
-    "name",
-    "sweep",
-    "status",
-    "rate",
-    "low",
-    "high",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "step",
-    "step_p5",
-    "step_p95",
-    "memory",
-    "mfu",
-    "mfu_causal",
-    "of_ceiling",
-    "joules",
-    "loss",
-    "ranks",
-    "nodes",
-    "batch",
-    "command",
-  ];
+  const plain =
+    "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory mfu mfu_causal " +
+    "of_ceiling joules loss ranks nodes batch command";
   const options = Object.keys(report.options);
-  const rows = sortedRows(model).map((row) => [
-    ...plain.map((field) => row[field]),
-    ...options.map((option) => report.options[option][row.number]),
-  ]);
-  downloadCsv(name, [...plain, ...options], rows);
+  const optionsOf = (row) => options.map((option) => report.options[option][row.number]);
+  const rows = sortedRows(model).map((row) => [...pick(row, plain), ...optionsOf(row)]);
+  downloadCsv(name, [...plain.split(" "), ...options], rows);
 }
 
 function failures() {
@@ -83,13 +59,8 @@ function failures() {
   if (!failed.length) return null;
   const shown = failed.slice(0, MOST_DATA);
   const table = plainTable(["configuration", "status", "reason", "directory", "command"], shown);
-  table
-    .querySelectorAll("td, th")
-    .forEach((cell) => (cell.style.cssText = "text-align: left; white-space: normal; vertical-align: top"));
-  const rest =
-    failed.length > shown.length
-      ? element("p", {}, `and ${failed.length - shown.length} more, in the rows of the tables`)
-      : null;
+  const left = failed.length - shown.length;
+  const rest = left ? element("p", {}, `and ${left} more, in the rows of the tables`) : null;
   return element(
     "section",
     { id: "failed" },
@@ -100,10 +71,9 @@ function failures() {
 }
 
 function otherSection(other, place) {
-  const figures = other.curves.map((curve, number) =>
+  other.figures = other.curves.map((curve, number) =>
     figureElement(`other-${place + 1}-${number + 1}`, curve.title, "", () => drawCurves(curve)),
   );
-  other.figures = figures;
   const command = other.command ? element("pre", { class: "command" }, other.command) : null;
   const [run] = other.runs;
   const where = `${run.directory}${run.environment === null ? "" : `, environment ${run.environment + 1} below`}`;
@@ -113,42 +83,24 @@ function otherSection(other, place) {
     element("h2", {}, other.title),
     element("p", { class: "about" }, where),
     command,
-    output(other.text),
-    ...figures.map((figure) => figure.element),
+    folded("as in the terminal", other.text.split("\n").length <= 40, element("pre", {}, other.text)),
+    ...other.figures.map((figure) => figure.element),
   );
 }
 
-/** What a workload shows in a terminal; a long one is folded. */
-function output(text) {
-  const isLong = text.split("\n").length > 40;
-  return element(
-    "details",
-    isLong ? {} : { open: "" },
-    element("summary", {}, "as in the terminal"),
-    element("pre", {}, text),
-  );
-}
+const folded = (title, isOpen, inside) =>
+  element("details", { open: isOpen ? "" : null }, element("summary", {}, title), inside);
 
 function howToRepeat() {
-  const environments = report.environments.map((environment, place) =>
-    element(
-      "details",
-      { open: report.environments.length === 1 ? "" : null },
-      element("summary", {}, `environment ${place + 1}: ${environment.title}`),
-      definitions(environment.values),
-    ),
+  const isAlone = report.environments.length === 1;
+  const environments = report.environments.map(({ title, values }, place) =>
+    folded(`environment ${place + 1}: ${title}`, isAlone, definitions(values)),
   );
   const common = Object.keys(report.common).length
-    ? element("details", {}, element("summary", {}, "options that all rows share"), definitions(report.common))
+    ? folded("options that all rows share", false, definitions(report.common))
     : null;
-  return element(
-    "section",
-    { id: "repeat" },
-    element("h2", {}, "How to repeat it"),
-    commands(),
-    common,
-    ...environments,
-  );
+  const heading = element("h2", {}, "How to repeat it");
+  return element("section", { id: "repeat" }, heading, commands(), common, ...environments);
 }
 
 /** What to type for each configuration; it is made when it is looked at, or printed. */

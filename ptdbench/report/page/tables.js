@@ -10,34 +10,23 @@ function drawTable(model) {
   const head = element("tr", {}, ...columns.map((column) => heading(column)));
   const body = element("tbody", {}, ...sorted.slice(0, model.page).flatMap((row) => tableRow(model, row, columns)));
   const table = element("table", {}, element("thead", {}, head), body);
-  const left = sorted.length - model.page;
-  const more =
-    left > 0
-      ? button(`show ${Math.min(left, 10 * PAGE)} of ${left} more rows`, () => showMore(model), { class: "more" })
-      : null;
   const focused = model.table.contains(document.activeElement) ? document.activeElement.title : null;
   const frame = element("div", { class: "table", tabindex: 0, role: "region", "aria-label": model.title }, table);
-  model.table.replaceChildren(frame, ...[more].filter(isKnown));
+  model.table.replaceChildren(frame);
+  const left = sorted.length - model.page;
+  const showMore = () => ((model.page += 10 * PAGE), drawTable(model));
+  if (left > 0) model.table.append(button(`show ${Math.min(left, 10 * PAGE)} of ${left} more rows`, showMore));
   if (focused) [...model.table.querySelectorAll("button")].find((one) => one.title === focused)?.focus();
 }
 
 /** A box for each column, to show those that are not shown by themselves. */
 function columnChoice(model) {
-  const boxes = model.columns.map((column) => {
-    const toggle = () => (model.shown.delete(column.name) || model.shown.add(column.name), drawTable(model));
-    const box = element("input", {
-      type: "checkbox",
-      onchange: toggle,
-      ...(model.shown.has(column.name) ? { checked: "" } : {}),
-    });
-    return element("label", {}, box, ` ${column.name}`);
+  const boxes = model.columns.map(({ name }) => {
+    const onchange = () => (model.shown.delete(name) || model.shown.add(name), drawTable(model));
+    const box = element("input", { type: "checkbox", onchange, checked: model.shown.has(name) ? "" : null });
+    return element("label", {}, box, ` ${name}`);
   });
   return element("details", { class: "columns" }, element("summary", {}, "columns"), ...boxes);
-}
-
-function showMore(model) {
-  model.page += 10 * PAGE;
-  drawTable(model);
 }
 
 function sortedRows(model) {
@@ -108,10 +97,7 @@ function narrow(name, value) {
 function details(row) {
   const environment = (run) => (run.environment === null ? "not on record" : `${run.environment + 1} below`);
   const runs = row.runs.map((run) => [
-    run.directory,
-    run.block,
-    run.started,
-    run.status,
+    ...pick(run, "directory block started status"),
     run.rate && digits(run.rate),
     environment(run),
     run.reason,

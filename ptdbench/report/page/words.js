@@ -19,6 +19,8 @@ function digits(value) {
 const percent = (share) => `${(100 * share).toFixed(1)}%`;
 const range = (rank) => (rank[0] === rank[1] ? `${rank[0]}` : `${rank[0]}-${rank[1]}`);
 const bytes = (size) => (size >= 2 ** 30 ? `${digits(size / 2 ** 30)} GiB` : `${digits(size / 2 ** 20)} MiB`);
+/** The values of fields, which are named with spaces between them. */
+const pick = (row, names) => names.split(" ").map((name) => row[name]);
 const short = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
 
 const WIDE = "±>100%"; // beyond 2x figures would mean nothing
