@@ -233,6 +233,7 @@ class TestTerminal:
             at_step(display, 100, 60.0)
             wall.now = 61.0
         assert "━" in terminal.text
+        assert "\x1b[?25" not in terminal.text  # the cursor is left alone: a process that is killed could not show it
         assert terminal.text.endswith("\x1b[2Kgpt_tiny ddp  step 100/100  22,528 tokens/s  loss 2.5000  in 0:11\n")
 
     @pytest.mark.parametrize("heading", [TINY, Heading("gpt_tiny ddp", 1, 2)], ids=str)
@@ -240,12 +241,6 @@ class TestTerminal:
         with pytest.raises(RuntimeError), begun(terminal, wall, heading):
             raise RuntimeError
         assert terminal.text.endswith("\x1b[2K")
-
-    def test_the_cursor_is_left_alone(self, terminal, wall):
-        """A process that is killed could not show it again."""
-        with begun(terminal, wall):
-            pass
-        assert "\x1b[?25" not in terminal.text
 
     def test_no_color(self, terminal, wall, monkeypatch):
         monkeypatch.setenv("NO_COLOR", "1")

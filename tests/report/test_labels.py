@@ -2,43 +2,63 @@
 
 import pytest
 
-from ptdbench.report.labels import Environments, differences, titles
-from ptdbench.report.table import render
+from ptdbench.report.labels import Environments, differences, labels, titles
 from tests.report.made import run
-from tests.report.test_table import cells
-
-PDP = {"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1}
 
 
-def pdp(schedule, **changes):
-    return run("pdp", layout=PDP, config={"parallel": {"schedule": schedule}}, **changes)
+def pdp(schedule="1f1b", microbatches=4, **changes):
+    layout = {"replicate": 1, "pipeline": 2, "microbatches": microbatches}
+    return run("pdp", layout=layout, config={"parallel": {"schedule": schedule}}, **changes)
 
 
 @pytest.mark.parametrize(
     ("runs", "expected"),
     [
-        ([pdp("1f1b")], ["gpt_tiny pdp"]),
-        ([run("ddp"), pdp("1f1b")], ["gpt_tiny ddp", "gpt_tiny pdp"]),
+        ([pdp()], ["gpt_tiny pdp"]),
+        ([run("ddp"), pdp()], ["gpt_tiny ddp", "gpt_tiny pdp"]),
         ([run("ddp"), run("ddp", model="toy")], ["gpt_tiny ddp", "toy ddp"]),
         (
-            [run("ddp"), pdp("1f1b", global_batch=32), pdp("gpipe"), pdp("gpipe", global_batch=32)],
+            [run("ddp"), pdp(global_batch=32), pdp("gpipe"), pdp("gpipe", global_batch=32)],
             ["gpt_tiny ddp", "gpt_tiny pdp 1f1b", "gpt_tiny pdp gpipe b16", "gpt_tiny pdp gpipe b32"],
         ),
         ([run("ddp"), run("ddp", world_size=4)], ["gpt_tiny ddp 2 ranks", "gpt_tiny ddp 4 ranks"]),
-        ([run("ddp"), run("ddp", precision="bf16")], ["gpt_tiny ddp fp32", "gpt_tiny ddp bf16"]),
-        (
-            [run(config={"compile": on, "optimizer": {"lr": rate}}) for on in (True, False) for rate in (0.1, 0.2)],
-            [
-                "gpt_tiny ddp compile=true lr=0.1", "gpt_tiny ddp compile=true lr=0.2",
-                "gpt_tiny ddp compile=false lr=0.1", "gpt_tiny ddp compile=false lr=0.2",
-            ],
-        ),
         ([run(), run()], ["gpt_tiny ddp", "gpt_tiny ddp"]),  # the number tells them apart
         ([run(None, model=None, global_batch=None, workload="p2p")], ["p2p"]),
     ],
-)  # fmt: skip
+)
 def test_titles_say_what_differs(runs, expected):
     assert titles(runs) == expected
+
+
+def layout(parallel, **degrees):
+    return run(parallel, layout=degrees)
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([layout("pdp", replicate=2, pipeline=4, microbatches=8)], ["pdp 2x4 1f1b"]),
+        ([run("ddp"), run("ddp", precision="bf16")], ["ddp fp32", "ddp bf16"]),
+        ([run("ddp"), run("fsdp", precision="bf16")], ["ddp", "fsdp"]),
+        ([pdp(), pdp(microbatches=8)], ["pdp 1x2 1f1b m4", "pdp 1x2 1f1b m8"]),
+        ([layout("fsdp", replicate=1, shard=4, pipeline=1)], ["fsdp"]),
+        ([layout("hsdp", replicate=2, shard=4, pipeline=1)], ["hsdp 2x4"]),
+        ([layout("hsdp", replicate=2, shard=4, pipeline=2)], ["hsdp 2x4x2 1f1b"]),
+        ([run("ddp"), layout("ddp", replicate=2, accumulation=4)], ["ddp acc1", "ddp acc4"]),
+        ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),  # which a column says
+        ([run("ddp", nodes=["n1"]), run("ddp", nodes=["n1", "n2"])], ["ddp 1 node", "ddp 2 nodes"]),
+        (  # one that never learned its nodes
+            [run("ddp", nodes=["n1"]), run("ddp", nodes=None, config={"cluster": {"nodes": 2}})],
+            ["ddp 1 node", "ddp 2 nodes"],
+        ),
+        (
+            [run(config={"compile": on, "optimizer": {"lr": rate}}) for on in (True, False) for rate in (0.1, 0.2)],
+            [f"ddp compile={on} lr={rate}" for on in ("true", "false") for rate in (0.1, 0.2)],
+        ),
+    ],
+)
+def test_labels_say_what_the_columns_do_not(runs, expected):
+    assert labels(runs) == expected
 
 
 CONFIG = {
@@ -52,7 +72,6 @@ CONFIG = {
     "parallel": {"name": "ddp", "bucket_mb": 25},
     "workload": {"name": "train", "label": "toy_ddp"},
 }
-RECOMPUTE = {"name": "recompute", "_target_": "a.Recompute", "every": 1}
 
 
 def changed(**groups):
@@ -64,10 +83,8 @@ def changed(**groups):
     ("configs", "expected"),
     [
         ([CONFIG, CONFIG], ["", ""]),
-        (
-            [CONFIG, changed(activations=RECOMPUTE)],
-            ["activations=keep", "activations=recompute"],
-        ),
+        ([CONFIG, changed(activations={"name": "recompute", "_target_": "a.Recompute", "every": 1})],
+         ["activations=keep", "activations=recompute"]),
         ([CONFIG, changed(compile=True), CONFIG], ["compile=false", "compile=true", "compile=false"]),
         ([CONFIG, changed(optimizer={"betas": [0.9, 0.99]})], ["betas=[0.9, 0.95]", "betas=[0.9, 0.99]"]),
         ([CONFIG, changed(compile=None, parallel={"bucket_mb": 1e-9})],
@@ -76,24 +93,14 @@ def changed(**groups):
          ["optimizer=adamw", "optimizer=sgd"]),  # what else differs follows
         ([CONFIG, changed(seed=1, data={"seed": 1})], ["seed=0", "seed=1"]),  # data.seed is ${seed}
         ([CONFIG, changed(seed=1, data={"seed": 2})], ["seed=0 data.seed=0", "seed=1 data.seed=2"]),
-        ([CONFIG, changed(resume="a", sweep={"resume": "b"}, workload={"label": "other"})], ["", ""]),
-        ([CONFIG, changed(sweep={"same_nodes": True})], ["", ""]),
+        ([CONFIG, changed(resume="a", sweep={"resume": "b", "same_nodes": True}, workload={"label": "other"})],
+         ["", ""]),
         ([CONFIG, {**CONFIG, "extra": {"flag": "x" * 100}}], ["", f"flag={'x' * 40}…"]),
         ([{}, {"a": {}}], ["", "a={}"]),
     ],
 )  # fmt: skip
 def test_options_that_differ_are_named_and_no_others(configs, expected):
     assert differences([{"config": config} for config in configs]) == expected
-
-
-def test_they_stand_in_the_rows_that_would_look_alike():
-    runs = [
-        run("ddp", 100.0, config=CONFIG),
-        run("ddp", 90.0, config=changed(activations=RECOMPUTE)),
-        run("fsdp", 80.0, config=changed(activations=RECOMPUTE, parallel={"name": "fsdp"})),
-    ]
-    labels = ["ddp activations=keep", "ddp activations=recompute", "fsdp"]
-    assert [row[1] for row in cells(render(runs, 200))] == labels
 
 
 ONE = {"host": "n1", "cpu": "a CPU", "torch": "2.11.0", "ptdbench": "1.0", "cores": 2, "cuda": None, "settings": {}}

@@ -20,8 +20,8 @@ from ptdbench.report.loggers import Log, Start
 from ptdbench.report.scalars import Scalar
 from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
-from tests.report.test_tensorboard import TRAINED, rows
-from tests.training.test_evaluation import TASK
+from tests.report.test_tensorboard import LOOKS, RECORD, rows
+from tests.workloads.made_task import TASK
 
 RUN = (*TASK, "parallel=ddp", "train.steps=6", "eval.every=3")
 
@@ -60,17 +60,17 @@ class Kept:
 def shown(service: Kept, directory: Path) -> Log:
     series.write(directory / series.NAME, [rows()])
     log = Log(service, directory)
-    log.show(TRAINED, 0, rows()[:1], TRAINED["evaluations"][:1])
-    log.show(TRAINED, 1, rows()[1:2], [])
+    log.show(RECORD, 0, rows()[:1], LOOKS[:1])
+    log.show(RECORD, 1, rows()[1:2], [])
     return log
 
 
 class TestLog:
     def test_every_point_is_sent_once_and_as_to_tensorboard(self, tmp_path):
         service = Kept()
-        shown(service, tmp_path).finish(TRAINED)
+        shown(service, tmp_path).finish(RECORD)
         assert service.calls == ["begin", "send", "send", "send", "end True"]
-        whole = scalars.remaining(tmp_path, TRAINED)
+        whole = scalars.remaining(tmp_path, RECORD)
         assert len(service.points) == len(whole)
         assert set(service.points) == set(whole)
         assert service.summary["summary/last_loss"] == 3.5
@@ -78,16 +78,16 @@ class TestLog:
     def test_an_evaluation_after_the_last_steps_were_shown_is_sent(self, tmp_path):
         service = Kept()
         log = shown(service, tmp_path)
-        log.show(TRAINED, 2, rows()[2:], [])
-        log.finish(TRAINED)
-        assert set(service.points) == set(scalars.remaining(tmp_path, TRAINED))
+        log.show(RECORD, 2, rows()[2:], [])
+        log.finish(RECORD)
+        assert set(service.points) == set(scalars.remaining(tmp_path, RECORD))
 
     def test_a_run_that_showed_nothing_on_the_way_is_sent_at_its_end(self, tmp_path):
         series.write(tmp_path / series.NAME, [rows()])
         service = Kept()
-        Log(service, tmp_path).finish({**TRAINED, "status": "diverged"})
+        Log(service, tmp_path).finish({**RECORD, "status": "diverged"})
         assert service.calls == ["begin", "send", "end False"]
-        assert service.points == scalars.remaining(tmp_path, TRAINED)
+        assert service.points == scalars.remaining(tmp_path, RECORD)
 
     def test_one_that_breaks_off_has_failed(self, tmp_path):
         service = Kept()
@@ -100,35 +100,28 @@ class TestLog:
     @pytest.mark.parametrize("fails_at", range(5))
     def test_a_service_that_fails_is_reported_once_and_asked_nothing_more(self, tmp_path, capsys, fails_at):
         service = Kept(fails_at)
-        shown(service, tmp_path).finish(TRAINED)
+        shown(service, tmp_path).finish(RECORD)
         assert len(service.calls) == fails_at + 1
         rest = "the run goes on without it; TensorBoard and the record have everything"
         assert capsys.readouterr().err == f"logger: kept failed: ConnectionError: gone; {rest}\n"
 
-    def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys):
+    @pytest.mark.parametrize("end", [lambda log: log.finish(RECORD), Log.abort], ids=["finish", "abort"])
+    def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys, end):
         (tmp_path / "no folder").touch()
         log = Log(loggers.TensorBoard(), tmp_path / "no folder")
-        log.show(TRAINED, 0, rows()[:1], [])
+        log.show(RECORD, 0, rows()[:1], [])
         assert capsys.readouterr().err == ""  # the disk may have room again
-        log.finish(TRAINED)
+        end(log)
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("logger: tensorboard failed: ")
         assert line.endswith("; the run goes on without it; the record has everything")
-
-    def test_where_tensorboard_fails_and_the_run_too_it_is_reported(self, tmp_path, capsys):
-        (tmp_path / "no folder").touch()
-        log = Log(loggers.TensorBoard(), tmp_path / "no folder")
-        log.show(TRAINED, 0, rows()[:1], [])
-        log.abort()
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("logger: tensorboard failed: ")
 
     def test_a_start_that_goes_on_continues_the_run_and_a_new_one_does_not(self, tmp_path):
         shown(Kept(), tmp_path)
         assert json.loads((tmp_path / loggers.FILE).read_text()) == {"kept": "abc"}
         for first, known in ((1, "abc"), (0, None)):
             service = Kept()
-            Log(service, tmp_path).show(TRAINED, first, rows()[first:], [])
+            Log(service, tmp_path).show(RECORD, first, rows()[first:], [])
             assert service.opened[0].known == known
 
     def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
@@ -137,7 +130,7 @@ class TestLog:
         ledger.begin(directory.parent, ["optimizer.lr=0.1,0.2"])
         series.write(directory / series.NAME, [rows()])
         service = Kept()
-        Log(service, directory).finish({**TRAINED, "config": {"optimizer": {"lr": 0.2}}})
+        Log(service, directory).finish({**RECORD, "config": {"optimizer": {"lr": 0.2}}})
         (start,) = service.opened
         assert start.sweep == "my_sweep"
         assert [start.hparams[name] for name in ("lr", "parallel", "ranks")] == [0.2, "pdp", 2]

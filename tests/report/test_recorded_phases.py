@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from ptdbench.profiling.phases import PHASES
-from ptdbench.records.record import begin
 from ptdbench.records.schema import Phases, part
 from ptdbench.report.recorded_phases import groups, missing, of_rank, other_work, shown_ranks, step
 from tests.report.made import DDP, FSDP, PDP, failed, phased, run
@@ -50,20 +49,14 @@ def without(phases=None, **changes):
         (without(environment={"ptdbench": "1.2"}), "no phases: written by an earlier version (1.2); run it again"),
         (failed("pdp", "no room", "oom"),
          "no phases: the run did not finish (oom), and they are taken after the last step"),
+        (failed("ddp", "still running") | {"error": {"type": "Unfinished", "message": "still running"}},
+         "no phases: the run has not ended"),
         (run(model=None, workload="hello"),
          "workload=hello does not train, so it has no phases; give a run of workload=train"),
     ],
 )  # fmt: skip
 def test_a_record_without_phases_says_why(record, reason):
     assert missing(record) == reason
-
-
-def test_a_run_that_goes_on_has_no_phases_yet(tmp_path):
-    config = {
-        "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},
-        "train": {"global_batch": 8}, "precision": "fp32",
-    }  # fmt: skip
-    assert missing(begin(config, tmp_path, {})) == "no phases: the run has not ended"
 
 
 @pytest.mark.parametrize(

@@ -29,18 +29,13 @@ class TestTwoRuns:
     def test_the_bubble_stands_beside_its_formula(self):
         assert "bubble +24 (24% of the step, 20% by formula)" in compare(PDP, DDP, "pdp", "ddp")
 
-    def test_of_an_operation_of_both_each_has_its_figures(self):
+    @pytest.mark.parametrize(("fit", "shown"), [({}, ""), ({"fit_seconds": 0.021}, ", 40.0 ms, 21.0 by fit")])
+    def test_of_an_operation_of_both_each_has_its_figures(self, fit, shown):
         ranks = {"forward": [24, 24], "backward": [39, 39], "communication": [36, 36]}
-        slow = phased("ddp", 106, ranks, communication={"all_reduce": operation(36, 40)})
+        slow = phased("ddp", 106, ranks, communication={"all_reduce": operation(36, 40, **fit)})
         assert compare(slow, DDP, "slow", "ddp").startswith(
-            "slow +30 ms vs ddp: exposed all-reduce +30 (4.00 MB, 100 MB/s; ddp 4.00 MB, 400 MB/s)"
+            f"slow +30 ms vs ddp: exposed all-reduce +30 (4.00 MB, 100 MB/s{shown}; ddp 4.00 MB, 400 MB/s)"
         )
-
-    def test_the_fit_of_the_link_stands_beside_the_rate(self):
-        sent = operation(37, 30.6, size=49e6, fit_seconds=0.021)
-        fsdp = FSDP | {"phases": FSDP["phases"] | {"communication": {"all_gather": sent}}}
-        shown = "exposed all-gather +37 (49.0 MB, 1.60 GB/s, 30.6 ms, 21.0 by fit), "
-        assert shown in compare(fsdp, DDP, "fsdp", "ddp")
 
     def test_what_was_not_measured_is_not_explained(self):
         fast = phased("ddp", 100, {"forward": [61, 61], "backward": [39, 39]})
@@ -75,8 +70,6 @@ class TestTwoRuns:
             for mean, median in ((90, 0.0761), (76, 0.076))
         ]
         assert compare(*pair, "a", "b") == "a 90.0 ms vs b 76.0 ms: medians within ±2.83 ms (95%)"
-        apart = pair[0] | {"metrics": {"step_seconds": {"median": 0.082, "ci95": [0.08, 0.084]}}}
-        assert compare(apart, pair[1], "a", "b").startswith("a +14 ms vs b: ")
 
     def test_waiting_for_no_call_that_was_seen_is_named_so(self):
         ranks = {"forward": [24, 24], "backward": [39, 39], "communication": [30, 30]}
@@ -137,17 +130,19 @@ class TestRanks:
             "straggler rank 1 (stage 1), 30.0 ms a step",
         ]
 
-    def test_what_uneven_stages_hold_is_told(self):
-        record = PDP | {"phases": PDP["phases"] | {"waited_for": [], "stage_parts": [["embedding"], ["norm", "head"]]}}
+    @pytest.mark.parametrize(
+        ("stages", "parts", "uneven"),
+        [
+            ([[0], [1]], [["embedding"], ["norm", "head"]],
+             "+9% on rank 1 (stage 1) with norm and head, -9% on rank 0 (stage 0) with embedding"),
+            ([[0, 3], [1, 2]], [["embedding"], [], [], ["head"]],
+             "+9% on rank 1 (stages 1, 2), -9% on rank 0 (stages 0, 3) with embedding and head"),
+        ],
+    )  # fmt: skip
+    def test_what_uneven_stages_hold_is_told(self, stages, parts, uneven):
+        record = PDP | {"phases": PDP["phases"] | {"waited_for": [], "stages": stages, "stage_parts": parts}}
         *_, told = remarks(record, "pdp")
-        assert told == (
-            "pdp: forward + backward +9% on rank 1 (stage 1) with norm and head, -9% on rank 0 (stage 0) with embedding"
-        )
-        both = {"stages": [[0, 3], [1, 2]], "stage_parts": [["embedding"], [], [], ["head"]]}
-        *_, told = remarks(PDP | {"phases": PDP["phases"] | {"waited_for": [], **both}}, "pdp")
-        assert told == (
-            "pdp: forward + backward +9% on rank 1 (stages 1, 2), -9% on rank 0 (stages 0, 3) with embedding and head"
-        )
+        assert told == f"pdp: forward + backward {uneven}"
 
     @pytest.mark.parametrize(
         ("most", "told"),
@@ -166,7 +161,6 @@ class TestRanks:
     @pytest.mark.parametrize(
         ("size", "formula", "told"),
         [
-            (4e6, 4e6, None),
             (4.03e6, 4e6, None),
             (4.05e6, 4e6, "4.05 MB a step, 4.00 MB by formula"),
             (3.9e6, 4e6, "3.90 MB a step, 4.00 MB by formula"),
@@ -225,20 +219,13 @@ def placed(record, *rank):
 
 
 class TestSweep:
-    def test_each_run_against_the_first_one(self):
-        groups = in_order({"ddp": placed(DDP, 1, 1), "pdp": placed(PDP, 2, 2), "fsdp": placed(FSDP, 3, 3)})
-        first, second = against_first(groups)
-        assert first.startswith("pdp +24 ms vs ddp: ")
-        assert second.startswith("fsdp +44 ms vs ddp: ")
-
     def test_where_no_order_is_known_nothing_is_explained(self):
         """The ranges of ranks overlap, also of one that is known to be slower than another one alone."""
         tied = in_order({"ddp": placed(DDP, 1, 2), "pdp": placed(PDP, 1, 3), "fsdp": placed(FSDP, 2, 3)})
         (line,) = against_first(tied)
         assert line.startswith("ddp: forward 32%")
-        (line,) = against_first(
-            in_order({"ddp": placed(DDP, 1, 2), "pdp": placed(PDP, 1, 2), "fsdp": placed(FSDP, 3, 3)})
-        )
+        known = in_order({"ddp": placed(DDP, 1, 2), "pdp": placed(PDP, 1, 2), "fsdp": placed(FSDP, 3, 3)})
+        (line,) = against_first(known)
         assert line.startswith("fsdp +44 ms vs ddp: ")
 
     def test_a_known_order_that_these_runs_do_not_show_is_not_explained_by_them(self):

@@ -36,14 +36,7 @@ def hello(*ranks):
 
 class TestHello:
     @pytest.mark.parametrize(
-        ("numbers", "text"),
-        [
-            ([], ""),
-            ([5], "5"),
-            ([8, 2, 0, 1], "0-2,8"),
-            ([0, 2, 4], "0,2,4"),
-            ([0, 1, 64, 65, 127], "0-1,64-65,127"),
-        ],
+        ("numbers", "text"), [([], ""), ([5], "5"), ([8, 2, 0, 1], "0-2,8"), ([0, 1, 64, 65, 127], "0-1,64-65,127")]
     )
     def test_numbers_that_follow_each_other_are_ranges(self, numbers, text):
         assert ranges(numbers) == text

@@ -53,12 +53,10 @@ def test_of_long_runs_the_extremes_and_the_last_step_stay(trained):
         ([[3.0, 0.0], [3.0, 0.0]], "agree with run0 exactly (1 row, 2 steps)"),
         ([[3.0, 2.0], [3.0, 2.0], [3.0, 2.0 * (1 + 4e-6)]], "agree with run0 within 4.0e-06 (2 rows, 2 steps)"),
         ([[3.0, 2.0, 1.0], [3.0, 2.0]], "agree with run0 exactly (1 row, common steps)"),
-        (
-            [[3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0]],
-            "differ from run0, relative: run2 0.2, run1 0.1, others exactly (3 rows, 2 steps)",
-        ),
+        ([[3.0, 2.0], [3.0, 2.2], [3.0, 2.4], [3.0, 2.0]],
+         "differ from run0, relative: run2 0.2, run1 0.1, others exactly (3 rows, 2 steps)"),
     ],
-)
+)  # fmt: skip
 def test_losses_are_compared_as_far_as_all_came_and_the_farthest_named_first(trained, losses, said):
     assert trained(*losses)["losses"] == [f"losses {said}"]
 
@@ -120,27 +118,26 @@ def test_of_many_links_the_fastest_and_the_slowest_are_drawn():
     assert figure["lines"][0]["y"] == [15.0, 30.0]
 
 
-def rank(rates, copy=10e9):
+def rank(rates):
     products = [{"dtype": dtype, "shape": shape, "median": rate} for dtype, shape, rate in rates]
-    return {"products": products, "copies": [{"kind": "within the device", "median": copy}] if copy else []}
+    return {"products": products, "copies": [{"kind": "within the device", "median": 10e9}]}
+
+
+def of_matmul(*ranks):
+    return workload_curves({"workload": "matmul", "matmul": {"ranks": ranks}})
 
 
 def test_the_roofline_of_products_is_that_of_the_median_rank():
     shape = "100x100x100"  # 2e6 FLOPs over 3 * 100 * 100 numbers
     ranks = [rank([("fp32", shape, rate), ("bf16", "1x1x1", 1e9)]) for rate in (2e11, 4e11, 3e11)]
-    (figure,) = workload_curves({"workload": "matmul", "matmul": {"ranks": ranks}})
+    (figure,) = of_matmul(*ranks)
     fp32, bf16 = figure["lines"]
     assert (fp32["x"], fp32["y"], fp32["text"]) == (pytest.approx([2e6 / 12e4]), [300.0], [shape])
     assert bf16["x"] == pytest.approx([2 / 6])
     roof, _ = figure["bounds"]
     assert roof["x"] == pytest.approx([7.5, 30.0])  # 3e11 FLOP/s at 1e10 bytes/s is 30 FLOP a byte
     assert roof["y"] == pytest.approx([75.0, 300.0])
-
-
-def test_without_copies_there_is_no_roof():
-    ranks = [rank([("fp32", "2x2x2", 1e9)], copy=None)]
-    (figure,) = workload_curves({"workload": "matmul", "matmul": {"ranks": ranks}})
-    assert figure["bounds"] == []
+    assert of_matmul(*({**one, "copies": []} for one in ranks))[0]["bounds"] == []
 
 
 @pytest.mark.parametrize(
