@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -23,7 +25,7 @@ from tests.conftest import composed
 from tests.report.test_tensorboard import LOOKS, RECORD, rows
 from tests.workloads.made_task import TASK
 
-RUN = (*TASK, "parallel=ddp", "train.steps=6", "eval.every=3")
+RUN = (*TASK, "parallel=ddp", "train.steps=6", "eval.every=3", "profile.steps=0")
 
 
 @dataclass
@@ -104,6 +106,13 @@ class TestLog:
         assert len(service.calls) == fails_at + 1
         rest = "the run goes on without it; TensorBoard and the record have everything"
         assert capsys.readouterr().err == f"logger: kept failed: ConnectionError: gone; {rest}\n"
+
+    @pytest.mark.timeout(60)  # it answers soon, and not after the minutes for which MLflow tries
+    @patch.dict(os.environ)
+    def test_a_server_that_is_not_there_is_such_a_service(self, tmp_path, capsys):
+        Log(loggers.MLflow("any", "http://127.0.0.1:9"), tmp_path).show(RECORD, 0, rows(), [])
+        assert capsys.readouterr().err.startswith("logger: mlflow failed: ")
+        assert not (tmp_path / loggers.FILE).exists()
 
     @pytest.mark.parametrize("end", [lambda log: log.finish(RECORD), Log.abort], ids=["finish", "abort"])
     def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys, end):
@@ -251,8 +260,3 @@ class TestServices:
         assert logged.data.metrics["summary/ok"] == 1.0
         assert (logged.data.params["model"], logged.data.params["ranks"]) == ("Net", "2")
         assert (logged.info.status, logged.info.run_name) == ("FINISHED", Path(found["directory"]).name)
-
-    def test_a_server_that_is_not_there_ends_no_run(self, run):
-        found = run(*RUN, "logger=mlflow", "logger.tracking_uri=http://127.0.0.1:9")
-        assert (found["status"], len(found["losses"])) == ("ok", 6)
-        assert not (Path(found["directory"]) / loggers.FILE).exists()

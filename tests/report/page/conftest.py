@@ -6,33 +6,39 @@ from contextlib import contextmanager
 import pytest
 
 from ptdbench.records import series
-from tests.report.made import DDP, FSDP, PDP, failed, keep, repeated
+from tests.report.made import DDP, FSDP, PDP, failed, keep, repeated, run
 
 #: Throughput of the runs of each configuration, in the blocks of a sweep.
 RATES = {"ddp": [2000.0, 2020.0, 1980.0], "fsdp": [1010.0, 990.0, 1000.0], "pdp": [1500.0, 1485.0, 1515.0]}
 
-#: What an error message may hold, and a page must show as it is.
-EVIL = "</script><script>document.title = 'taken'</script> & <b>bold</b>"
+#: What an error message may hold, and a page must show as it is, and no wider than it is.
+EVIL = f"</script><script>document.title = 'taken'</script> & <b>bold</b>{'x' * 900}"
+
+#: What a workload of products has found, of somebody else's class.
+PRODUCT = {"dtype": "bf16", "shape": "2x4x8", "median": 2e9}
+COPY = {"kind": "within the device", "median": 1e9}
+MATMUL = {"ranks": [{"products": [PRODUCT], "copies": [COPY]}]}
 
 
 @pytest.fixture(scope="module")
 def sweep(tmp_path_factory):
-    """Three configurations with three runs each, one that failed, and one of another model."""
+    """Three configurations with three runs each, one that failed, one of another model, and two of other workloads."""
     directory = tmp_path_factory.mktemp("results") / "sweep"
     for one in (DDP, FSDP, PDP):
         parallel = one["parallel"]
         made = repeated(parallel, RATES[parallel])
-        for block, (rate, run) in enumerate(zip(RATES[parallel], made, strict=True)):
+        for block, (rate, repeat) in enumerate(zip(RATES[parallel], made, strict=True)):
             metrics = one["metrics"] | {"tokens_per_second": rate, "peak_memory_bytes": 2**28 * len(parallel)}
             options = {
                 "parallel": {"shard": len(parallel), "name": parallel, "schedule": "1f1b"},
                 "optimizer": {"lr": 0.1 if parallel == "pdp" else 0.2},
                 "train": {"micro_batch": "auto"},
                 "eval": {"micro_batch": 64},
+                "note": "-0.5" if parallel == "pdp" else "=1+1",
             }
             record = one | {
                 "metrics": metrics,
-                "config": run["config"] | options,
+                "config": repeat["config"] | options,
                 "overrides": [f"parallel={parallel}", "model.name='a b'", f"repeat.block={block}"],
                 "steps": 3,
                 "environment": {"host": "n1", "torch": "2.15.0", "settings": {"OMP_NUM_THREADS": "1"}},
@@ -44,6 +50,9 @@ def sweep(tmp_path_factory):
             series.write(path / series.NAME, [rows])
     keep(directory, "9_gpt_tiny_tp", failed("tp", EVIL))
     keep(directory, "10_toy_ddp", DDP | {"model": "toy", "metrics": DDP["metrics"] | {"tokens_per_second": 5.0}})
+    other = {"model": None, "parallel": None, "config": {"workload": {"_target_": "nothing.of.the.kind"}}}
+    keep(directory, "11_matmul", run(workload="matmul", matmul=MATMUL, **other))
+    keep(directory, "12_hello", run(workload="y" * 1000, **other))
     return directory
 
 
