@@ -9,7 +9,7 @@ from typing import Any
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.schema import Communication, Memory, Phases, Written, part
 from ptdbench.report import recorded_phases, why
-from ptdbench.report.text import difference, drawn, wrap
+from ptdbench.report.text import MISSING, difference, drawn, wrap
 from ptdbench.units import three_digits
 
 _MEANT = (
@@ -89,12 +89,12 @@ def _table(heading: str, rows: Mapping[str, tuple[Written, int]], width: int) ->
     amounts = {title: _of_rank(record, rank) for title, (record, rank) in rows.items()}
     kinds = [kind for kind in KINDS if any(of_rank[kind] for of_rank in amounts.values())]
     of_runs = heading == "run"
-    headings, shown = [heading, "peak", *kinds, *(["rank"] if of_runs else []), "in"], []
+    headings, shown = [heading, "peak", *kinds, *["rank"] * of_runs, "in"], []
     digits = _digits(min(sum(of_rank.values()) for of_rank in amounts.values()))
     for title, (record, rank) in rows.items():
         sizes = (sum(amounts[title].values()), *(amounts[title][kind] for kind in kinds))
         cells = [f"{size / 2**20:,.{digits}f}" for size in sizes]
-        shown.append([title, *cells, *([str(rank)] if of_runs else []), record["memory"]["moments"][rank]])
+        shown.append([title, *cells, *[str(rank)] * of_runs, record["memory"]["moments"][rank]])
     which = "; rank: the one that takes the most" if of_runs else ""
     return [drawn(headings, shown, width, words=["in"], folding=heading), wrap(_MEANT + which, width)]
 
@@ -164,23 +164,19 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
     """Return a table of steps and their phases, and what its columns mean; rows are seconds of the step and of each."""
     shortest = 1e3 * min(seconds for seconds, *_ in rows.values())
     decimals = next((number for number, least in enumerate((1e3, 10.0, 1.0)) if shortest >= least), 3)
-    columns = ["step", *_HEADINGS]
     cells = [[f"{1e3 * seconds:,.{decimals}f}" for seconds in row] for row in rows.values()]
-    shows = [name not in _RARE or any(row[place].strip("-0.") for row in cells) for place, name in enumerate(columns)]
-    kept = [place for place, is_shown in enumerate(shows) if is_shown]
-    headings = [heading, *(columns[place] for place in kept)]
-    shown = [[title, *(row[place] for place in kept)] for title, row in zip(rows, cells, strict=True)]
-    meant = [f"{name}: {text}" for name, text in _RARE.items() if columns.index(name) in kept]
-    return [drawn(headings, shown, width, folding=heading), wrap("; ".join([unit, *meant]), width)]
+    columns = dict(zip(("step", *_HEADINGS), zip(*cells, strict=True), strict=True))
+    kept = {name: texts for name, texts in columns.items() if name not in _RARE or any(t.strip("-0.") for t in texts)}
+    shown = list(zip(rows, *kept.values(), strict=True))
+    meant = [f"{name}: {text}" for name, text in _RARE.items() if name in kept]
+    return [drawn([heading, *kept], shown, width, folding=heading), wrap("; ".join([unit, *meant]), width)]
 
 
 def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
     """Yield how many steps were profiled, and how much slower these were."""
     found = [part(record, Phases) for record in records]
-    slower = [
-        one.profiled_step_seconds / one.step_seconds for one in found if one.profiled_step_seconds and one.step_seconds
-    ]
-    if slower:
+    seconds = [(one.profiled_step_seconds, one.step_seconds) for one in found]
+    if slower := [profiled / timed for profiled, timed in seconds if profiled and timed]:
         steps, times = _range([one.steps or 0 for one in found], "d"), _range(slower, ".2f")
         yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and rescaled to them", width)
 
@@ -208,30 +204,24 @@ _BESIDE = {
 }
 
 
-def _figure(known: float | None) -> str:
-    return "-" if known is None else three_digits(known)
-
-
-def _range_of(sent: Communication) -> dict[str, str]:
-    """``1.57-2.36`` by formula, where that is known no better."""
-    ends = [three_digits(size / 1e6) for size in sent.formula_range or []]
-    return {"by formula": "-".join(ends)} if ends else {}
+def _figures(sent: Communication) -> dict[str, str]:
+    """The figures as text, by formula ``1.57-2.36`` where that is known no better."""
+    known = {heading: figure(sent) for heading, figure in _FIGURES.items()}
+    texts = {heading: MISSING if one is None else three_digits(one) for heading, one in known.items()}
+    ends = "-".join(three_digits(size / 1e6) for size in sent.formula_range or [])
+    return texts | ({"by formula": ends} if ends else {})
 
 
 def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
     """Yield the table of what each run sends in a step."""
     rows = [
-        (
-            called,
-            why.spoken(name),
-            {heading: _figure(figure(sent)) for heading, figure in _FIGURES.items()} | _range_of(sent),
-        )
+        (called, why.spoken(name), _figures(sent))
         for called, record in records.items()
         for name, sent in recorded_phases.step(record).operations.items()
     ]
     if not rows:
         return
-    beside = [heading for heading in _BESIDE if any(figures[heading] != "-" for *_, figures in rows)]
+    beside = [heading for heading in _BESIDE if any(figures[heading] != MISSING for *_, figures in rows)]
     headings = [heading for heading in _FIGURES if heading not in _BESIDE or heading in beside]
     shown = [[called, name, *(figures[heading] for heading in headings)] for called, name, figures in rows]
     meant = ["a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms"]

@@ -81,12 +81,6 @@ def figure_text(value: float | None, form: str = "", unit: str = "") -> str:
     return MISSING if value is None else f"{value:{form}}{unit}"
 
 
-def statuses(runs: Sequence[Written]) -> str:
-    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` of runs that are not measured."""
-    counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in runs)
-    return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
-
-
 def _rate(row: Row) -> str:
     """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
     rate = row.place.rate or row.metrics.tokens_per_second or row.metrics.samples_per_second
@@ -115,12 +109,10 @@ def _rank(row: Row) -> str:
     return "-".join(map(str, dict.fromkeys(row.place.rank))) if row.place.rank else MISSING
 
 
-def _label(row: Row) -> str:
-    return row.label
-
-
 def _statuses(row: Row) -> str:
-    return statuses(row.runs)
+    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` of runs that are not measured."""
+    counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in row.runs)
+    return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
 
 
 def _size(name: str) -> Callable[[Row], str]:
@@ -129,18 +121,6 @@ def _size(name: str) -> Callable[[Row], str]:
 
 def _percent(name: str) -> Callable[[Row], str]:
     return lambda row: figure_text((share := getattr(row.metrics, name)) and 100 * share, ".1f", "%")
-
-
-def _metric(name: str) -> Callable[[Row], Any]:
-    return attrgetter(f"metrics.{name}")
-
-
-def _field(name: str) -> Callable[[Row], Any]:
-    return lambda row: row.run.get(name)
-
-
-def _count(name: str) -> Callable[[Row], str]:
-    return lambda row: figure_text(row.run.get(name))
 
 
 def _joules(row: Row) -> float | None:
@@ -152,9 +132,9 @@ def _joules(row: Row) -> float | None:
 
 def _last_evaluation(row: Row) -> tuple[str, float | None]:
     """Return accuracy, bits per byte of text or loss of the last evaluation, and which of them it is."""
-    last: Mapping[str, Any] = next(reversed(row.run.get("evaluations") or [{}]))
-    found = ((name, last.get(name)) for name in ("top1", "bits_per_byte", "loss"))
-    return next(((name, figure) for name, figure in found if figure is not None), ("loss", None))
+    last: Mapping[str, Any] = (row.run.get("evaluations") or [{}])[-1]
+    name = next((name for name in ("top1", "bits_per_byte") if last.get(name) is not None), "loss")
+    return name, last.get(name)
 
 
 def evaluation(row: Row) -> str:
@@ -170,28 +150,30 @@ COLUMNS = (
     Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, form="range", kept=True),
     Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING, value=None,
            form="count"),
-    Column("parallel", name="configuration", cell=_label, value=_label, field="label", words=True, kept=True,
-           least=0),
-    Column("ranks", name="ranks", cell=_count("world_size"), value=_field("world_size"), moved="{} ranks"),
+    Column("parallel", name="configuration", cell=attrgetter("label"), value=attrgetter("label"), field="label",
+           words=True, kept=True, least=0),
+    Column("ranks", name="ranks", cell=lambda row: figure_text(row.run.get("world_size")),
+           value=lambda row: row.run.get("world_size"), moved="{} ranks"),
     Column("nodes", name="nodes", value=lambda row: len(row.run.get("nodes") or []) or None),
-    Column("batch", name="batch", cell=_count("global_batch"), value=_field("global_batch"), moved="batch {}"),
+    Column("batch", name="batch", cell=lambda row: figure_text(row.run.get("global_batch")),
+           value=lambda row: row.run.get("global_batch"), moved="batch {}"),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, form="throughput",
            field="rate", most=True),
     Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, form="ratio", most=True,
            spared=2, in_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, form="step",
            field="step", in_repeats=2),
-    Column("memory", name="memory_mib", cell=_size("peak_memory_bytes"), value=_metric("peak_memory_bytes"),
+    Column("memory", name="memory_mib", cell=_size("peak_memory_bytes"), value=attrgetter("metrics.peak_memory_bytes"),
            form="bytes", field="memory", spared=3),
     Column("reserved", name="reserved_mib", cell=_size("peak_reserved_bytes"),
-           value=_metric("peak_reserved_bytes"), form="bytes", field="reserved", spared=1),
-    Column("MFU", name="mfu", cell=_percent("mfu"), value=_metric("mfu"), form="percent", most=True),
-    Column("MFU causal", name="mfu_causal", value=_metric("mfu_causal"), form="percent", most=True),
+           value=attrgetter("metrics.peak_reserved_bytes"), form="bytes", field="reserved", spared=1),
+    Column("MFU", name="mfu", cell=_percent("mfu"), value=attrgetter("metrics.mfu"), form="percent", most=True),
+    Column("MFU causal", name="mfu_causal", value=attrgetter("metrics.mfu_causal"), form="percent", most=True),
     Column("% of GEMM", name="of_ceiling", cell=_percent("share_of_ceiling"),
-           value=_metric("share_of_ceiling"), form="percent", most=True, spared=0),
+           value=attrgetter("metrics.share_of_ceiling"), form="percent", most=True, spared=0),
     Column("J/sample", name="joules", value=_joules, form="digits"),
     Column("loss", name="loss", cell=lambda row: figure_text(row.run.get("final_loss"), ".3f"),
-           value=_field("final_loss"), form="fixed"),
+           value=lambda row: row.run.get("final_loss"), form="fixed"),
     Column("val", name="held_out", cell=evaluation, value=lambda row: _last_evaluation(row)[1], form="told",
            spared=4),
     Column("status", name="status", cell=_statuses, value=_statuses, words=True, kept=True),
@@ -199,7 +181,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-#: Runs that are explained below a table.
+#: Runs that are explained below a table; ``ptdbench explain`` tells of all.
 _EXPLAINED = 5
 
 
@@ -257,10 +239,7 @@ def _block(alternatives: Sequence[Alternative]) -> Block:
 
 
 def _why(found: Ranking, named: Sequence[str]) -> list[str]:
-    """Explain why the runs that come next are slower than the first one, where that order is known.
-
-    ``ptdbench explain`` tells of all of them.
-    """
+    """Explain why the runs that come next are slower than the first one, where that order is known."""
     ranked = {name: place for name, place in zip(named, found.places, strict=True) if place.rank}
     groups = why.in_order(ranked)
     doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]

@@ -18,8 +18,6 @@ from ptdbench.terminal import plain
 #: Columns in which the output of other workloads is shown.
 _WIDTH = 110
 
-_UNKNOWN = "what was typed is not on record"
-
 
 def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
     """Return the report of runs whose fields ``directory`` say where they are now."""
@@ -38,8 +36,9 @@ def _of_model(found: Block) -> Iterator[str]:
     yield _table(found.columns(), found.rows)
     if lines := [*found.remarks, *found.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    commands = [retyped(place.alternative.median_run) or _UNKNOWN for place in found.ranking.places]
-    yield _folded("commands", [f"# {name}\n{typed}" for name, typed in zip(found.names, commands, strict=True)])
+    typed = [retyped(place.alternative.median_run) for place in found.ranking.places]
+    commands = [one or "what was typed is not on record" for one in typed]
+    yield _folded("commands", [f"# {name}\n{one}" for name, one in zip(found.names, commands, strict=True)])
 
 
 def _table(columns: Mapping[str, Column], rows: Iterable[Mapping[str, str]]) -> str:
@@ -56,10 +55,8 @@ def _of_workload(run: Run) -> Iterator[str]:
 
 
 def _environment(values: Mapping[str, Any]) -> str:
-    known = {name: value for name, value in values.items() if value is not None}
-    return "\n".join(
-        f"{name}: {value if isinstance(value, str) else json.dumps(value)}" for name, value in known.items()
-    )
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    return "\n".join(f"{name}: {text}" for name, text in texts.items() if values[name] is not None)
 
 
 def _folded(title: str, texts: Sequence[str]) -> str:

@@ -145,8 +145,7 @@ def _python_that_is_read(run: Written) -> str | None:
 
 
 def _range_text(losses: Sequence[float]) -> str:
-    ends = dict.fromkeys(f"{loss:.6g}" for loss in (min(losses), max(losses)))
-    return " to ".join(ends)
+    return " to ".join(dict.fromkeys(f"{loss:.6g}" for loss in (min(losses), max(losses))))
 
 
 #: From this share of a run's time on, waiting for data is mentioned.
@@ -154,10 +153,6 @@ _WAITED = 0.05
 
 #: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
 _HELD_BACK = 0.01
-
-
-#: A run and its name.
-_Named = tuple[str, Written]
 
 
 def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
@@ -196,7 +191,7 @@ def _each_once(records: Iterable[Written], kind: type[Metrics | Remarks], field:
     return [text for text in dict.fromkeys(getattr(part(record, kind), field) for record in records) if text]
 
 
-def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
+def _ceiling_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
     """Runs, by their names, that passed their ceiling, and ceilings that may be too low."""
     loaded: dict[str, None] = {}
     for label, record in records:
@@ -212,20 +207,19 @@ def _ceiling_remarks(records: Sequence[_Named]) -> Iterator[str]:
         yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
 
 
-def _data_remarks(records: Sequence[_Named]) -> Iterator[str]:
+def _data_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
     """Runs, by their names, whose steps waited for their data."""
     for label, record in records:
         if (share := part(record, Metrics).data_wait_share) and share >= _WAITED:
             yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
 
 
-def _clock_remarks(records: Sequence[_Named]) -> Iterator[str]:
+def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
     """Runs, by their names, whose GPUs were held back, and the GPU that was the most."""
     for label, record in records:
         clocks = part(record, Hardware).clocks or []
-        held = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
-        held = [one for one in held if one[0] > _HELD_BACK]
-        if held:
+        causes = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
+        if held := [one for one in causes if one[0] > _HELD_BACK]:
             share, cause, rank = max(held)
             more = len({one[2] for one in held}) - 1
             others = f", and {plural(more, 'other')} by less" if more else ""

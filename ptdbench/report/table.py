@@ -6,7 +6,7 @@ import json
 import os
 import pkgutil
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
@@ -17,6 +17,7 @@ from msgspec.structs import astuple
 
 from ptdbench.comparison import alternatives
 from ptdbench.profiling import perfetto
+from ptdbench.profiling.phases import KINDS
 from ptdbench.records.record import option
 from ptdbench.records.schema import Layout, Memory, Plan, Virtual, Written, part
 from ptdbench.records.store import RECORD, RESULTS
@@ -49,23 +50,21 @@ def render(records: Sequence[Written], width: int = 100, typed: Collection[str] 
 SEARCHED = "optimization_results.yaml"
 
 
-def closing_lines(directory: Path, records: Iterable[Written] = ()) -> str:
+def closing_lines(directory: Path, records: Sequence[Written] = ()) -> str:
     """Return where the records of a run or a sweep are, and how to look at phases and curves and to send them."""
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
-    records = list(records)
     if any(recorded_phases.missing(record) is None for record in records):
         lines.append(f"phases       {command('explain')} {shown}")
     elif any(map(virtual.has_figures, records)):
         lines.append(f"memory       {command('explain')} {shown}")
     if is_sweep:
         lines.append(f"report       {command('report')} {shown}")
-    for name in (perfetto.NAME, perfetto.MEMORY):
+    for title, name in (("trace", perfetto.NAME), ("memory", perfetto.MEMORY)):
         if traces := [path for where in (name, f"*/{name}") for path in directory.glob(where)]:
             folder = f"{shown}/*" if is_sweep else shown
             size = size_text(sum(path.stat().st_size for path in traces))
-            title = "trace" if name == perfetto.NAME else "memory"
             lines.append(f"{title:12} {folder}/{name} ({size}), for https://ui.perfetto.dev")
     if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
@@ -122,25 +121,14 @@ def _of_model(found: Block, width: int) -> str:
     shown = [one.in_table(name, repeats, name in alike) for name, one in columns.items()]
     lines, gone = text.table(shown, found.rows, width)
     moved = [columns[name].moved.format(found.rows[0][name]) for name in gone if name in alike]
-    spared = [
-        one.heading for one in sorted(shown, key=lambda one: one.spared or 0) if one.heading in {*gone} - {*alike}
-    ]
+    by_place = sorted(shown, key=lambda one: one.spared or 0)
+    spared = [one.heading for one in by_place if one.heading in gone and one.heading not in alike]
     remarks = [*text.left_out(spared, width), *found.remarks, *found.why]
     return "\n".join([found.title(moved), *lines, *(wrap(line, width) for line in remarks)])
 
 
 #: The columns of a plan that are left out where there is no room, the first one first.
 _SPARED = ("of GPU", "other", "outside", "gradients", "rank", "allocated", "optimizer", "weights")
-
-#: The kinds of memory of a step by their columns.
-_KINDS = {
-    "weights": "weights",
-    "gradients": "gradients",
-    "optimizer": "optimizer",
-    "activations": "activations",
-    "gathered": "communication",
-    "other": "other",
-}
 
 
 def of_plans(records: Sequence[Written], width: int) -> str:
@@ -164,25 +152,22 @@ def _plan_row(name: str, record: Written) -> dict[str, str]:
     place = imitated.ranks.index(plan.rank) if plan.rank is not None and imitated.ranks else None
     state = max(plan.state or [], key=lambda one: sum(astuple(one)), default=None)
 
-    def of_kind(column: str) -> int | None:
-        if place is not None and _KINDS[column] in kinds:
-            return kinds[_KINDS[column]][place]
-        return getattr(state, column, None)
+    def of_kind(kind: str) -> int | None:
+        return kinds[kind][place] if place is not None and kind in kinds else getattr(state, kind, None)
 
     room, needed, largest = plan.room_bytes, plan.needed_bytes, plan.largest_micro_batch
-    fits = {True: "yes", False: "no", None: "?"}[plan.fits] if record.get("plan") else "failed"
     return {
         "layout": name,
         "ranks": str(record.get("world_size") or MISSING),
         "mb": str(layout.micro_batch or MISSING),
         "rank": MISSING if place is None else str(plan.rank),
-        **{column: _gib(of_kind(column)) for column in _KINDS},
+        **{{"communication": "gathered"}.get(kind, kind): _gib(of_kind(kind)) for kind in KINDS},
         "allocated": _gib(plan.allocated_bytes),
         "reserved": _gib(plan.reserved_bytes),
         "outside": _gib(sum(plan.outside.values()) if plan.outside else None),
         "of GPU": _gib(plan.capacity_bytes),
         "left": _gib(None if room is None or needed is None else room - needed),
-        "fits": fits,
+        "fits": {True: "yes", False: "no", None: "?"}[plan.fits] if record.get("plan") else "failed",
         "max mb": MISSING if largest is None else str(largest or "none"),
     }
 

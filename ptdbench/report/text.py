@@ -79,7 +79,8 @@ def table(
     if width is not None:
         shrinking = [place for place, column in enumerate(columns) if column.least is not None]
         for place in shrinking:
-            widths[place] = min(natural[place], columns[place].least or _longest_word(texts[place]))
+            longest_word = max(cell_len(word) for text in texts[place] for word in text.split() or [""])
+            widths[place] = min(natural[place], columns[place].least or longest_word)
         for _, place in order:
             if _total(widths) > width:
                 del widths[place]
@@ -91,22 +92,18 @@ def table(
     return _lines(shown, _total(widths), folds), gone
 
 
-def _longest_word(texts: Sequence[str]) -> int:
-    return max(cell_len(word) for text in texts for word in text.split() or [""])
-
-
 def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds: bool) -> list[str]:
     """Headings, a rule and the rows; of each column the cells, the width, and whether it has words."""
     found = []
     for number, row in enumerate(zip(*(texts for texts, _, _ in columns), strict=True)):
-        cells = [
-            _folded(cell, size) if folds else [cropped(cell, size)]
-            for cell, (_, size, _) in zip(row, columns, strict=True)
-        ]
+        fit = _folded if folds else lambda cell, size: [cropped(cell, size)]
+        cells = [fit(cell, size) for cell, (_, size, _) in zip(row, columns, strict=True)]
         if number == 0:  # headings stand on the rule
             cells = [[""] * (max(map(len, cells)) - len(parts)) + parts for parts in cells]
         for parts in zip_longest(*cells, fillvalue=""):
-            padded = (_padded(part, size, words) for part, (_, size, words) in zip(parts, columns, strict=True))
+            spaces = [" " * (size - cell_len(part)) for part, (_, size, _) in zip(parts, columns, strict=True)]
+            shown = zip(parts, spaces, columns, strict=True)
+            padded = (part + space if words else space + part for part, space, (_, _, words) in shown)
             found.append((" " * _GAP).join(padded).rstrip())
         if number == 0:
             found.append(("─" if folds else "-") * total)
@@ -132,11 +129,6 @@ def left_out(headings: Sequence[str], width: int | None) -> list[str]:
 
 def _folded(cell: str, size: int) -> list[str]:
     return [cell] if cell_len(cell) <= size else textwrap.wrap(cell, size, break_on_hyphens=False)
-
-
-def _padded(part: str, size: int, is_words: bool) -> str:
-    padding = " " * (size - cell_len(part))
-    return part + padding if is_words else padding + part
 
 
 def _total(widths: Mapping[int, int]) -> int:
@@ -180,7 +172,6 @@ def difference(
     named = [name for name in ordered if abs(parts[name]) >= _NAMED * abs(total)][:_MOST_NAMED]
     rest = round(total, decimals) - sum(round(parts[name], decimals) for name in named)
     shown = [(name, parts[name]) for name in named] + [("rest", rest)] * bool(round(rest, decimals))
-    said = [
-        f"{name} {value:+,.{decimals}f}" + (f" ({notes[name]})" if notes.get(name) else "") for name, value in shown
-    ]
+    noted = {name: f" ({note})" for name, note in notes.items() if note}
+    said = [f"{name} {value:+,.{decimals}f}{noted.get(name, '')}" for name, value in shown]
     return f"{called} {total:+,.{decimals}f} {unit} vs {reference}: {', '.join(said)}"

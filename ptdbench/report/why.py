@@ -133,10 +133,7 @@ def doubt(record: Written, called: str) -> Iterator[str]:
 def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
     """Of those that did the same work together the first one, and what is known to be slower, by their typical runs.
 
-    What has no phases is left out.
-
-    Args:
-        named: Alternatives of one model in the order of their table, by what they are called.
+    What has no phases is left out. They are alternatives of one model in the order of their table, by their names.
     """
     typical = {called: place.alternative.median_run for called, place in named.items()}
     phased = {called: run for called, run in typical.items() if not recorded_phases.missing(run)}
@@ -156,9 +153,7 @@ def against_first(groups: Sequence[Mapping[str, Written]]) -> list[str]:
     for group in groups:
         (reference, first), *others = group.items()
         slower = [(called, run) for called, run in others if (1 - _NOISE) * _takes(run) >= _takes(first)]
-        lines += [_explained(run, first, called, reference) for called, run in slower]
-        if not slower:
-            lines.append(shares(first, reference))
+        lines += [_explained(run, first, called, reference) for called, run in slower] or [shares(first, reference)]
     return lines
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from ptdbench.report.text import drawn, wrap
+from ptdbench.report.text import MISSING, drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
 
@@ -114,8 +114,6 @@ def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}){beside}, {of_peak}"
 
 
-_MISSING = "-"
-
 #: Rows that a person still reads; of more, only some sizes are shown.
 _ROWS = 60
 
@@ -159,7 +157,7 @@ def collectives_tables(collectives: Mapping[str, Any], width: int) -> str:
 
 
 def _rate(bytes_per_second: float | None) -> str:
-    return _MISSING if bytes_per_second is None else three_digits(bytes_per_second / 1e9)
+    return MISSING if bytes_per_second is None else three_digits(bytes_per_second / 1e9)
 
 
 def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: float, ranks: int, width: int) -> str:
@@ -168,7 +166,7 @@ def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: fl
     rows = []
     for source in range(ranks):
         cells = [figures.get((source, target)) for target in range(ranks)]
-        rows.append([numbers[source], *(_MISSING if cell is None else three_digits(cell * scale) for cell in cells)])
+        rows.append([numbers[source], *(MISSING if cell is None else three_digits(cell * scale) for cell in cells)])
     return f"{title}\n{drawn(['rank', *numbers], rows, width, words=['rank'])}"
 
 
@@ -218,7 +216,7 @@ def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
             if number % every and row is not of_series[-1]:
                 continue
             times = (time_text(row["seconds"][which]) for which in ("median", "p5", "p95"))
-            size = size_text(row["bytes"]) if row["bytes"] else _MISSING
+            size = size_text(row["bytes"]) if row["bytes"] else MISSING
             shown.append(["" if number else name, size, *times, _rate(row["algbw"]), _rate(row["busbw"])])
     thinned = f"\n{len(results)} figures, not all of them shown: the record has the rest" if every > 1 else ""
     return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"

@@ -23,9 +23,6 @@ from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
 
-#: A row of the page: an alternative with figures of its runs, in the units of records.
-Cells = dict[str, Any]
-
 #: Columns in which the output of other workloads is shown.
 _WIDTH = 120
 
@@ -95,23 +92,21 @@ def _model(
     }
 
 
-def _row(row: columns.Row, environments: Environments) -> Cells:
-    """The figures of all columns, and what else is drawn."""
+def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
+    """The figures of all columns, and what else is drawn, in the units of records."""
     place, record = row.place, row.run
-    against, known = place.against_best, place.rate is not None and place.margin is not None
+    against, rate, margin = place.against_best, place.rate, place.margin
     return {
         **{one.field or one.name: one.value(row) for one in columns.COLUMNS if one.value},
         "parallel": record.get("parallel"),
-        "low": place.rate / (1 + place.margin) if known else None,  # type: ignore[operator]
-        "high": place.rate * (1 + place.margin) if known else None,  # type: ignore[operator]
+        "low": None if rate is None or margin is None else rate / (1 + margin),
+        "high": None if rate is None or margin is None else rate * (1 + margin),
         "ratio_low": against and against.low,
         "ratio_high": against and against.high,
         "step_p5": row.step.p5,
         "step_p95": row.step.p95,
         "held_out_text": columns.evaluation(row),
-        "phases": None
-        if recorded_phases.missing(record)
-        else [recorded_phases.step(record).phases[phase] for phase in PHASES],
+        "phases": None if recorded_phases.missing(record) else [*recorded_phases.step(record).phases.values()],
         "kinds": (kinds := breakdown.memory_of_largest_rank(record)) and list(kinds.values()),
         "command": retyped(record),
         "runs": [_run(run, environments) for run in row.runs],
