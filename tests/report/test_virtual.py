@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ptdbench.report import virtual
 from ptdbench.report.remarks import reason
-from ptdbench.report.table import render
+from ptdbench.report.table import of_plans, render
 from tests.report.made import run
 
 GIB = 2**30
@@ -70,3 +70,37 @@ def test_a_rank_that_fails_may_have_decided_by_values():
     )
     refused = {**error, "rank": -1, "type": "ConfigError", "message": "precision=fp8: no"}
     assert reason({**failed, "kind": "virtual", "error": refused}) == "failed: ConfigError: precision=fp8: no"
+
+
+def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
+    found = {
+        "fits": True, "rank": 131, "stands_for": [128, 128], "largest_micro_batch": 8, "allocated_bytes": 4 * GIB,
+        "reserved_bytes": 5 * GIB, "outside": {"CUDA": GIB // 2, "NCCL": GIB // 2}, "needed_bytes": 6 * GIB,
+        "room_bytes": 9 * GIB, "capacity_bytes": 10 * GIB, "capacity_of": "an H200",
+    }  # fmt: skip
+    memory = {"ranks": {"weights": [GIB, 2 * GIB], "communication": [0, GIB]}}
+    planned = {
+        **RUN,
+        "kind": "planned",
+        "model": "gpt",
+        "parallel": "fsdp",
+        "memory": memory,
+        "plan": found,
+        "directory": "a/0",
+    }
+    state = {"weights": 3 * GIB, "gradients": GIB, "optimizer": 6 * GIB}
+    unknown = {
+        **planned,
+        "virtual": None,
+        "parallel": "ddp",
+        "plan": {"state": [state], "reason": "no GPU"},
+        "directory": "a/1",
+    }
+    title, headings, _, fsdp, ddp, *told = of_plans([planned, unknown], 300).splitlines()
+    assert title == "gpt · planned, GiB of the rank that needs most"
+    assert headings.split("  ")[-1] == "max mb"
+    assert fsdp.split() == "fsdp 256 131 2.00 - - 1.00 4.00 5.00 1.00 10.0 3.00 yes 8".split()
+    assert ddp.split() == "ddp 256 - 3.00 1.00 6.00 - - - - - - ? -".split()
+    assert told[0] == "ddp: only the training state is known: no GPU"
+    assert told[1].startswith("left: of 9.0 GiB of 10.0 GiB (an H200), after what torch reserves")
+    assert told[2].endswith("carried out: 0 for 128, 131 for 128 of 256 ranks")
