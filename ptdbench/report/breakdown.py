@@ -148,11 +148,7 @@ def of_ranks(record: Written, called: str, width: int) -> str:
 
 
 def _blocks(
-    times: Sequence[str],
-    records: Mapping[str, Written],
-    memory: Sequence[str],
-    remarks: Iterable[str],
-    width: int,
+    times: Sequence[str], records: Mapping[str, Written], memory: Sequence[str], remarks: Iterable[str], width: int
 ) -> str:
     """The table of times, that of the runs' operations, that of memory, and remarks."""
     taken = [*times, *_profiled(records.values(), width)]
@@ -198,10 +194,7 @@ _FIGURES: dict[str, Callable[[Communication], float | None]] = {
 }
 
 #: Those that have a column only where any run has them, and what they mean.
-_BESIDE = {
-    "by formula": "MB that the layout should send",
-    "by fit": "ms by the line of workload=collectives",
-}
+_BESIDE = {"by formula": "MB that the layout should send", "by fit": "ms by the line of workload=collectives"}
 
 
 def _figures(sent: Communication) -> dict[str, str]:

@@ -118,10 +118,6 @@ def test_each_environment_has_one_number_whatever_the_order_of_its_fields():
     assert [found.number(run) for run in [*runs, {}]] == [0, 1, None, None]
 
 
-def test_an_environment_alone_is_its_machine_and_versions():
-    assert of(ONE).titles() == ["n1, a CPU, torch 2.11.0, ptdbench 1.0"]
-
-
 @pytest.mark.parametrize(
     ("other", "ends"),
     [
@@ -131,5 +127,6 @@ def test_an_environment_alone_is_its_machine_and_versions():
         ({"torch": "2.12.0"}, ("2.11.0, ptdbench 1.0", "2.12.0, ptdbench 1.0")),  # what is said already
     ],
 )
-def test_of_several_environments_it_is_said_what_differs(other, ends):
+def test_an_environment_is_its_machine_and_versions_and_what_differs_from_others(other, ends):
+    assert of(ONE).titles() == ["n1, a CPU, torch 2.11.0, ptdbench 1.0"]
     assert of(ONE, ONE | other).titles() == [f"n1, a CPU, torch {end}" for end in ends]

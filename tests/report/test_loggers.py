@@ -156,9 +156,6 @@ class TestRefused:
         rule = "logs the curves of training, and workload=hello does not train; omit it"
         assert self.problem("logger=wandb", "workload=hello") == f"logger=wandb: {rule}"
 
-    def test_a_mode_that_does_not_exist(self):
-        assert "logger.mode=of: must be online, offline or null" in self.problem("logger=wandb", "logger.mode=of")
-
     @staticmethod
     def problem(*overrides: str) -> str:
         with pytest.raises(ConfigError) as found:

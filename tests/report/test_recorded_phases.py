@@ -6,7 +6,7 @@ import pytest
 
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records.schema import Phases, part
-from ptdbench.report.recorded_phases import groups, missing, of_rank, other_work, shown_ranks, step
+from ptdbench.report.recorded_phases import groups, missing, of_rank, other_work, step
 from tests.report.made import DDP, FSDP, PDP, failed, phased, run
 
 
@@ -93,13 +93,3 @@ def test_runs_of_other_work_are_not_compared(changes, difference):
 def test_runs_of_the_same_work_are_a_group():
     runs = {"a": DDP, "b": DDP | {"global_batch": 32}, "c": FSDP}
     assert [list(group) for group in groups(runs)] == [["a", "c"], ["b"]]
-
-
-def test_every_rank_of_a_few_is_shown_and_two_of_many():
-    assert shown_ranks(part(DDP, Phases)) == {"rank 0": 0, "rank 1": 1}
-    stages = PDP["phases"] | {"stages": [[0, 3], [1, 2]]}
-    assert list(shown_ranks(part({"phases": stages}, Phases))) == ["rank 0 (stages 0, 3)", "rank 1 (stages 1, 2)"]
-    times = [50.0] * 17
-    times[3], times[11] = 60, 40
-    many = phased("ddp", 100, {"forward": times, "backward": [20] * 17})
-    assert shown_ranks(part(many, Phases)) == {"slowest: rank 3": 3, "fastest: rank 11": 11}

@@ -140,17 +140,6 @@ class TestRepeats:
         assert first[5:7] == ["1,000 ±1.4%", "1.00x"]
         assert re.fullmatch(r"0\.80x \(0\.\d\d-0\.\d\d\)", second[6])
 
-    def test_the_rest_of_a_row_is_of_the_median_run(self):
-        runs = [{**one, "final_loss": loss} for one, loss in zip(self.DDP, (1.0, 2.0, 3.0), strict=True)]
-        (row,) = cells(render(runs, 200))
-        assert row[-2] == "1.000"  # that of 1000 tokens/s
-
-    def test_a_single_alternative_has_no_order_and_nothing_to_be_compared_with(self):
-        text = render(self.DDP, 200)
-        assert [row[:2] for row in cells(text)] == [["1", "3"]]
-        assert "vs best" not in text
-        assert "confidence" not in text
-
     def test_failed_runs_are_counted_and_the_reason_of_one_stands_below(self):
         broken = {**self.DDP[2], "status": "oom", "metrics": None}
         broken["error"] = failed("ddp", "CUDA out of memory")["error"]
@@ -272,54 +261,52 @@ def test_the_share_of_the_ceiling_is_a_column_where_any_run_has_one():
 REMEASURED = "ceiling re-measured: was 30.1 GFLOP/s, taken beside other load"
 
 
-@pytest.mark.parametrize(
-    ("metrics", "remark", "said"),
-    [
-        ({"share_of_ceiling": 1.12}, REMEASURED, [f"ddp: {REMEASURED}"]),
-        ({"share_of_ceiling": 1.12}, None,
-         ["ddp: ceiling passed: was 30.1 GFLOP/s; it is re-measured after a run that finishes"]),
-        ({"share_of_ceiling": 0.5, "ceiling_beside_load": True}, None,
-         ["ceiling of 30.1 GFLOP/s: taken beside other load, and perhaps too low"]),
-        ({"share_of_ceiling": 0.5}, None, []),
-        ({"share_of_ceiling": 2.0, "ceiling_flops_per_second": None, "ceiling_beside_load": True}, None, []),
-    ],
-)  # fmt: skip
-def test_a_ceiling_that_was_passed_or_may_be_too_low_is_named(metrics, remark, said):
-    known = run()["metrics"] | {"ceiling_flops_per_second": 30.1e9, "ceiling_beside_load": False} | metrics
-    lines = render([run(metrics=known, remarks={"ceiling": remark})], 120).splitlines()
-    assert [line for line in lines if "ceiling" in line] == said
+def of(**metrics):
+    """Fields of a run with these metrics."""
+    return {"metrics": run()["metrics"] | {"ceiling_flops_per_second": 30.1e9} | metrics}
 
 
-@pytest.mark.parametrize(
-    ("share", "said"),
-    [
-        *((share, []) for share in (None, 0.0, 0.049)),
-        (0.125, ["fsdp: 12% of the steps' time was spent waiting for data"]),
-    ],
-)
-def test_a_run_whose_steps_waited_for_data_is_named(share, said):
-    waited = run("fsdp", metrics=run()["metrics"] | {"data_wait_share": share})
-    assert [line for line in render([run(), waited]).splitlines() if "data" in line] == said
+def held_back(*ranks):
+    """Fields of a run whose GPUs were held back for shares of its time, by what causes."""
+    clocks = [to_builtins(Clocks(rank, 1410, 1200, 1410, [], causes)) for rank, causes in enumerate(ranks)]
+    return {"hardware": {"clocks": clocks}}
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({}, []),
+        # of the same training
         ({"final_loss": 2.7}, ["last loss differs from ddp, relative: fsdp 0.038"]),
         ({"final_loss": 2.6001}, []),
         ({"final_loss": None}, []),
         ({"final_loss": 2.7, "steps": 59}, []),
         ({"final_loss": 2.7, "config": {"seed": 1, "parallel": {"name": "fsdp"}}}, []),
-        ({"final_loss": 2.7, "status": "diverged"}, []),
+        ({"final_loss": 2.7, "status": "diverged"}, ["fsdp: diverged: no reason on record"]),
+        (of(share_of_ceiling=1.12) | {"remarks": {"ceiling": REMEASURED}}, [f"fsdp: {REMEASURED}"]),
+        (of(share_of_ceiling=1.12),
+         ["fsdp: ceiling passed: was 30.1 GFLOP/s; it is re-measured after a run that finishes"]),
+        (of(share_of_ceiling=0.5, ceiling_beside_load=True),
+         ["ceiling of 30.1 GFLOP/s: taken beside other load, and perhaps too low"]),
+        (of(share_of_ceiling=0.5, ceiling_beside_load=False), []),
+        (of(share_of_ceiling=2.0, ceiling_flops_per_second=None, ceiling_beside_load=True), []),
+        *((of(data_wait_share=share), []) for share in (None, 0.0, 0.049)),
+        (of(data_wait_share=0.125), ["fsdp: 12% of the steps' time was spent waiting for data"]),
+        ({"hardware": None}, []),
+        (held_back(None, {"power limit": 0.01}), []),
+        (held_back({}, {"power limit": 0.12, "sync boost": 0.0}),
+         ["fsdp: rank 1's GPU was held back for 12% of the time: power limit"]),
+        (held_back({"power limit": 0.12}, {"power limit": 0.02, "temperature limit": 0.3}, {"board limit": 0.02}),
+         ["fsdp: rank 1's GPU was held back for 30% of the time: temperature limit, and 2 others by less"]),
     ],
-)
-def test_layouts_of_the_same_training_whose_losses_differ_are_named(changes, said):
+)  # fmt: skip
+def test_what_else_is_to_be_known_of_a_run_is_said_below(changes, said):
     def trained(parallel, **changes):
         config = {"seed": 0, "parallel": {"name": parallel}}
         return run(parallel, **{"final_loss": 2.6, "steps": 60, "config": config} | changes)
 
-    lines = render([trained("ddp"), trained("fsdp", **changes)], 300).splitlines()
-    assert [line for line in lines if "last loss" in line] == said
+    lines = render([trained("ddp"), trained("fsdp", **changes)], 300).splitlines()[5:]
+    assert [line for line in lines if not line.startswith("one run each")] == said
 
 
 @pytest.fixture
@@ -354,23 +341,6 @@ class TestWhy:
         text = render([DDP, DDP | {"global_batch": 32, "config": {}}, FSDP], 300)
         assert "fsdp +44 ms vs ddp b16: " in text
         assert "\nddp b32: forward 32%" in text
-
-
-@pytest.mark.parametrize(
-    ("held", "said"),
-    [
-        ([], []),
-        ([None, {"power limit": 0.01}], []),
-        ([{}, {"power limit": 0.12, "sync boost": 0.0}],
-         ["rank 1's GPU was held back for 12% of the time: power limit"]),
-        ([{"power limit": 0.12}, {"power limit": 0.02, "temperature limit": 0.3}, {"board limit": 0.02}],
-         ["rank 1's GPU was held back for 30% of the time: temperature limit, and 2 others by less"]),
-    ],
-)  # fmt: skip
-def test_a_run_whose_gpus_were_held_back_is_named(held, said):
-    clocks = [to_builtins(Clocks(rank, 1410, 1200, 1410, [], of_rank)) for rank, of_rank in enumerate(held)]
-    lines = render([run(), run("fsdp", hardware={"clocks": clocks}), run("pdp", hardware=None)]).splitlines()
-    assert [line for line in lines if "held back" in line] == [f"fsdp: {text}" for text in said]
 
 
 def test_an_unsound_check_before_a_run_is_told_once():
