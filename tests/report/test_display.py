@@ -72,22 +72,15 @@ class TestLines:
 
     def test_steps(self, stream, wall):
         display = begun(stream, wall)
-        display.step(1, 55.0)  # what it takes, such as compiling, says nothing of the others
+        at_step(display, 1, 55.0)  # what it takes, such as compiling, says nothing of the others
         at_step(display, 11, 60.0)
         display.remark = "held-out 97.2 %"
         at_step(display, 31, 65.0, None)
         assert stream.getvalue().splitlines() == [
+            "gpt_tiny ddp  step 1/100  loss 2.5000",
             "gpt_tiny ddp  step 11/100  4,096 tokens/s  loss 2.5000  0:45 left",
             "gpt_tiny ddp  step 31/100  8,192 tokens/s  held-out 97.2 %  0:18 left",
         ]
-
-    def test_after_the_first_step_nothing_is_known_of_the_others_and_then_there_are_hours(self, stream, wall):
-        display = begun(stream, wall, total=3677)
-        at_step(display, 1, 51.0)
-        at_step(display, 2, 52.0)
-        first, second = stream.getvalue().splitlines()
-        assert first == "gpt_tiny ddp  step 1/3677  loss 2.5000"
-        assert second.endswith("  1:01:15 left")
 
     def test_when_a_line_is_due(self, stream, wall):
         display = begun(stream, wall)
@@ -180,20 +173,12 @@ class TestLines:
             at_step(display, 1, 60.0)
         assert terminal.text == "gpt_tiny ddp  step 1/100  loss 2.5000\n"
 
-    def test_a_run_of_a_sweep_says_which_it_is_and_how_much_is_left_of_all(self, stream, wall):
-        display = begun(stream, wall, Heading("gpt_tiny pdp gpipe b16", 2, 8, 25.0), total=11)
-        display.step(1, 60.0)
-        at_step(display, 6, 65.0, None)
-        line = "[2/8] gpt_tiny pdp gpipe b16  step 6/11  2,048 tokens/s  0:05 left  (sweep 0:30)\n"
-        assert stream.getvalue() == line
-        assert str(Heading("gpt_tiny ddp", 2)) == "[2] gpt_tiny ddp"
-
 
 class TestLiveLine:
     def test_a_phase(self, terminal, wall):
-        display = shown(terminal, wall)
+        display = shown(terminal, wall, Heading("gpt_tiny ddp", 2))
         display.phase("building")
-        assert display.line(80, 57.5) == Line("gpt_tiny ddp · building… 0:07", "", 0, None)
+        assert display.line(80, 57.5) == Line("[2] gpt_tiny ddp · building… 0:07", "", 0, None)
 
     @pytest.mark.parametrize(
         ("width", "right"),

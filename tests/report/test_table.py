@@ -1,7 +1,5 @@
 import io
 import re
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -11,11 +9,11 @@ from rich.console import Console
 from ptdbench.comparison import noise
 from ptdbench.comparison.variation import Noise, Spread
 from ptdbench.records.schema import Clocks
-from ptdbench.records.store import append_result, write_record
+from ptdbench.records.store import append_result
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import closing_lines, render
 from ptdbench.report.text import emphasized
-from ptdbench.terminal import plain
+from ptdbench.terminal import command, plain
 from tests.report.made import DDP, FSDP, failed, phased, repeated, run
 
 
@@ -213,40 +211,28 @@ def test_a_virtual_run_that_is_ok_does_not_stand_out_nor_does_a_rank():
     ]
 
 
-def test_phases_and_traces_are_announced(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    single = tmp_path / "sweep" / "0"
-    single.mkdir(parents=True)
-    assert "explain" not in closing_lines(tmp_path / "sweep", [run()])
-    lines = closing_lines(tmp_path / "sweep", [run(), DDP]).splitlines()
-    assert [line for line in lines if line.endswith(" explain sweep")]
-    (single / "trace.json.gz").write_bytes(bytes(2048))
-    assert "trace        sweep/0/trace.json.gz (2 KiB), for https://ui.perfetto.dev" in closing_lines(single)
-    append_result(tmp_path / "sweep", run())
-    assert "trace        sweep/*/trace.json.gz (2 KiB), for" in closing_lines(tmp_path / "sweep")
-
-
 def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sweep = tmp_path / "out puts"
-    single = sweep / "0"
+    sweep, single = tmp_path / "out puts", tmp_path / "out puts" / "0"
     single.mkdir(parents=True)
-    write_record(single, run())
-    assert "records      'out puts/0'/record.json" in closing_lines(single)
+    assert closing_lines(single, [run()]) == "records      'out puts/0'/record.json"
     (single / "events.out.tfevents.0").touch()
-    assert "HPARAMS" not in closing_lines(single)  # it would rank one run
-    (single / "events.out.tfevents.0").unlink()
+    (single / "trace.json.gz").write_bytes(bytes(2048))
+    assert closing_lines(single, [DDP]).splitlines() == [
+        "records      'out puts/0'/record.json",
+        f"phases       {command('explain')} 'out puts/0'",
+        "trace        'out puts/0'/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
+        "TensorBoard  tensorboard --logdir 'out puts/0'",
+    ]
     append_result(sweep, run())
-    assert "tensorboard" not in closing_lines(sweep)  # nothing is there for it to show
-    (single / "events.out.tfevents.1").touch()
-    records, report, board, remark = closing_lines(sweep).splitlines()
-    assert report.endswith(" report 'out puts'")
-    assert remark.strip() == "(its HPARAMS tab ranks the runs)"
-    path = records.removeprefix("records").strip()
-    if shutil.which("sh"):
-        listed = subprocess.run(["sh", "-c", f"cat {path}"], cwd=tmp_path, capture_output=True, check=True)
-        assert listed.stdout == (sweep / "results.jsonl").read_bytes()
-    assert "tensorboard --logdir 'out puts'" in board
+    assert closing_lines(sweep, [run(), DDP]).splitlines() == [
+        "records      'out puts'/results.jsonl",
+        f"phases       {command('explain')} 'out puts'",
+        f"report       {command('report')} 'out puts'",
+        "trace        'out puts'/*/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
+        "TensorBoard  tensorboard --logdir 'out puts'",
+        "             (its HPARAMS tab ranks the runs)",
+    ]
 
 
 def test_the_share_of_the_ceiling_is_a_column_where_any_run_has_one():
