@@ -308,10 +308,9 @@ class Log:
             path.write_text(json.dumps({self._service.package: name}))
 
     def _try(self, step: Callable[[], None]) -> None:
-        if self._failure:
-            return
         try:
-            step()
+            if not self._failure:
+                step()
         except Exception as error:  # the service's own, and a stranger's
             self._failure = error
             if not self._is_patient:

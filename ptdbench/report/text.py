@@ -66,11 +66,8 @@ def table(
 ) -> tuple[list[str], list[str]]:
     """Return the lines of a table, and the headings of the columns for which there was no room.
 
-    Args:
-        columns: Its columns, of different headings.
-        rows: Its rows.
-        width: Characters of a line, of which figures may need more; ``None``: any number.
-        folds: Whether a cell that is wider than its column is folded, and not cut.
+    A line has ``width`` characters at most, of which figures may need more; ``None``: any number. A cell that is wider
+    than its column is folded, or cut where it ``folds`` not.
     """
     texts = [[column.heading, *map(column.cell, rows)] for column in columns]
     natural = [max(map(cell_len, of_column)) for of_column in texts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, Literal
 
 from ptdbench.comparison import alternatives, noise, significance, variation
@@ -127,9 +128,8 @@ def _not_compared(ignored: Collection[str]) -> list[str]:
 
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
     """In what the work of each differs from that of all others; ``None`` if any did the same, or all have failed."""
-    found = [
-        other_work(one.median_run, other.median_run) for one in before for other in after if one.sample and other.sample
-    ]
+    ok = [[one.median_run for one in side if one.sample] for side in (before, after)]
+    found = [other_work(one, other) for one, other in product(*ok)]
     return found[0] if found and all(found) else None
 
 
@@ -196,11 +196,9 @@ def _interruption(run: Written) -> str | None:
 def status(found: Versus, threshold: float | None) -> int:
     """The exit status of a gate.
 
-    Args:
-        found: What is compared.
-        threshold: A share: what is slower by less does not fail, and is not passed either unless the interval of its
-            ratio excludes that it is slower by so much; what trains something else fails. ``None``: whatever is seen to
-            be slower fails.
+    With a threshold, a share, what is slower by less does not fail, and is not passed either unless the interval of its
+    ratio excludes that it is slower by so much; what trains something else fails. Without one whatever is seen to be
+    slower fails.
 
     Returns:
         1: a configuration fails, or is slower. 3: there are not enough data to say that none is. 0: none is.
@@ -225,16 +223,15 @@ def _is_open(pair: Pair, threshold: float | None) -> bool:
 
 def render(found: Versus, titles: tuple[str, str], width: int) -> str:
     """A table with a row for each pair, and what it does not say."""
-    headings = [f"{title} {_unit(found)}/s" for title in titles]
-    headings = ["configuration", "runs", *headings, "ratio (95%)", "verdict"]
+    rates = [f"{title} {_unit(found)}/s" for title in titles]
+    headings = ["configuration", "runs", *rates, "ratio (95%)", "verdict"]
     rows = []
     for pair in found.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
         rows.append([pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict])
     table = drawn(headings, rows, width, words=["verdict"], folding="configuration")
     losses = [f"{pair.label}: {pair.losses}" for pair in found.pairs if pair.losses]
-    remarks = [*_seen(found.pairs), *losses, *_failures(found.pairs), *_left_out(found.pairs)]
-    remarks += [*found.remarks, *_environments(found.pairs)]
+    remarks = [*_seen(found.pairs), *losses, *_remarks(found)]
     return "\n".join([table, *(wrap(line, width) for line in remarks)])
 
 
@@ -244,8 +241,13 @@ def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
         "status": status(found, threshold),
         "unit": _unit(found),
         "pairs": [_as_json(pair) for pair in found.pairs],
-        "remarks": [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks, *_environments(found.pairs)],
+        "remarks": _remarks(found),
     }
+
+
+def _remarks(found: Versus) -> list[str]:
+    """What failed, what was left out, and in what the two sides ran differently."""
+    return [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks, *_environments(found.pairs)]
 
 
 def _as_json(pair: Pair) -> dict[str, Any]:

@@ -226,13 +226,10 @@ def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
     headings = ["operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes"]
     rows = []
     for fit in fits:
-        line = (
-            three_digits(1e6 * fit["alpha"]),
-            three_digits(1e6 * fit["alpha_error"]),
-            _rate(1 / beta if (beta := fit["beta"]) > 0 else None),
-        )
+        alphas = (three_digits(1e6 * fit[name]) for name in ("alpha", "alpha_error"))
+        bandwidth = _rate(1 / beta if (beta := fit["beta"]) > 0 else None)
         doubts = f"{fit['r2']:.3f}", f"{100 * fit['max_relative_error']:.0f}%", str(fit["points"])
-        rows.append([_name(fit), *line, *doubts])
+        rows.append([_name(fit), *alphas, bandwidth, *doubts])
     shown = drawn(headings, rows, width, words=["operation"])
     return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
 
@@ -291,11 +288,11 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
     lines = []
     if pairs:
         slowest, fastest = (choose(pairs, key=lambda pair: pair["bandwidth"]) for choose in (min, max))
+        least, most = (1e6 * choose(pair["latency"] for pair in pairs) for choose in (min, max))
         lines.append(
             f"links         {fastest['bandwidth'] / 1e9:.3g} GB/s at most, rank {slowest['source']} to rank "
-            f"{slowest['target']} least with "
-            f"{slowest['bandwidth'] / 1e9:.3g} GB/s; latency {min(pair['latency'] for pair in pairs) * 1e6:,.0f} to "
-            f"{max(pair['latency'] for pair in pairs) * 1e6:,.0f} us"
+            f"{slowest['target']} least with {slowest['bandwidth'] / 1e9:.3g} GB/s; latency {least:,.0f} to "
+            f"{most:,.0f} us"
         )
     for row in (check["collectives"] or {}).get("results", []):
         size, seconds = size_text(row["bytes"]), row["seconds"]["median"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
+from operator import itemgetter
 from statistics import median
 from typing import Any, cast
 
@@ -26,12 +28,9 @@ _POINTS = 400
 def of_steps(
     rows: Mapping[int, Written], called: Mapping[int, str], options: Mapping[str, Sequence[str | None]]
 ) -> dict[str, Any]:
-    """The curves of the first rows, and what is said of the losses of all.
+    """The curves of the first rows by their typical runs, and what is said of the losses of all.
 
-    Args:
-        rows: The typical run of each row, by its number.
-        called: What each is called.
-        options: The varying options, with a value for each row by its number.
+    ``options`` are the varying ones, with a value for each row by its number.
 
     Returns:
         ``steps``: for each of the first rows that has done any ``number``, ``step`` (points of the curves, counted from
@@ -68,13 +67,12 @@ def _series(run: Written, name: str) -> np.ndarray:
 
 def _damage(run: Written) -> str | None:
     """Return what is wrong with the series of a run that are on record."""
-    if (run.get("steps") or 0) > MOST_LOST:  # else nothing can be, and no file is read once more
+    with suppress(FileNotFoundError):
         try:
-            cast("Run", run).series("losses")
+            if (run.get("steps") or 0) > MOST_LOST:  # else nothing can be, and no file is read once more
+                cast("Run", run).series("losses")
         except Damaged as damage:
             return str(damage)
-        except FileNotFoundError:
-            return None
     return None
 
 
@@ -162,16 +160,12 @@ def workload_curves(record: Mapping[str, Any]) -> list[Figure]:
 
 def _collectives(found: Mapping[str, Any]) -> list[Figure]:
     """Bus bandwidth by size."""
-    lines: dict[str, list[Mapping[str, Any]]] = {}
+    lines: dict[str, list[tuple[float, float]]] = {}
     for result in found["results"]:
         if result["busbw"]:
             words = (result["op"], result["dtype"], result["reduction"], result["mode"])
-            lines.setdefault(" ".join(word for word in words if word), []).append(result)
-    return _by_size(
-        "Collectives",
-        "bus bandwidth",
-        {name: [(r["bytes"], r["busbw"]) for r in of_line] for name, of_line in lines.items()},
-    )
+            lines.setdefault(" ".join(filter(None, words)), []).append((result["bytes"], result["busbw"]))
+    return _by_size("Collectives", "bus bandwidth", lines)
 
 
 def _p2p(found: Mapping[str, Any]) -> list[Figure]:
@@ -232,11 +226,8 @@ def _intensity(shape: str, dtype: str) -> float:
     return 2 * prod((m, n, k)) / (_BYTES[dtype] * (m * k + k * n + m * n))
 
 
-_OF: dict[str, Callable[[Mapping[str, Any]], list[Figure]]] = {
-    "collectives": _collectives,
-    "p2p": _p2p,
-    "matmul": _matmul,
-}
+_OF: dict[str, Callable[[Mapping[str, Any]], list[Figure]]]
+_OF = {"collectives": _collectives, "p2p": _p2p, "matmul": _matmul}
 
 
 Row = Mapping[str, Any]
@@ -245,9 +236,7 @@ Row = Mapping[str, Any]
 def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> list[dict[str, Any]]:
     """Strong scaling, where the global batch stays, and weak scaling, where the batch of a rank does.
 
-    Args:
-        rows: Those of one model; only the ones with throughput count.
-        options: The varying options, with a value for each row by its number.
+    Of the rows of one model those with throughput count; ``options`` are as for :func:`of_steps`.
 
     Returns:
         ``kind`` (``strong`` or ``weak``), ``name``, ``rows`` by their numbers, from the fewest ranks to the most, and
@@ -257,7 +246,7 @@ def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | Non
     kept = [name for name in options if not _is_of_size(name)]
     known = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
     found = []
-    for kind, size in (("strong", lambda row: row["batch"]), ("weak", lambda row: row["batch"] / row["ranks"])):
+    for kind, size in (("strong", itemgetter("batch")), ("weak", lambda row: row["batch"] / row["ranks"])):
         alike = _grouped(
             known, lambda row, size=size: (size(row), row["parallel"], *(options[name][row["number"]] for name in kept))
         )
@@ -283,12 +272,7 @@ def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) 
         return lambda row: tuple(options[name][row["number"]] for name in names if name in options)
 
     waiting = [list(group)]
-    for key in (
-        values(*bearing("degree")),
-        values(*bearing("batch")),
-        lambda row: row["nodes"],
-        lambda row: row["sweep"],
-    ):
+    for key in (values(*bearing("degree")), values(*bearing("batch")), itemgetter("nodes"), itemgetter("sweep")):
         waiting = [part for rows in waiting for part in _parts(rows, key)]
     for one in waiting:
         fastest = {row["ranks"]: row for row in sorted(one, key=lambda row: row["rate"])}

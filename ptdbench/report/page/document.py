@@ -28,10 +28,7 @@ _WIDTH = 120
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """The data of a report.
-
-    Args:
-        runs: Those to show; their fields ``directory`` say where they are now.
+    """The data of a report of runs whose fields ``directory`` say where they are now.
 
     Returns:
         ``models``: for each model its title, ``rows``, remarks and curves; ``columns`` of rows; ``options``: the

@@ -161,20 +161,6 @@ def row(number, ranks, rate, batch=16, parallel="ddp", sweep="a", nodes=1):
     return found | {"parallel": parallel, "sweep": sweep, "nodes": nodes}
 
 
-def brief(found):
-    return [(curve["kind"], curve["name"], curve["rows"], curve["efficiency"]) for curve in found]
-
-
-def test_strong_scaling_by_ranks_in_their_order():
-    rows = [row(0, 4, 300.0), row(1, 1, 100.0), row(2, 2, 180.0)]
-    assert brief(scaling_curves(rows, {})) == [("strong", "ddp, batch 16", [1, 2, 0], [1.0, 0.9, 0.75])]
-
-
-def test_weak_scaling_keeps_the_batch_of_a_rank():
-    rows = [row(0, 1, 100.0, batch=8), row(1, 2, 150.0, batch=16)]
-    assert brief(scaling_curves(rows, {})) == [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]
-
-
 def series_of(*ranks, parallel="ddp", **changes):
     """Rows of so many ranks whose throughput grows as these do."""
     return [row(number, size, 10.0 * size, parallel=parallel, **changes) for number, size in enumerate(ranks)]
@@ -207,12 +193,18 @@ def test_rows_stand_on_as_few_curves_as_will_do(rows, options, curves):
     assert sorted(curve["rows"] for curve in scaling_curves(rows, options)) == curves
 
 
-def test_a_curve_is_named_after_its_options():
-    found = scaling_curves(series_of(1, 2, 1, 2), {"activations": ["keep", "keep", "recompute", "recompute"]})
-    names = ["ddp activations=keep, batch 16", "ddp activations=recompute, batch 16"]
-    assert [curve["name"] for curve in found] == names
-
-
-def test_the_fastest_curve_comes_first():
-    rows = [row(0, 1, 1.0), row(1, 2, 2.0), row(2, 1, 5.0, parallel="tp"), row(3, 2, 6.0, parallel="tp")]
-    assert [curve["rows"] for curve in scaling_curves(rows, {})] == [[2, 3], [0, 1]]
+@pytest.mark.parametrize(
+    ("rows", "options", "curves"),
+    [
+        ([row(0, 4, 300.0), row(1, 1, 100.0), row(2, 2, 180.0)], {},
+         [("strong", "ddp, batch 16", [1, 2, 0], [1.0, 0.9, 0.75])]),
+        ([row(0, 1, 100.0, batch=8), row(1, 2, 150.0)], {}, [("weak", "ddp, 8 a rank", [0, 1], [1.0, 0.75])]),
+        ([*series_of(1, 2), row(2, 1, 50.0, parallel="tp"), row(3, 2, 60.0, parallel="tp")],
+         {"activations": ["keep", "keep", "recompute", "recompute"]},
+         [("strong", "tp activations=recompute, batch 16", [2, 3], [1.0, 0.6]),  # the fastest curve comes first
+          ("strong", "ddp activations=keep, batch 16", [0, 1], [1.0, 1.0])]),
+    ],
+)  # fmt: skip
+def test_curves_have_names_ranks_in_order_and_efficiencies(rows, options, curves):
+    found = scaling_curves(rows, options)
+    assert [(curve["kind"], curve["name"], curve["rows"], curve["efficiency"]) for curve in found] == curves
