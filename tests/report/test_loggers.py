@@ -68,21 +68,18 @@ def shown(service: Kept, directory: Path) -> Log:
 
 
 class TestLog:
-    def test_every_point_is_sent_once_and_as_to_tensorboard(self, tmp_path):
+    @pytest.mark.parametrize("left", [1, 0])  # steps that were not shown on the way
+    def test_every_point_is_sent_once_and_as_to_tensorboard(self, tmp_path, left):
         service = Kept()
-        shown(service, tmp_path).finish(RECORD)
-        assert service.calls == ["begin", "send", "send", "send", "end True"]
+        log = shown(service, tmp_path)
+        if not left:
+            log.show(RECORD, 2, rows()[2:], [])
+        log.finish(RECORD)
+        assert service.calls == ["begin", *["send"] * (4 - left), "end True"]
         whole = scalars.remaining(tmp_path, RECORD)
         assert len(service.points) == len(whole)
         assert set(service.points) == set(whole)
         assert service.summary["summary/last_loss"] == 3.5
-
-    def test_an_evaluation_after_the_last_steps_were_shown_is_sent(self, tmp_path):
-        service = Kept()
-        log = shown(service, tmp_path)
-        log.show(RECORD, 2, rows()[2:], [])
-        log.finish(RECORD)
-        assert set(service.points) == set(scalars.remaining(tmp_path, RECORD))
 
     def test_a_run_that_showed_nothing_on_the_way_is_sent_at_its_end(self, tmp_path):
         series.write(tmp_path / series.NAME, [rows()])

@@ -44,10 +44,10 @@ function layout(height, more) {
 const legendHeight = (names) => 24 + 20 * Math.ceil(names / 5);
 
 /** Axes below a legend of so many names, which is left out where it would be too long. */
-function underLegend(names, more) {
+function underLegend(names, xaxis, yaxis) {
   const showlegend = names <= MOST_NAMED;
   const top = showlegend ? legendHeight(names) : 20;
-  return layout(380 + top, { showlegend, margin: { l: 70, r: 20, t: top, b: 50 }, ...more });
+  return layout(380 + top, { showlegend, margin: { l: 70, r: 20, t: top, b: 50 }, xaxis, yaxis });
 }
 
 /** Bars of rows from above, in the order of the table; names need not be unique. */
@@ -127,11 +127,9 @@ function drawPhases(model, rows) {
 }
 
 function drawKinds(model, rows) {
-  const parts = Object.values(report.kinds).map((name, place) => ({
-    name,
-    color: COLORS[place],
-    pattern: ["", "/", "", ".", "\\", "x"][place],
-  }));
+  const patterns = ["", "/", "", ".", "\\", "x"];
+  const names = Object.values(report.kinds);
+  const parts = names.map((name, place) => ({ name, color: COLORS[place], pattern: patterns[place] }));
   return stacked(rows, "kinds", parts, 2 ** -20, "MiB at the peak of a step, of the rank that takes the most");
 }
 
@@ -175,18 +173,17 @@ function drawScaling(model, rows) {
       },
     ];
   });
-  const counts = [...new Set(lines.flatMap((curve) => curve.points.map((point) => point.row.ranks)))].sort(
-    (one, other) => one - other,
-  );
+  const counts = [...new Set(traces.flatMap((trace) => trace.x))].sort((one, other) => one - other);
   const ranks = { type: "log", tickvals: counts, ticktext: counts.map(String) };
+  const top = legendHeight(2 * lines.length);
   return {
     traces,
-    layout: layout(380 + legendHeight(2 * lines.length), {
+    layout: layout(380 + top, {
       xaxis: axis("ranks", { ...ranks, domain: [0, 0.46] }),
       yaxis: axis(`${model.unit}/s`, { type: "log", dtick: "D2" }),
       xaxis2: axis("ranks", { ...ranks, domain: [0.55, 1] }),
       yaxis2: axis("efficiency (%)", { anchor: "x2", rangemode: "tozero" }),
-      margin: { l: 70, r: 20, t: legendHeight(2 * lines.length), b: 50 },
+      margin: { l: 70, r: 20, t: top, b: 50 },
     }),
     note: lines.length < drawn.length ? `the first ${lines.length} of ${drawn.length} curves` : "",
     head: ["kind", "curve", "ranks", `${model.unit}/s`, "low", "high", "efficiency"],
@@ -235,10 +232,7 @@ function drawMemory(model, all) {
   });
   return {
     traces,
-    layout: underLegend(traces.length, {
-      xaxis: axis("GiB of the rank that takes the most"),
-      yaxis: axis(`${model.unit}/s`),
-    }),
+    layout: underLegend(traces.length, axis("GiB of the rank that takes the most"), axis(`${model.unit}/s`)),
     head: ["configuration", "memory (bytes)", `${model.unit}/s`, "on the Pareto front"],
     rows: rows.map((row) => [row.name, row.memory, row.rate, front.has(row) ? "yes" : "no"]),
   };
@@ -266,7 +260,7 @@ function bySteps(model, rows, field, scale, title, y) {
   });
   return {
     traces,
-    layout: underLegend(drawn.length, { xaxis: axis("step"), yaxis: axis(title, y) }),
+    layout: underLegend(drawn.length, axis("step"), axis(title, y)),
     note: model.rows.length > model.drawn ? `of the first ${model.drawn} rows, as far as the filter shows them` : "",
     head: ["configuration", "step", title],
     rows: drawn.flatMap((curve) =>
@@ -277,6 +271,7 @@ function bySteps(model, rows, field, scale, title, y) {
 
 /** Points and bounds of what another workload found, both axes logarithmic. */
 function drawCurves(curve) {
+  const log = { type: "log" };
   const traces = curve.lines.map((line, place) => ({
     type: "scatter",
     mode: line.x.length > 1 && !line.text ? "lines+markers" : "markers",
@@ -287,20 +282,13 @@ function drawCurves(curve) {
     line: { color: COLORS[place % COLORS.length], dash: DASHES[Math.floor(place / COLORS.length) % DASHES.length] },
     marker: { color: COLORS[place % COLORS.length], symbol: SYMBOLS[place % SYMBOLS.length], size: 8 },
   }));
-  const bounds = curve.bounds.map((line, place) => ({
-    type: "scatter",
-    mode: "lines",
-    name: plainly(line.name),
-    x: line.x,
-    y: line.y,
-    line: { color: COLORS[place % COLORS.length], dash: "dot" },
-  }));
+  const bounds = curve.bounds.map(({ name, x, y }, place) => {
+    const line = { color: COLORS[place % COLORS.length], dash: "dot" };
+    return { type: "scatter", mode: "lines", name: plainly(name), x, y, line };
+  });
   return {
     traces: [...traces, ...bounds],
-    layout: underLegend(traces.length + bounds.length, {
-      xaxis: axis(curve.x, { type: "log" }),
-      yaxis: axis(curve.y, { type: "log" }),
-    }),
+    layout: underLegend(traces.length + bounds.length, axis(curve.x, log), axis(curve.y, log)),
     head: ["line", curve.x, curve.y, "of"],
     rows: [...curve.lines, ...curve.bounds].flatMap((line) =>
       line.x.map((x, place) => [line.name, x, line.y[place], line.text ? line.text[place] : null]),

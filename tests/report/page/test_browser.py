@@ -141,6 +141,25 @@ class TestFigures:
         assert roof["y"] == pytest.approx([0.5, 2.0])
         assert '"dtype": "bf16"' in report.inner_text("[data-other='0']")  # as it is on record
 
+    def test_scaling_begins_where_the_filter_does(self, opened):
+        curve = {"kind": "strong", "name": "ddp, batch 16", "rows": [0, 1, 2], "efficiency": [2.0, 1.0, 0.75]}
+        rows = [{"number": number, "ranks": number, "rate": 50 + 50 * number, "high": None} for number in (1, 2)]
+        draw = "([curve, rows]) => drawScaling({ unit: 'tokens', scaling: [curve] }, rows)"
+        figure = opened[0].evaluate(draw, [curve, rows])
+        assert [trace["y"] for trace in figure["traces"]] == [[100, 150], [100, 200], [100, 75]]
+        assert figure["layout"]["xaxis"]["tickvals"] == [1, 2]
+        assert [row[:4] + row[6:] for row in figure["rows"]] == [
+            ["strong", "ddp, batch 16", 1, 100, 1.0], ["strong", "ddp, batch 16", 2, 150, 0.75],
+        ]  # fmt: skip
+
+    def test_memory_is_stacked_by_kind(self, opened):
+        row = {"name": "ddp", "kinds": [2**21, 2**20, 0, 0, 2**22, 0]}
+        figure = opened[0].evaluate("row => drawKinds(null, [row, { name: 'unknown' }])", row)
+        assert {trace["name"]: trace["x"] for trace in figure["traces"]} == {
+            "weights": [2], "gradients": [1], "buffers of communication": [4],
+        }  # fmt: skip
+        assert figure["rows"] == [["ddp", 2, 1, 0, 0, 4, 0]]
+
 
 class TestControls:
     @pytest.mark.parametrize(
