@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.schema import Communication, Memory, Phases, Written, part
@@ -23,20 +22,15 @@ _EQUAL = 0.01
 
 def memory_of_runs(records: Mapping[str, Written], width: int) -> list[str]:
     """A table with one row a run, of the rank that takes the most; empty if no run has its memory on record."""
-    rows = {}
-    for called, record in records.items():
-        if found := _found(record):
-            peaks = _peaks(found)
-            rows[called] = (record, peaks.index(max(peaks)))
+    rows = {called: (record, _fullest(record)) for called, record in records.items() if _is_known(record)}
     return _table("run", rows, width)
 
 
 def memory_of_ranks(record: Written, width: int) -> list[str]:
     """A table with one row a rank; of many ranks only those with the highest and the lowest peak."""
-    found = _found(record)
-    if not found:
+    if not _is_known(record):
         return []
-    peaks, phases = _peaks(found), part(record, Phases)
+    peaks, phases = _peaks(record), part(record, Phases)
     many = len(peaks) > recorded_phases.MOST_RANKS
     shown = dict.fromkeys((peaks.index(max(peaks)), peaks.index(min(peaks))) if many else range(len(peaks)))
     return _table("rank", {recorded_phases.rank_name(phases, rank): (record, rank) for rank in shown}, width)
@@ -44,9 +38,9 @@ def memory_of_ranks(record: Written, width: int) -> list[str]:
 
 def compare_memory(record: Written, against: Written, called: str, reference: str) -> Iterator[str]:
     """Yield by how much one run's peak is above or below another's, and for what, if both are on record."""
-    if not (_found(record) and _found(against)):
+    if not (_is_known(record) and _is_known(against)):
         return
-    ours, theirs = (_largest(one) for one in (record, against))
+    ours, theirs = (_of_rank(one, _fullest(one)) for one in (record, against))
     total = [sum(one.values()) for one in (ours, theirs)]
     if abs(total[0] - total[1]) <= _EQUAL * max(total):
         sizes = [f"{size / 2**20:,.{_digits(size)}f} MiB" for size in total]
@@ -58,28 +52,29 @@ def compare_memory(record: Written, against: Written, called: str, reference: st
 
 def memory_of_largest_rank(record: Written) -> dict[str, int] | None:
     """Bytes of each of :data:`KINDS` on the rank that takes the most; ``None`` if they are not on record."""
-    return None if recorded_phases.missing(record) or not _found(record) else _largest(record)
+    return None if recorded_phases.missing(record) or not _is_known(record) else _of_rank(record, _fullest(record))
 
 
-def _found(record: Written) -> Mapping[str, Any] | None:
-    """The memory of a record with phases, if it is whole, and of the same ranks."""
+def _is_known(record: Written) -> bool:
+    """Tell whether a record with phases has its memory, whole and of the same ranks."""
     found, count = part(record, Memory), len(recorded_phases.compute_seconds(part(record, Phases)))
     lists = [found.moments, *((found.ranks or {}).get(kind) for kind in KINDS)]
-    return record["memory"] if all(len(one or []) == count for one in lists) else None
+    return all(len(one or []) == count for one in lists)
 
 
-def _peaks(found: Mapping[str, Any]) -> list[int]:
-    return [sum(amounts) for amounts in zip(*(found["ranks"][kind] for kind in KINDS), strict=True)]
+def _peaks(record: Written) -> list[int]:
+    ranks = record["memory"]["ranks"]
+    return [sum(amounts) for amounts in zip(*(ranks[kind] for kind in KINDS), strict=True)]
+
+
+def _fullest(record: Written) -> int:
+    """The rank that takes the most."""
+    peaks = _peaks(record)
+    return peaks.index(max(peaks))
 
 
 def _of_rank(record: Written, rank: int) -> dict[str, int]:
     return {kind: record["memory"]["ranks"][kind][rank] for kind in KINDS}
-
-
-def _largest(record: Written) -> dict[str, int]:
-    """The memory of the rank that takes the most, by kind."""
-    peaks = _peaks(record["memory"])
-    return _of_rank(record, peaks.index(max(peaks)))
 
 
 def _table(heading: str, rows: Mapping[str, tuple[Written, int]], width: int) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
@@ -149,11 +149,7 @@ def other_work(one: Written, other: Written) -> str | None:
 
 def groups(records: Mapping[str, _Run]) -> list[dict[str, _Run]]:
     """The runs, by what they are called, that did the same work together, in the order in which they come."""
-    found: list[dict[str, _Run]] = []
+    found: dict[Hashable, dict[str, _Run]] = {}
     for called, record in records.items():
-        group = next((group for group in found if other_work(next(iter(group.values())), record) is None), None)
-        if group is None:
-            found.append({called: record})
-        else:
-            group[called] = record
-    return found
+        found.setdefault(tuple(record.get(field) for field in _WORK), {})[called] = record
+    return list(found.values())
