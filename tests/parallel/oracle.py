@@ -1,7 +1,7 @@
 """What tests that put mistakes into the program have in common: how they do it, and the table of them on a page."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -22,12 +22,6 @@ def after(owner: Any, name: str, spoil: Callable[[Any], Any]) -> Make:
     """Another result of a function."""
     original = getattr(owner, name)
     return of(owner, name, lambda *arguments, **options: spoil(original(*arguments, **options)))
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    """No mistake."""
-    yield
 
 
 def is_on(page: str, mistakes: Mistakes) -> bool:

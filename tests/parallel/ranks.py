@@ -36,15 +36,15 @@ def mesh_of(dims: Dims) -> Mesh:
     return Mesh(dims, "cpu")
 
 
-def each(body: Callable[..., Any], cases: Iterable[tuple[Any, ...]]) -> dict[tuple[Any, ...], Any]:
-    """In a rank: what ``body(*case)`` returns for each case; an error says in which.
+def each(body: Callable[..., Any], cases: Iterable[Any]) -> dict[Any, Any]:
+    """In a rank: what ``body`` returns for each case, a tuple of its arguments or its only one; an error says in which.
 
     ``on_ranks(2, each, body, cases)`` starts the ranks once for all cases.
     """
     found = {}
     for case in cases:
         try:
-            found[case] = body(*case)
+            found[case] = body(*case) if isinstance(case, tuple) else body(case)
         except Exception as error:
             raise AssertionError(f"in the case {case}") from error
     return found

@@ -13,7 +13,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialize import materialize
 from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, wrap_forward
 from ptdbench.parallel.compile import Compile, compile_parts, start_afresh
 from ptdbench.parallel.offloading import _Run
@@ -22,9 +21,9 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.daily import cases
+from tests.parallel.made import gpt, with_weights
 from tests.parallel.ten_steps import tokens
 
-SIZES = {"layers": 3, "heads": 2, "width": 8, "sequence_length": 6, "vocabulary": 20}
 FRUGAL = [Recompute(), Recompute(every=2), Selective(), Offload()]
 
 
@@ -67,11 +66,8 @@ def test_a_batch_norm_counts_a_batch_once(treat):
     assert layer[1].momentum == plain[1].momentum
 
 
-def gpt() -> GPT:
-    with torch.device("meta"):
-        model = GPT(**SIZES)
-    materialize(model, model, device="cpu", seed=0)
-    return model
+def small() -> GPT:
+    return with_weights(gpt(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -83,7 +79,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("frugal", FRUGAL, ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_gradients_are_bitwise_those_of_a_model_that_keeps_all(frugal, precision):
-    plain, model = gpt(), gpt()
+    plain, model = small(), small()
     names = list(model.state_dict())
     for one in (plain, model):
         narrow(one, one.layers(), precision)
@@ -106,7 +102,7 @@ def test_a_layer_that_is_recomputed_runs_twice(every, calls):
 def test_a_selective_layer_repeats_neither_products_nor_attention():
     counts = {}
     for activations in (Keep(), Recompute(), Selective()):
-        model = gpt()
+        model = small()
         activations(model.layers())
         with Operations() as seen:
             gradients(model)
@@ -188,8 +184,8 @@ def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
     """By the compiler's own division into forward and backward graphs, which decides what is recomputed."""
     if frugal.after_compilation and how == "whole":
         return  # refused
-    expected = gradients(gpt())
-    for ours, theirs in zip(gradients(compiled(gpt(), frugal, how, monkeypatch)), expected, strict=True):
+    expected = gradients(small())
+    for ours, theirs in zip(gradients(compiled(small(), frugal, how, monkeypatch)), expected, strict=True):
         torch.testing.assert_close(ours, theirs)
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.autograd.profiler import record_function
 
 from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
 from ptdbench.models.gpt import GPT
@@ -18,15 +15,14 @@ from ptdbench.models.llama import Llama
 from ptdbench.models.moe import MoE
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.activations import Recompute
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.comm_volume import OPERATIONS
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.profiling import trace
-from ptdbench.training.profile import profiled
 from tests.daily import cases, selected
 from tests.optim.made_muon import muon_of
-from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.made import calls_of, data, laid_out, on_meta, unscaled
+from tests.parallel.ranks import each, on_ranks
 from tests.parallel.splitting import where_split
+from tests.parallel.test_conflicts import layout_of
 
 BATCH = 8
 
@@ -48,6 +44,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
                                             {"micro_batch": 1}),
     "fsdp that keeps them in a pass": (
         Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 1}),
+    "fsdp that gathers ahead": (Strategy(shard="auto", prefetch=2), {"micro_batch": 1}),
     "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),
     "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),
     "hsdp": (Strategy(replicate=2, shard="auto"), {}),
@@ -100,75 +97,55 @@ _MOE = partial(
     sequence_length=8, vocabulary=42,
 )  # fmt: skip
 
+_TOKENS = partial(SyntheticTokens, sequence_length=8, vocabulary=42)
+
 #: The models of cases whose names begin so, on the meta device, and their data; of others a GPT.
 MODELS: dict[str, Any] = {
     "images": (
         partial(ResNet, depth=18, classes=10, image_size=32, stem="small"),
         partial(SyntheticImages, classes=10, image_size=32, channels_last=False),
     ),
-    "experts in turn": (
-        partial(_MOE, router={"balance": "forced"}),
-        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
-    ),
-    "experts": (_MOE, partial(SyntheticTokens, sequence_length=8, vocabulary=42)),
+    "experts in turn": (partial(_MOE, router={"balance": "forced"}), _TOKENS),
+    "experts": (_MOE, _TOKENS),
     "llama": (
         partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=8, vocabulary=42),
-        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
+        _TOKENS,
     ),
-    "stages of two layers": (
-        partial(GPT, layers=4, heads=4, width=12, sequence_length=8, vocabulary=42),
-        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
-    ),
-    "": (
-        partial(GPT, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42),
-        partial(SyntheticTokens, sequence_length=8, vocabulary=42),
-    ),
+    "stages of two layers": (partial(GPT, layers=4, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
+    "": (partial(GPT, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
 }  # fmt: skip
 
 
-def of_case(name: str, strategy: Strategy, *, micro_batch: Any = "auto", **setting: Any) -> tuple[Any, Counter[str]]:
+def of_case(name: str) -> tuple[Any, Counter[str]]:
     """In a rank: the bytes of a step by formula, and those that the rank hands over in one, on the average."""
+    strategy, options = CASES[name]
+    setting = {option: value for option, value in options.items() if option in ("precision", "activations")}
     make_model, make_data = next(made for begins, made in MODELS.items() if name.startswith(begins))
-    with torch.device("meta"):
-        model, laid_out = make_model(), make_model()
-    data, device = make_data(seed=0), torch.device("cpu")
-    layout = strategy.layout(strategy.dims(4), BATCH, micro_batch)
-    by_muon = setting.pop("muon", False)
+    model, data, by_muon = on_meta(make_model), make_data(seed=0), "muon" in options
     make = muon_of(model) if by_muon else torch.optim.AdamW
-    recomputes, gathers = "activations" in setting, 4 * by_muon
+    engine, layout, _ = laid_out(strategy, on_meta(make_model), BATCH, options.get("micro_batch", "auto"), **setting)
     by_formula = strategy.volume(
-        model, layout, data.example(), setting.get("precision", "fp32"), recomputes=recomputes, gathers=gathers
-    )
-    engine = strategy(laid_out, Setting(mesh_of(layout.dims), layout, device, **setting))
+        model, layout, data.example(), options.get("precision", "fp32"),
+        recomputes="activations" in options, gathers=4 * by_muon,
+    )  # fmt: skip
     optimizer = engine.optimizer(make)
 
-    def steps(count: int) -> None:
-        for _ in range(count):
-            engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
-            optimizer.step()
-            optimizer.zero_grad()
+    def step() -> None:
+        engine.gradients(*data.samples(0, layout.replica_batch), unscaled)
+        optimizer.step()
+        optimizer.zero_grad()
 
-    steps(engine.rehearsals + 1)
-    with tempfile.TemporaryDirectory() as folder:
-        with profiled(device) as taken, record_function(trace.STEP):
-            steps(1)
-        taken.export_chrome_trace(f"{folder}/trace.json")
-        found = trace.read(Path(folder) / "trace.json")
+    for _ in range(engine.rehearsals + 1):
+        step()
     sent = Counter[str]()
-    for call in found.calls:
-        if call.start >= found.steps[0][0]:
-            sent[call.operation] += call.bytes
+    for call in calls_of(step):
+        sent[call.operation] += call.bytes
     return by_formula, sent
-
-
-def all_cases(names: set[str]) -> dict[str, Any]:
-    """In a rank: each case of these names."""
-    return {name: of_case(name, strategy, **setting) for name, (strategy, setting) in CASES.items() if name in names}
 
 
 @pytest.fixture(scope="module")
 def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    return on_ranks(4, all_cases, selected(request, "name"))
+    return on_ranks(4, each, of_case, sorted(selected(request, "name")))
 
 
 @pytest.mark.ranks
@@ -194,14 +171,11 @@ def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
 
 def test_a_model_that_is_not_on_the_meta_device_is_not_run():
     """It would draw random numbers for dropout, and another run would draw others."""
-    model = GPT(layers=2, heads=4, width=12, sequence_length=8, vocabulary=42)
-    ran = []
+    model, ran = MODELS[""][0](), []
     model.register_forward_hook(lambda *_: ran.append(1))
     for part in model.parts().values():
         part.register_forward_hook(lambda *_: ran.append(1))
     strategy = Strategy(replicate=2, pipeline=2, microbatches=2)
-    layout = strategy.layout(strategy.dims(4), BATCH, "auto")
-    example = SyntheticTokens(sequence_length=8, vocabulary=42, seed=0).example()
-    found = strategy.volume(model, layout, example, "fp32", recomputes=False)
+    found = strategy.volume(model, layout_of(strategy, 4, BATCH), data(42).example(), "fp32", recomputes=False)
     assert not ran
     assert set(found.values()) == {None}

@@ -13,22 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.compile import Compile, beside, compile_parts, start_afresh
-from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.precision import Copies, narrow
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.daily import cases
-from tests.parallel.ranks import each, mesh_of, on_ranks
+from tests.parallel.made import SHAPE, data, gpt, laid_out, on_meta, unscaled, with_weights
+from tests.parallel.ranks import each, on_ranks
+from tests.parallel.ten_steps import tokens
 
 Graphs = list[torch.fx.GraphModule]
 
@@ -56,15 +55,8 @@ def _compiler_as_it_was() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def gpt() -> GPT:
-    return built(lambda: GPT(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20))
-
-
-def built(make: Callable[[], Any]) -> Any:
-    with torch.device("meta"):
-        model = make()
-    materialize(model, model, device="cpu", seed=0)
-    return model
+def small() -> GPT:
+    return with_weights(gpt(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20))
 
 
 def compiled(model: Any, how: Compile = "layers") -> Any:
@@ -88,14 +80,10 @@ def test_as_many_processes_compile_as_the_rank_has_threads(monkeypatch):
     assert config.compile_threads == 3
 
 
-def tokens(batch: int = 2) -> Tensor:
-    return torch.arange(batch * 6).reshape(batch, 6) % 20
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_each_layer_is_a_graph_which_equal_layers_share_and_so_are_embedding_and_head(graphs, precision):
     """Casts of inputs are in it, and those of weights outside."""
-    plain, model = gpt(), gpt()
+    plain, model = small(), small()
     names = list(model.state_dict())
     for one in (plain, model):
         narrow(one, one.layers(), precision)
@@ -108,7 +96,7 @@ def test_each_layer_is_a_graph_which_equal_layers_share_and_so_are_embedding_and
 
 
 def test_a_whole_model_is_one_graph_with_its_loss(graphs):
-    plain, model = gpt(), compiled(gpt(), "whole")
+    plain, model = small(), compiled(small(), "whole")
     loss = model(tokens(), tokens())
     torch.testing.assert_close(loss, plain(tokens(), tokens()))
     loss.backward()
@@ -133,15 +121,15 @@ def test_where_nothing_was_compiled_nothing_is_dropped(graphs, monkeypatch):
     calls = []
     torch.compiler.reset()
     monkeypatch.setattr(torch.compiler, "reset", lambda: calls.append("reset"))
-    compiled(gpt())
+    compiled(small())
     assert calls == []
-    compiled(gpt())(tokens(), tokens())
+    compiled(small())(tokens(), tokens())
     start_afresh(False)
     assert calls == ["reset"]
 
 
 def test_nothing_is_compiled_unless_asked_for(graphs):
-    compiled(gpt(), False)(tokens(), tokens())
+    compiled(small(), False)(tokens(), tokens())
     assert graphs == []
 
 
@@ -149,8 +137,8 @@ def test_autotune_compiles_the_same_parts_with_timed_kernels(monkeypatch):
     asked = []
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", lambda forward, **options: asked.append(options) or forward)
-        compiled(gpt(), "layers")
-        compiled(gpt(), "autotune")
+        compiled(small(), "layers")
+        compiled(small(), "autotune")
     assert asked[:5] == [{"dynamic": False}] * 5
     (options,) = {tuple(one.pop("options").items()) for one in asked[5:]}
     assert asked[5:] == [{"dynamic": False}] * 5
@@ -243,18 +231,16 @@ def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
 
 @pytest.mark.ranks
 def test_graphs_are_not_cut_again_where_a_bucket_of_ddp_is_full():
-    assert on_ranks(2, each, graphs_under_ddp, [("layers",), ("whole",)]) == [{("layers",): 3, ("whole",): 1}] * 2
+    assert on_ranks(2, each, graphs_under_ddp, ["layers", "whole"]) == [{"layers": 3, "whole": 1}] * 2
 
 
 def graphs_under_ddp(how: Compile) -> int:
     """In a rank: in buckets so small that torch would cut each block."""
     found: Graphs = []
-    strategy, dims = Strategy(replicate="auto", bucket_mb=0.0001), Dims(replicate=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", noting(found))
-        setting = Setting(mesh_of(dims), strategy.layout(dims, 4, 2), torch.device("cpu"), compile=how)
-        engine = strategy(gpt(), setting)
-    engine.gradients(tokens(2), tokens(2), lambda loss: loss)
+        engine, *_ = laid_out(Strategy(replicate="auto", bucket_mb=0.0001), small(), 4, 2, compile=how)
+    engine.gradients(tokens(), tokens(), unscaled)
     return len(found)
 
 
@@ -272,18 +258,14 @@ def in_pieces() -> tuple[dict[str, int], bool]:
     on_cpu = torch.library.Library("symm_mem", "IMPL")
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         on_cpu.impl(name, counting(name), "CPU")
-    data = SyntheticTokens(sequence_length=8, vocabulary=40, seed=0)
+    model = partial(on_meta, Llama, **SHAPE | {"layers": 2, "key_value_heads": 2, "hidden": 24})
     gradients = []
     for how in (False, "layers"):
         strategy = Strategy(tensor=2, sequence=True, async_tensor=bool(how))
-        layout = strategy.layout(strategy.dims(2), 4, "auto")
-        with torch.device("meta"):
-            model = Llama(layers=2, heads=4, key_value_heads=2, width=16, hidden=24, sequence_length=8, vocabulary=40)
-        setting = Setting(mesh_of(layout.dims), layout, torch.device("cpu"), compile=how)  # type: ignore[arg-type]
         # From 2.15 on torch asks whether there is a GPU, in place of whether the group is enabled.
         with symmetric_memory._test_mode() if torch.__version__ >= "2.15" else nullcontext():
-            engine = strategy(model, setting)
-            engine.gradients(*data.samples(0, 4), lambda loss: loss)
+            engine, *_ = laid_out(strategy, model(), 4, compile=how)
+            engine.gradients(*data().samples(0, 4), unscaled)
         gradients.append([local_part(weight.grad) for weight in engine.module.parameters() if weight.grad is not None])
     alike = all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in zip(*gradients, strict=True))
     return counts, alike

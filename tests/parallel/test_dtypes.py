@@ -8,13 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torchvision.models.resnet import BasicBlock
 
-from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
-from ptdbench.models.gpt import GPT
+from ptdbench.data.synthetic import SyntheticImages
 from ptdbench.models.resnet import SHAPES, ResNet
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
-from tests.parallel.ranks import each, mesh_of, on_ranks
+from tests.parallel.made import data, gpt, laid_out, on_meta
+from tests.parallel.ranks import each, on_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -76,29 +75,25 @@ NOT_CALLED = {"head.projection", "head.cross_entropy", "fc"}
 
 
 def model(kind: str) -> Any:
-    with torch.device("meta"):
-        if kind == "resnet":
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(SHAPES, 10, (BasicBlock, [1, 1, 1, 1]))  # a CPU takes long for convolutions in fp16
-                return ResNet(depth=10, classes=5, image_size=8, stem="small")
-        # Not tied, so that activations and their gradients are the only messages between stages.
-        return GPT(layers=2, heads=2, width=16, sequence_length=8, vocabulary=40, tie_weights=False)
+    if kind == "resnet":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(SHAPES, 10, (BasicBlock, [1, 1, 1, 1]))  # a CPU takes long for convolutions in fp16
+            return on_meta(ResNet, depth=10, classes=5, image_size=8, stem="small")
+    # Not tied, so that activations and their gradients are the only messages between stages.
+    return gpt(layers=2, tie_weights=False)
 
 
 def step_of(name: str, precision: Any, kind: str) -> dict[str, Any]:
     """In a rank: what the tensors of one training step and one evaluation are."""
     strategy, micro_batch = STRATEGIES[name]
-    layout = strategy.layout(strategy.dims(4), 8, micro_batch)
-    mesh, built = mesh_of(layout.dims), model(kind)
-    device = torch.device("cpu")
-    engine = strategy(built, Setting(mesh=mesh, layout=layout, device=device, precision=precision))
+    engine, layout, replica = laid_out(strategy, model(kind), 8, micro_batch, precision=precision)
     activations: dict[str, set[torch.dtype]] = {}
     for place, module in engine.module.named_modules():
         if not any(module.children()) and place not in NOT_CALLED:
             activations[place] = set()
             module.register_forward_hook(lambda *seen, into=activations[place]: into.add(seen[-1].dtype))
-    data = SyntheticTokens(sequence_length=8, vocabulary=40, seed=0) if kind == "gpt" else images()
-    batch = data.samples(*layout.rows(0, mesh.batch.get_local_rank()))
+    source = data() if kind == "gpt" else SyntheticImages(image_size=8, classes=5, seed=0)
+    batch = source.samples(*layout.rows(0, replica))
     with pytest.MonkeyPatch.context() as patch:
         messages = recorded(patch)
         loss = engine.gradients(*batch, lambda loss: loss * 8)
@@ -112,10 +107,6 @@ def step_of(name: str, precision: Any, kind: str) -> dict[str, Any]:
         "evaluated": None if evaluated is None else evaluated.dtype,
         **({"pipeline": True} if layout.dims.pipeline > 1 else {}),
     }  # fmt: skip
-
-
-def images() -> SyntheticImages:
-    return SyntheticImages(image_size=8, classes=5, seed=0)
 
 
 def recorded(patch: pytest.MonkeyPatch) -> set[torch.dtype]:

@@ -5,20 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.nn.utils import get_total_norm
 
 from ptdbench.local_part import local_part
-from ptdbench.models.experts import Router
-from ptdbench.models.materialize import materialize
 from ptdbench.models.moe import MoE
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError
-from tests.parallel.ranks import each, mesh_of, on_ranks
-from tests.parallel.ten_steps import SAMPLES, STEPS, tokens
+from tests.parallel.made import laid_out, on_meta
+from tests.parallel.ranks import each, on_ranks
+from tests.parallel.ten_steps import by_engine, by_hand, sgd
+from tests.parallel.test_conflicts import layout_of, refused
+
+SAMPLES = 4
 
 #: By name: the options of a layout on four ranks.
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -36,64 +34,21 @@ def model(kind: str = "loss") -> MoE:
     """On the meta device; its balance, or latent attention, with fewer heads of keys for it to overlook."""
     attention = {"head_width": 4, "latent_width": 8, "rotary_width": 4} if kind == "latent" else {}
     balance = "loss" if kind == "latent" else kind
-    with torch.device("meta"):
-        return MoE(
-            layers=2, heads=4, key_value_heads=1 if attention else 4, width=16, hidden=24, dense_layers=0, experts=4,
-            active=2, expert_hidden=8, shared_experts=1, sequence_length=8, vocabulary=20, **attention,
-            router={"balance": balance, "coefficient": 0.5, "bias_rate": 0.05},
-        )  # fmt: skip
+    return on_meta(
+        MoE, layers=2, heads=4, key_value_heads=1 if attention else 4, width=16, hidden=24, dense_layers=0, experts=4,
+        active=2, expert_hidden=8, shared_experts=1, sequence_length=8, vocabulary=20, **attention,
+        router={"balance": balance, "coefficient": 0.5, "bias_rate": 0.05},
+    )  # fmt: skip
 
 
-def sgd(weights: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD((weight for _, weight in weights), lr=0.1, momentum=0.9)
-
-
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[samples, 8]``."""
-    return tuple(torch.cat([tokens(SAMPLES, step + k), tokens(SAMPLES, step + k + 3)], 1)[:, :8] for k in (0, 7))
-
-
-def by_hand(kind: str) -> list[list[float]]:
-    """Losses and norms of gradients without any of what lays a model out."""
-    found, whole = [], model(kind)
-    materialize(whole, whole, device="cpu", seed=0)
-    routers = [part for part in whole.modules() if isinstance(part, Router)]
-    optimizer = sgd(whole.named_parameters())
-    for step in range(STEPS):
-        loss = whole(*batch(step))
-        loss.backward()
-        found.append([loss.item(), get_total_norm([weight.grad for weight in whole.parameters()]).item()])
-        for router in routers:
-            (counts,) = router.counts
-            router.balance(counts[:-1])
-            router.counts.clear()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert abs(found[-1][0] / found[0][0] - 1) > 1e-2
-    return found
-
-
-def laid_out(layout: str, kind: str, precision: Name = "fp32") -> list[list[float]]:
-    """In each of four ranks: the same under a layout."""
+def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[float]]:
+    """In each of four ranks: losses and norms of gradients."""
     strategy = Strategy(**LAYOUTS[layout])
-    dims = strategy.dims(dist.get_world_size())
-    plan, mesh = strategy.layout(dims, SAMPLES, "auto"), mesh_of(dims)
-    engine = strategy(model(kind), Setting(mesh, plan, torch.device("cpu"), precision))
-    foreseen = strategy.footprints(model(kind), plan, sgd, average=False)[dims.stage(dist.get_rank())]
+    engine, plan, replica = laid_out(strategy, model(kind), SAMPLES, precision=precision)
+    foreseen = strategy.footprints(model(kind), plan, sgd, average=False)[plan.dims.stage(dist.get_rank())]
     held = [*engine.module.parameters(), *engine.module.buffers()]
     assert foreseen.weights == sum(local_part(tensor.detach()).nbytes for tensor in held)
-    optimizer = sgd(engine.module.named_parameters())
-    share = SAMPLES // dims.batch
-    rows = slice(mesh.batch.get_local_rank() * share, (mesh.batch.get_local_rank() + 1) * share)
-    found = []
-    for step in range(STEPS):
-        inputs, targets = batch(step)
-        loss = engine.gradients(inputs[rows], targets[rows], lambda loss: loss)
-        dist.all_reduce(loss)
-        found.append([loss.item() / dims.batch, engine.gradient_norm().item()])
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    return by_engine(engine, plan, replica)
 
 
 @pytest.mark.ranks
@@ -101,8 +56,8 @@ def test_every_layout_has_the_losses_and_norms_of_one_rank():
     cases = [(layout, "loss") for layout in LAYOUTS] + [("context", "forced"), ("tensor", "forced"), ("shards", "bias")]
     cases += [(layout, "latent") for layout in ("context", "tensor", "tensor without FSDP")]
     rounded = [(layout, "loss", "bf16") for layout in LAYOUTS]
-    (of_first, *_) = on_ranks(4, each, laid_out, cases + rounded)
-    expected = {kind: by_hand(kind) for kind in KINDS}
+    (of_first, *_) = on_ranks(4, each, by_layout, cases + rounded)
+    expected = {kind: by_hand(model(kind), SAMPLES) for kind in KINDS}
     assert len({losses[-1][0] for losses in expected.values()}) == len(KINDS)
     for layout, kind in cases:
         numbers = of_first[layout, kind]
@@ -125,10 +80,7 @@ def test_every_layout_has_the_losses_and_norms_of_one_rank():
 )
 def test_experts_that_cannot_be_divided_are_refused(options, message):
     strategy = Strategy(**options)
-    layout = strategy.layout(strategy.dims(options["shard"]), 48, "auto")
-    with pytest.raises(ConfigError) as error:
-        strategy.check(model(), layout)
-    assert str(error.value) == message
+    assert refused(strategy.check, model(), layout_of(strategy, options["shard"], 48)) == message
 
 
 def test_a_degree_that_is_derived_divides_the_experts():

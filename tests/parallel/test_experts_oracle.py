@@ -19,7 +19,8 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.profiling.events import COMBINE
 from tests.parallel.oracle import Mistakes, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
-from tests.parallel.test_experts import LAYOUTS, by_hand, laid_out
+from tests.parallel.ten_steps import by_hand
+from tests.parallel.test_experts import LAYOUTS, SAMPLES, by_layout, model
 
 _init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin
 _compute, _route, _sort, _balance = Experts.forward, Router.forward, Router._sort, Router.balance
@@ -156,7 +157,7 @@ def mistaken(name: str) -> list[list[float]]:
     """In each of four ranks: losses and norms of a program with a mistake."""
     make, layout, balance = MISTAKES[name]
     with make():
-        return laid_out(layout, balance)
+        return by_layout(layout, balance)
 
 
 #: Before torch 2.14 shapes are inferred on the meta device, where nothing is counted.
@@ -166,13 +167,13 @@ UNSEEN_BEFORE_2_14 = () if torch.__version__ >= "2.14" else ("choices of shape i
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_each_mistake_is_seen():
-    (of_first, *_) = on_ranks(4, each, mistaken, [(name,) for name in MISTAKES])
-    expected = {balance: by_hand(balance) for balance in ("loss", "bias", "forced")}
+    (of_first, *_) = on_ranks(4, each, mistaken, MISTAKES)
+    expected = {balance: by_hand(model(balance), SAMPLES) for balance in ("loss", "bias", "forced")}
     unseen = [
         name
         for name, (_, _, balance) in MISTAKES.items()
         if name not in UNSEEN_BEFORE_2_14
-        and of_first[name,] == [pytest.approx(step, rel=1e-5) for step in expected[balance]]
+        and of_first[name] == [pytest.approx(step, rel=1e-5) for step in expected[balance]]
     ]
     assert unseen == []
 

@@ -6,24 +6,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.models.resnet import ResNet
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.precision import Copies
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.optim.made_muon import muon_of
-from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.made import gpt, laid_out, on_meta, unscaled
+from tests.parallel.ranks import each, on_ranks
 from tests.parallel.splitting import where_split
+from tests.parallel.test_conflicts import layout_of
 
-#: No number is a multiple of four shards, nor its half of two.
-SHAPE = {"layers": 3, "heads": 2, "width": 14, "sequence_length": 6, "vocabulary": 42}
 STRATEGIES = {
     "ddp": Strategy(replicate="auto"),
     "zero1": Strategy(replicate="auto", optimizer="zero1"),
@@ -54,36 +53,30 @@ OF_MUON = ("zero1", "fsdp", "pdp", "tensor and shards")
 CASES = {name: (name, False) for name in STRATEGIES} | {f"{name}, muon": (name, True) for name in OF_MUON}
 
 
-def gpt() -> GPT:
-    with torch.device("meta"):
-        return GPT(**SHAPE)
+def uneven() -> GPT:
+    """No number is a multiple of four shards, nor its half of two."""
+    return gpt(layers=3, heads=2, width=14, sequence_length=6, vocabulary=42)
 
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, Any]]:
-    return on_ranks(4, allocated)
+    return on_ranks(4, each, allocated, CASES)
 
 
-def allocated() -> dict[str, Any]:
-    """In a rank: the foreseen and the real footprint under each strategy."""
-    seen = {}
-    for name, (of_strategy, with_muon) in CASES.items():
-        strategy, make = STRATEGIES[of_strategy], muon_of(gpt()) if with_muon else ADAMW
-        layout = strategy.layout(strategy.dims(4), 16, "auto")
-        foreseen = strategy.footprints(gpt(), layout, make, average=False)[layout.dims.stage(dist.get_rank())]
-        engine = strategy(gpt(), Setting(mesh_of(layout.dims), layout, torch.device("cpu")))
-        optimizer = engine.optimizer(make)
-        data = SyntheticTokens(sequence_length=6, vocabulary=42, seed=0)
-        engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
-        gradients = storage([weight.grad for weight in engine.module.parameters()])
-        optimizer.step()
-        state = [value for values in optimizer.state.values() for value in values.values()]
-        weights = list(engine.module.parameters())
-        real = Footprint(
-            weights=storage([*weights, *engine.module.buffers()]), gradients=gradients, optimizer=storage(state)
-        )
-        seen[name] = foreseen, real
-    return seen
+def allocated(name: str) -> tuple[Footprint, Footprint]:
+    """In a rank: the foreseen and the real footprint."""
+    of_strategy, with_muon = CASES[name]
+    strategy, make = STRATEGIES[of_strategy], muon_of(uneven()) if with_muon else ADAMW
+    engine, layout, _ = laid_out(strategy, uneven(), 16)
+    foreseen = strategy.footprints(uneven(), layout, make, average=False)[layout.dims.stage(dist.get_rank())]
+    optimizer = engine.optimizer(make)
+    tokens = SyntheticTokens(sequence_length=6, vocabulary=42, seed=0)
+    engine.gradients(*tokens.samples(0, layout.replica_batch), unscaled)
+    weights = list(engine.module.parameters())
+    gradients = storage([weight.grad for weight in weights])
+    optimizer.step()
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return foreseen, Footprint(storage([*weights, *engine.module.buffers()]), gradients, storage(state))
 
 
 def storage(tensors: list[Any]) -> int:
@@ -121,20 +114,19 @@ class TestOneProcess:
         assert (found.gradients, found.optimizer) == (trained.nbytes, 0)
 
     def test_an_average_is_another_copy_and_so_are_buckets_beside_the_gradients(self):
-        (plain,) = footprints(gpt(), Dims(), ADAMW, average=False, gradient_copies=1)
-        (more,) = footprints(gpt(), Dims(), ADAMW, average=True, gradient_copies=2)
+        (plain,) = footprints(uneven(), Dims(), ADAMW, average=False, gradient_copies=1)
+        (more,) = footprints(uneven(), Dims(), ADAMW, average=True, gradient_copies=2)
         assert more == Footprint(plain.weights, 2 * plain.gradients, plain.optimizer + plain.weights)
 
     def test_copies_in_a_narrow_dtype_are_weights_too_unless_shards_are_gathered_in_it(self):
+        module = on_meta(ResNet, depth=18, classes=10)
+
         def foreseen(shards: int, precision: Any) -> int:
             strategy = Strategy(replicate=4 // shards, shard=shards)
-            layout = strategy.layout(strategy.dims(4), 16, "auto")
-            (found,) = strategy.footprints(
-                ResNet(depth=18, classes=10), layout, SGD, average=False, precision=precision
-            )
+            layout = layout_of(strategy, 4, 16)
+            (found,) = strategy.footprints(module, layout, SGD, average=False, precision=precision)
             return found.weights
 
-        module = ResNet(depth=18, classes=10)
         copies = Copies(module, [], torch.bfloat16)
         copies.begin()
         in_bf16 = sum(copy.nbytes for copy in copies.tensors)
@@ -145,14 +137,14 @@ class TestOneProcess:
     @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
     def test_ddp_has_its_buckets_beside_the_gradients_if_those_are_no_views(self, in_buckets, copies):
         strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
-        (found,) = strategy.footprints(gpt(), strategy.layout(Dims(replicate=4), 16, "auto"), ADAMW, average=False)
+        (found,) = strategy.footprints(uneven(), layout_of(strategy, 4, 16), ADAMW, average=False)
         assert found.gradients == copies * found.weights
 
     def test_powersgd_keeps_what_it_has_not_sent_and_zero1_divides_state_and_average(self):
-        layout = Strategy(replicate="auto").layout(Dims(replicate=4), 16, "auto")
+        layout = layout_of(Strategy(replicate="auto"), 4, 16)
         plain, divided = (
             Strategy(replicate="auto", gradients="powersgd", optimizer=optimizer).footprints(
-                gpt(), layout, ADAMW, average=True
+                uneven(), layout, ADAMW, average=True
             )[0]
             for optimizer in ("replicated", "zero1")
         )
@@ -167,16 +159,9 @@ class TestOneProcess:
         with pytest.raises(
             ConfigError, match="optimizer=Reader: the memory of its state is unknown, as it takes no step"
         ):
-            footprints(gpt(), Dims(), Reader, average=False, gradient_copies=1)
+            footprints(uneven(), Dims(), Reader, average=False, gradient_copies=1)
 
     def test_nothing_is_allocated_for_a_model_of_a_trillion(self):
-        class Large(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.weight = nn.Parameter(torch.empty(10**6, 10**6, device="meta"))
-
-            def forward(self, x: Tensor) -> Tensor:
-                return x
-
-        (found,) = footprints(Large(), Dims(shard=8), ADAMW, shards=8, average=False, gradient_copies=1)  # type: ignore[arg-type]
+        model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
+        (found,) = footprints(model, Dims(shard=8), ADAMW, shards=8, average=False, gradient_copies=1)
         assert found == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)

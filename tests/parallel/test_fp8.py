@@ -10,17 +10,15 @@ from torch import nn
 
 from ptdbench.checkpoints import checkpoint_dir, state
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import fp8
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.precision import Copies, narrow
 from ptdbench.parallel.strategy import Strategy
-from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.made import data, gpt, laid_out
+from tests.parallel.ranks import on_ranks
 from tests.workloads.made_loop import step_loop
 
-CPU = torch.device("cpu")
 WEIGHTS = [
     f"blocks.{block}.{name}.weight"
     for block in range(3)
@@ -105,18 +103,14 @@ def test_a_converted_block_is_one_graph(monkeypatch):
 
 
 def model():
-    with torch.device("meta"):
-        return GPT(layers=3, heads=2, width=32, sequence_length=8, vocabulary=41)
+    return gpt(layers=3, heads=2, width=32, vocabulary=41)
 
 
-def laid_out(precision, seed=0):
+def loop_of(precision, seed=0):
     """The loop that trains a model whose weights are sharded over two ranks."""
-    strategy = Strategy(shard=2)
-    layout = strategy.layout(strategy.dims(2), 4, 2)
-    engine = strategy(model(), Setting(mesh_of(layout.dims), layout, CPU, precision=precision, seed=seed))
+    engine, *where = laid_out(Strategy(shard=2), model(), 4, 2, precision=precision, seed=seed)
     optimizer = engine.optimizer(lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True))
-    data = SyntheticTokens(sequence_length=8, vocabulary=41, seed=0)
-    return step_loop(engine, optimizer, data, layout, dist.get_rank())
+    return step_loop(engine, optimizer, data(41), *where)
 
 
 def train(loop, steps=4):
@@ -139,7 +133,7 @@ def gathered(module, name):
 def in_rank(folder):
     """What is trained with weights gathered in fp8, and in bf16, and what is saved of the first."""
     fp8.SMALLEST, fp8.convert = 32, partial(fp8.convert, emulate=True)
-    loop = laid_out("fp8_tensorwise")
+    loop = loop_of("fp8_tensorwise")
     losses, saver, module = train(loop), Saver(folder, keep=1), loop.engine.module
     kept = {"tied": model().tied(), "rank": dist.get_rank()}
     state_of_average = loop.update.optimizer.state[module.get_parameter(WEIGHTS[0])]
@@ -154,14 +148,14 @@ def in_rank(folder):
     weights += [gathered(module, name) for name in WEIGHTS]
     fp8.forget(module)
     going_on, path = train(loop), checkpoint_dir.newest(folder).found.path
-    other = laid_out("fp8_tensorwise", seed=1)
+    other = loop_of("fp8_tensorwise", seed=1)
     state.restore(path, other.engine.module, other.update.optimizer, **kept, world_size=2, group=saver.group)
     other.resume(4, {})
     saver.close()
     resumed = train(other)
     fp8.is_gathered = lambda *_, **__: False
     return {
-        "fp8": losses, "gathered in bf16": train(laid_out("fp8_tensorwise")), "weights": weights,
+        "fp8": losses, "gathered in bf16": train(loop_of("fp8_tensorwise")), "weights": weights,
         "problems": saver.problems, "saved": {type(local_part(tensor)) for tensor in [*saved.values(), average]},
         "going on": going_on, "resumed": resumed,
     }  # fmt: skip

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import re
-import tempfile
 import warnings
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.autograd.profiler import record_function
 
-from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.profiling import trace
-from ptdbench.training.profile import profiled
 from tests.daily import cases, selected
-from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.made import calls_of, data, laid_out, on_meta, unscaled
+from tests.parallel.ranks import each, on_ranks
 
 SHAPE = {"layers": 3, "heads": 2, "width": 16, "sequence_length": 8, "vocabulary": 40}
 
@@ -51,44 +44,31 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-def messages(make: Any, options: dict[str, Any]) -> dict[str, list[str]]:
+def messages(name: str) -> dict[str, list[str]]:
     """In a rank: the modules whose weights are gathered in a step, and those whose gradients are reduced."""
-    with torch.device("meta"):
-        model = make()
-    strategy, device = Strategy(shard="auto", **options), torch.device("cpu")
-    layout = strategy.layout(strategy.dims(2), 4, 1)
-    engine = strategy(model, Setting(mesh_of(layout.dims), layout, device))
-    data = SyntheticTokens(sequence_length=8, vocabulary=40, seed=0)
+    make, options, *_ = CASES[name]
+    engine, layout, _ = laid_out(Strategy(shard="auto", **options), on_meta(make), 4, 1)
 
     def step() -> None:
-        engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
+        engine.gradients(*data().samples(0, layout.replica_batch), unscaled)
         engine.module.zero_grad()
 
     step()
-    with tempfile.TemporaryDirectory() as folder:
-        with profiled(device) as taken, record_function(trace.STEP):
-            step()
-        taken.export_chrome_trace(f"{folder}/trace.json")
-        calls = trace.read(Path(folder) / "trace.json").calls
     found: dict[str, list[str]] = {"all_gather": [], "reduce_scatter": []}
-    for call in calls:
+    for call in calls_of(step):
         (label,) = [name for name in call.within if re.match(r"FSDP::(all_gather|post_backward_reduce)\b", name)]
         module = label.partition("(")[2].rstrip(")") or "root"
         found[call.operation].append(module.removeprefix("blocks."))
     return found
 
 
-def of_cases(names: set[str]) -> dict[str, dict[str, list[str]]]:
-    return {name: messages(make, options) for name, (make, options, *_) in CASES.items() if name in names}
-
-
 @pytest.fixture(scope="module")
 def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, list[str]]]]:
-    return on_ranks(2, of_cases, selected(request, "name"))
+    return on_ranks(2, each, messages, sorted(selected(request, "name")))
 
 
 @pytest.mark.ranks
-@cases("name", CASES, daily=["untied", "tied"])
+@cases("name", CASES, daily=["untied", "untied, kept between", "tied"])
 def test_weights_are_gathered_as_late_as_they_can_and_no_more_often_than_needed(of_ranks, name):
     *_, gathered, reduced = CASES[name]
     for of_rank in of_ranks:
@@ -98,14 +78,9 @@ def test_weights_are_gathered_as_late_as_they_can_and_no_more_often_than_needed(
 
 def warned_of() -> list[str]:
     """In a rank: what torch warns of where it shards the rows of a table that tensor parallelism cuts, too."""
-    with torch.device("meta"):
-        model = UNTIED()
-    strategy = Strategy(shard="auto", tensor=2)
-    layout = strategy.layout(strategy.dims(4), 4, 2)
     with warnings.catch_warnings(record=True) as warned:
-        engine = strategy(model, Setting(mesh_of(layout.dims), layout, torch.device("cpu")))
-        data = SyntheticTokens(sequence_length=8, vocabulary=40, seed=0)
-        engine.gradients(*data.samples(0, layout.replica_batch), lambda loss: loss)
+        engine, layout, _ = laid_out(Strategy(shard="auto", tensor=2), on_meta(UNTIED), 4, 2)
+        engine.gradients(*data().samples(0, layout.replica_batch), unscaled)
     return [str(one.message) for one in warned]
 
 

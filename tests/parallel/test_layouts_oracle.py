@@ -18,18 +18,17 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 from torch.nn.utils import get_total_norm
 
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialize import materialize
 from ptdbench.parallel import apply, context, engine, fsdp, tensor, zero
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Accumulating, LaidOutModule
-from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline import pipelined
 from ptdbench.parallel.strategy import Strategy
-from tests.parallel.oracle import Mistakes, after, is_on, nothing, of
+from tests.parallel.made import gpt, laid_out
+from tests.parallel.oracle import Mistakes, after, is_on, of
 from tests.parallel.ranks import each, mesh_of, on_ranks
-from tests.parallel.ten_steps import STEPS, tokens
+from tests.parallel.ten_steps import by_engine, by_hand
 
-SAMPLES, LENGTH = 8, 8
+SAMPLES = 8
 
 #: By name: the options of a layout on four ranks, and the samples of a micro-batch.
 LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
@@ -47,60 +46,14 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
 
 def model() -> GPT:
     """On the meta device; its two stages have a weight in common."""
-    with torch.device("meta"):
-        return GPT(layers=2, heads=4, width=16, sequence_length=LENGTH, vocabulary=20)
+    return gpt(layers=2, vocabulary=20)
 
 
-def sgd(weights: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD((weight for _, weight in weights), lr=0.1, momentum=0.9)
-
-
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """``[samples, length]``; inputs and targets."""
-    twice = (torch.cat([tokens(SAMPLES, step + k), tokens(SAMPLES, step + k + 3)], 1) for k in (0, 7))
-    return tuple(tensor[:, :LENGTH].contiguous() for tensor in twice)  # stages of torch 2.11 take no parts of rows
-
-
-def by_hand() -> list[list[float]]:
-    """Losses and norms of gradients without any of what lays a model out."""
-    found, whole = [], model()
-    materialize(whole, whole, device="cpu", seed=0)
-    optimizer = sgd(whole.named_parameters())
-    for step in range(STEPS):
-        loss = whole(*batch(step))
-        loss.backward()
-        found.append([loss.item(), get_total_norm([weight.grad for weight in whole.parameters()]).item()])
-        optimizer.step()
-        optimizer.zero_grad()
-    assert abs(found[-1][0] / found[0][0] - 1) > 1e-2
-    return found
-
-
-def dims_of(layout: str) -> Any:
-    return Strategy(**LAYOUTS[layout][0]).dims(4)
-
-
-def laid_out(layout: str, mistake: str) -> list[list[float]]:
-    """In each of four ranks: the same under a layout, by a program with a mistake, or by the right one."""
+def by_layout(layout: str, mistake: str) -> list[list[float]]:
+    """In each of four ranks: losses and norms of a program with a mistake, or of the right one."""
     options, micro_batch = LAYOUTS[layout]
-    strategy, dims = Strategy(**options), dims_of(layout)
-    plan, mesh, found = strategy.layout(dims, SAMPLES, micro_batch), mesh_of(dims), []
-    with MISTAKES[mistake][0]() if mistake else nothing():
-        laid = strategy(model(), apply.Setting(mesh, plan, torch.device("cpu")))
-        optimizer = laid.optimizer(sgd)
-        for step in range(STEPS):
-            first, beyond = (row - step * SAMPLES for row in plan.rows(step, mesh.batch.get_local_rank()))
-            inputs, targets = batch(step)
-            loss = laid.gradients(inputs[first:beyond], targets[first:beyond], lambda loss: loss)
-            dist.all_reduce(loss)
-            found.append([loss.item() / dims.batch, laid.gradient_norm().item()])
-            optimizer.step()
-            optimizer.zero_grad()
-    return found
-
-
-def changed(part: LaidOutModule, **fields: Any) -> LaidOutModule:
-    return replace(part, **fields)
+    with MISTAKES[mistake][0]() if mistake else nullcontext():
+        return by_engine(*laid_out(Strategy(**options), model(), SAMPLES, micro_batch))
 
 
 def added_up(part: LaidOutModule) -> LaidOutModule:
@@ -213,14 +166,14 @@ def more_than_a_share(self: Any, loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def batch_for_copies() -> Any:
-    mesh: Mesh = mesh_of(dims_of("context"))
+    mesh = mesh_of(Strategy(**LAYOUTS["context"][0]).dims(4))
     return of(mesh, "copies", mesh.batch)()
 
 
 #: By what is wrong: the mistake, and the layout in which it matters.
 MISTAKES: Mistakes = {
     "gradients of replicas not averaged": (
-        after(apply, "replicate", lambda part: changed(part, runner=part.module, deferred=nullcontext)), "replicas"),
+        after(apply, "replicate", lambda part: replace(part, runner=part.module, deferred=nullcontext)), "replicas"),
     "gradients of replicas added up": (after(apply, "replicate", added_up), "replicas"),
     "only the last micro-batch counted": (after(apply, "replicate", last_alone), "replicas"),
     "micro-batches added up": (of(Accumulating, "gradients", scaled(2)), "replicas"),
@@ -259,8 +212,8 @@ MISTAKES: Mistakes = {
 @pytest.mark.thorough
 def test_each_mistake_is_seen_and_none_in_the_right_program():
     right = [(layout, "") for layout in LAYOUTS]
-    (of_first, *_) = on_ranks(4, each, laid_out, right + [(layout, name) for name, (_, layout) in MISTAKES.items()])
-    expected = [pytest.approx(step, rel=1e-5) for step in by_hand()]
+    (of_first, *_) = on_ranks(4, each, by_layout, right + [(layout, name) for name, (_, layout) in MISTAKES.items()])
+    expected = [pytest.approx(step, rel=1e-5) for step in by_hand(model(), SAMPLES)]
     assert {name for _, name in (case for case, numbers in of_first.items() if numbers == expected)} == {""}
     assert [case for case in right if of_first[case] != expected] == []
 

@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ptdbench.checkpoints import checkpoint_dir, state
 from ptdbench.checkpoints.saver import Saver
-from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialize import materialize
 from ptdbench.optim.schedules import OneCycle
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Accumulating, Engine, LaidOutModule
@@ -25,14 +21,14 @@ from ptdbench.parallel.strategy import Strategy
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.training.loop import StepLoop
 from tests.daily import cases, selected
-from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.made import data, gpt, laid_out, whole, with_weights
+from tests.parallel.ranks import on_ranks
 from tests.parallel.setters import HAS_SETTERS
 from tests.workloads.made_loop import step_loop
 
 pytestmark = pytest.mark.ranks
 
 RANKS, BATCH, STEPS = 4, 16, 6
-CPU = torch.device("cpu")
 TRAIN = {"clip_norm": 0.2, "ema": 0.9, "steps": STEPS}
 
 
@@ -52,7 +48,6 @@ EXACT = {
     "zero1, stages": Lever(replicate="auto", pipeline=2, microbatches=4, optimizer="zero1"),
     "zero1, static graph, small buckets": Lever(replicate="auto", optimizer="zero1", static_graph=True,
                                                 bucket_mb=0.001),
-    "reshard 2, accumulated": Lever(shard="auto", reshard_after_forward=2, micro_batch=1),
     "reshard 2, kept between": Lever(shard="auto", reshard_after_forward=2, micro_batch=1,
                                      reshard_between_microbatches=False),
     "prefetch 9, hsdp": Lever(replicate=2, shard="auto", prefetch=9, micro_batch=2),
@@ -80,10 +75,9 @@ POWERSGD = [name for name in INEXACT if "powersgd" in name]
 LEVERS = EXACT | {name: lever for name, (*_, lever) in INEXACT.items()}
 
 
-def gpt() -> GPT:
+def uneven() -> GPT:
     """Of widths that no number of shards divides, with a head that is the embedding."""
-    with torch.device("meta"):
-        return GPT(layers=4, heads=1, width=13, sequence_length=8, vocabulary=41)
+    return gpt(heads=1, width=13, vocabulary=41)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -91,17 +85,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def loop_of(engine: Engine, layout: BatchPlan, replica: int) -> StepLoop:
-    data = SyntheticTokens(sequence_length=8, vocabulary=41, seed=0)
-    return step_loop(engine, engine.optimizer(adamw), data, layout, replica, schedule=OneCycle(), **TRAIN)
+    return step_loop(engine, engine.optimizer(adamw), data(41), layout, replica, schedule=OneCycle(), **TRAIN)
 
 
-def laid_out(lever: Lever, seed: int = 0) -> StepLoop:
-    layout = lever.strategy.layout(lever.strategy.dims(RANKS), BATCH, lever.micro_batch)
-    mesh, model = mesh_of(layout.dims), gpt()
-    lever.strategy.check(model, layout)
-    lever.strategy.check_beside("offload", lever.offload, layout)
-    engine = lever.strategy(model, Setting(mesh, layout, CPU, seed=seed, offload=lever.offload))
-    return loop_of(engine, layout, mesh.batch.get_local_rank())
+def loop_under(lever: Lever, seed: int = 0) -> StepLoop:
+    return loop_of(*laid_out(lever.strategy, uneven(), BATCH, lever.micro_batch, seed=seed, offload=lever.offload))
 
 
 def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
@@ -114,59 +102,46 @@ def train(loop: StepLoop, steps: int = STEPS) -> list[float]:
 def averaged(loop: StepLoop) -> dict[str, torch.Tensor]:
     """The averages of the weights, as an evaluation sees them."""
     with torch.no_grad(), loop.update.averaged():
-        return {name: whole(weight).clone() for name, weight in loop.engine.module.named_parameters()}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+        return {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
 
 
 def in_rank(folder: Path, names: set[str]) -> dict[str, Any]:
     """What each lever of these names trains, and what the one process does that it is held against."""
-    plain = gpt()
-    materialize(plain, plain, device=CPU, seed=0)
+    plain = with_weights(uneven())
     reference = loop_of(Accumulating(LaidOutModule(plain, plain), BATCH), BatchPlan(Dims(), BATCH, BATCH), 0)
-    seen: dict[str, Any] = {"one process": told(reference)}
-    for name in (name for name in LEVERS if name in names):
-        seen[name] = told(laid_out(LEVERS[name]))
+    seen = {"one process": told(reference)} | {name: told(loop_under(LEVERS[name])) for name in sorted(names)}
     seen["resumed"] = {name: resumed(folder / name, LEVERS[name]) for name in POWERSGD if name in names}
     return seen
 
 
 def told(loop: StepLoop) -> dict[str, Any]:
-    train(loop)
-    return told_of(loop)
-
-
-def told_of(loop: StepLoop) -> dict[str, Any]:
-    """What a loop has come to."""
-    losses = [loss.item() for loss in loop.losses]
-    weights = {name: whole(weight).clone() for name, weight in loop.engine.module.named_parameters()}
+    """What a loop comes to."""
+    losses = train(loop)
+    weights = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
     found = {
         "losses": losses, "owns_loss": loop.engine.owns_loss, "norms": [float(n) for n in loop.update.gradient_norms],
         "averaged": averaged(loop), "state": sum(len(values) > 0 for values in loop.update.optimizer.state.values()),
     }  # fmt: skip
-    back = {name: whole(weight) for name, weight in loop.engine.module.named_parameters()}
-    assert all(torch.equal(weights[name], back[name]) for name in weights)
+    assert all(torch.equal(weights[name], whole(weight)) for name, weight in loop.engine.module.named_parameters())
     return found | {"weights": weights}
 
 
 def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[float]]:
     """Losses after a save: of the run that goes on, of one that resumes, and of one that has lost the errors."""
     rank, saver = dist.get_rank(), Saver(folder, keep=1)
-    loop = laid_out(lever)
+    loop = loop_under(lever)
     loop.rehearse()
     train(loop, 3)
     own = loop.engine.own_state()
     assert any("error" in name for name in own)
     module, optimizer = loop.engine.module, loop.update.optimizer
-    tied = gpt().tied()
+    tied = uneven().tied()
     saver.save(3, state.collect(module, optimizer, tied, rank=rank, with_buffers=True, own=own), {}, {})
     losses = [train(loop, 3)]
     saver.wait()
     assert saver.problems == []
     for keeps in (True, False):
-        other = laid_out(lever, seed=1)
+        other = loop_under(lever, seed=1)
         path = checkpoint_dir.newest(folder).found.path
         own = state.restore(path, other.engine.module, other.update.optimizer, tied,
                             rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
@@ -174,7 +149,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
         other.resume(3, {})
         other.rehearse()
         losses.append(train(other, 3))
-    other = laid_out(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
+    other = loop_under(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
     other.engine.load_own_state(own)
     other.rehearse()
     assert not any("error" in name for name in other.engine.own_state())  # other matrices: it begins anew
@@ -189,7 +164,7 @@ def of_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @cache
 def tied() -> dict[str, str]:
-    return {other: first for first, other in gpt().tied()}
+    return {other: first for first, other in uneven().tied()}
 
 
 def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
@@ -239,7 +214,7 @@ def test_it_stays_near_one_process_and_is_not_the_same(of_ranks, name):
 
 @cases("name", [name for name in LEVERS if "zero1" in name], daily=["zero1, accumulated", "bf16, zero1"])
 def test_replicas_divide_the_state_and_have_equal_weights(of_ranks, name):
-    weights = len(list(gpt().parameters()))
+    weights = len(list(uneven().parameters()))
     if LEVERS[name].strategy.pipeline == 1:
         assert sum(of_rank[name]["state"] for of_rank in of_ranks) == weights
         for of_rank in of_ranks[1:]:
@@ -255,11 +230,9 @@ def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
     assert forgetful != went_on
 
 
-class TestDivide:
-    def test_the_largest_first_each_to_who_has_least(self):
-        assert assign_owners([1, 5, 3, 3], 2) == [0, 0, 1, 1]
-        assert assign_owners([4, 4, 4], 3) == [0, 1, 2]
-
-    def test_there_may_be_fewer_weights_than_replicas(self):
-        assert assign_owners([2], 4) == [0]
-        assert assign_owners([], 4) == []
+@pytest.mark.parametrize(
+    ("sizes", "replicas", "owners"),
+    [([1, 5, 3, 3], 2, [0, 0, 1, 1]), ([4, 4, 4], 3, [0, 1, 2]), ([2], 4, [0]), ([], 4, [])],
+)
+def test_the_largest_weight_goes_first_each_to_who_has_least(sizes, replicas, owners):
+    assert assign_owners(sizes, replicas) == owners

@@ -10,30 +10,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.data.synthetic import SyntheticTokens
 from ptdbench.models.foreign import Adapted
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialize import materialize
-from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.engine import Accumulating, Engine
-from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.pipeline.pipelined import Pipelined
+from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
-from tests.parallel.ranks import mesh_of, on_ranks
+from tests.parallel.made import data, gpt, laid_out, on_meta, unscaled, whole, with_weights
+from tests.parallel.ranks import each, on_ranks
 from tests.parallel.splitting import needs_splitting, where_split
 from tests.parallel.test_conflicts import layout_of, refused
 
-SHAPE = {"layers": 4, "heads": 4, "width": 16, "sequence_length": 8, "vocabulary": 40}
 BATCH, MICRO_BATCH = 16, 1
 STRATEGIES = {
     "ddp": Strategy(replicate="auto"),
@@ -65,6 +56,19 @@ STRATEGIES = {
     "ring of four": Strategy(context=4, context_method="ring"),
     "tensor and stages, sequence": Strategy(pipeline=2, tensor=2, microbatches=4, sequence=True),
 }
+#: Several stages on a rank: with copies, with shards that are kept and that are freed, and over all ranks.
+SEVERAL = {
+    f"{schedule}, {name}": Strategy(schedule=schedule, **degrees)
+    for schedule, its in SCHEDULES.items()
+    if its.stages != 1 and its.is_supported
+    for name, degrees in {
+        "copies": {"replicate": 2, "pipeline": 2, "microbatches": 4},
+        "shards": {"shard": 2, "pipeline": 2, "microbatches": 4, "reshard_after_forward": False},
+        "freed": {"shard": 2, "pipeline": 2, "microbatches": 4},
+        "alone": {"pipeline": 4},
+    }.items()
+    if not (its.splits_backward and name == "freed")
+}
 #: Gradients are rounded to 8 or 11 bits of mantissa for their reduction.
 NARROW = {
     "ddp in bf16": Strategy(replicate="auto", gradients="bf16"),
@@ -89,20 +93,6 @@ PRODUCTS = {
 }  # fmt: skip
 
 
-def on_meta(build: Any, **options: Any) -> Any:
-    with torch.device("meta"):
-        return build(**options)
-
-
-def gpt() -> GPT:
-    """On four stages the head, for all its vocabulary, must share one; its weight is the embedding's."""
-    return on_meta(GPT, **SHAPE)
-
-
-def data() -> SyntheticTokens:
-    return SyntheticTokens(sequence_length=8, vocabulary=40, seed=0)
-
-
 class TestOnRanks:
     """Gradients of one step with accumulation, by parameter, against those of the plain model on the whole batch."""
 
@@ -110,10 +100,11 @@ class TestOnRanks:
 
     @cases(
         "name",
-        STRATEGIES,
+        STRATEGIES | SEVERAL,
         daily=[
             "ddp", "fsdp", "fsdp kept between", "hsdp", "1f1b", "gpipe", "stages in shards",
             "tensor and shards, sequence", "tensor and stages", "context and shards", "ring and stages",
+            "interleaved1f1b, copies", "looped_bfs, shards",
         ],
     )  # fmt: skip
     def test_gradients_are_those_of_one_process(self, of_ranks, name):
@@ -122,8 +113,7 @@ class TestOnRanks:
     @cases("name", NARROW, daily=["ddp in bf16", "fsdp in fp16"])
     def test_a_narrow_reduction_rounds_them(self, of_ranks, name):
         """To three or four decimal digits each; four summands, and the noise is no bias."""
-        _, expected = reference()
-        errors = []
+        expected, errors = reference(4)["gradients"], []
         for of_rank in (of_rank[name] for of_rank in of_ranks):
             for parameter, gradient in of_rank["gradients"].items():
                 scale = expected[parameter].abs().max().item()
@@ -135,108 +125,77 @@ class TestOnRanks:
     def test_so_they_are_under_every_product_of_degrees(self, of_eight, name):
         check([of_rank[name] for of_rank in of_eight])
 
-    def test_ranks_that_own_the_loss_are_one_a_replica(self, of_ranks, of_eight):
-        for seen in (of_ranks, of_eight):
-            for name in seen[0]:
-                owners = [of_rank[name]["owns_loss"] for of_rank in seen]
-                assert sum(owners) == seen[0][name]["layout"].replicas, name
-                assert all(of_rank[name]["owns_loss"] or of_rank[name]["loss"] == 0 for of_rank in seen), name
-
-    @cases(
-        ("name", "collectives"),
-        [
-            ("ddp", 1),  # one bucket holds it all
-            ("1f1b", 1),
-            ("gpipe", 1),
-            ("1f1b on 4 stages", 0),  # one replica
-            # 4 layers are gathered in each of 4 passes, with resharding all but the last one twice, the rest once, and
-            # all are reduced once.
-            ("fsdp", (2 * 3 + 2) * 4 + 5),
-            ("fsdp resharding between", 5 * 4 + 5),
-            # Gathered for the first forward pass and, all layers but the last one, for each backward pass.
-            ("fsdp kept between", 5 + 3 * 4 + 5),
-            ("fsdp without resharding", 5 + 5),
-            ("fsdp resharding to pairs", 5 * 4 + 5),  # the pairs gather among themselves for the backward pass
-            ("fsdp gathering ahead", (2 * 3 + 2) * 4 + 5),  # the same, earlier
-        ],
-        daily=[("ddp", 1), ("1f1b", 1), ("fsdp", (2 * 3 + 2) * 4 + 5), ("fsdp kept between", 5 + 3 * 4 + 5)],
-    )
-    def test_gradients_are_communicated_in_the_last_pass_only(self, of_ranks, name, collectives):
-        assert [of_rank[name]["collectives"] for of_rank in of_ranks] == [collectives] * 4
-
 
 def check(seen: list[dict[str, Any]]) -> None:
-    """The gradients of all ranks are the plain model's, and so is the mean of the replicas' losses."""
-    loss, expected = reference()
-    names = set()
+    """The gradients of all ranks are the plain model's, and so are the replicas' mean loss and an evaluation."""
+    expected, replicas = reference(seen[0]["layers"]), seen[0]["replicas"]
+    ends, names = [], set()
     for gradients in (of_rank["gradients"] for of_rank in seen):
         assert gradients
         names |= set(gradients)
         for parameter, gradient in gradients.items():
-            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=parameter)
-    assert names - {"head.projection.weight"} == set(expected) - {"head.projection.weight"}
-    replicas = seen[0]["layout"].replicas
-    assert sum(of_rank["loss"].item() for of_rank in seen) / replicas == pytest.approx(loss, rel=1e-5)
-    norm = torch.stack([gradient.norm() for name, gradient in expected.items() if name != "head.projection.weight"])
+            torch.testing.assert_close(gradient, expected["gradients"][parameter], rtol=1e-4, atol=1e-6, msg=parameter)
+        ends += [gradients[name] for name in TIED if name in gradients]
+    assert all(torch.equal(gradient, ends[0]) for gradient in ends)  # or copies of a weight would part
+    assert names - {TIED[1]} == set(expected["gradients"]) - {TIED[1]}
+    assert sum(of_rank["loss"].item() for of_rank in seen) / replicas == pytest.approx(expected["loss"], rel=1e-5)
+    assert sum(of_rank["owns_loss"] for of_rank in seen) == replicas
     for of_rank in seen:
-        torch.testing.assert_close(of_rank["norm"], norm.norm(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(of_rank["norm"], expected["norm"], rtol=1e-4, atol=0)
+        if of_rank["owns_loss"]:
+            for outputs in of_rank["outputs"]:
+                torch.testing.assert_close(outputs, expected["outputs"], rtol=1e-4, atol=1e-5)
+        else:
+            assert of_rank["outputs"] == [None, None]
+            assert of_rank["loss"] == 0
 
 
 @pytest.fixture(scope="module")
 def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    names = selected(request, "name") | {"ddp", "1f1b"}
-    return on_ranks(4, in_rank, {name: one for name, one in (STRATEGIES | NARROW).items() if name in names})
+    return on_ranks(4, each, step_of, sorted(selected(request, "name") - PRODUCTS.keys()))
 
 
 @pytest.fixture(scope="module")
 def of_eight(request: pytest.FixtureRequest) -> list[dict[str, dict[str, Any]]]:
-    names = selected(request, "name") | {"all three"}
-    return on_ranks(8, in_rank, {name: one for name, one in PRODUCTS.items() if name in names})
+    return on_ranks(8, each, step_of, sorted(selected(request, "name") & PRODUCTS.keys()))
+
+
+#: One weight, and on several stages the head must share one for all its vocabulary.
+TIED = ("embedding.token.weight", "head.projection.weight")
 
 
 @cache
-def reference() -> tuple[float, dict[str, Tensor]]:
-    model = gpt()
-    materialize(model, model, device="cpu", seed=0)
+def reference(layers: int) -> dict[str, Any]:
+    model = with_weights(gpt(layers=layers))
     loss = model(*data().samples(0, BATCH))
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return loss.item(), gradients | {"head.projection.weight": gradients["embedding.token.weight"]}
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    outputs = model(data().samples(0, 3)[0]).detach()
+    gradients[TIED[1]] = gradients[TIED[0]]
+    return {"loss": loss.item(), "gradients": gradients, "norm": norm, "outputs": outputs}
 
 
-def in_rank(strategies: dict[str, Strategy]) -> dict[str, dict[str, Any]]:
-    return {name: step_of(strategy) for name, strategy in strategies.items()}
+def step_of(name: str) -> dict[str, Any]:
+    """In a rank: what the last step leaves; each operation on a DTensor takes a CPU long, so that they do fewer passes.
 
-
-def step_of(strategy: Strategy) -> dict[str, Any]:
-    """What the last step leaves; each operation on a DTensor takes a CPU long, so that they do fewer passes."""
-    dims = strategy.dims(dist.get_world_size())
-    layout = strategy.layout(dims, BATCH, MICRO_BATCH if dims.tensor == dims.context == 1 else 2 * MICRO_BATCH)
-    mesh = mesh_of(layout.dims)
-    model = gpt()
-    strategy.check(model, layout)
-    engine = strategy(model, Setting(mesh=mesh, layout=layout, device=torch.device("cpu")))
-    return last_step(engine, mesh, layout)
-
-
-def last_step(engine: Engine, mesh: Mesh, layout: BatchPlan) -> dict[str, Any]:
-    """Nothing may be left of the step before, nor of two: DDP arranges its buckets anew in the second."""
-    group, replica = mesh.batch.get_group(), mesh.batch.get_local_rank()
-    for step in (2, 1, 0) if layout.dims.shard == 1 else (1, 0):
+    Nothing may be left of the rehearsal, in which DDP arranges its buckets anew, nor of the step before.
+    """
+    strategy = (STRATEGIES | SEVERAL | NARROW | PRODUCTS)[name]
+    layers = max(4, len(strategy.stage_ranks(strategy.dims(dist.get_world_size()))))
+    micro_batch = MICRO_BATCH if strategy.tensor == strategy.context == 1 else 2 * MICRO_BATCH
+    engine, layout, replica = laid_out(strategy, gpt(layers=layers), BATCH, micro_batch)
+    outputs = [engine.outputs(data().samples(0, 3)[0])]
+    engine.rehearse(*data().samples(*layout.rows(2, replica)), unscaled)
+    for step in (1, 0):
         engine.module.zero_grad()
-        before = group._get_sequence_number_for_group()
-        loss = engine.gradients(*data().samples(*layout.rows(step, replica)), lambda loss: loss)
-    collectives = group._get_sequence_number_for_group() - before
-    parameters = dict(engine.module.named_parameters())
+        loss = engine.gradients(*data().samples(*layout.rows(step, replica)), unscaled)
+    outputs.append(engine.outputs(data().samples(0, 3)[0]))
     return {
-        "loss": loss, "layout": layout, "owns_loss": engine.owns_loss, "norm": engine.gradient_norm(),
-        "collectives": collectives,
-        "gradients": {name: whole(parameter.grad) for name, parameter in parameters.items()},
+        "loss": loss, "owns_loss": engine.owns_loss, "norm": engine.gradient_norm(), "outputs": outputs,
+        "layers": layers, "replicas": layout.replicas,
+        "gradients": {name: whole(parameter.grad) for name, parameter in engine.module.named_parameters()},
     }  # fmt: skip
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 @pytest.mark.parametrize(
@@ -248,33 +207,27 @@ def test_a_run_takes_as_many_of_the_devices_as_fit(options, available, ranks):
     assert Strategy(**options).ranks(available) == ranks
 
 
+#: What is asked for on one rank, and what is to be there.
+ON_ONE_RANK = {
+    "single": (Strategy(), "Accumulating", "GPT"),
+    "ddp": (Strategy(replicate="auto"), "Accumulating", "DistributedDataParallel"),
+    "fsdp": (Strategy(shard="auto"), "Accumulating", "FSDPGPT"),
+    "pdp": (Strategy(replicate="auto", pipeline="auto"), "Pipelined", "Stage"),
+    **where_split({
+        "zbv": lambda: (Strategy(replicate="auto", pipeline="auto", schedule="zbv"), "Pipelined", "Stage"),
+    }),
+}  # fmt: skip
+
+
 @pytest.mark.ranks
 def test_on_one_rank_what_was_asked_for_is_applied_all_the_same():
-    (kinds,) = on_ranks(1, kinds_on_one_rank)
-    assert kinds == {
-        "single": (False, False, False), "ddp": (True, False, False),
-        "fsdp": (False, True, False), "pdp": (False, False, True),
-        **where_split({"zbv": lambda: (False, False, True)}),
-    }  # fmt: skip
+    expected = {name: tuple(names) for name, (_, *names) in ON_ONE_RANK.items()}
+    assert on_ranks(1, each, kinds_on_one_rank, ON_ONE_RANK) == [expected]
 
 
-def kinds_on_one_rank() -> dict[str, tuple[bool, bool, bool]]:
-    """Whether there is DDP, FSDP and a pipeline, by what stands in the presets."""
-    presets = {
-        "single": Strategy(), "ddp": Strategy(replicate="auto"), "fsdp": Strategy(shard="auto"),
-        "pdp": Strategy(replicate="auto", pipeline="auto"),
-        **where_split({"zbv": lambda: Strategy(replicate="auto", pipeline="auto", schedule="zbv")}),
-    }  # fmt: skip
-    found = {}
-    for name, strategy in presets.items():
-        layout = layout_of(strategy, 1, 4)
-        engine = strategy(gpt(), Setting(mesh=mesh_of(layout.dims), layout=layout, device=torch.device("cpu")))
-        part = engine._part if isinstance(engine, Accumulating) else next(iter(engine._parts.values()))
-        found[name] = (
-            isinstance(part.runner, DistributedDataParallel), isinstance(part.module, FSDPModule),
-            isinstance(engine, Pipelined),
-        )  # fmt: skip
-    return found
+def kinds_on_one_rank(name: str) -> tuple[str, str]:
+    engine, *_ = laid_out(ON_ONE_RANK[name][0], gpt(), 4)
+    return type(engine).__name__, type(engine.parts[0].runner).__name__
 
 
 def pipeline(**options: Any) -> Strategy:
@@ -295,10 +248,6 @@ class TestPipeline:
         strategy = pipeline(schedule=schedule)
         assert layout_of(strategy, 2, 15).microbatches == 15 // 5
         assert layout_of(strategy, 2, 10, 2) == BatchPlan(Dims(pipeline=2), 10, 2, 1, 5)
-
-    @pytest.mark.parametrize("build", [gpt, lambda: on_meta(Toy), lambda: on_meta(ResNet, depth=18, image_size=32)])
-    def test_every_chain_can_be_cut(self, build):
-        pipeline().check(build(), layout_of(pipeline(), 2, 16))
 
     def test_parts_are_weighed_by_flops_and_where_nobody_told_by_parameters(self):
         told, untold = on_meta(Toy, inputs=2, width=3, outputs=1, layers=2), untold_by(Chain(), 1)

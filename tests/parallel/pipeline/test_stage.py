@@ -5,16 +5,14 @@ import pytest
 import torch
 
 from ptdbench.models.gpt import GPT
-from ptdbench.models.materialize import materialize
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.pipeline import stage as stages
 from ptdbench.parallel.pipeline.stage import Stage, balance
+from tests.parallel.made import gpt, with_weights
 
 
-def gpt() -> GPT:
-    model = GPT(layers=3, heads=2, width=8, sequence_length=6, vocabulary=11, tie_weights=False)
-    materialize(model, model, device="cpu", seed=0)
-    return model
+def small() -> GPT:
+    return with_weights(gpt(layers=3, heads=2, width=8, sequence_length=6, vocabulary=11, tie_weights=False))
 
 
 def cut(model, *ends: int) -> list[Stage]:
@@ -23,7 +21,7 @@ def cut(model, *ends: int) -> list[Stage]:
     return [Stage(dict(parts[start:stop]), is_last=stop == len(parts)) for start, stop in cuts]
 
 
-@pytest.mark.parametrize("build", [gpt, lambda: ResNet(depth=18, classes=3, image_size=32)])
+@pytest.mark.parametrize("build", [small, lambda: ResNet(depth=18, classes=3, image_size=32)])
 @pytest.mark.parametrize("ends", [(), (1,), (2, 4)])
 def test_names_and_tensors_are_those_of_the_whole(build, ends):
     model = build()
@@ -34,7 +32,7 @@ def test_names_and_tensors_are_those_of_the_whole(build, ends):
 
 
 def test_a_chain_of_stages_computes_what_the_whole_does():
-    model = gpt()
+    model = small()
     tokens, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
     first, second, last = cut(model, 1, 3)
     hidden = second(first(tokens))
@@ -45,21 +43,21 @@ def test_a_chain_of_stages_computes_what_the_whole_does():
 
 
 def test_a_stage_that_is_not_the_last_passes_over_the_targets():
-    first = cut(gpt(), 2)[0]
+    first = cut(small(), 2)[0]
     tokens = torch.randint(11, (4, 6))
     assert torch.equal(first(tokens, tokens), first(tokens))
 
 
 def test_a_cut_says_which_rank_has_what():
-    where = stages.cut(gpt(), [0, 1, 0])
-    assert [name for stage in where.stages for name in stage] == list(gpt().parts())
+    where = stages.cut(small(), [0, 1, 0])
+    assert [name for stage in where.stages for name in stage] == list(small().parts())
     assert (where.of(0), where.of(1)) == ([0, 2], [1])
     assert where.owner("embedding.token.weight") == 0
     assert where.owner("head.norm.bias") == 2
 
 
 def test_what_a_stage_holds_besides_layers_is_told_where_it_has_weights():
-    assert stages.unrepeated(gpt(), stages.cut(gpt(), [0, 1])) == [["embedding"], ["head"]]
+    assert stages.unrepeated(small(), stages.cut(small(), [0, 1])) == [["embedding"], ["head"]]
     model = ResNet(depth=18, classes=10)
     told = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
     assert told == [["conv1", "bn1"], [], ["fc"]]

@@ -1,0 +1,78 @@
+"""Small models, and how tests lay them out over real ranks."""
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.profiler import record_function
+from torch.distributed.tensor import DTensor
+
+from ptdbench.data.synthetic import SyntheticTokens
+from ptdbench.models.gpt import GPT
+from ptdbench.models.materialize import materialize
+from ptdbench.parallel.apply import Setting
+from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.profiling import trace
+from ptdbench.profiling.events import Call
+from ptdbench.training.profile import profiled
+from tests.parallel.ranks import mesh_of
+
+CPU = torch.device("cpu")
+SHAPE = {"layers": 4, "heads": 4, "width": 16, "sequence_length": 8, "vocabulary": 40}
+
+
+def on_meta(build: Callable[..., Any], **options: Any) -> Any:
+    with torch.device("meta"):
+        return build(**options)
+
+
+def gpt(**options: Any) -> GPT:
+    """On the meta device, of :data:`SHAPE` but for these options."""
+    return on_meta(GPT, **SHAPE | options)
+
+
+def with_weights(model: Any) -> Any:
+    """The model on the CPU, with the initial values that ranks draw, too."""
+    materialize(model, model, device="cpu", seed=0)
+    return model
+
+
+def data(vocabulary: int = 40) -> SyntheticTokens:
+    return SyntheticTokens(sequence_length=8, vocabulary=vocabulary, seed=0)
+
+
+def unscaled(loss: Tensor) -> Tensor:
+    return loss
+
+
+def laid_out(
+    strategy: Strategy, model: Any, batch: int, micro_batch: Any = "auto", **setting: Any
+) -> tuple[Engine, BatchPlan, int]:
+    """In a rank: the engine of a model over all ranks, how a batch is divided, and whose share of it is this rank's."""
+    layout = strategy.layout(strategy.dims(dist.get_world_size()), batch, micro_batch)
+    strategy.check(model, layout)
+    mesh = mesh_of(layout.dims)
+    engine = strategy(model, Setting(mesh=mesh, layout=layout, device=CPU, **setting))
+    return engine, layout, mesh.batch.get_local_rank()
+
+
+def calls_of(step: Callable[[], object]) -> Sequence[Call]:
+    """In a rank: what it communicates in a step, as a trace shows it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        with profiled(CPU) as taken, record_function(trace.STEP):
+            step()
+        taken.export_chrome_trace(str(path))
+        found = trace.read(path)
+    return [call for call in found.calls if call.start >= found.steps[0][0]]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all of a tensor, which may be in shards."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
