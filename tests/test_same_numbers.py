@@ -4,7 +4,6 @@ All runs of one world size share their ranks; that a run which starts its own fo
 """
 
 from collections.abc import Callable
-from itertools import product as combinations
 
 import pytest
 
@@ -50,28 +49,21 @@ STRATEGIES = {
     "1f1b": ("parallel=pdp", "parallel.schedule=1f1b"),
 }
 PIPELINES = ("gpipe", "1f1b")
-# Samples of a micro-batch; with 24 samples on up to 4 replicas both leave several passes.
-BATCHING = {"whole": (), "accumulated": ("train.micro_batch=2",)}
-PIPELINE_BATCHING = {
-    "whole": ("parallel.microbatches=4",),
-    "micro": ("train.micro_batch=2", "parallel.microbatches=auto"),
-    "accumulated": ("train.micro_batch=1", "parallel.microbatches=4"),
+#: By name the strategy, ranks, and samples of a micro-batch: tests/parallel/test_strategy.py looks at every layout.
+LAYOUTS = {
+    "ddp-2": ("ddp", 2),
+    "ddp-3-accumulated": ("ddp", 3, "train.micro_batch=2"),
+    "fsdp-2-accumulated": ("fsdp", 2, "train.micro_batch=2"),
+    "fsdp-3": ("fsdp", 3),
+    "hsdp-4": ("hsdp", 4),
+    "gpipe-2": ("gpipe", 2, "parallel.microbatches=4"),
+    "gpipe-4-accumulated": ("gpipe", 4, "train.micro_batch=1", "parallel.microbatches=4"),
+    "1f1b-2": ("1f1b", 2, "parallel.microbatches=4"),
+    "1f1b-3-micro": ("1f1b", 3, "train.micro_batch=2", "parallel.microbatches=auto"),  # three stages of one replica
+    "1f1b-4-accumulated": ("1f1b", 4, "train.micro_batch=1", "parallel.microbatches=4"),
 }
-
-
-def products() -> list[tuple[str, str, int, tuple[str, ...]]]:
-    found = []  # three ranks: three stages of one replica
-    for model, strategy, ranks in combinations(("gpt", "llama", "toy"), STRATEGIES, (2, 3, 4)):
-        for name, batching in (PIPELINE_BATCHING if strategy in PIPELINES else BATCHING).items():
-            if model != "gpt" and (name == "micro" or ranks > 2):
-                continue  # what a model without shared weights adds shows on two
-            if strategy == "hsdp" and ranks < 4:
-                continue  # two copies of two shards are the fewest
-            if strategy == "gpipe" and ranks > 2 and name != "accumulated":
-                continue  # the stages are those of 1f1b
-            found.append(pytest.param(model, strategy, ranks, batching, id=f"{model}-{strategy}-{ranks}-{name}"))
-    return found
-
+#: What a model without shared weights adds shows on two ranks.
+FOLLOWING = [(model, name) for model in ("gpt", "llama", "toy") for name in LAYOUTS if model == "gpt" or "2" in name]
 
 #: Where it is about the stages and not about their order.
 ONE_SCHEDULE = ("ddp", "fsdp", "1f1b")
@@ -89,33 +81,26 @@ def check(run: Callable[..., Record], expected: list[float], ranks: int, toleran
 
 
 @cases(
-    ("model", "strategy", "ranks", "batching"),
-    products(),
+    ("model", "layout"),
+    FOLLOWING,
     daily=[
-        "gpt-ddp-3-accumulated",
-        "gpt-fsdp-2-accumulated",
-        "gpt-hsdp-4-whole",
-        "gpt-1f1b-3-micro",
-        "llama-1f1b-2-whole",
-        "toy-gpipe-2-whole",
+        ("gpt", "ddp-3-accumulated"), ("gpt", "fsdp-2-accumulated"), ("gpt", "hsdp-4"), ("gpt", "1f1b-3-micro"),
+        ("llama", "1f1b-2"), ("toy", "gpipe-2"),
     ],
-)
-def test_fp32_losses_follow_the_single_process(shared_run, single, model, strategy, ranks, batching) -> None:
+)  # fmt: skip
+def test_fp32_losses_follow_the_single_process(shared_run, single, model, layout) -> None:
+    strategy, ranks, *batching = LAYOUTS[layout]
     check(shared_run, single(*MODELS[model]), ranks, 1e-5, *MODELS[model], *STRATEGIES[strategy], *batching)
 
 
 #: Products of degrees, with their ranks; a replica's share is 12 samples on four ranks, and 6 on eight.
 PRODUCTS = {
-    "hsdp-kept-whole": (4, "parallel=hsdp", "parallel.reshard_after_forward=false", "train.micro_batch=2"),
-    "shard-pipeline": (4, "parallel=fsdp", "parallel.pipeline=2", "parallel.microbatches=4"),
     "shard-pipeline-accumulated": (4, "parallel=fsdp", "parallel.pipeline=2", "train.micro_batch=1",
                                    "parallel.microbatches=4"),
     "tensor-sequence": (4, "parallel=tp", "parallel.sequence=true", "train.micro_batch=4"),
     "tensor-shard-pipeline": (8, "parallel=3d", "parallel.microbatches=4"),
     "context-shard": (4, "parallel=fsdp", "parallel.context=2"),
     "replicate-shard-pipeline": (8, "parallel=hsdp", "parallel.pipeline=2", "parallel.microbatches=3"),
-    "replicate-shard-pipeline-accumulated": (8, "parallel=hsdp", "parallel.pipeline=2", "train.micro_batch=1",
-                                             "parallel.microbatches=3", "parallel.schedule=gpipe"),
 }  # fmt: skip
 
 
@@ -126,13 +111,6 @@ def test_products_of_degrees_follow_too_and_clip_alike(shared_run, whole, name):
     clipped = (*CLIPPED, "train.clip_norm=0.3")
     record = check(shared_run, whole["losses"], ranks, 1e-5, *clipped, *options)
     assert record["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
-
-
-@cases("strategy", STRATEGIES, daily=["fsdp", "1f1b"])
-def test_the_scale_of_gradients_is_right_which_adam_would_not_tell(shared_run, single, strategy) -> None:
-    plain = (*MODELS["gpt"], "optimizer=sgd", "optimizer.lr=0.5")
-    accumulated = ("train.micro_batch=2", *(("parallel.microbatches=3",) if "pdp" in STRATEGIES[strategy][0] else ()))
-    check(shared_run, single(*plain), 4, 1e-5, *plain, *STRATEGIES[strategy], *accumulated)
 
 
 #: Whole matrices, shards of them, and what cuts them in both dimensions.
@@ -199,18 +177,10 @@ def whole(tmp_path_factory):
     return clipped
 
 
-class TestClipping:
-    @cases(("strategy", "ranks"), [("ddp", 2), ("fsdp", 2), ("gpipe", 2), ("1f1b", 4)], daily=[("fsdp", 2)])
-    def test_it_goes_by_the_norm_of_the_whole_gradient(self, shared_run, whole, strategy, ranks):
-        record = shared_run(*CLIPPED, *STRATEGIES[strategy], f"cluster.ranks_per_node={ranks}", "train.clip_norm=0.3")
-        assert record["status"] == "ok", record["error"]
-        assert record["gradient_norms"] == pytest.approx(whole["gradient_norms"], rel=1e-4)
-        assert record["losses"] == pytest.approx(whole["losses"], rel=1e-5)
-
-    def test_losses_that_are_scaled_are_clipped_by_their_true_gradient(self, shared_run, whole):
-        record = shared_run(*CLIPPED, "parallel=fsdp", "train.clip_norm=0.3", "precision=fp16")
-        assert record["status"] == "ok", record["error"]
-        assert record["gradient_norms"][0] == pytest.approx(whole["gradient_norms"][0], rel=2e-2)
+def test_losses_that_are_scaled_are_clipped_by_their_true_gradient(shared_run, whole):
+    record = shared_run(*CLIPPED, "parallel=fsdp", "train.clip_norm=0.3", "precision=fp16")
+    assert record["status"] == "ok", record["error"]
+    assert record["gradient_norms"][0] == pytest.approx(whole["gradient_norms"][0], rel=2e-2)
 
 
 def test_two_runs_of_one_seed_are_equal_and_of_another_are_not(shared_run):

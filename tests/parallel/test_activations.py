@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.models.gpt import GPT
-from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective, wrap_forward
-from ptdbench.parallel.compile import Compile, compile_parts, start_afresh
+from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, wrap_forward
+from ptdbench.parallel.compile import compile_parts, start_afresh
 from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Copies, narrow
 from ptdbench.problems import ConfigError
@@ -27,26 +28,15 @@ from tests.parallel.ten_steps import tokens
 FRUGAL = [Recompute(), Recompute(every=2), Selective(), Offload()]
 
 
-class Counted(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x).tanh()
-
-
 class Operations(TorchDispatchMode):
     """Counts operations by name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
+        self.counts = Counter[str]()
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = operation.overloadpacket.__name__
-        self.counts[name] = self.counts.get(name, 0) + 1
+        self.counts[operation.overloadpacket.__name__] += 1
         return operation(*args, **(kwargs or {}))
 
 
@@ -91,12 +81,14 @@ def test_gradients_are_bitwise_those_of_a_model_that_keeps_all(frugal, precision
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize(("every", "calls"), [(1, [2, 2, 2]), (2, [2, 1, 2]), (4, [2, 1, 1])])
-def test_a_layer_that_is_recomputed_runs_twice(every, calls):
-    model = nn.Sequential(*(Counted() for _ in range(3)))
-    Recompute(every=every)(list(model))
-    model(torch.ones(2, 4)).sum().backward()
-    assert [layer.calls for layer in model] == calls
+@pytest.mark.parametrize(("every", "twice"), [(1, [0, 1, 2]), (2, [0, 2]), (4, [0])])
+def test_a_layer_that_is_recomputed_runs_twice(every, twice):
+    layers, calls = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)], []
+    for number, layer in enumerate(layers):
+        layer[0].register_forward_hook(lambda *_, number=number: calls.append(number))
+    Recompute(every=every)(layers)
+    nn.Sequential(*layers)(torch.ones(2, 4)).sum().backward()
+    assert sorted(calls) == sorted([0, 1, 2, *twice])
 
 
 def test_a_selective_layer_repeats_neither_products_nor_attention():
@@ -114,7 +106,6 @@ def test_a_selective_layer_repeats_neither_products_nor_attention():
 
 
 def test_what_layers_save_is_gone_from_the_device_while_the_second_next_one_runs():
-    """All but weights."""
     layers, saved, alive = [nn.Linear(4, 4) for _ in range(4)], list[StorageWeakRef](), list[list[int]]()
     Offload()(layers)
 
@@ -130,8 +121,6 @@ def test_what_layers_save_is_gone_from_the_device_while_the_second_next_one_runs
     for layer in layers:
         out = layer(out)
     assert alive == [[], [0], [0, 1], [1, 2]]  # as each layer is about to run
-    function = next(one for one in walk(out.grad_fn) if one.name() == "AddmmBackward0")
-    assert function._saved_mat2.data_ptr() == layers[-1].weight.data_ptr()
     out.sum().backward()
     assert all(layer.weight.grad.abs().sum() > 0 for layer in layers)
 
@@ -154,28 +143,20 @@ def test_what_is_fetched_has_the_strides_it_had():
     assert found[0].data_ptr() == found[1].data_ptr()
 
 
-def walk(function: Any) -> Iterator[Any]:
-    """The nodes that lead to a result."""
-    yield function
-    for before, _ in function.next_functions:
-        if before is not None:
-            yield from walk(before)
-
-
-@pytest.mark.parametrize("how", [False, "layers"])
-def test_an_offloaded_layer_does_not_move_the_copies_of_its_weights(how, monkeypatch):
+@pytest.mark.parametrize(("precision", "how"), [("fp32", False), ("bf16", False), ("bf16", "layers")])
+def test_an_offloaded_layer_does_not_move_its_weights_nor_copies_of_them(precision, how, monkeypatch):
     moved = []
     monkeypatch.setattr(_Run, "_offload", lambda _, tensor: (moved.append(tensor.shape), tensor.clone)[1])
     layer = nn.Linear(4, 4)
-    narrow(layer, [layer], "bf16")
+    narrow(layer, [layer], precision)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compile_parts(layer, [layer], (), how)
     Offload()([layer])
-    Copies(layer, [layer], torch.bfloat16)
+    if precision == "bf16":
+        Copies(layer, [layer], torch.bfloat16)
     layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert moved == [(2, 4)]
     assert [weight.grad.dtype for weight in layer.parameters()] == [torch.float32] * 2
-    torch._dynamo.reset()
 
 
 @cases("how", ["layers", "whole"], daily=["layers"])
@@ -184,21 +165,14 @@ def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
     """By the compiler's own division into forward and backward graphs, which decides what is recomputed."""
     if frugal.after_compilation and how == "whole":
         return  # refused
-    expected = gradients(small())
-    for ours, theirs in zip(gradients(compiled(small(), frugal, how, monkeypatch)), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def compiled(model: GPT, activations: Activations, how: Compile, monkeypatch: pytest.MonkeyPatch) -> GPT:
-    torch_compile = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda *a, **b: torch_compile(*a, backend="aot_eager_decomp_partition", **b))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
+    expected, model = gradients(small()), small()
     start_afresh(how)
-    if not activations.after_compilation:
-        activations(model.layers())
-    compile_parts(model, model.layers(), model.parts().values(), how)
-    if activations.after_compilation:
-        activations(model.layers())
-    return model
+    treat = [lambda: compile_parts(model, model.layers(), model.parts().values(), how), lambda: frugal(model.layers())]
+    for one in treat if frugal.after_compilation else reversed(treat):
+        one()
+    for ours, theirs in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.fixture(autouse=True)

@@ -122,10 +122,6 @@ def test_a_gpu_has_the_kernel_that_torch_would_choose(monkeypatch, chosen, name)
     assert ring.kernel(query) is getattr(ring, name)  # type: ignore[arg-type]
 
 
-def test_this_torch_has_it():
-    assert ring.missing() is None
-
-
 @pytest.mark.parametrize("width", [8, 12])
 def test_the_efficient_kernel_gets_outputs_in_the_order_that_it_reads_them(monkeypatch, width):
     """Whatever the strides of a merged output are: those of a projection, padded to what the kernel takes."""
