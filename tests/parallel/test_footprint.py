@@ -55,7 +55,7 @@ CASES = {name: (name, False) for name in STRATEGIES} | {f"{name}, muon": (name, 
 
 def uneven() -> GPT:
     """No number is a multiple of four shards, nor its half of two."""
-    return gpt(layers=3, heads=2, width=14, sequence_length=6, vocabulary=42)
+    return gpt(heads=2, width=14, sequence_length=6, vocabulary=42)
 
 
 @pytest.fixture(scope="module")

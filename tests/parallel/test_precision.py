@@ -31,10 +31,7 @@ def test_what_products_run_in(precision, device, on, name):
         assert arithmetic(precision, device) == name
 
 
-NARROW = pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-
-
-@NARROW
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_a_module_computes_with_copies_of_its_weights_which_stay_fp32(precision, dtype):
     layer = nn.Linear(4, 4)
     state, masters = layer.state_dict(), list(layer.parameters())
@@ -49,16 +46,6 @@ def test_a_module_computes_with_copies_of_its_weights_which_stay_fp32(precision,
     assert {weight.dtype for weight in masters} == {weight.grad.dtype for weight in masters} == {torch.float32}
     assert list(layer.state_dict()) == list(state)
     assert all(torch.equal(value, state[name]) for name, value in layer.state_dict().items())
-
-
-def test_gradients_add_up_in_fp32():
-    """Each of 512 passes adds 1 to the gradient: a sum in bf16 would stall at 256."""
-    layer = nn.Linear(1, 1, bias=False)
-    Copies(layer, [], torch.bfloat16)
-    for _ in range(512):
-        layer(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-    (master,) = layer.parameters()
-    assert master.grad.item() == 512
 
 
 def test_a_new_value_of_a_weight_counts_at_once():
@@ -137,16 +124,18 @@ def test_after_a_step_modules_see_their_parameters():
     assert set(map(type, deepcopy(module.inner).parameters())) == {nn.Parameter}
 
 
-def test_gradients_of_a_tied_weight_add_up_in_fp32():
-    """256 and 1 from its two uses: in bf16 their sum would be 256."""
+def test_gradients_of_two_uses_of_a_weight_and_of_two_passes_add_up_in_fp32():
+    """256 and 1: in bf16 their sum would be 256."""
     first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
-    second.weight = first.weight
+    (weight,) = first.parameters()
+    second.weight = weight
     module = nn.ModuleList([first, second])
-    Copies(module, units := list(module), torch.bfloat16)
-    inputs = (torch.full((1, 1), size, dtype=torch.bfloat16) for size in (256, 1))
-    sum(unit(one) for unit, one in zip(units, inputs, strict=True)).sum().backward()
-    (weight,) = module.parameters()
+    Copies(module, list(module), torch.bfloat16)
+    large, one = (torch.full((1, 1), size, dtype=torch.bfloat16) for size in (256, 1))
+    (first(large) + second(one)).sum().backward()
     assert weight.grad.item() == 257
+    first(large).sum().backward()
+    assert weight.grad.item() == 513
 
 
 def test_a_frozen_weight_gets_no_gradient():
@@ -162,10 +151,6 @@ def test_a_frozen_weight_gets_no_gradient():
 class Told(nn.Module):
     """Remembers what it was called with."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Identity()
-
     def forward(self, inputs: Any, targets: Any = None, **options: Any) -> Any:
         self.seen = {"inputs": inputs, "targets": targets, **options}
         return inputs
@@ -175,9 +160,8 @@ def test_what_enters_is_cast_except_targets_and_integers():
     module, one = Told(), torch.ones(2)
     narrow(module, [], "bf16")
     tokens = torch.ones(2, dtype=torch.int64)
-    for call in (lambda: module((one, [tokens]), one, mask=one, size=3), lambda: module((one, [tokens]), targets=one,
-                 mask=one, size=3)):  # fmt: skip
-        call()
+    for by_place, by_name in (((one,), {}), ((), {"targets": one})):
+        module((one, [tokens]), *by_place, mask=one, size=3, **by_name)
         (inputs, (kept,)), targets = module.seen["inputs"], module.seen["targets"]
         assert inputs.dtype == module.seen["mask"].dtype == torch.bfloat16
         assert targets is one
@@ -186,10 +170,10 @@ def test_what_enters_is_cast_except_targets_and_integers():
 
 
 def test_a_layer_casts_what_it_gets_from_a_module_that_computes_in_fp32():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Softplus(), nn.Linear(2, 2))
-    module[1].register_forward_hook(lambda *seen: seen[-1].float())
-    narrow(module, [module[2]], "bf16")
-    Copies(module, [module[2]], torch.bfloat16)
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module[0].register_forward_hook(lambda *seen: seen[-1].float())
+    narrow(module, [module[1]], "bf16")
+    Copies(module, [module[1]], torch.bfloat16)
     assert module(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
@@ -202,24 +186,23 @@ def test_batch_norms_and_buffers_stay_fp32():
     assert module[0].weight.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.MultiheadAttention, nn.Bilinear, nn.PReLU])
-def test_modules_that_hold_their_weights_in_their_own_way(kind):
-    made = {nn.Bilinear: (4, 4, 2), nn.PReLU: (), nn.MultiheadAttention: (4, 2)}
-    module = kind(*made.get(kind, (4, 4)))
-    expected = called(module)
+@pytest.mark.parametrize(
+    ("kind", "made", "taken"),
+    [(nn.LSTM, (4, 4), 1), (nn.GRU, (4, 4), 1), (nn.MultiheadAttention, (4, 2), 3), (nn.Bilinear, (4, 4, 2), 2),
+     (nn.PReLU, (), 1)],
+)  # fmt: skip
+def test_modules_that_hold_their_weights_in_their_own_way(kind, made, taken):
+    module, inputs = kind(*made), [torch.linspace(-1, 1, 12).view(1, 3, 4)] * taken
+
+    def called() -> Tensor:
+        found = module(*inputs)
+        return found[0] if isinstance(found, tuple) else found
+
+    expected = called()
     narrow(module, [], "bf16")
     Copies(module, [], torch.bfloat16)
-    found = called(module)
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.02)
-
-
-def called(module: nn.Module) -> Tensor:
-    inputs = torch.linspace(-1, 1, 12).view(1, 3, 4)
-    found = module(
-        *[inputs] * (3 if isinstance(module, nn.MultiheadAttention) else 2 if isinstance(module, nn.Bilinear) else 1)
-    )
-    return found[0] if isinstance(found, tuple) else found
+    assert called().dtype == torch.bfloat16
+    torch.testing.assert_close(called().float(), expected, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])

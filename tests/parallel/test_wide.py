@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,10 +15,10 @@ from ptdbench.parallel.wide import widen
 ROWS = 257
 
 
-def laid_out(module: nn.Module, units: list[nn.Module] | None = None) -> nn.Module:
-    """A module that computes in bf16, compiled or not."""
+def laid_out(module: nn.Module) -> nn.Module:
+    """A module that computes in bf16."""
     widen(module)
-    Copies(module, units or [], torch.bfloat16)
+    Copies(module, [], torch.bfloat16)
     return module
 
 
@@ -58,13 +56,12 @@ def test_a_weight_that_is_read_beside_its_layer_has_both_gradients(kind):
     layer = kind(2, 2) if kind is nn.Linear else kind(2)
     weight = layer.weight
     laid_out(layer)
-    seen = layer.register_forward_hook(lambda module, _, found: found + module.weight.sum())
-    layer(torch.tensor([[1.0, -1.0]], dtype=torch.bfloat16)).sum().backward()
-    seen.remove()
-    alone = weight.grad.clone() - 2  # two outputs, each with each weight
-    weight.grad = None
-    layer(torch.tensor([[1.0, -1.0]], dtype=torch.bfloat16)).sum().backward()
-    assert torch.equal(weight.grad, alone)
+    x = torch.tensor([[1.0, -1.0]], dtype=torch.bfloat16)
+    layer(x).sum().backward()
+    alone, weight.grad = weight.grad, None
+    layer.register_forward_hook(lambda module, _, found: found + module.weight.sum())
+    layer(x).sum().backward()
+    assert torch.equal(weight.grad, alone + 2)  # two outputs, each with each weight
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
@@ -101,33 +98,25 @@ def test_a_frozen_weight_gets_no_gradient():
 
 
 def test_without_copies_a_layer_computes_with_its_weights():
-    layer = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
-    layer.insert(0, nn.Embedding(3, 2))
+    layer = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
     expected = layer(torch.arange(3))
     widen(layer)
     assert torch.equal(layer(torch.arange(3)), expected)
 
 
-def test_subclasses_and_replaced_forwards_stay_as_they_are():
-    class Doubled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
+def test_subclasses_replaced_forwards_and_divided_weights_stay_as_they_are(monkeypatch):
+    class Other(nn.Linear):
+        pass
 
-    module = nn.ModuleList([Doubled(1, 1), nn.Linear(1, 1)])
-    module[1].forward = nn.Identity().forward
-    widen(module)
-    assert [type(part) for part in module] == [Doubled, nn.Linear]
-
-
-def test_divided_weights_stay_as_they_are(monkeypatch):
     class Divided(nn.Parameter):
         pass
 
     monkeypatch.setattr(wide, "DTensor", Divided)
-    module = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
-    module[0].weight = Divided(torch.ones(1, 1))
+    module = nn.ModuleList([Other(1, 1), *(nn.Linear(1, 1) for _ in range(3))])
+    module[1].forward = nn.Identity().forward
+    module[2].weight = Divided(torch.ones(1, 1))
     widen(module)
-    assert [type(part) for part in module] == [nn.Linear, wide.Linear]
+    assert [type(part) for part in module] == [Other, nn.Linear, nn.Linear, wide.Linear]
 
 
 class Block(nn.Module):
@@ -140,19 +129,18 @@ class Block(nn.Module):
         return self.root(self.linear(self.norm(x + self.rows(torch.zeros(len(x), dtype=torch.int64)))))
 
 
-@pytest.fixture
-def counter(monkeypatch) -> Any:
+def test_compiled_equal_blocks_are_one_graph_whose_vectors_have_gradients_that_are_not_rounded():
     torch.compiler.reset()
-    yield CompileCounterWithBackend("aot_eager")
-    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
 
+    def compile_each(*parts: nn.Module) -> None:
+        for part in parts:
+            part.forward = torch.compile(part.forward, backend=counter, fullgraph=True, dynamic=False)
 
-def test_compiled_equal_blocks_are_one_graph_whose_vectors_have_gradients_that_are_not_rounded(counter):
     module = nn.Sequential(Block(), Block())
     named = dict(module.named_parameters())
     widen(module)
-    for block in module:
-        block.forward = torch.compile(block.forward, backend=counter, fullgraph=True, dynamic=False)
+    compile_each(*module)
     Copies(module, list(module), torch.bfloat16)
     x = torch.arange(2 * ROWS).view(ROWS, 2).bfloat16().requires_grad_()
     (found := module(x)).backward(torch.ones_like(found))
@@ -163,8 +151,9 @@ def test_compiled_equal_blocks_are_one_graph_whose_vectors_have_gradients_that_a
     norm = nn.LayerNorm(2)
     weight, bias = norm.parameters()
     widen(norm)
-    norm.forward = torch.compile(norm.forward, backend=counter, fullgraph=True, dynamic=False)
+    compile_each(norm)
     Copies(norm, [], torch.bfloat16)
     norm(torch.tensor([[1.0, -1.0]]).bfloat16().expand(ROWS, 2)).sum().backward()
     assert bias.grad.tolist() == [ROWS, ROWS]
     assert weight.grad.tolist() == pytest.approx([ROWS, -ROWS], rel=1e-4)
+    torch.compiler.reset()
