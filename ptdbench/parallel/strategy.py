@@ -21,7 +21,7 @@ from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.fsdp import shared_between_layers
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
-from ptdbench.parallel.pipeline.pipelined import pipelined
+from ptdbench.parallel.pipeline.pipelined import Pipelined
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
 from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.problems import Problem, at_least, require, try_these
@@ -161,7 +161,7 @@ class Strategy(Options):
         choose_convolutions(module_of(model), setting.device)
         engine: Engine
         if self.applies("pipeline", setting.layout.dims):
-            engine = pipelined(model, setting, self)
+            engine = Pipelined(model, setting, self)
         else:
             part = apply(model, module_of(model), setting, self)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from itertools import chain
@@ -17,10 +17,8 @@ from ptdbench.launch import collect
 from ptdbench.measure import memory
 from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.parallel.apply import Setting, apply
-from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.engine import Engine, LaidOutModule, Scale, norm_of
+from ptdbench.parallel.engine import Engine, Scale, norm_of
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline.schedules import Schedule
 from ptdbench.parallel.pipeline.stage import Cut, Stage, add_up_shared, cut, find_shared, untie
 from ptdbench.parallel.precision import DTYPES
 
@@ -151,88 +149,35 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.in
 _MOST_DIMENSIONS = 8
 
 
-def pipelined(model: Model, setting: Setting, how: Options) -> Engine:
-    """Build this rank's stages, each laid out over its replicas or shards, and their schedule.
+class Pipelined(Engine):
+    """The engine of a pipeline: this rank's stages, each laid out over its replicas or shards, and their schedule.
 
     Args:
         model: A chain of parts.
         setting: The ranks, formats and options.
         how: The options of ``parallel``.
     """
-    whole = None if collect.are_all_there() else without_weights(model)
-    mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
-    where = cut(model, how.stage_ranks(setting.layout.dims))
-    tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
-    untie(model, tied, where)
-    held = _stages(model, where, dist.get_rank(mesh.get_group()))
-    parts = {number: apply(model, stage, setting, how) for number, stage in held.items()}
-    engine = Pipelined(
-        model,
-        tied,
-        where,
-        parts,
-        how.pipeline_schedule,
-        setting.layout,
-        mesh.get_group(),
-        setting.device,
-        owns_loss=setting.owns_loss,
-    )
-    if whole is not None:
-        dtype, shares = DTYPES[setting.precision], setting.layout.dims.tensor if how.sequence else 1
-        engine.before = lambda number, inputs: arriving(
-            whole, [*chain.from_iterable(where.stages[:number])], inputs, dtype, shares
-        )
-    return engine
 
-
-def _stages(model: Model, where: Cut, rank: int) -> dict[int, Stage]:
-    parts, last = model.parts() or {}, len(where.stages) - 1
-    return {
-        number: Stage({name: parts[name] for name in where.stages[number]}, is_last=number == last)
-        for number in where.of(rank)
-    }
-
-
-class Pipelined(Engine):
-    """The engine of a pipeline.
-
-    Args:
-        model: The whole model.
-        tied: Pairs of its weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
-        where: The model's stages and their ranks.
-        parts: This rank's stages by number, laid out.
-        schedule: The schedule.
-        layout: How the batch is divided among the ranks.
-        group: The ranks of the pipeline.
-        device: This rank's device.
-        owns_loss: Whether the loss counts that this rank computes, if it has the last stage.
-    """
-
-    #: What arrives at a stage of this number for the inputs of a micro-batch, where the stage before it is not there to
-    #: say it.
-    before: Callable[[int, Tensor], Tensor] | None = None
-
-    def __init__(
-        self,
-        model: Model,
-        tied: Sequence[tuple[str, str]],
-        where: Cut,
-        parts: dict[int, LaidOutModule],
-        schedule: Schedule,
-        layout: BatchPlan,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        *,
-        owns_loss: bool = True,
-    ) -> None:
-        last = len(where.stages) - 1
+    def __init__(self, model: Model, setting: Setting, how: Options) -> None:
+        layout, device, schedule = setting.layout, setting.device, how.pipeline_schedule
+        #: A copy of the model by which to foresee what arrives, where the stages before are not there to say it.
+        self._whole = None if collect.are_all_there() else without_weights(model)
+        mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
+        group = mesh.get_group()
+        where = cut(model, how.stage_ranks(layout.dims))
+        tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
+        untie(model, tied, where)
+        last, named = len(where.stages) - 1, model.parts() or {}
+        parts = {
+            number: apply(model, _stage(named, where, [number], is_last=number == last), setting, how)
+            for number in where.of(dist.get_rank(group))
+        }
         self.module: nn.Module = next(iter(parts.values())).module
         if len(parts) > 1:  # the same parts in one module
-            named = model.parts() or {}
-            self.module = Stage({name: named[name] for number in parts for name in where.stages[number]})
+            self.module = _stage(named, where, parts)
         self.parts = list(parts.values())
         self._has_loss = last in parts
-        self.owns_loss = self._has_loss and owns_loss
+        self.owns_loss = self._has_loss and setting.owns_loss
         # torch computes the gradients of weights apart by torch.autograd.grad, which fires no hook of DDP.
         self._averages_after = schedule.splits_backward
         settles = 0 if self._averages_after else max(part.settles_after for part in parts.values())
@@ -240,21 +185,15 @@ class Pipelined(Engine):
         # buckets in the last pass of a step, and moves the gradients accumulated before into them. It divides those by
         # the number of replicas, and multiplies others by the inverse.
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
-        self._where = where
-        self._parts = parts
-        self._layout = layout
-        self._group = group
-        self._device = device
-        #: What messages between stages go through, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
-        self.links = open_links(group, device)
+        self._where, self._parts, self._layout, self._group, self._device = where, parts, layout, group, device
+        self._dtype = DTYPES[setting.precision]
+        self._sequence = layout.dims.tensor if how.sequence else 1  #: Ranks that share the positions of what is sent.
+        self.links = open_links(group, device)  #: What messages between stages go through, see :func:`open_links`.
+        kind = _Linked if self._whole is None else LoneStage
         self._stages = {
-            number: (_Linked if collect.are_all_there() else LoneStage)(
-                part.module, number, len(where.stages), device, group=group
-            )
-            for number, part in parts.items()
+            number: kind(part.module, number, len(where.stages), device, group=group) for number, part in parts.items()
         }
-        stages = list(self._stages.values())
-        self._schedule = schedule.make(stages, layout.microbatches, self._share_of_loss)
+        self._schedule = schedule.make([*self._stages.values()], layout.microbatches, self._share_of_loss)
         self._shared = find_shared(tied, self.module, where, group)
         self._scale: Scale = lambda loss: loss
         self._shares: list[Tensor] = []
@@ -333,8 +272,9 @@ class Pipelined(Engine):
     def _foresee(self, inputs: Tensor) -> None:
         """Tell the stages what will arrive, where those before them are not there."""
         for number, stage in self._stages.items():
-            if isinstance(stage, LoneStage) and self.before and number and stage.arriving is None:
-                stage.arriving = self.before(number, inputs[: self._layout.micro_batch])
+            if isinstance(stage, LoneStage) and self._whole is not None and number and stage.arriving is None:
+                before, micro_batch = [*chain(*self._where.stages[:number])], inputs[: self._layout.micro_batch]
+                stage.arriving = arriving(self._whole, before, micro_batch, self._dtype, self._sequence)
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
         """A micro-batch's contribution to the loss of the step; the last stage has already computed the mean."""
@@ -350,6 +290,11 @@ class _Linked(_Asking):
         """The messages by which torch 2.11 opens the links between stages; gloo cannot send one to its own rank."""
         messages = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [message for message in messages if message.peer != dist.get_rank()]
+
+
+def _stage(parts: Mapping[str, nn.Module], where: Cut, numbers: Iterable[int], is_last: bool = False) -> Stage:
+    """The stages of these numbers as one."""
+    return Stage({name: parts[name] for number in numbers for name in where.stages[number]}, is_last)
 
 
 def send_tensor(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
