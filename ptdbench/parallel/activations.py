@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,31 +25,22 @@ def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
     module.forward = wrapper(module.forward)  # type: ignore[method-assign]
 
 
-class Activations(Protocol):
+class Activations:
     """The type of ``activations=<choice>``."""
 
-    @property
-    def after_compilation(self) -> bool:
-        """Whether it treats what a compiled layer saves; else the compiler sees what it does."""
-        ...
+    after_compilation = False  #: Whether it treats what a compiled layer saves; else the compiler sees what it does.
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Treat the activations of these layers, in place."""
-        ...
 
 
 @dataclass(frozen=True)
-class Keep:
+class Keep(Activations):
     """Keep what the backward pass needs."""
 
-    after_compilation = False
-
-    def __call__(self, layers: Sequence[nn.Module]) -> None:
-        """Leave the layers as they are."""
-
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Activations):
     """Keep only a layer's input, and run the layer again in the backward pass (activation checkpointing).
 
     Raises:
@@ -59,7 +50,6 @@ class Recompute:
     #: Recompute the first layer of a model or of a stage and every so many-th after it; the others keep their
     #: activations.
     every: int = 1
-    after_compilation = False
 
     def __post_init__(self) -> None:
         require(*at_least(1, every=self.every))
@@ -71,10 +61,8 @@ class Recompute:
 
 
 @dataclass(frozen=True)
-class Selective:
+class Selective(Activations):
     """Keep a layer's input and the results of its expensive operations, :data:`EXPENSIVE`, and recompute the rest."""
-
-    after_compilation = False
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Let the layers recompute what is cheap."""
@@ -126,7 +114,7 @@ def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_contex
 
 
 @dataclass(frozen=True)
-class Offload:
+class Offload(Activations):
     """Move what a layer saves to the memory of the host while the next one runs, and fetch it in the backward pass.
 
     On a CPU it is copied within that memory, which frees nothing.

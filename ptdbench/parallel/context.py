@@ -76,38 +76,25 @@ class Positions:
 
 
 def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[Problem]:
-    """Yield the reasons why so many ranks cannot share the sequences of a model.
-
-    Args:
-        model: The model.
-        ranks: The degree.
-        tensor: Ranks among which tensor parallelism divides the heads already.
-        method: How they see all positions.
-    """
-    kinds = {role.kind for role in roles_of(model).values()}
-    if not {"attention", "positions"} <= kinds:
+    """Yield the reasons why so many ranks cannot share the sequences of a model; ``tensor`` ones divide its heads."""
+    roles = list(roles_of(model).values())
+    if not {"attention", "positions"} <= {role.kind for role in roles}:
         rule = "needs a model whose roles() name its attention and where its positions come in"
         yield Problem("context", ranks, rule, try_these([1, "or parallel=ddp,fsdp"]))
         return
-    units = {
-        kind: [(role.units, role.unit) for role in roles_of(model).values() if role.kind == kind] for kind in kinds
-    }
-    yield from _undivided(ranks, units["positions"], method)
+    attention = [role for role in roles if role.kind == "attention"]
+    yield from undividable([(role.units, role.unit) for role in roles if role.kind == "positions"], ranks, method)
     if method == "ulysses":
-        yield from undivided("context", ranks, units["attention"], tensor)
-    elif not all(role.is_causal for role in roles_of(model).values() if role.kind == "attention"):
+        yield from undivided("context", ranks, [(role.units, role.unit) for role in attention], tensor)
+    elif not all(role.is_causal for role in attention):
         rule = "computes causal attention itself, and the model's roles() do not say is_causal of its attention"
         yield Problem("context_method", "ring", rule, try_these(["ulysses"]))
 
 
-def undividable(length: int, ranks: int, method: Method) -> Iterator[Problem]:
-    """Yield the reasons why so many ranks cannot share samples of ``length`` positions."""
-    yield from _undivided(ranks, [(length, "positions")], method, "a sample")
-
-
-def _undivided(
-    ranks: int, positions: Sequence[tuple[int, str]], method: Method, whole: str = "the model"
+def undividable(
+    positions: Sequence[tuple[int, str]], ranks: int, method: Method, whole: str = "the model"
 ) -> Iterator[Problem]:
+    """Yield the reason why so many ranks cannot share these positions, how many of which, of a model or a sample."""
     pieces = Positions(ranks, 0, _is_paired(method)).pieces // ranks
     yield from undivided("context", ranks, positions, pieces, "of which each rank has two pieces", whole)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +62,8 @@ def footprints(
     """
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
-    of, sizes = rules(module_of(model)), dict[tuple[Rule, torch.Size, torch.dtype], int]()
-
-    of_experts = experts.parts(model, dims)
+    of, of_experts = rules(module_of(model)), experts.parts(model, dims)
+    known = dict[tuple[Rule, torch.Size, torch.dtype], int]()
 
     def like(parameter: nn.Parameter) -> Tensor:
         if parameter in of_experts:
@@ -74,14 +73,29 @@ def footprints(
     def state_bytes(parameter: nn.Parameter) -> int:
         local = like(parameter)
         key = of[parameter], local.shape, local.dtype
-        if key not in sizes:
-            sizes[key] = _state_bytes(named[parameter], local, make)
-        return sizes[key]
+        if key not in known:
+            known[key] = _state_bytes(named[parameter], local, make)
+        return known[key] + (local.nbytes if average else 0)
 
-    return [
-        _footprint(of_rank, like, state_bytes, average, gradient_copies, owners, copied)
-        for of_rank in modules_of_ranks(model, stages)
-    ]
+    def of_rank(held: Sequence[nn.Module]) -> Footprint:
+        # A weight that is shared inside of a stage counts once, and each stage has its own copy.
+        trained = [[one for one in module.parameters() if one.requires_grad] for module in held]
+        state_of = [0] * owners
+        for weights in trained:  # those of each stage are divided by themselves
+            for owner, weight in zip(
+                assign_owners([like(one).numel() for one in weights], owners), weights, strict=True
+            ):
+                state_of[owner] += state_bytes(weight)
+        local = [like(parameter) for module in held for parameter in module.parameters()]
+        if copied:
+            local += [like(weight).to(copied) for module in held for weight in copied_weights(module)]
+        return Footprint(
+            weights=_bytes(local) + sum(_bytes(module.buffers()) for module in held),
+            gradients=gradient_copies * _bytes(like(weight) for weights in trained for weight in weights),
+            optimizer=max(state_of),
+        )
+
+    return [of_rank(held) for held in modules_of_ranks(model, stages)]
 
 
 def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
@@ -91,35 +105,6 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
     parts, where = model.parts() or {}, cut(model, ranks)
     stages = [nn.ModuleList(parts[name] for name in names) for names in where.stages]
     return [[stages[number] for number in where.of(rank)] for rank in range(max(ranks) + 1)]
-
-
-def _footprint(
-    held: Sequence[nn.Module],
-    like: Callable[[nn.Parameter], Tensor],
-    state_bytes: Callable[[nn.Parameter], int],
-    average: bool,
-    gradient_copies: int,
-    owners: int,
-    copied: torch.dtype | None,
-) -> Footprint:
-    # A weight that is shared inside of a stage counts once, and each stage has its own copy.
-    parameters = [parameter for module in held for parameter in module.parameters()]
-    local = [like(parameter) for parameter in parameters]
-    trained = [like(parameter) for parameter in parameters if parameter.requires_grad]
-    state_of = [0] * owners
-    for module in held:  # the weights of each stage are divided by themselves
-        own = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        sizes = [like(parameter) for parameter in own]
-        for owner, tensor, parameter in zip(
-            assign_owners([one.numel() for one in sizes], owners), sizes, own, strict=True
-        ):
-            state_of[owner] += state_bytes(parameter) + (tensor.nbytes if average else 0)
-    copies = [like(weight).to(copied) for module in held for weight in copied_weights(module)] if copied else []
-    return Footprint(
-        weights=_bytes([*local, *copies]) + sum(_bytes(module.buffers()) for module in held),
-        gradients=gradient_copies * _bytes(trained),
-        optimizer=max(state_of),
-    )
 
 
 def local_like(parameter: Tensor, shards: int, tensor: int, dimension: int | None) -> Tensor:
@@ -156,4 +141,4 @@ def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

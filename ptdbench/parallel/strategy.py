@@ -108,7 +108,8 @@ class Strategy(Options):
     def check_sample(self, inputs: Tensor, layout: BatchPlan) -> None:
         """Raise ConfigError for samples, ``[batch, length]``, that cannot be divided this way."""
         if self.applies("context", layout.dims) and inputs.dim() > 1:
-            require(*context.undividable(inputs.shape[1], layout.dims.context, self.context_method))
+            positions = [(inputs.shape[1], "positions")]
+            require(*context.undividable(positions, layout.dims.context, self.context_method, "a sample"))
 
     def check_beside(self, option: str, value: object, layout: BatchPlan | None = None) -> None:
         """Raise ConfigError if the value of an option outside of ``parallel`` does not go with these."""

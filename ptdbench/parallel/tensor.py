@@ -34,7 +34,6 @@ KINDS = ("outputs", "outputs_of_each", "inputs", "vocabulary", "loss", "entry", 
 #: The dimension of ``[batch, length, ...]`` that ranks share outside of cut layers.
 POSITIONS = 1
 
-
 #: The dimension of a weight that each kind of role cuts.
 _DIMENSIONS = {"outputs": 0, "outputs_of_each": 0, "inputs": 1, "vocabulary": 0}
 
@@ -42,11 +41,7 @@ _DIMENSIONS = {"outputs": 0, "outputs_of_each": 0, "inputs": 1, "vocabulary": 0}
 def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Iterator[Problem]:
     """Yield the reasons why so many ranks cannot share the products of a model.
 
-    Args:
-        model: The model.
-        ranks: The degree.
-        context: Ranks among which the positions are divided already.
-        sequence: As for :func:`parallelize`.
+    ``context`` ranks divide its positions already; ``sequence``: as for :func:`parallelize`.
     """
     roles = {name: role for name, role in roles_of(model).items() if role.kind in KINDS}
     if not any(role.kind in _DIMENSIONS for role in roles.values()):
@@ -86,16 +81,14 @@ def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
 
 
 def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divide the products of ``module``, the model or a stage of it, among the ranks of ``mesh``.
+    """Divide the products of ``module``, the model or a stage of it, among the ranks of ``mesh``, of one dimension.
 
-    Args:
-        model: The whole model, which knows its roles.
-        module: On the meta device, or with the same values on all ranks.
-        mesh: The ranks, one dimension.
-        sequence: Whether the ranks share the positions of a sequence between cut layers.
+    It is on the meta device, or has the same values on all ranks. ``sequence``: whether the ranks share the positions
+    of a sequence between cut layers.
     """
     names = dict(module.named_modules())
-    roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in KINDS}
+    kinds = {*KINDS} if sequence else {*KINDS} - {"stream"}
+    roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in kinds}
     same = _names_by_parameter(module)
     plan = {name: _style(role, names[name], sequence) for name, role in roles.items()}
     parallelize_module(module, mesh, plan, src_data_rank=None)
@@ -147,7 +140,7 @@ def _style(role: Role, module: nn.Module, sequence: bool) -> ParallelStyle:
         "vocabulary": ColwiseParallel(output_layouts=Replicate()),
         "loss": _OfLoss(),
         "entry": _Entry(sequence),
-        "stream": _Stream(sequence),
+        "stream": _Stream(),
         "each": _Each(),
         "tokens": _Tokens(sequence),
     }
@@ -170,24 +163,19 @@ class _Entry(ParallelStyle):
     def _hand_over(self, mesh: DeviceMesh, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
         if not self._sequence:
             return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-        return DTensor.from_local(output, mesh, [Shard(POSITIONS)], run_check=False).redistribute(mesh, [Replicate()])
+        return _redistributed(output, mesh, Shard(POSITIONS), Replicate())
 
 
 class _Stream(ParallelStyle):
-    """Each rank keeps some positions of the output, if the ranks share them."""
-
-    def __init__(self, sequence: bool) -> None:
-        self._sequence = sequence
+    """Each rank keeps some positions of the output."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        if self._sequence:
-            module.register_forward_hook(partial(self._divide, device_mesh))
+        module.register_forward_hook(partial(self._divide, device_mesh))
         return module
 
     @staticmethod
     def _divide(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        whole = DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-        return whole.redistribute(mesh, [Shard(POSITIONS)]).to_local()
+        return _redistributed(output, mesh, Replicate(), Shard(POSITIONS)).to_local()
 
 
 class _Each(ParallelStyle):
@@ -240,9 +228,8 @@ class _Tokens(_Each):
     @staticmethod
     def _of_share(mesh: DeviceMesh, run: Callable[[Tensor], Tensor]) -> Any:
         def forward(x: Tensor) -> Tensor:
-            share = DTensor.from_local(x, mesh, [Replicate()], run_check=False).redistribute(mesh, [Shard(POSITIONS)])
-            found = DTensor.from_local(run(share.to_local()), mesh, [Shard(POSITIONS)], run_check=False)
-            return found.redistribute(mesh, [Replicate()]).to_local()
+            share = _redistributed(x, mesh, Replicate(), Shard(POSITIONS)).to_local()
+            return _redistributed(run(share), mesh, Shard(POSITIONS), Replicate()).to_local()
 
         return forward
 
@@ -265,11 +252,7 @@ class _Embedding(ParallelStyle):
             row = tokens - mesh.get_local_rank() * rows
             is_here = (row >= 0) & (row < rows)
             found = look_up(row.where(is_here, 0)).where(is_here.unsqueeze(-1), 0)
-            return (
-                DTensor.from_local(found, mesh, [Partial()], run_check=False)
-                .redistribute(mesh, [Replicate()])
-                .to_local()
-            )
+            return _redistributed(found, mesh, Partial(), Replicate()).to_local()
 
         return forward
 
@@ -297,6 +280,11 @@ class _OfLoss(ParallelStyle):
 
 def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:
     return DTensor.from_local(tensor, mesh, [Partial(how)], run_check=False).full_tensor()
+
+
+def _redistributed(local: Tensor, mesh: DeviceMesh, here: Placement, wanted: Placement) -> DTensor:
+    """A rank's part of a tensor, as it is placed, in the placement that is wanted."""
+    return DTensor.from_local(local, mesh, [here], run_check=False).redistribute(mesh, [wanted])
 
 
 def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient: Placement) -> None:
