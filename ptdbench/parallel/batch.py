@@ -44,17 +44,16 @@ class BatchPlan:
 
 
 def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> int:
-    """Samples of one step on each replica.
-
-    Args:
-        replicas: Number of equal shares that the global batch is divided into.
-        global_batch: Samples of one optimizer step.
-        micro_batch: Samples of one forward and backward, or ``auto``.
+    """Samples of one step on each of the replicas.
 
     Raises:
         ConfigError: The batch cannot be divided so.
     """
-    require(_is_multiple("global_batch", global_batch, replicas, "the number of data-parallel replicas"))
+    if global_batch < 1 or global_batch % replicas:
+        below = global_batch // replicas * replicas
+        close = [number for number in (below, below + replicas) if number > 0]
+        rule = f"must be a multiple of the number of data-parallel replicas, {replicas}"
+        require(Problem("global_batch", global_batch, rule, try_these(close)))
     if micro_batch != "auto":
         require(divides("micro_batch", micro_batch, global_batch // replicas, "a replica's share of the batch"))
     return global_batch // replicas
@@ -65,11 +64,3 @@ def divides(option: str, value: int, total: int, what: str) -> Problem | None:
     if value >= 1 and total % value == 0:
         return None
     return Problem(option, value, f"must divide {what}, {total}", try_these(nearest_numbers(value, divisors(total))))
-
-
-def _is_multiple(option: str, value: int, factor: int, what: str) -> Problem | None:
-    if value >= 1 and value % factor == 0:
-        return None
-    below = value // factor * factor
-    close = [number for number in (below, below + factor) if number > 0]
-    return Problem(option, value, f"must be a multiple of {what}, {factor}", try_these(close))

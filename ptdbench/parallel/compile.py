@@ -48,16 +48,10 @@ def start_afresh(how: Compile) -> None:
 
 
 def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], how: Compile) -> None:
-    """Compile a model or a stage of it.
+    """Compile a model or a stage of it, which has these ``layers``; ``parts``: of the whole model, if it is a chain.
 
     Identical layers share one compiled graph, so it takes as long for 96 of them as for one, and the communication
     between layers stays between the graphs, where it can overlap.
-
-    Args:
-        module: The model, or the stage.
-        layers: Its layers.
-        parts: The parts of the whole model, if it is a chain of them.
-        how: What is compiled.
     """
     if not how:
         return
@@ -66,7 +60,10 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
         return
     options = {"options": autotuning()} if how == "autotune" else {}
     units = [*layers, *beside(module, layers, parts)]
-    _expect(units)
+    # As many graphs as there are kinds of parts: a ResNet's blocks of many shapes are one piece of code.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, VARIANTS * len({repr(unit) for unit in units}))
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
     for unit in units:
         wrap_forward(unit, _compiler(unit, how, **options))
 
@@ -92,13 +89,6 @@ def beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Mo
         for part in parts
         if part in here and of_layers.isdisjoint(part.modules()) and any(True for _ in part.parameters())
     ]
-
-
-def _expect(units: Iterable[nn.Module]) -> None:
-    """Allow as many graphs as there are kinds of parts: a ResNet's blocks of many shapes are one piece of code."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, VARIANTS * len({repr(unit) for unit in units}))
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
 
 
 def _compiler(module: nn.Module, how: Compile, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -146,13 +146,7 @@ def _redivide(tensors: Sequence[Tensor], mesh: DeviceMesh, whole: int, divided: 
 
 
 class Sliced(Engine):
-    """An engine whose ranks compute on their shares of the positions.
-
-    Args:
-        inner: The engine of a share.
-        mesh: The ranks that share a sequence.
-        method: How they see all positions.
-    """
+    """An engine whose ranks, those of ``mesh``, compute on their shares of the positions by an ``inner`` engine."""
 
     def __init__(self, inner: Engine, mesh: DeviceMesh, method: Method) -> None:
         self.module = inner.module

@@ -125,7 +125,9 @@ class Engine(ABC):
         """Continue with what :meth:`own_state` returned; :meth:`rehearse` must follow."""
         for number, part in enumerate(self.parts):
             if part.compressor:
-                part.compressor.load(_below(f"powersgd.{number}.", tensors))
+                prefix = f"powersgd.{number}."
+                own = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
+                part.compressor.load(own)
 
     def routed(self) -> tuple[dict[str, list[float]], list[float]]:
         """How often each expert was chosen, by router, and how full the fullest rank was in each part; in all ranks."""
@@ -138,12 +140,7 @@ class Engine(ABC):
 
         The first passes of an engine may differ from later ones: DDP rebuilds its buckets after the first backward
         pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would not be
-        bitwise equal to those of an uninterrupted run.
-
-        Args:
-            inputs: As for :meth:`gradients`.
-            targets: As for :meth:`gradients`.
-            scale: As for :meth:`gradients`.
+        bitwise equal to those of an uninterrupted run. The arguments are as for :meth:`gradients`.
         """
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         with ExitStack() as untraced:
@@ -203,11 +200,6 @@ class Accumulating(Engine):
         finally:
             self._part.release()
         return found if self.owns_loss else None
-
-
-def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with a prefix, by the rest of their names."""
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:

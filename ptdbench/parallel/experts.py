@@ -88,10 +88,8 @@ def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
 def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = False) -> None:
     """Give each rank of ``mesh`` its part of the experts, and let it compute the tokens of all ranks for these.
 
-    Args:
-        layers: Modules of experts, on the meta device.
-        mesh: The ranks, one dimension.
-        virtual: Whether their devices answer nothing: the others are taken to send what this rank does.
+    The experts' modules are on the meta device. ``virtual``: devices answer nothing, and the other ranks are taken to
+    send what this one does.
     """
     for layer in layers:
         spread(layer, mesh, Shard(0), Shard(0))

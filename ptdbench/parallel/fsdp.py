@@ -152,12 +152,9 @@ def _around(
 
 
 def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], how: Options) -> None:
-    """Let each group of weights gather those ahead of it, in both passes.
+    """Let each group of weights gather those ahead of it, in both passes; ``freed`` are gathered for the backward, too.
 
-    Args:
-        groups: In the order of the forward pass; the first, the root, may hold what the backward pass begins with.
-        freed: Those that are gathered for the backward pass, too.
-        how: The options.
+    They are in the order of the forward pass; the first, the root, may hold what the backward pass begins with.
     """
     for number, group in enumerate(groups):
         group.set_modules_to_forward_prefetch([*groups[number + 1 : number + 1 + how.prefetch]])

@@ -15,10 +15,6 @@ class Mesh:
 
     ``mesh["tensor"]`` are the ranks that share each matrix product, ``None`` where each has its own; and so for each
     degree.
-
-    Args:
-        dims: The degrees.
-        device_type: ``cpu`` or ``cuda``.
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:

@@ -48,12 +48,7 @@ class Offloading:
 
 
 class _Run:
-    """What one forward pass of a layer has saved.
-
-    Args:
-        before: See above.
-        begin: Called before each use of what is saved.
-    """
+    """What one forward pass of a layer has saved; ``begin`` is called before each use of it."""
 
     def __init__(self, before: _Run | None, begin: Callable[[_Run], None]) -> None:
         self.before = before  #: The pass of the layer before it, whose backward pass comes next.

@@ -38,12 +38,8 @@ def arithmetic(precision: Name, device_type: str) -> str:
 def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name) -> None:
     """Cast what enters a module or one of its layers to ``precision``, except targets; fp32 and tf32 change nothing.
 
-    Buffers keep their dtypes. Weights: see :class:`Copies`, or under FSDP the dtype in which they are gathered.
-
-    Args:
-        module: The model, or a stage of it.
-        layers: Its units of sharding and compilation.
-        precision: Dtype of the arithmetic.
+    The layers are its units of sharding and compilation. Buffers keep their dtypes. Weights: see :class:`Copies`, or
+    under FSDP the dtype in which they are gathered.
     """
     if DTYPES[precision] == torch.float32:
         return
@@ -188,10 +184,10 @@ def copied_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _own(module: nn.Module) -> list[_Own]:
-    parts = (part for part in module.modules() if not isinstance(part, _BatchNorm))
     return [
         _Own(part, name)
-        for part in parts
+        for part in module.modules()
+        if not isinstance(part, _BatchNorm)
         for name, weight in part.named_parameters(recurse=False, remove_duplicate=False)
         if weight.is_floating_point()
     ]

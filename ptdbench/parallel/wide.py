@@ -22,11 +22,9 @@ def widen(module: nn.Module) -> None:
     many gradients are cast in one operation. Compiled, its output is not kept either but computed again in the backward
     pass, whose kernels read its input anyway: an eighth of a GPT block's activations, for 1 % of a step's bytes.
 
-    A linear layer computes all its gradients at once: not for schedules that split the backward pass.
-
-    Args:
-        module: A model, or a stage of it. Subclasses and layers whose ``forward`` is replaced stay as they are, and so
-            do those whose weights tensor parallelism divides: DTensors have no products in fp32.
+    A linear layer computes all its gradients at once: not for schedules that split the backward pass. Subclasses and
+    layers whose ``forward`` is replaced stay as they are, and so do those whose weights tensor parallelism divides:
+    DTensors have no products in fp32.
     """
     for part in module.modules():
         divided = any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False))

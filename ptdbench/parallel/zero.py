@@ -20,12 +20,7 @@ _MESSAGE = 25 << 20
 
 
 class Zero1:
-    """Divides the weights of a replicated module among its replicas, each weight whole.
-
-    Args:
-        module: Has equal weights in all replicas.
-        group: The replicas.
-    """
+    """Divides the weights of a module, equal in all replicas, among the ranks of a group, each weight whole."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         trained = [weight for weight in module.parameters() if weight.requires_grad]

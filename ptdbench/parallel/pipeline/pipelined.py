@@ -150,13 +150,7 @@ _MOST_DIMENSIONS = 8
 
 
 class Pipelined(Engine):
-    """The engine of a pipeline: this rank's stages, each laid out over its replicas or shards, and their schedule.
-
-    Args:
-        model: A chain of parts.
-        setting: The ranks, formats and options.
-        how: The options of ``parallel``.
-    """
+    """The engine of a pipeline: this rank's stages, each laid out over its replicas or shards, and their schedule."""
 
     def __init__(self, model: Model, setting: Setting, how: Options) -> None:
         layout, device, schedule = setting.layout, setting.device, how.pipeline_schedule
@@ -301,12 +295,8 @@ def send_tensor(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
     """Send a tensor of an evaluation, preceded by its shape and dtype.
 
     By hand: ``PipelineStage``, which training uses, infers shapes too, but once, in its first pass, and receives into
-    buffers of these shapes from then on. The last batch of an evaluation is smaller.
-
-    Args:
-        tensor: Of at most eight dimensions.
-        group: A group of both ranks.
-        to: The receiver's rank in the group.
+    buffers of these shapes from then on. The last batch of an evaluation is smaller. The tensor has at most eight
+    dimensions, and ``to`` is the receiver's rank in the group.
     """
     header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     header += [0] * (2 + _MOST_DIMENSIONS - len(header))

@@ -99,12 +99,9 @@ class Schedule:
     def make(
         self, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> Running:
-        """Create the schedule over this rank's stages; it does not scale gradients: the loss does.
+        """Create the schedule over this rank's stages, in order; it does not scale gradients.
 
-        Args:
-            stages: This rank's, in order.
-            microbatches: Micro-batches of one pass.
-            loss: The loss of a micro-batch from ``(outputs, targets)``, a scalar.
+        ``loss`` does: a micro-batch's from ``(outputs, targets)``, a scalar.
         """
         if issubclass(self.kind, PipelineScheduleSingle):
             (stage,) = stages

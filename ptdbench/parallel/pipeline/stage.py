@@ -46,11 +46,8 @@ class Cut:
 def cut(model: Model, ranks: Sequence[int]) -> Cut:
     """Split a model that is a chain of parts into stages of nearly equal cost.
 
-    By cost and not by number: the head of a small model with a large vocabulary can outweigh several layers.
-
-    Args:
-        model: Its :meth:`~ptdbench.models.protocol.Model.parts` are not ``None``.
-        ranks: Each stage's rank in the pipeline.
+    By cost and not by number: the head of a small model with a large vocabulary can outweigh several layers. ``ranks``:
+    each stage's rank in the pipeline.
     """
     parts = model.parts() or {}
     names = list(parts)
@@ -156,6 +153,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     return cuts
 
 
+#: Pairs of full names of weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
 Tied = Sequence[tuple[str, str]]
 
 
@@ -182,14 +180,7 @@ def untie(model: Model, tied: Tied, cut: Cut) -> None:
 
 
 def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
-    """Find the shared weights on a rank; two copies on it are made equal.
-
-    Args:
-        tied: Pairs of full names of weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
-        module: This rank's part, with the names of the whole model.
-        cut: The stages and their ranks.
-        group: The ranks of the pipeline.
-    """
+    """Find the shared weights in a rank's part of a model, by its names; two copies of one are made equal."""
     here = dict(module.named_parameters())
     mine = dist.get_rank(group)
     found = []
