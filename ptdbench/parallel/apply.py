@@ -110,11 +110,11 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
     if setting.channels_last and dims.pipeline == 1 and how.sent != "powersgd":
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    part = LaidOutModule(module, module)
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
         part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
-        return _completed(part, shared, setting, copies)
-    return _completed(LaidOutModule(module, module), shared, setting, copies)
+    return _completed(part, shared, setting, copies)
 
 
 def _placed(meta: Tensor, values: Tensor) -> Tensor:

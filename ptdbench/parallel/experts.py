@@ -117,8 +117,8 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
         if virtual:  # where nothing is computed; FSDP moves what its root is called with, as in a recomputation
             counts = counts.cpu()
         leaving = counts.unflatten(0, (ranks, -1))
-        # From each rank for each expert here.
-        arriving = _exchange(leaving, mesh, tokens)
+        with _labeled(DISPATCH):  # from each rank for each expert here, by a group of the tokens' device
+            arriving = all_to_all_single(leaving.to(tokens.device).contiguous(), None, None, group).to(counts.device)
         if virtual:  # which answers nothing
             arriving = leaving[mesh.get_local_rank()].expand_as(leaving)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
@@ -159,13 +159,6 @@ class _Sent(torch.autograd.Function):
 def _labeled(name: str) -> AbstractContextManager[Any]:
     """A label in a trace; nothing in steps that are timed."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
-
-
-def _exchange(leaving: Tensor, mesh: DeviceMesh, tokens: Tensor) -> Tensor:
-    """How many tokens come from each rank for each expert, by ranks that say how many leave: by a group of tokens'."""
-    counts = leaving.to(tokens.device).contiguous()
-    with _labeled(DISPATCH):
-        return all_to_all_single(counts, None, None, mesh.get_group()).to(leaving.device)
 
 
 class Routing:

@@ -95,7 +95,7 @@ class PowerSGD:
 
         Otherwise compression begins anew: what a bucket is short of is of no use to another.
         """
-        kept = self._attributes()
+        kept = {name: getattr(self._state, name) for name in ("iter", "start_powerSGD_iter", *_BY_BUCKET.values())}
         self._set({"iter": 0, "start_powerSGD_iter": sys.maxsize, **{name: {} for name in _BY_BUCKET.values()}})
         yield
         self._set(kept)
@@ -126,9 +126,6 @@ class PowerSGD:
         order = {name: numbers.tolist() for name, numbers in loaded.items() if name.startswith("order.")}
         here = {f"order.{bucket}": numbers for bucket, numbers in self._order.items()}
         return order == here and int(loaded["steps"][1]) == self._state.matrix_approximation_rank
-
-    def _attributes(self) -> dict[str, Any]:
-        return {name: getattr(self._state, name) for name in ("iter", "start_powerSGD_iter", *_BY_BUCKET.values())}
 
     def _set(self, attributes: Mapping[str, Any]) -> None:
         for name, value in attributes.items():

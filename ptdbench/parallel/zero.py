@@ -33,7 +33,7 @@ class Zero1:
         for weight in self._others():
             optimizer.state.pop(weight, None)  # some optimizers create state before the first step
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._after_step)
+        optimizer.register_step_post_hook(lambda *_: self.share())
 
     @torch.no_grad()
     def share(self) -> None:
@@ -47,9 +47,6 @@ class Zero1:
         """An optimizer skips weights without a gradient, and creates no state for them."""
         for weight in self._others():
             weight.grad = None
-
-    def _after_step(self, *_: Any) -> None:
-        self.share()
 
     def _others(self) -> list[nn.Parameter]:
         here = dist.get_rank(self._group)
