@@ -95,14 +95,6 @@ def test_each_layer_is_a_graph_which_equal_layers_share_and_so_are_embedding_and
     assert list(model.state_dict()) == names
 
 
-def test_a_whole_model_is_one_graph_with_its_loss(graphs):
-    plain, model = small(), compiled(small(), "whole")
-    loss = model(tokens(), tokens())
-    torch.testing.assert_close(loss, plain(tokens(), tokens()))
-    loss.backward()
-    assert len(graphs) == 1
-
-
 def test_a_model_that_is_not_one_graph_says_so(graphs):
     class Broken(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -126,11 +118,6 @@ def test_where_nothing_was_compiled_nothing_is_dropped(graphs, monkeypatch):
     compiled(small())(tokens(), tokens())
     start_afresh(False)
     assert calls == ["reset"]
-
-
-def test_nothing_is_compiled_unless_asked_for(graphs):
-    compiled(small(), False)(tokens(), tokens())
-    assert graphs == []
 
 
 def test_autotune_compiles_the_same_parts_with_timed_kernels(monkeypatch):
@@ -213,9 +200,9 @@ RECIPES = {
 
 @cases(
     ("recipe", "how"),
-    [*((recipe, "layers") for recipe in RECIPES), ("digits_resnet18", "whole"), ("custom", "whole"),
-     ("hf_gpt2_tiny", "whole"), ("hf_llama_tiny", "whole")],
-    daily=[("gpt_tiny", "layers"), ("custom", "whole")],
+    [*((recipe, "layers") for recipe in RECIPES), ("gpt_tiny", "whole"), ("digits_resnet18", "whole"),
+     ("custom", "whole"), ("hf_gpt2_tiny", "whole"), ("hf_llama_tiny", "whole")],
+    daily=[("gpt_tiny", "whole"), ("custom", "layers")],
 )  # fmt: skip
 def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
     """In the graphs of the compiler that the run would use; how these are computed is left to torch."""
@@ -224,7 +211,10 @@ def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
     for compiles in (False, how):
         spec = training_spec.specify(read, lambda ranks: ranks(1))
         materialize(spec.model, module_of(spec.model), device="cpu", seed=0)
-        losses[compiles] = compiled(spec.model, compiles)(*spec.data.samples(0, 4)).item()
+        loss = compiled(spec.model, compiles)(*spec.data.samples(0, 4))
+        loss.backward()
+        losses[compiles] = loss.item()
+        assert compiles or not graphs
     assert losses[how] == pytest.approx(losses[False], rel=1e-4)
     assert len(graphs) == 1 if how == "whole" else graphs
 
