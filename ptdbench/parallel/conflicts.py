@@ -34,6 +34,7 @@ def is_settable(option: str) -> bool:
 
 
 _NO_EFFECT = "has no effect under these degrees of parallelism"
+_SHARED = "needs memory that GPUs write to each other"
 _1F1B = "parallel.schedule=interleaved1f1b"
 
 
@@ -142,13 +143,12 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
             ("nccl" not in str(value) and how.message_buffers != "caching", "parallel.message_buffers",
              f"is memory of NCCL's, and the backend is {value}", "try caching"),
             ("nccl" not in str(value) and how.async_tensor, "parallel.async_tensor",
-             f"needs memory that GPUs write to each other, and the backend is {value}", "try false"),
+             f"{_SHARED}, and the backend is {value}", "try false"),
         ],
         "virtual": [
             (value and how.message_buffers == "symmetric", "parallel.message_buffers",
-             "needs memory that GPUs write to each other, which virtual ones lack", "try caching, nccl"),
-            (value and how.async_tensor, "parallel.async_tensor",
-             "needs memory that GPUs write to each other, which virtual ones lack", "try false"),
+             f"{_SHARED}, which virtual ones lack", "try caching, nccl"),
+            (value and how.async_tensor, "parallel.async_tensor", f"{_SHARED}, which virtual ones lack", "try false"),
         ],
         "precision": [
             (value == "fp16" and how.gradients == "powersgd", "parallel.gradients",

@@ -164,11 +164,7 @@ def _labeled(name: str) -> AbstractContextManager[Any]:
 class Routing:
     """What the routers of a model or a stage keep equal on all ranks, and what they have counted.
 
-    Args:
-        module: The model, or a stage.
-        experts: Its modules of experts that ranks share.
-        mesh: The ranks.
-        layout: How the batch is divided among the ranks.
+    ``experts`` are its modules of experts that ranks share.
     """
 
     def __init__(self, module: nn.Module, experts: Sequence[nn.Module], mesh: Mesh, layout: BatchPlan) -> None:

@@ -78,7 +78,7 @@ class Copies:
     Within a step weights do not change, and are cast once, when it begins. Otherwise each forward pass casts.
 
     Args:
-        module: The model, or a stage of it, on the meta device or with its weights.
+        module: On the meta device or with its weights.
         units: Disjoint parts of it that run as one. Wrap what is compiled or recomputed before, or it would cast too.
         dtype: Of the copies.
         vectors_wait: Whether the gradients of vectors, which are small, are cast at the end of the backward pass, as

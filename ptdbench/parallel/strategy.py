@@ -71,12 +71,9 @@ class Strategy(Options):
         return derive(world_size, self.degrees(), units={"expert": units} if units else None)
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
-        """Divide a global batch among the ranks.
+        """Divide a global batch, a multiple of the number of replicas, among the ranks.
 
-        Args:
-            dims: The result of :meth:`dims`.
-            global_batch: Samples of one optimizer step; a multiple of the number of replicas.
-            micro_batch: Samples of one forward and backward pass; divides a replica's share; ``auto``: no accumulation.
+        ``micro_batch``, samples of one forward and backward pass, divides a replica's share; ``auto``: no accumulation.
 
         Raises:
             ConfigError: An option does not fit the batch.

@@ -75,14 +75,9 @@ def without_weights(model: Model) -> Model:
 
 
 def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
-    """Predict what the parts of a model would send, on the meta device.
+    """Predict what the first parts of a model, of these names, would send for the inputs of a micro-batch.
 
-    Args:
-        model: A chain of parts, whose weights are on the meta device.
-        names: The first ones, in order.
-        inputs: Of a micro-batch.
-        dtype: Of what they send.
-        shares: Ranks that share its positions.
+    The model's weights, and what is returned, are on the meta device. ``shares``: ranks that share its positions.
     """
     with torch.no_grad():
         try:
@@ -119,10 +114,6 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
     NCCL carries out what is sent through one communicator in the order of its calls. Activations and gradients of a
     link then exclude each other, and under schedules whose ranks have several stages they may wait for each other for
     ever, as ``torch.distributed.config`` says. Call this before stages are made, which open them.
-
-    Args:
-        group: The ranks of the pipeline.
-        device: This rank's device.
 
     Returns:
         What messages go through, for the record: ``messages``, each by itself, as under gloo; ``edges`` or

@@ -78,12 +78,9 @@ def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
 
 
 class Stage(nn.Module):
-    """Consecutive parts of a model.
+    """Consecutive parts of a model, by their dotted names in it; those of the last stage alone heed the targets.
 
-    Args:
-        parts: The parts by their dotted names in the whole model, so that weights, checkpoints and gradients
-            have the same names for any number of stages.
-        is_last: Whether this is the last stage; other stages ignore the targets.
+    So weights, checkpoints and gradients have the same names for any number of stages.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
@@ -117,14 +114,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     """Split ``costs`` into ``stages`` non-empty runs with the smallest possible maximum sum.
 
     A pipeline is as fast as its slowest stage. Among equally good splits it takes the one with shorter early stages,
-    because under 1F1B an earlier stage holds more micro-batches in memory.
-
-    Args:
-        costs: Cost of each part in order, in any unit.
-        stages: Number of runs; at most ``len(costs)``.
-
-    Returns:
-        The indices of the parts, one range per stage.
+    because under 1F1B an earlier stage holds more micro-batches in memory. A run is the range of its parts' indices.
 
     Raises:
         ValueError: There are more stages than parts.
