@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from ptdbench.local_part import local_part
 from ptdbench.models.moe import MoE
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.strategy import Strategy
+from tests.daily import cases, selected
 from tests.parallel.made import laid_out, on_meta
 from tests.parallel.ranks import each, on_ranks
 from tests.parallel.ten_steps import by_engine, by_hand, sgd
@@ -51,20 +53,44 @@ def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[flo
     return by_engine(engine, plan, replica)
 
 
+#: Layout, kind and precision.
+CASES = [
+    *((layout, "loss", "fp32") for layout in LAYOUTS),
+    ("context", "forced", "fp32"), ("tensor", "forced", "fp32"), ("shards", "bias", "fp32"),
+    *((layout, "latent", "fp32") for layout in ("context", "tensor", "tensor without FSDP")),
+    *((layout, "loss", "bf16") for layout in LAYOUTS),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_first(request: pytest.FixtureRequest) -> dict[tuple[str, ...], list[list[float]]]:
+    return on_ranks(4, each, by_layout, sorted(selected(request, "case")))[0]
+
+
+@cache
+def expected(kind: str) -> list[list[float]]:
+    return by_hand(model(kind), SAMPLES)
+
+
 @pytest.mark.ranks
-def test_every_layout_has_the_losses_and_norms_of_one_rank():
-    cases = [(layout, "loss") for layout in LAYOUTS] + [("context", "forced"), ("tensor", "forced"), ("shards", "bias")]
-    cases += [(layout, "latent") for layout in ("context", "tensor", "tensor without FSDP")]
-    rounded = [(layout, "loss", "bf16") for layout in LAYOUTS]
-    (of_first, *_) = on_ranks(4, each, by_layout, cases + rounded)
-    expected = {kind: by_hand(model(kind), SAMPLES) for kind in KINDS}
-    assert len({losses[-1][0] for losses in expected.values()}) == len(KINDS)
-    for layout, kind in cases:
-        numbers = of_first[layout, kind]
-        assert numbers == [pytest.approx(step, rel=1e-5) for step in expected[kind]], (layout, kind)
-    for case in rounded:
-        assert of_first[case] == [pytest.approx(step, rel=2e-2) for step in expected["loss"]], case
-        assert of_first[case] != [pytest.approx(step, rel=1e-5) for step in expected["loss"]], case
+@cases(
+    "case",
+    CASES,
+    daily=[
+        *CASES[:7], ("shards", "bias", "fp32"), ("tensor", "latent", "fp32"), ("shards", "loss", "bf16"),
+        ("tensor without FSDP", "loss", "bf16"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_layout_has_the_losses_and_norms_of_one_rank(of_first, case):
+    _, kind, precision = case
+    exact = [pytest.approx(step, rel=1e-5) for step in expected(kind)]
+    assert (of_first[case] == exact) == (precision == "fp32")
+    assert of_first[case] == [pytest.approx(step, rel=2e-2) for step in expected(kind)]
+
+
+def test_no_two_kinds_have_the_same_losses():
+    assert len({expected(kind)[-1][0] for kind in KINDS}) == len(KINDS)
 
 
 @pytest.mark.parametrize(

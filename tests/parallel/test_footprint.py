@@ -22,24 +22,19 @@ from tests.parallel.made import gpt, laid_out, on_meta, unscaled
 from tests.parallel.ranks import each, on_ranks
 from tests.parallel.splitting import where_split
 from tests.parallel.test_conflicts import layout_of
+from tests.parallel.test_strategy import SEVERAL
+from tests.parallel.test_strategy import STRATEGIES as TRIED
 
 STRATEGIES = {
-    "ddp": Strategy(replicate="auto"),
+    **{name: (TRIED | SEVERAL)[name] for name in (
+        "ddp", "fsdp", "hsdp", "1f1b", "stages in shards", "tensor and copies", "tensor and shards, sequence",
+        "tensor and stages", "context and copies", "context and shards", "looped_bfs, copies",
+    )},
     "zero1": Strategy(replicate="auto", optimizer="zero1"),
     "zero1 of stages": Strategy(replicate="auto", pipeline=2, microbatches=2, optimizer="zero1"),
     "zero1 of two stages a rank": Strategy(
         replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2, optimizer="zero1"
     ),
-    "fsdp": Strategy(shard="auto"),
-    "hsdp": Strategy(replicate=2, shard="auto"),
-    "pdp": Strategy(replicate="auto", pipeline=2, microbatches=2),
-    "stages in shards": Strategy(shard="auto", pipeline=2, microbatches=2),
-    "tensor and copies": Strategy(replicate="auto", tensor=2),
-    "tensor and shards": Strategy(shard="auto", tensor=2, sequence=True),
-    "tensor and stages": Strategy(tensor=2, pipeline=2, microbatches=2),
-    "context and copies": Strategy(replicate=2, context=2),
-    "context and shards": Strategy(shard=2, context=2),
-    "two stages a rank": Strategy(replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2),
     **where_split({
         "both ends on a rank": lambda: Strategy(
             replicate="auto", pipeline=2, schedule="dualpipev", microbatches=4
@@ -49,7 +44,7 @@ STRATEGIES = {
 ADAMW = partial(torch.optim.AdamW, fused=True)
 SGD = torch.optim.SGD
 #: Where the state is Muon's.
-OF_MUON = ("zero1", "fsdp", "pdp", "tensor and shards")
+OF_MUON = ("zero1", "fsdp", "1f1b", "tensor and shards, sequence")
 CASES = {name: (name, False) for name in STRATEGIES} | {f"{name}, muon": (name, True) for name in OF_MUON}
 
 
