@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from ptdbench.models.protocol import Kind, Model, Role, module_of
@@ -16,7 +16,8 @@ def roles_of(model: Model) -> dict[str, Role]:
     Raises:
         ConfigError: A role is none, or is that of a module that the model does not have.
     """
-    found = {name: _role(role) for name, role in model.roles().items()}
+    given: Mapping[str, Any] = model.roles()
+    found = {name: role if isinstance(role, Role) else Role(role) for name, role in given.items()}
     modules = {name for name, _ in module_of(model).named_modules()}
     require(*(_unknown(name, role, modules) for name, role in found.items()))
     return found
@@ -26,13 +27,9 @@ def _unknown(name: str, role: Role, modules: Container[str]) -> Problem | None:
     option = f"roles()[{name!r}]"
     if role.kind not in get_args(Kind):
         return Problem(option, role.kind, "is not the role of a module", try_these([*get_args(Kind)]))
-    return (
-        None if name in modules else Problem(option, role.kind, "is the role of a module that the model does not have")
-    )
-
-
-def _role(given: Any) -> Role:
-    return given if isinstance(given, Role) else Role(given)
+    if name not in modules:
+        return Problem(option, role.kind, "is the role of a module that the model does not have")
+    return None
 
 
 def undivided(
