@@ -68,9 +68,8 @@ static ncclResult_t check(ncclComm_t c, int parity, const struct call *mine) {
         const struct call *other = &member(c, rank)->slots[parity].call;
         if (matches(mine, other)) continue;
         fprintf(stderr,
-                "virtual NCCL: calls do not match: rank %d of %d calls %s (count %zu, type %d, op %d, root %d), rank "
-                "%d calls %s (count %zu, "
-                "type %d, op %d, root %d)\n",
+                "virtual NCCL: calls do not match: rank %d of %d calls %s (count %zu, type %d, op %d, root %d), "
+                "rank %d calls %s (count %zu, type %d, op %d, root %d)\n",
                 c->rank, c->ranks, words[mine->what], mine->count, mine->type, mine->op, mine->root, rank,
                 words[other->what], other->count, other->type, other->op, other->root);
         return ncclInvalidUsage;
@@ -133,8 +132,8 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     bool computed = bytes <= COMPUTED;
     ncclResult_t error = ncclSuccess;
     unsigned round = 0;
-    for (int rank = 0; number >= 2 && rank < c->ranks;
-         rank++) /* the slot is free when all have read the call before the last */
+    /* the slot is free when all have read the call before the last */
+    for (int rank = 0; number >= 2 && rank < c->ranks; rank++)
         while (member(c, rank)->done < number - 1)
             if ((error = wait_once(c, &round))) return error;
     mine->call = *call, mine->ready = *start;

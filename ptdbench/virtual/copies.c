@@ -19,12 +19,6 @@ struct range {
 
 static struct range *pinned;
 
-static struct range *pinned_with(const void *address) {
-    for (struct range *at = pinned; at; at = at->next)
-        if ((const char *)address >= at->start && (const char *)address < at->start + at->bytes) return at;
-    return NULL;
-}
-
 static void pin(void *address, size_t bytes, bool ours) {
     struct range *new = malloc(sizeof *new);
     pthread_mutex_lock(&lock);
@@ -48,10 +42,11 @@ static struct range *unpin(const void *address) {
 /* Whether an address is pinned, and whether it was allocated here. */
 static bool is_pinned(const void *address, bool *ours) {
     pthread_mutex_lock(&lock);
-    struct range *found = pinned_with(address);
-    *ours = found && found->ours;
+    struct range *at = pinned;
+    while (at && ((const char *)address < at->start || (const char *)address >= at->start + at->bytes)) at = at->next;
+    *ours = at && at->ours;
     pthread_mutex_unlock(&lock);
-    return found;
+    return at;
 }
 
 API cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags) {
@@ -154,8 +149,7 @@ API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum c
     note("memcpy%s %zu%s\n", name, bytes, pageable ? " pageable" : "");
     enqueue(stream,
             &(struct work){COPY, name, copy_time(to_device && from_device, bytes), bytes, {1, 1, 1}, {1, 1, 1}});
-    return pageable ? cudaStreamSynchronize(stream)
-                    : cudaSuccess; /* as CUDA does: see "API synchronization behavior" */
+    return pageable ? cudaStreamSynchronize(stream) : cudaSuccess; /* as CUDA's "API synchronization behavior" */
 }
 
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {

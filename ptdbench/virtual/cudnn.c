@@ -16,19 +16,13 @@ API cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) {
     return CUDNN_STATUS_SUCCESS;
 }
 
-API cudnnStatus_t cudnnDestroy(cudnnHandle_t handle) {
-    free(handle);
-    return CUDNN_STATUS_SUCCESS;
-}
+API cudnnStatus_t cudnnDestroy(cudnnHandle_t handle) { return free(handle), CUDNN_STATUS_SUCCESS; }
 
 API cudnnStatus_t cudnnSetStream(cudnnHandle_t handle, cudaStream_t stream) {
-    handle->stream = stream;
-    return CUDNN_STATUS_SUCCESS;
+    return handle->stream = stream, CUDNN_STATUS_SUCCESS;
 }
-
 API cudnnStatus_t cudnnGetStream(cudnnHandle_t handle, cudaStream_t *stream) {
-    *stream = handle->stream;
-    return CUDNN_STATUS_SUCCESS;
+    return *stream = handle->stream, CUDNN_STATUS_SUCCESS;
 }
 
 API cudnnStatus_t cudnnGetProperty(libraryPropertyType which, int *value) {
@@ -140,8 +134,7 @@ API cudnnStatus_t cudnnBackendCreateDescriptor(cudnnBackendDescriptorType_t type
 }
 
 API cudnnStatus_t cudnnBackendDestroyDescriptor(cudnnBackendDescriptor_t made) {
-    free(made);
-    return CUDNN_STATUS_SUCCESS;
+    return free(made), CUDNN_STATUS_SUCCESS;
 }
 
 API cudnnStatus_t cudnnBackendFinalize(cudnnBackendDescriptor_t made) { return CUDNN_STATUS_SUCCESS; }

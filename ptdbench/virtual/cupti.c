@@ -103,7 +103,7 @@ static void write_kernel(uint32_t id, const struct work *work, cudaStream_t stre
 static void write_copy(uint32_t id, const struct work *work, cudaStream_t stream, uint64_t begin, uint64_t end) {
     NEXT(CUpti_ActivityMemcpy5, copy, CUPTI_ACTIVITY_KIND_MEMCPY);
     PLACE(copy, id, stream, begin, end);
-    bool from = work->name[0] == 'D', to = work->name[3] == 'D'; /* memory.c: HtoD, DtoH, DtoD, HtoH */
+    bool from = work->name[0] == 'D', to = work->name[3] == 'D'; /* copies.c: HtoD, DtoH, DtoD, HtoH */
     copy->copyKind = from && to ? CUPTI_ACTIVITY_MEMCPY_KIND_DTOD
                      : to       ? CUPTI_ACTIVITY_MEMCPY_KIND_HTOD
                      : from     ? CUPTI_ACTIVITY_MEMCPY_KIND_DTOH
@@ -136,12 +136,9 @@ static bool make_room(void) {
 static uint32_t last_id;
 
 void record_work(const struct work *work, cudaStream_t stream, double begin, double end) {
-    static const int callbacks[] = {211, 41,
-                                    51}; /* cupti_runtime_cbid.h: cudaLaunchKernel, cudaMemcpyAsync, cudaMemsetAsync */
-    enum {
-        CALL = 4000,
-        AT_ONCE = 1000
-    }; /* nanoseconds that a call takes, and work where the device takes no time: guesses */
+    static const int callbacks[] = {[KERNEL] = LAUNCH_KERNEL, [COPY] = MEMCPY_ASYNC, [SET] = MEMSET_ASYNC};
+    /* nanoseconds that a call takes, and work where the device takes no time: guesses */
+    enum { CALL = 4000, AT_ONCE = 1000 };
     if (!enabled[CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL] && !enabled[CUPTI_ACTIVITY_KIND_RUNTIME]) return;
     pthread_mutex_lock(&lock);
     double rate = ticks(), time = now();
@@ -211,10 +208,7 @@ API CUptiResult cuptiActivityGetNumDroppedRecords(CUcontext context, uint32_t st
     return CUPTI_SUCCESS;
 }
 
-API CUptiResult cuptiGetVersion(uint32_t *version) {
-    *version = CUPTI_API_VERSION;
-    return CUPTI_SUCCESS;
-}
+API CUptiResult cuptiGetVersion(uint32_t *version) { return *version = CUPTI_API_VERSION, CUPTI_SUCCESS; }
 
 API CUptiResult cuptiGetResultString(CUptiResult result, const char **text) {
     *text = result ? "virtual CUPTI: error" : "CUPTI_SUCCESS";
@@ -225,9 +219,12 @@ API CUptiResult cuptiGetCallbackName(CUpti_CallbackDomain domain, uint32_t id, c
     static const struct {
         uint32_t id;
         const char *name;
-    } names[] = {{211, "cudaLaunchKernel_v7000"},     {41, "cudaMemcpyAsync_v3020"},
-                 {51, "cudaMemsetAsync_v3020"},       {131, "cudaStreamSynchronize_v3020"},
-                 {137, "cudaEventSynchronize_v3020"}, {165, "cudaDeviceSynchronize_v3020"}};
+    } names[] = {{LAUNCH_KERNEL, "cudaLaunchKernel_v7000"},
+                 {MEMCPY_ASYNC, "cudaMemcpyAsync_v3020"},
+                 {MEMSET_ASYNC, "cudaMemsetAsync_v3020"},
+                 {STREAM_SYNCHRONIZE, "cudaStreamSynchronize_v3020"},
+                 {EVENT_SYNCHRONIZE, "cudaEventSynchronize_v3020"},
+                 {DEVICE_SYNCHRONIZE, "cudaDeviceSynchronize_v3020"}};
     *name = "cudaOther";
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (names[i].id == id) *name = names[i].name;

@@ -120,10 +120,7 @@ API cudaError_t cudaGetDeviceCount(int *count) {
     return error;
 }
 
-API cudaError_t cudaGetDevice(int *number) {
-    *number = current;
-    return cudaSuccess;
-}
+API cudaError_t cudaGetDevice(int *number) { return *number = current, cudaSuccess; }
 
 API cudaError_t cudaSetDevice(int number) {
     cudaError_t error = ready();
@@ -135,15 +132,8 @@ API cudaError_t cudaSetDevice(int number) {
 
 /* ---- what a device says of itself ---- */
 
-API cudaError_t cudaDriverGetVersion(int *version) {
-    *version = CUDART_VERSION;
-    return cudaSuccess;
-}
-
-API cudaError_t cudaRuntimeGetVersion(int *version) {
-    *version = CUDART_VERSION;
-    return cudaSuccess;
-}
+API cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
+API cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 
 /* CUDA C++ Programming Guide, "Technical Specifications per Compute Capability". */
 static int threads_per_multiprocessor(void) {
@@ -227,10 +217,7 @@ API cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int number) {
     return cudaSuccess;
 }
 
-API cudaError_t cudaDeviceCanAccessPeer(int *can, int from, int to) {
-    *can = from != to;
-    return cudaSuccess;
-}
+API cudaError_t cudaDeviceCanAccessPeer(int *can, int from, int to) { return *can = from != to, cudaSuccess; }
 
 /* ---- errors ---- */
 

@@ -5,7 +5,6 @@
 #include <dlfcn.h>
 
 API CUresult cuInit(unsigned flags) { return (CUresult)ready(); }
-
 API CUresult cuDriverGetVersion(int *version) { return (CUresult)cudaDriverGetVersion(version); }
 
 API CUresult cuDeviceGet(CUdevice *number, int ordinal) {
@@ -14,10 +13,7 @@ API CUresult cuDeviceGet(CUdevice *number, int ordinal) {
     return CUDA_SUCCESS;
 }
 
-API CUresult cuDeviceGetCount(int *count) {
-    *count = visible_count();
-    return CUDA_SUCCESS;
-}
+API CUresult cuDeviceGetCount(int *count) { return *count = visible_count(), CUDA_SUCCESS; }
 
 /* Attributes have the numbers of the runtime's. */
 API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice number) {
@@ -40,20 +36,14 @@ API CUresult cuDevicePrimaryCtxGetState(CUdevice number, unsigned *flags, int *a
     return CUDA_SUCCESS;
 }
 
-API CUresult cuCtxGetCurrent(CUcontext *context) {
-    *context = context_of(current_device());
-    return CUDA_SUCCESS;
-}
+API CUresult cuCtxGetCurrent(CUcontext *context) { return *context = context_of(current_device()), CUDA_SUCCESS; }
 
 API CUresult cuCtxSetCurrent(CUcontext context) {
     size_t number = (char *)context - contexts;
     return number < MOST_DEVICES ? (CUresult)cudaSetDevice(number) : CUDA_SUCCESS;
 }
 
-API CUresult cuCtxGetDevice(CUdevice *number) {
-    *number = current_device();
-    return CUDA_SUCCESS;
-}
+API CUresult cuCtxGetDevice(CUdevice *number) { return *number = current_device(), CUDA_SUCCESS; }
 
 API CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
     *value = KIB; /* the size of a thread's stack, which CUDA's default is and torch asks for */
@@ -84,7 +74,4 @@ API cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsig
 
 /* NVIDIA's own libraries ask for tables of functions that no header describes; the real NVRTC, which compiles torch's
  * kernels of special functions, does without. */
-API CUresult cuGetExportTable(const void **table, const CUuuid *id) {
-    *table = NULL;
-    return CUDA_ERROR_NOT_FOUND;
-}
+API CUresult cuGetExportTable(const void **table, const CUuuid *id) { return *table = NULL, CUDA_ERROR_NOT_FOUND; }

@@ -50,7 +50,6 @@ API void **__cudaRegisterFatBinary(void *binary) {
 
 API void __cudaRegisterFatBinaryEnd(void **handle) {}
 API void __cudaUnregisterFatBinary(void **handle) {}
-
 API char __cudaInitModule(void **handle) { return 1; }
 
 API void __cudaRegisterFunction(void **handle, const char *host, char *function, const char *name, int threads,
@@ -161,7 +160,6 @@ static CUresult load(void **module) {
 }
 
 API CUresult cuModuleLoad(CUmodule *module, const char *path) { return load((void **)module); }
-
 API CUresult cuModuleLoadData(CUmodule *module, const void *image) { return load((void **)module); }
 
 API CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned count, CUjit_option *options,

@@ -23,10 +23,7 @@ ncclResult_t wait_once(ncclComm_t c, unsigned *round) {
 
 /* ---- communicators ---- */
 
-API ncclResult_t ncclGetVersion(int *version) {
-    *version = NCCL_VERSION_CODE;
-    return ncclSuccess;
-}
+API ncclResult_t ncclGetVersion(int *version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
 
 /* The id names an open file of this process, in which all ranks meet. */
 API ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
@@ -89,26 +86,10 @@ API ncclResult_t ncclCommInitRankScalable(ncclComm_t *joined, int ranks, int ran
     return join(joined, ranks, rank, ids);
 }
 
-API ncclResult_t ncclCommCount(const ncclComm_t c, int *ranks) {
-    *ranks = c->ranks;
-    return ncclSuccess;
-}
-
-API ncclResult_t ncclCommUserRank(const ncclComm_t c, int *rank) {
-    *rank = c->rank;
-    return ncclSuccess;
-}
-
-API ncclResult_t ncclCommCuDevice(const ncclComm_t c, int *number) {
-    *number = current_device();
-    return ncclSuccess;
-}
-
-API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *error) {
-    *error = ncclSuccess;
-    return ncclSuccess;
-}
-
+API ncclResult_t ncclCommCount(const ncclComm_t c, int *ranks) { return *ranks = c->ranks, ncclSuccess; }
+API ncclResult_t ncclCommUserRank(const ncclComm_t c, int *rank) { return *rank = c->rank, ncclSuccess; }
+API ncclResult_t ncclCommCuDevice(const ncclComm_t c, int *number) { return *number = current_device(), ncclSuccess; }
+API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *error) { return *error = ncclSuccess, ncclSuccess; }
 API ncclResult_t ncclCommFinalize(ncclComm_t c) { return ncclSuccess; }
 
 /* A thread may be waiting in it, so that an aborted one stays in memory. */
@@ -126,7 +107,6 @@ API ncclResult_t ncclCommDestroy(ncclComm_t c) {
 }
 
 API const char *ncclGetErrorString(ncclResult_t error) { return error ? "virtual NCCL: error" : "no error"; }
-
 API const char *ncclGetLastError(ncclComm_t c) { return ""; }
 
 API ncclResult_t ncclMemAlloc(void **address, size_t bytes) {
@@ -144,9 +124,8 @@ API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *par
     double start = 0;
     *part = NULL;
     note("nccl split color %d key %d of %s\n", color, key, c->id.internal);
-    if (!c->shared)
-        return join(part, c->ranks, key < c->ranks ? key : 0,
-                    &id); /* how many there are the others would have to say */
+    if (!c->shared) /* how many there are the others would have to say */
+        return join(part, c->ranks, key < c->ranks ? key : 0, &id);
     if (c->ranks > MOST_RANKS) return ncclInvalidArgument;
     ncclResult_t error = exchange(c, &(struct call){EXCHANGE, ncclInt32, 0, 0, 2}, mine, (char *)all, &start);
     if (error) return error;

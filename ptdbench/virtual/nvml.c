@@ -23,17 +23,11 @@ API int nvmlSystemGetDriverVersion(char *version, unsigned size) {
     return SUCCESS;
 }
 
-API int nvmlSystemGetCudaDriverVersion_v2(int *version) {
-    *version = CUDART_VERSION;
-    return SUCCESS;
-}
+API int nvmlSystemGetCudaDriverVersion_v2(int *version) { return *version = CUDART_VERSION, SUCCESS; }
 
 /* ---- devices and their names ---- */
 
-API int nvmlDeviceGetCount_v2(unsigned *count) {
-    *count = machine_count();
-    return SUCCESS;
-}
+API int nvmlDeviceGetCount_v2(unsigned *count) { return *count = machine_count(), SUCCESS; }
 
 API int nvmlDeviceGetHandleByIndex_v2(unsigned index, nvml_device *handle) {
     *handle = handle_of(index);
@@ -73,10 +67,7 @@ API int nvmlDeviceGetName(nvml_device handle, char *name, unsigned size) {
     return SUCCESS;
 }
 
-API int nvmlDeviceGetIndex(nvml_device handle, unsigned *index) {
-    *index = place(handle);
-    return SUCCESS;
-}
+API int nvmlDeviceGetIndex(nvml_device handle, unsigned *index) { return *index = place(handle), SUCCESS; }
 
 struct pci { /* nvmlPciInfo_t */
     char legacy_id[16];

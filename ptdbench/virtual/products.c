@@ -79,46 +79,18 @@ API cublasStatus_t cublasCreate_v2(cublasHandle_t *handle) {
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) {
-    free(handle);
-    return CUBLAS_STATUS_SUCCESS;
-}
+API cublasStatus_t cublasDestroy_v2(cublasHandle_t handle) { return free(handle), CUBLAS_STATUS_SUCCESS; }
 
-API cublasStatus_t cublasSetStream_v2(cublasHandle_t handle, cudaStream_t stream) {
-    handle->stream = stream;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
-API cublasStatus_t cublasGetStream_v2(cublasHandle_t handle, cudaStream_t *stream) {
-    *stream = handle->stream;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
-API cublasStatus_t cublasSetMathMode(cublasHandle_t handle, cublasMath_t mode) {
-    handle->math = mode;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
-API cublasStatus_t cublasGetMathMode(cublasHandle_t handle, cublasMath_t *mode) {
-    *mode = handle->math;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
-API cublasStatus_t cublasSetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_t mode) {
-    handle->pointers = mode;
-    return CUBLAS_STATUS_SUCCESS;
-}
-
-API cublasStatus_t cublasGetPointerMode_v2(cublasHandle_t handle, cublasPointerMode_t *mode) {
-    *mode = handle->pointers;
-    return CUBLAS_STATUS_SUCCESS;
-}
+#define SETTING(set, get, type, field)                                                                           \
+    API cublasStatus_t set(cublasHandle_t h, type value) { return h->field = value, CUBLAS_STATUS_SUCCESS; }     \
+    API cublasStatus_t get(cublasHandle_t h, type *value) { return *value = h->field, CUBLAS_STATUS_SUCCESS; }
+SETTING(cublasSetStream_v2, cublasGetStream_v2, cudaStream_t, stream)
+SETTING(cublasSetMathMode, cublasGetMathMode, cublasMath_t, math)
+SETTING(cublasSetPointerMode_v2, cublasGetPointerMode_v2, cublasPointerMode_t, pointers)
 
 API cublasStatus_t cublasGetVersion_v2(cublasHandle_t handle, int *version) {
-    *version = CUBLAS_VERSION;
-    return CUBLAS_STATUS_SUCCESS;
+    return *version = CUBLAS_VERSION, CUBLAS_STATUS_SUCCESS;
 }
-
 API const char *cublasGetStatusString(cublasStatus_t status) { return status ? "virtual cuBLAS: error" : "success"; }
 API const char *cublasGetStatusName(cublasStatus_t status) {
     return status ? "CUBLAS_STATUS_NOT_SUPPORTED" : "CUBLAS_STATUS_SUCCESS";
@@ -199,10 +171,7 @@ API cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t *created, cubla
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
-    free(d);
-    return CUBLAS_STATUS_SUCCESS;
-}
+API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return free(d), CUBLAS_STATUS_SUCCESS; }
 
 API cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which,
                                                   const void *value, size_t bytes) {
@@ -219,10 +188,7 @@ API cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t *created, c
     return CUBLAS_STATUS_SUCCESS;
 }
 
-API cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) {
-    free(l);
-    return CUBLAS_STATUS_SUCCESS;
-}
+API cublasStatus_t cublasLtMatrixLayoutDestroy(cublasLtMatrixLayout_t l) { return free(l), CUBLAS_STATUS_SUCCESS; }
 
 API cublasStatus_t cublasLtMatrixLayoutSetAttribute(cublasLtMatrixLayout_t l, cublasLtMatrixLayoutAttribute_t which,
                                                     const void *value, size_t bytes) {

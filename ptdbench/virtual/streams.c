@@ -111,9 +111,6 @@ API cudaError_t cudaStreamQuery(cudaStream_t stream) {
     return over(stream_end(stream)) ? cudaSuccess : cudaErrorNotReady;
 }
 
-/* Calls that wait, with the numbers that CUPTI has for them (cupti_runtime_cbid.h). */
-enum { STREAM_SYNCHRONIZE = 131, EVENT_SYNCHRONIZE = 137, DEVICE_SYNCHRONIZE = 165 };
-
 API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     double began = now();
     cudaError_t error = ready();
@@ -195,10 +192,7 @@ API cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
 
 API cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
 
-API cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    free(event);
-    return cudaSuccess;
-}
+API cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSuccess; }
 
 API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     double asked = now(), end = stream_end(stream);

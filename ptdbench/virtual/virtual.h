@@ -102,5 +102,13 @@ size_t size_of(int type);
 /* cupti.c: what torch's profiler is told. */
 void record_work(const struct work *work, cudaStream_t stream, double begin, double end);
 void record_call(int callback_id, double began);
+enum { /* calls by their numbers in cupti_runtime_cbid.h */
+    MEMCPY_ASYNC = 41,
+    MEMSET_ASYNC = 51,
+    STREAM_SYNCHRONIZE = 131,
+    EVENT_SYNCHRONIZE = 137,
+    DEVICE_SYNCHRONIZE = 165,
+    LAUNCH_KERNEL = 211
+};
 
 #endif
