@@ -80,7 +80,8 @@ def plan(asked: Asked) -> dict[str, Any]:
         ConfigError: There is no such run.
         Failed: It fails on virtual GPUs for another reason than memory.
     """
-    require(_not_trained(asked.config))
+    name = asked.config.call("workload").name
+    require(None if name == "train" else Problem("workload", name, "only training is planned", "omit it"))
     short = asked.config.changed(_SHORT)
     spec = run_spec.specify(_with_any_batch(short) if asked.sets_batch else short, None)
     assert spec.training
@@ -98,11 +99,6 @@ def _with_any_batch(config: Config) -> Config:
     asked = (config.cluster.nodes, config.cluster.ranks_per_node)
     ranks = math.prod(1 if size == "auto" else size for size in asked)
     return config.changed({"train.global_batch": _ANY_BATCH * ranks})
-
-
-def _not_trained(config: Config) -> Problem | None:
-    name = config.call("workload").name
-    return None if name == "train" else Problem("workload", name, "only training is planned", "omit it")
 
 
 def _state(training: TrainingSpec) -> list[dict[str, int]]:
@@ -279,10 +275,10 @@ class _Virtual:
         average = config.train.ema is not None
         (whole,) = footprints(training.model, Dims(), training.optimizer, average=average, gradient_copies=1)
         smallest = min(search.tries, key=lambda one: one.micro_batch)
-        if smallest.needed_bytes is None:
-            return f"{rule}; no micro-batch fits"
-        rest = smallest.needed_bytes - max(map(_total, self._state))
         none = f"{rule}; no micro-batch fits"
+        if smallest.needed_bytes is None:
+            return none
+        rest = smallest.needed_bytes - max(map(_total, self._state))
         if rest >= self._room:
             return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {_else(config)}"
         least = math.ceil(whole.total / (self._room - rest))

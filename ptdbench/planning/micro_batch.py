@@ -194,7 +194,8 @@ class Finder:
         needed = None if record["status"] == "oom" else self._needed(record)
         fits = record["status"] != "oom" and (needed or 0) <= self._search.room
         found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
-        self.note(self._field(None) | {"tries": [*self._field(None)["tries"], {**vars(found), "rates": None}]})
+        so_far = self._field(None)
+        self.note(so_far | {"tries": [*so_far["tries"], {**vars(found), "rates": None}]})
         return found
 
     def _carried_out(
