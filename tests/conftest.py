@@ -190,13 +190,18 @@ def environ() -> dict[str, str]:
     return {**_ENVIRON, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
 
 
+def _need(what: str, *packages: str) -> None:
+    """Have packages of the system, or leave the test out."""
+    try:
+        slurm_cluster.install(*packages)
+    except slurm_cluster.Unavailable as error:
+        pytest.skip(f"{_LEFT_OUT}no {what}: {error}")
+
+
 @pytest.fixture(scope="session")
 def _cluster() -> Iterator[Path]:
     """The folder of the cluster that a person has up, or else of one that lives as long as this session."""
-    try:
-        slurm_cluster.install("slurm-wlm", "munge")
-    except slurm_cluster.Unavailable as error:
-        pytest.skip(f"{_LEFT_OUT}no SLURM: {error}")
+    _need("SLURM", "slurm-wlm", "munge")
     if slurm_cluster.works():
         yield slurm_cluster.FOLDER
         return
@@ -231,20 +236,14 @@ def _slurm(folder: Path, key: str) -> Iterator[dict[str, str]]:
 @pytest.fixture(scope="session")
 def mpirun() -> list[str]:
     """The words that start ranks through Open MPI here, also as root and for more ranks than cores."""
-    try:
-        slurm_cluster.install("openmpi-bin")
-    except slurm_cluster.Unavailable as error:
-        pytest.skip(f"{_LEFT_OUT}no Open MPI: {error}")
+    _need("Open MPI", "openmpi-bin")
     return [str(shutil.which("mpirun")), *([] if os.geteuid() else ["--allow-run-as-root"]), "--oversubscribe"]
 
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
     """The path of the browser."""
-    try:
-        slurm_cluster.install("chromium")
-    except slurm_cluster.Unavailable as error:
-        pytest.skip(f"{_LEFT_OUT}no Chromium: {error}")
+    _need("Chromium", "chromium")
     return str(shutil.which("chromium"))
 
 

@@ -20,6 +20,12 @@ def call(
     )
 
 
+def active(programs: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a shell in which the virtual environment with these programs is active."""
+    kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
+    return {**kept, "PATH": f"{programs}{os.pathsep}{kept['PATH']}"}
+
+
 def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
     """What ``condition`` comes to; the patience only bounds a test that fails."""
     deadline = time.monotonic() + seconds

@@ -29,7 +29,7 @@ FAULTY = (
         ("fsdp", 1, "raise", "failed", "RuntimeError", "this one is on purpose"),
         ("ddp", 0, "kill", "failed", "SIGKILL", "killed by SIGKILL"),
         ("fsdp", 1, "crash", "failed", "SIGSEGV", "killed by SIGSEGV (an invalid memory access in native code)"),
-        ("fsdp", 0, "oom", "oom", "RuntimeError", "allocate memory"),
+        ("fsdp", 0, "limit", "oom", "RuntimeError", "allocate memory"),  # of the address space
     ],
 )
 def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank, how, status, kind, message):

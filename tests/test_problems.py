@@ -1,6 +1,6 @@
 import pytest
 
-from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, require, said, try_these
+from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, try_these
 
 
 def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
@@ -19,27 +19,6 @@ def test_an_error_holds_all_problems_and_tells_each_once():
     error = ConfigError([*lists, Problem("seed", -1, "must be at least 0")])
     assert [problem.option for problem in error.problems] == ["model.layers", "seed"]
     assert str(error) == "model.layers=[1, 2]: must be a whole number\nseed=-1: must be at least 0"
-
-
-def test_problems_of_a_group_carry_its_name():
-    error = ConfigError([Problem("heads", 3, "must divide width=128")]).under("model")
-    assert str(error) == "model.heads=3: must divide width=128"
-
-
-def test_an_exception_that_cannot_even_be_told():
-    class Mute(Exception):
-        def __str__(self) -> str:
-            raise LookupError
-
-    assert said(Mute()) == "(no message: the exception's own __str__ raised LookupError)"
-    assert said(ValueError("no")) == "no"
-
-
-def test_require_raises_what_is_there():
-    require(None, None)
-    with pytest.raises(ConfigError) as caught:
-        require(None, Problem("a", 1, "x"), None, Problem("b", 2, "y"))
-    assert [problem.option for problem in caught.value.problems] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -68,26 +68,17 @@ def test_nothing_is_said_where_there_is_no_stream(monkeypatch):
 def python(*words, environ, cwd, stdout, stderr=subprocess.PIPE):
     """What a program says on standard error, and its exit status."""
     environ = {**environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, *words],
-        env=environ,
-        cwd=cwd,
-        stdout=stdout,
-        stderr=stderr,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    streams = {"stdout": stdout, "stderr": stderr, "text": True}
+    return subprocess.run([sys.executable, *words], env=environ, cwd=cwd, **streams, timeout=240, check=False)
 
 
 def without_reader(*words, environ, cwd, both=False):
     """The same when nobody reads its output."""
     reader, writer = os.pipe()
     os.close(reader)
-    try:
-        return python(*words, environ=environ, cwd=cwd, stdout=writer, **({"stderr": writer} if both else {}))
-    finally:
-        os.close(writer)
+    with open(writer, "w") as stdout:
+        stderr = stdout if both else subprocess.PIPE
+        return python(*words, environ=environ, cwd=cwd, stdout=stdout, stderr=stderr)
 
 
 def test_python_does_not_complain_at_its_end_either(environ, tmp_path):

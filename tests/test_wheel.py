@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ROOT
+from tests.programs import active
 
 #: As pyproject.toml has it; Python 3.10 cannot read TOML.
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
@@ -35,10 +36,8 @@ CHOICE = "name: mine\n_target_: mine.Model\nwidth: 8\n"
 VECTORS = ("data=synthetic_vectors", "data.inputs=8", "data.outputs=4")
 MINE = ("--config-dir", "choices", "model=mine", *VECTORS, "device=cpu")
 
-Done = subprocess.CompletedProcess[str]
 
-
-def call(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> Done:
+def call(*command: str | Path, cwd: Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200, check=False)
 
 
@@ -74,12 +73,7 @@ def programs(wheel, tmp_path_factory) -> Path:
 @pytest.fixture
 def shell(programs, environ) -> dict[str, str]:
     """The environment of a shell in which that one is active."""
-    return activated(environ, programs)
-
-
-def activated(environ: Mapping[str, str], programs: Path) -> dict[str, str]:
-    kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-    return {**kept, "PATH": f"{programs}:{kept['PATH']}"}
+    return active(programs, environ)
 
 
 @pytest.fixture
@@ -94,15 +88,6 @@ def home(tmp_path) -> Path:
 def records(folder: Path) -> list[dict[str, Any]]:
     """The records of the runs below a folder, in the order of their names."""
     return [json.loads(path.read_text()) for path in sorted((folder / "outputs").glob("**/record.json"))]
-
-
-def test_the_package_is_the_one_in_its_environment(programs, shell, tmp_path):
-    code = "import ptdbench, sys; print(ptdbench.__file__, *sys.path, *map(repr, sys.meta_path), sep='\\n')"
-    done = call("python", "-c", code, cwd=tmp_path, env=shell)
-    file, *searched = done.stdout.splitlines()
-    assert Path(file).is_relative_to(programs.parent)
-    assert str(ROOT) not in searched
-    assert not any("editable" in finder for finder in searched)
 
 
 def test_every_file_of_conf_and_of_pages_is_in_it(programs):
@@ -146,26 +131,19 @@ def test_another_ptdbench_in_this_directory_is_refused(shell, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_run(shell, tmp_path):
-    done = call("ptdbench", "train", "model=toy", "train.steps=3", "device=cpu", cwd=tmp_path, env=shell)
-    assert done.returncode == 0, done.stderr
-    (record,) = records(tmp_path)
-    assert (record["status"], record["steps"]) == ("ok", 3)
-    assert (record["environment"]["ptdbench"], record["environment"]["git_commit"]) == (VERSION, None)
-
-
-@pytest.mark.ranks
 def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
     done = call("ptdbench", "train", "-m", *MINE, "train.steps=2,3", cwd=home, env=shell)
     assert done.returncode == 0, done.stderr
     found = [(record["model"], record["status"], record["steps"]) for record in records(home)]
     assert found == [("mine", "ok", 2), ("mine", "ok", 3)]
+    environment = records(home)[0]["environment"]
+    assert (environment["ptdbench"], environment["git_commit"]) == (VERSION, None)  # no checkout's
 
 
 @pytest.mark.thorough
 def test_it_on_slurm(programs, slurm, home):
     """As a job that it submits, and by a plain script."""
-    shell = {**activated(slurm, programs), "XDG_CACHE_HOME": str(home)}  # no figures of this machine are on record
+    shell = {**active(programs, slurm), "XDG_CACHE_HOME": str(home)}  # no figures of this machine are on record
     done = call("ptdbench", "train", *MINE, "cluster=slurm", "cluster.nodes=2", "train.steps=2", cwd=home, env=shell)
     assert done.returncode == 0, done.stderr
     (record,) = records(home)

@@ -89,14 +89,6 @@ def test_sigterm_to_one_rank_lets_all_of_them_save_and_nobody_but_this_machine_c
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:08}" / "manifest.json").exists()
 
 
-def test_an_address_space_that_is_too_small_is_out_of_memory(run):
-    record = run(
-        "model=custom", "model._target_=tests.launch.faulty.Faulty", "+model.how=limit", "data=synthetic_vectors",
-        "data.inputs=8", "data.outputs=4", "train.steps=5",
-    )  # fmt: skip
-    assert (record["status"], record["error"]["rank"]) == ("oom", 1)
-
-
 def mounted(path: Path, options: str) -> bool:
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
@@ -123,22 +115,14 @@ def fill(disk: Path) -> None:
             other.write(bytes(1024))
 
 
-def test_a_disk_that_is_full_is_said_in_one_line(tmp_path, tmpfs):
-    disk, waits = tmpfs("size=256k"), tmp_path / "waits"
-    with started(*patient(waits, seconds=0.1), *PATIENT, f"hydra.run.dir={disk}/run", cwd=tmp_path) as process:
-        progress_of(process)
-        fill(disk)
-        waits.unlink()
-        done = process.communicate()
-    assert done.returncode == 1
-    assert "its record cannot be written: No space left on device" in done.stderr
-    assert "Traceback" not in done.stdout + done.stderr
-    assert load_record(disk / "run")["error"]["type"] == "Unfinished"  # an older one, whole
-
-
-def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_made(tmp_path, tmpfs):
-    disk, waits = tmpfs("size=512k"), tmp_path / "waits"
-    asked = ("-m", *patient(waits, seconds=0.1), *PATIENT, "seed=0,1", f"hydra.sweep.dir={disk}/sweep")
+@pytest.mark.parametrize(
+    ("kind", "words", "size", "go_on"),
+    [("run", (), "256k", "resume"), ("sweep", ("-m", "seed=0,1"), "512k", "sweep.resume")],
+    ids=["run", "sweep"],
+)
+def test_a_disk_that_is_full_is_one_message_and_leaves_nothing_half_made(tmp_path, tmpfs, kind, words, size, go_on):
+    disk, waits = tmpfs(f"size={size}"), tmp_path / "waits"
+    asked = (*words, *patient(waits, seconds=0.1), *PATIENT, f"hydra.{kind}.dir={disk}/{kind}")
     with started(*asked, cwd=tmp_path) as process:
         progress_of(process)
         fill(disk)
@@ -146,10 +130,10 @@ def test_a_sweep_on_a_disk_that_is_full_ends_with_one_message_and_nothing_half_m
         done = process.communicate()
     assert done.returncode == 1
     assert done.stderr.count("No space left on device") == 1, done.stderr
-    assert f"make room, and go on with python train.py sweep.resume={disk}/sweep" in done.stderr
+    assert f"make room, and go on with python train.py {go_on}={disk}/{kind}" in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    for run in (path for path in (disk / "sweep").iterdir() if path.is_dir()):
-        assert record_of(run)["error"]["type"] == "Unfinished"
+    for record in (disk / kind).glob("**/record.json"):
+        assert load_record(record.parent)["error"]["type"] == "Unfinished"  # an older one, whole
 
 
 def test_outputs_that_are_read_only_are_refused_before_anything_starts(tmp_path, tmpfs):

@@ -1,6 +1,5 @@
 """What a newcomer has on a new machine: the wheel, an empty environment, a folder with files of their own."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 
 from tests import slurm_cluster
 from tests.conftest import ROOT
+from tests.programs import active
 
 #: The user's own module, which the pages call my_package.
 MY_PACKAGE = Path(__file__).with_name("my_package.py")
@@ -37,11 +37,6 @@ def programs() -> Iterator[Path]:
 def shell(programs, environ) -> dict[str, str]:
     """The environment of a shell in which that environment is active."""
     return active(programs, environ)
-
-
-def active(programs: Path, environ: dict[str, str]) -> dict[str, str]:
-    kept = {name: value for name, value in environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
-    return {**kept, "PATH": f"{programs}{os.pathsep}{kept['PATH']}"}
 
 
 @pytest.fixture

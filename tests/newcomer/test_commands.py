@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.newcomer.conftest import active
 from tests.parallel.splitting import is_refused
+from tests.programs import active
 from tests.shown import PAGES, typed
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]

@@ -4,7 +4,7 @@ import ctypes
 import json
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import byref, c_int, c_size_t, c_void_p
 from typing import Any
 
@@ -12,16 +12,9 @@ nccl = ctypes.CDLL(None)
 
 #: NCCL's types that Python packs, by their number, and its operations.
 FORMATS = {
-    "int8": (0, "b"),
-    "uint8": (1, "B"),
-    "int32": (2, "i"),
-    "uint32": (3, "I"),
-    "int64": (4, "q"),
-    "uint64": (5, "Q"),
-    "float16": (6, "e"),
-    "float32": (7, "f"),
-    "float64": (8, "d"),
-}
+    "int8": (0, "b"), "uint8": (1, "B"), "int32": (2, "i"), "uint32": (3, "I"), "int64": (4, "q"), "uint64": (5, "Q"),
+    "float16": (6, "e"), "float32": (7, "f"), "float64": (8, "d"),
+}  # fmt: skip
 OPERATIONS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 MIB = 1 << 20
 
@@ -145,18 +138,6 @@ def mismatch(rank: Rank) -> int:
     return rank.call("ncclAllReduce" if rank.rank else "ncclReduceScatter", c_size_t(3), 2, 0)
 
 
-ASKED: tuple[Callable[[Rank], Any], ...] = (
-    reductions,
-    formats,
-    collectives,
-    multiplied,
-    transfers,
-    large,
-    split,
-    mismatch,
-)
-
-
 def main() -> None:
     """Rank 0 makes the id and passes it through a pipe."""
     reading, writing = os.pipe()
@@ -168,7 +149,8 @@ def main() -> None:
     else:
         of = Id.from_buffer_copy(os.read(reading, 128))
     rank = Rank(0 if child else 1, of)
-    answers = {ask.__name__: ask(rank) for ask in ASKED}
+    asked = (reductions, formats, collectives, multiplied, transfers, large, split, mismatch)
+    answers = {ask.__name__: ask(rank) for ask in asked}
     nccl.ncclCommDestroy(rank.comm)
     if child:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

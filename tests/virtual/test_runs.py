@@ -16,6 +16,7 @@ import ptdbench
 from ptdbench.report import table, virtual
 from tests.conftest import ROOT, outputs
 from tests.parallel.setters import needs_setters
+from tests.programs import call
 from tests.virtual.conftest import Start
 
 pytestmark = pytest.mark.ranks
@@ -28,15 +29,7 @@ SMALL = (
 
 def train(environ: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """What a person types in a shell."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words],
-        cwd=folder,
-        env={**environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    return call(sys.executable, ROOT / "train.py", *words, cwd=folder, environ=environ)
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:

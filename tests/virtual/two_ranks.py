@@ -3,7 +3,6 @@
 They meet over the file that ``MEETING`` names, and print answers as JSON.
 """
 
-import gc
 import json
 import os
 import sys
@@ -12,19 +11,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.launch import rendezvous
-
-
-def held() -> int:
-    """Bytes of tensors that something refers to, without cuBLAS's workspaces."""
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    return torch.cuda.memory_allocated()
 
 
 def objects(rank: int) -> dict[str, Any]:
@@ -39,40 +28,6 @@ def objects(rank: int) -> dict[str, Any]:
     else:
         dist.recv_object_list(received, src=0)
     return {"gathered": [len(one["text"]) for one in gathered], "sent": sent, "received": received}
-
-
-def numbers(rank: int) -> dict[str, Any]:
-    """Small tensors that ranks reduce and gather."""
-    total = torch.tensor([1.5, 2.0 + rank]).cuda()
-    dist.all_reduce(total)
-    most = torch.tensor([7 * rank, 3], dtype=torch.int64).cuda()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    group = dist.new_group([1, 0])
-    assert group is not None
-    dist.barrier(group)
-    return {"total": total.cpu().tolist(), "most": most.cpu().tolist()}
-
-
-def replicated(rank: int) -> int:
-    """Bytes that DDP holds after a step: the parameters and its buckets, which gradients are views of."""
-    before = held()
-    layer = nn.Linear(512, 512, bias=False, device="cuda")
-    model = DistributedDataParallel(layer, gradient_as_bucket_view=True)
-    model(torch.ones(4, 512, device="cuda")).sum().backward()
-    torch.cuda.synchronize()
-    return held() - before
-
-
-def sharded(rank: int) -> int:
-    """Bytes that FSDP2 holds after a step: a shard of the parameters and one of the gradients."""
-    before = held()
-    model = nn.Sequential(*(nn.Linear(512, 512, bias=False, device="cuda") for _ in range(2)))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    model(torch.ones(4, 512, device="cuda")).sum().backward()
-    torch.cuda.synchronize()
-    return held() - before
 
 
 def patience(rank: int) -> list[float]:
@@ -94,7 +49,7 @@ def main(rank: int, meeting: Path) -> None:
     dist.init_process_group(
         "nccl", init_method=meeting.as_uri(), rank=rank, world_size=2, device_id=torch.device("cuda", rank)
     )
-    answers = {ask.__name__: ask(rank) for ask in (objects, numbers, sharded, replicated, patience)}
+    answers = {ask.__name__: ask(rank) for ask in (objects, patience)}
     dist.destroy_process_group()
     print(json.dumps(answers))
 

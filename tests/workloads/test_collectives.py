@@ -1,17 +1,18 @@
 """The workload ``collectives``: what it measures, checks and refuses."""
 
 import itertools
-import json
-import subprocess
-import sys
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ptdbench.measure.operations import OPERATIONS
+from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.workloads.collectives import Collectives, groups_of
-from tests.conftest import ROOT, composed
+from tests.conftest import composed
 from tests.daily import cases
 
 #: Quick figures, for tests that do not look at them.
@@ -73,25 +74,18 @@ def test_groups(shared_run, group, groups):
     assert {row["ranks"] for row in found["results"]} == {2}
 
 
-def test_groups_are_those_of_the_mesh_that_trains():
+@pytest.mark.parametrize(("data", "pipeline"), [(2, 2), (4, 2), (2, 4), (3, 1)])
+def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
     """Asked of a DeviceMesh in a process that only pretends to have peers."""
-    sizes = [(2, 2), (4, 2), (2, 4), (3, 1)]
-    code = (
-        "import json, torch.distributed as dist\n"
-        "from torch.testing._internal.distributed.fake_pg import FakeStore\n"
-        "from ptdbench.parallel.dims import Dims\n"
-        "from ptdbench.parallel.mesh import Mesh\n"
-        "ranks = lambda mesh: dist.get_process_group_ranks(mesh.get_group())\n"
-        f"for data, pipeline in {sizes}:\n"
-        "    dist.init_process_group('fake', store=FakeStore(), rank=0, world_size=data * pipeline)\n"
-        "    mesh = Mesh(Dims(replicate=data, pipeline=pipeline), 'cpu')\n"
-        "    print(json.dumps([ranks(mesh.batch), ranks(mesh['pipeline']) if mesh['pipeline'] else [0]]))\n"
-        "    dist.destroy_process_group()\n"
-    )
-    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    for (data, pipeline), line in zip(sizes, told.stdout.splitlines(), strict=True):
-        groups = [groups_of(name, data * pipeline, pipeline)[0] for name in ("data", "pipeline")]
-        assert groups == json.loads(line)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=data * pipeline)
+    try:
+        mesh = Mesh(Dims(replicate=data, pipeline=pipeline), "cpu")
+        of_mesh = [
+            dist.get_process_group_ranks(one.get_group()) if one else [0] for one in (mesh.batch, mesh["pipeline"])
+        ]
+    finally:
+        dist.destroy_process_group()
+    assert [groups_of(name, data * pipeline, pipeline)[0] for name in ("data", "pipeline")] == of_mesh
 
 
 @pytest.mark.thorough
@@ -119,18 +113,6 @@ def test_a_message_beyond_memory_is_refused(run):
     record = run("workload=collectives", "device=cpu", f"workload.max_bytes={2**50}")
     assert (record["status"], record["error"]["type"]) == ("failed", "ConfigError")
     assert record["error"]["message"].startswith(f"workload.max_bytes={2**50}: takes 4.19e+06 GiB of memory on a rank")
-
-
-@pytest.mark.thorough
-@pytest.mark.slurm
-def test_two_nodes(slurm, tmp_path):
-    words = ["srun", "-N2", "--ntasks-per-node=1", sys.executable, "train.py", "workload=collectives", "device=cpu"]
-    words += ["workload.max_bytes=4096", "workload.factor=8", *QUICK, f"hydra.run.dir={tmp_path / 'run'}"]
-    done = subprocess.run(words, cwd=ROOT, env=slurm, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    record = json.loads((tmp_path / "run" / "record.json").read_text())
-    assert (record["status"], record["nodes"]) == ("ok", ["n1", "n2"])
-    assert {row["op"] for row in record["collectives"]["results"]} == set(OPERATIONS)
 
 
 @pytest.mark.parametrize(
