@@ -14,12 +14,7 @@ from omegaconf import OmegaConf
 import ptdbench.entry
 import ptdbench.run  # noqa: F401
 
-
-def _parse_once() -> None:
-    """Let OmegaConf build the tables of its parser, which it does at the first interpolation."""
-    written = OmegaConf.create({"a": 1, "b": "${a}", "c": "${oc.env:HOME,none}-${.b}"})
-    OmegaConf.to_container(written, resolve=True)
-    OmegaConf.select(written, "a")
-
-
-_parse_once()
+# OmegaConf builds the tables of its parser at the first interpolation.
+_written = OmegaConf.create({"a": 1, "b": "${a}", "c": "${oc.env:HOME,none}-${.b}"})
+OmegaConf.to_container(_written, resolve=True)
+OmegaConf.select(_written, "a")

@@ -7,9 +7,6 @@ import pytest
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
 from ptdbench.setup import resume
-from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import requests
-from ptdbench.sweep.agenda import Agenda
 from tests import forked
 from tests.sweep.made import Directory
 
@@ -59,18 +56,6 @@ def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
         assert line.startswith(f"{path / store.RECORD} is damaged: not JSON")
         assert line.endswith(f"; it is kept as record.json.damaged{number}, and the run is repeated")
         assert store.earlier_record(path) is None  # there is none any more
-
-
-def test_it_is_kept_aside_before_the_next_is_written(sweep, capsys):
-    found = compose_all(["model=toy", "device=cpu", "seed=1,2"], multirun=True)
-    agenda = Agenda(sweep.path, requests.of_machine(found, None))
-    path = sweep.begin(0)
-    done = sweep.end(0)
-    (path / store.RECORD).write_bytes(b"[1]")
-    assert agenda.open(0)
-    assert (path / "record.json.damaged").read_bytes() == b"[1]"
-    assert store.load_record(path)["error"]["type"] == record.UNFINISHED
-    assert done not in sweep.results()  # the run is not over
 
 
 @pytest.mark.ranks

@@ -107,12 +107,6 @@ class TestPrograms:
         assert done.returncode == 1
         assert (tmp_path / "run" / "record.json").exists()
 
-    @pytest.mark.thorough
-    def test_what_hydra_shows(self, environ, tmp_path):
-        words = (str(ROOT / "train.py"), "-m", "seed=1,2", "--cfg", "job")
-        done = without_reader(*words, environ=environ, cwd=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-
     def test_what_a_failed_run_wrote_does_not_steer_the_terminal(self, environ, tmp_path):
         (tmp_path / "mine.py").write_text("def Model():\n    raise ValueError('\\x1b[2Jgone\\x07')\n")
         words = ("model=custom", "model._target_=mine.Model", "device=cpu")

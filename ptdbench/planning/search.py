@@ -73,14 +73,10 @@ class Search:
         farthest = self.stride * max(tried) if self.stride else max(open_)
         fitting = [m for m in open_ if self.predicted(m) <= self.room and m <= farthest]
         if fitting:
-            return fitting[len(fitting) // 2 if self._is_misled else -1]
+            last = self.tries[-1]
+            is_misled = not last.fits and last.needed_bytes is None  # it did not fit where the line had seen room
+            return fitting[len(fitting) // 2 if is_misled else -1]
         return open_[0] if self.predicted(open_[0]) <= (1 + _CLEAR) * self.room else None
-
-    @property
-    def _is_misled(self) -> bool:
-        """Whether the last try did not fit where the line had seen room, and tells nothing for a better one."""
-        last = self.tries[-1]
-        return not last.fits and last.needed_bytes is None
 
     def predicted(self, micro_batch: int) -> float:
         """Bytes that a micro-batch needs, by the line through its two neighbors among the tries whose need is known.

@@ -30,9 +30,10 @@ API cudnnStatus_t cudnnGetProperty(libraryPropertyType which, int *value) {
     return CUDNN_STATUS_SUCCESS;
 }
 
-static void run(cudnnHandle_t handle, const char *name, double microseconds) {
+static cudnnStatus_t run(cudnnHandle_t handle, const char *name, double microseconds) {
     enqueue(handle->stream,
             &(struct work){KERNEL, name, microseconds * 1e3, 0, {device()->multiprocessors, 1, 1}, {384, 1, 1}});
+    return CUDNN_STATUS_SUCCESS;
 }
 
 /* ---- descriptors: nothing of them is read, so all are one ---- */
@@ -84,8 +85,7 @@ API cudnnStatus_t cudnnBatchNormalizationForwardTrainingEx(
     const void *bias_data, double factor, void *mean, void *variance, double epsilon, void *saved_mean,
     void *saved_variance, cudnnActivationDescriptor_t activation, void *workspace, size_t workspace_bytes,
     void *reserve, size_t reserve_bytes) {
-    run(h, "virtual_cudnn_batch_norm_forward", 20);
-    return CUDNN_STATUS_SUCCESS;
+    return run(h, "virtual_cudnn_batch_norm_forward", 20);
 }
 
 API cudnnStatus_t cudnnBatchNormalizationBackwardEx(
@@ -95,8 +95,7 @@ API cudnnStatus_t cudnnBatchNormalizationBackwardEx(
     tensor scale, const void *scale_data, const void *bias_data, void *dscale_data, void *dbias_data, double epsilon,
     const void *saved_mean, const void *saved_variance, cudnnActivationDescriptor_t activation, void *workspace,
     size_t workspace_bytes, void *reserve, size_t reserve_bytes) {
-    run(h, "virtual_cudnn_batch_norm_backward", 20);
-    return CUDNN_STATUS_SUCCESS;
+    return run(h, "virtual_cudnn_batch_norm_backward", 20);
 }
 
 API cudnnStatus_t cudnnBatchNormalizationForwardInference(cudnnHandle_t h, cudnnBatchNormMode_t mode, const void *alpha,
@@ -104,8 +103,7 @@ API cudnnStatus_t cudnnBatchNormalizationForwardInference(cudnnHandle_t h, cudnn
                                                           void *y_data, tensor scale, const void *scale_data,
                                                           const void *bias_data, const void *mean, const void *variance,
                                                           double epsilon) {
-    run(h, "virtual_cudnn_batch_norm_inference", 20);
-    return CUDNN_STATUS_SUCCESS;
+    return run(h, "virtual_cudnn_batch_norm_inference", 20);
 }
 
 /* ---- graphs (cudnn_graph.h): descriptors are made of descriptors, up to a plan that runs ---- */
@@ -166,6 +164,5 @@ API cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const of, cu
 API cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t plan,
                                       cudnnBackendDescriptor_t pack) {
     const char *kernel = ((const struct part *)plan)->kernel;
-    run(handle, kernel ? kernel : "virtual_cudnn_attention", 50);
-    return CUDNN_STATUS_SUCCESS;
+    return run(handle, kernel ? kernel : "virtual_cudnn_attention", 50);
 }

@@ -49,7 +49,7 @@ static const char *kept(const char *text) {
     return found->text;
 }
 
-static void product(cudaStream_t stream, enum dtype_peak type, double m, double n, double k, double batch) {
+static cublasStatus_t product(cudaStream_t stream, enum dtype_peak type, double m, double n, double k, double batch) {
     char name[128];
     size_t bytes = bytes_of(type) * batch * (m * k + k * n + m * n);
     double arithmetic = 2 * m * n * k * batch / rate(type) * 1e9, memory = memory_time(bytes);
@@ -61,6 +61,7 @@ static void product(cudaStream_t stream, enum dtype_peak type, double m, double 
                                    bytes,
                                    {device()->multiprocessors, 1, 1},
                                    {384, 1, 1}});
+    return CUBLAS_STATUS_SUCCESS;
 }
 
 /* ---- cuBLAS ---- */
@@ -100,28 +101,24 @@ API const char *cublasGetStatusName(cublasStatus_t status) {
 
 API cublasStatus_t cublasSgemm_v2(SIZES, const float *alpha, const float *a, int lda, const float *b, int ldb,
                                   const float *beta, float *c, int ldc) {
-    product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, 1);
-    return CUBLAS_STATUS_SUCCESS;
+    return product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, 1);
 }
 
 API cublasStatus_t cublasDgemm_v2(SIZES, const double *alpha, const double *a, int lda, const double *b, int ldb,
                                   const double *beta, double *c, int ldc) {
-    product(handle->stream, FP64, m, n, k, 1);
-    return CUBLAS_STATUS_SUCCESS;
+    return product(handle->stream, FP64, m, n, k, 1);
 }
 
 API cublasStatus_t cublasSgemmStridedBatched(SIZES, const float *alpha, const float *a, int lda, long long step_a,
                                              const float *b, int ldb, long long step_b, const float *beta, float *c,
                                              int ldc, long long step_c, int count) {
-    product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, count);
-    return CUBLAS_STATUS_SUCCESS;
+    return product(handle->stream, peak_of(CUDA_R_32F, tf32(handle)), m, n, k, count);
 }
 
 API cublasStatus_t cublasDgemmStridedBatched(SIZES, const double *alpha, const double *a, int lda, long long step_a,
                                              const double *b, int ldb, long long step_b, const double *beta, double *c,
                                              int ldc, long long step_c, int count) {
-    product(handle->stream, FP64, m, n, k, count);
-    return CUBLAS_STATUS_SUCCESS;
+    return product(handle->stream, FP64, m, n, k, count);
 }
 
 static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_FAST_TF32; }
@@ -129,8 +126,7 @@ static bool fast(cublasComputeType_t type) { return type == CUBLAS_COMPUTE_32F_F
 API cublasStatus_t cublasGemmEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda, const void *b,
                                 cudaDataType type_b, int ldb, const void *beta, void *c, cudaDataType type_c, int ldc,
                                 cublasComputeType_t compute, cublasGemmAlgo_t algorithm) {
-    product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, 1);
-    return CUBLAS_STATUS_SUCCESS;
+    return product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, 1);
 }
 
 API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const void *a, cudaDataType type_a, int lda,
@@ -138,8 +134,7 @@ API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const vo
                                               long long step_b, const void *beta, void *c, cudaDataType type_c, int ldc,
                                               long long step_c, int count, cublasComputeType_t compute,
                                               cublasGemmAlgo_t algorithm) {
-    product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, count);
-    return CUBLAS_STATUS_SUCCESS;
+    return product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, count);
 }
 
 /* ---- cuBLASLt: descriptions of what is multiplied, of which the sizes are kept ---- */
@@ -222,7 +217,6 @@ API cublasStatus_t cublasLtMatmul(cublasLtHandle_t handle, cublasLtMatmulDesc_t 
     const struct description *d = (const struct description *)description;
     const struct layout *left = (const struct layout *)layout_a, *out = (const struct layout *)layout_result;
     uint64_t inner = d->transposed_a == CUBLAS_OP_N ? left->columns : left->rows;
-    product(stream, peak_of(left->type, fast(d->compute)), out->rows, out->columns, inner,
-            out->batch > 0 ? out->batch : 1);
-    return CUBLAS_STATUS_SUCCESS;
+    return product(stream, peak_of(left->type, fast(d->compute)), out->rows, out->columns, inner,
+                   out->batch > 0 ? out->batch : 1);
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,23 +29,6 @@ from ptdbench.training.metrics import first_not_finite
 from ptdbench.training.progress_reporter import ProgressReporter
 from ptdbench.training.recorder import Recorder
 from ptdbench.workloads.check import preliminary, with_check
-
-
-def agreed_outcome(job: Job, recorder: Recorder, remarks: Mapping[str, Any]) -> Outcome:
-    """Compute the record's fields and whether the run diverged; called in all ranks after the last step.
-
-    Returns:
-        The error on every rank; all fields on rank 0, and only the remarks on other ranks.
-    """
-    recorder.finish()
-    fields = recorder.figures()
-    # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on them.
-    wrong = gather(first_not_finite(recorder.path) if job.world.is_first else None)[0]
-    error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
-    if not job.world.is_first:
-        return Outcome({"remarks": dict(remarks)}, error=error)
-    return Outcome({**fields, "remarks": dict(remarks)}, error=error, logs=recorder.logs)
-
 
 #: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
@@ -132,7 +115,10 @@ def _outcome(
     recorder: Recorder,
     stopped: str | None,
 ) -> Outcome:
-    """Return the outcome, with remarks on why there are fewer steps than asked for."""
+    """Return the outcome, with remarks on why there are fewer steps than asked for; called in all ranks.
+
+    If the run diverged, each rank has the error; the figures of the recorder are on rank 0 alone.
+    """
     asked = job.spec.config.train
     remarks: dict[str, Any] = {}
     if loop.done < asked.steps and not stopped:
@@ -146,14 +132,18 @@ def _outcome(
             remarks["resumed"] += f", with {checkpointing.reshaped}"
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
-    found = agreed_outcome(job, recorder, remarks)
-    fields = {**found.fields, "evaluations": evaluator.as_dicts()}
+    recorder.finish()
+    figures = recorder.figures()
+    # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on them.
+    wrong = gather(first_not_finite(recorder.path) if job.world.is_first else None)[0]
+    error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
+    fields = {**(figures if job.world.is_first else {}), "remarks": remarks, "evaluations": evaluator.as_dicts()}
     if told := metrics.experts_field(job, loop):
         fields["experts"] = told
     if not stopped:
         fields = metrics.recheck_ceiling(job, fields)
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
-    return replace(found, fields=fields, stopped=why, saved=checkpointing.saves)
+    return Outcome(fields, error, why, checkpointing.saves, recorder.logs)
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:

@@ -126,11 +126,6 @@ def test_on_a_gpu_that_is_not_there_memory_is_judged_and_numbers_and_times_are_n
     ]
 
 
-@pytest.mark.parametrize(("found", "expected", "off"), [(0.0, 0.0, 0.0), (1.0, 0.0, float("inf")), (1.0, 2.0, 0.5)])
-def test_a_difference_from_nothing(found: float, expected: float, off: float) -> None:
-    assert session.difference(found, expected) == off
-
-
 def test_the_large_model_runs_at_every_micro_batch_and_tells_its_goal() -> None:
     of = Scripted(trained(mfu=0.4), trained(mfu=0.55), failed("oom"))
     parts.PARTS["large-fp8"](of)

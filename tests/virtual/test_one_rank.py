@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -94,10 +93,3 @@ def test_offloaded_activations_are_copied_beside_the_layers(answers):
 def test_an_operation_that_nothing_answers_is_an_error_that_names_the_call(answers):
     assert "cusolver" in answers["unanswered"]
     assert "virtual GPU: nothing answers cusolverDnCreate" in answers["errors"]
-
-
-@pytest.mark.thorough
-def test_compiled_functions_run_through_triton_and_ptxas(start):
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("left out: Triton is not installed")
-    assert start("compiled")[0]["kernels"] == ["triton_poi_fused_add_mul_relu_0"]

@@ -12,8 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-import ptdbench
-from ptdbench.report import table, virtual
+from ptdbench.report import table
 from tests.conftest import ROOT, outputs
 from tests.parallel.setters import needs_setters
 from tests.programs import call
@@ -106,14 +105,6 @@ def test_a_table_says_that_they_are_virtual_and_ranks_none(swept):
     assert all(row.startswith("-") for row in rows)
     assert "tokens/s" not in shown
     assert "nothing is computed" in shown
-
-
-def test_the_report_of_one_has_a_row_for_each_rank(swept):
-    record = next(run for run in records_of(swept) if run["parallel"] == "fsdp" and run["status"] == "ok")
-    lines = virtual.explained(record, "fsdp", 120).splitlines()
-    assert lines[0] == "fsdp on virtual NVIDIA H200, all 2 ranks"
-    assert [line.split()[0] for line in lines if line.lstrip()[:1].isdigit()][:2] == ["0", "1"]
-    assert any(line.startswith("all_gather") for line in lines)
 
 
 def test_nothing_is_kept_for_runs_on_real_devices(swept, environ):
@@ -240,8 +231,3 @@ def test_without_a_compiler_one_line_says_so(start: Start, environ, tmp_path):
     assert not (tmp_path / "outputs").exists()
     left = [path.suffix for path in (tmp_path / "cache/ptdbench/virtual").iterdir()]
     assert left == [".lock"], "nothing half built is left"
-
-
-def test_records_are_read_as_any(swept):
-    (sweep,) = outputs(swept)
-    assert {run["kind"] for run in ptdbench.load(sweep) if run["status"] == "ok"} == {"virtual"}
