@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import compileall
 import itertools
+import json
 import math
 import os
 import shutil
@@ -70,6 +71,11 @@ def run(tmp_path: Path) -> Callable[..., Record]:
 def outputs(folder: Path) -> list[Path]:
     """The runs and sweeps that commands have left in a folder, without the link to the newest."""
     return [path for path in (folder / "outputs").iterdir() if not path.is_symlink()]
+
+
+def records(folder: Path) -> list[Record]:
+    """The records of the runs that commands have left in a folder, in the order of their names."""
+    return [json.loads(path.read_text()) for path in sorted((folder / "outputs").glob("**/record.json"))]
 
 
 def record_of(directory: Path) -> Record:

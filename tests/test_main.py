@@ -1,7 +1,6 @@
 """``python -m ptdbench``: what it prints and its exit status."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from ptdbench import __main__ as command
 from ptdbench.records import store
 from tests.conftest import ROOT
+from tests.programs import call
 from tests.sweep.made import Directory, failure
 
 
@@ -71,11 +71,8 @@ class TestStatus:
         """It imports no torch: that would cost seconds each time somebody looks."""
         sweep.begin(0)
         (sweep.path.parent / "torch.py").write_text("raise ImportError('it would cost seconds')")
-        done = subprocess.run(
-            [sys.executable, "-m", "ptdbench", "status", str(sweep.path)],
-            cwd=ROOT, env={**environ, "PYTHONPATH": str(sweep.path.parent)}, capture_output=True, text=True,
-            timeout=240, check=False,
-        )  # fmt: skip
+        blocked = {**environ, "PYTHONPATH": str(sweep.path.parent)}
+        done = call(sys.executable, "-m", "ptdbench", "status", sweep.path, cwd=ROOT, environ=blocked)
         assert (done.returncode, done.stderr) == (0, "")
         assert "toy ddp" in done.stdout
 
@@ -93,10 +90,7 @@ def test_a_folder_that_somebody_sent_is_read_and_runs_nothing(sweep, environ, wo
     for name in modules:
         (sweep.path / f"{name}.py").write_text("open('taken', 'w')")
     command, *options = words
-    subprocess.run(
-        [sys.executable, "-m", "ptdbench", command, ".", *options],
-        cwd=sweep.path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, timeout=240, check=False,
-    )  # fmt: skip
+    call(sys.executable, "-m", "ptdbench", command, ".", *options, cwd=sweep.path, environ=environ)
     assert not (sweep.path / "taken").exists()
     assert command != "report" or '"answer": 42' in (sweep.path / "report.md").read_text()
 

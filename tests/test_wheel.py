@@ -13,11 +13,10 @@ import sysconfig
 import venv
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, records
 from tests.programs import active
 
 #: As pyproject.toml has it; Python 3.10 cannot read TOML.
@@ -83,11 +82,6 @@ def home(tmp_path) -> Path:
     (tmp_path / "choices" / "model").mkdir(parents=True)
     (tmp_path / "choices" / "model" / "mine.yaml").write_text(CHOICE)
     return tmp_path
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    """The records of the runs below a folder, in the order of their names."""
-    return [json.loads(path.read_text()) for path in sorted((folder / "outputs").glob("**/record.json"))]
 
 
 def test_every_file_of_conf_and_of_pages_is_in_it(programs):

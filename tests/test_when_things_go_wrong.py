@@ -25,23 +25,17 @@ PATIENT = ("parallel=ddp", "train.steps=300", "train.max_minutes=null")
 
 
 def ranks_of(process: Started) -> dict[int, psutil.Process]:
-    """The rank processes of a run, once both train."""
+    """The rank processes of a run, once both train: children of its fork server."""
 
-    def look() -> dict[int, psutil.Process]:
-        found = {}
+    def both() -> list[psutil.Process]:
+        found = []
         for child in psutil.Process(process.pid).children(recursive=True):
-            try:
-                if len(child.parents()) and child.parent().pid != process.pid:
-                    found[child.pid] = child
-            except psutil.NoSuchProcess:
-                continue
-        return found
+            with suppress(psutil.NoSuchProcess):
+                if child.ppid() != process.pid:
+                    found.append(child)
+        return found if len(found) == 2 else []
 
-    def both() -> dict[int, psutil.Process]:
-        found = look()
-        return found if len(found) == 2 else {}
-
-    return dict(enumerate(until(both)[pid] for pid in sorted(until(both))))
+    return dict(enumerate(sorted(until(both), key=lambda child: child.pid)))
 
 
 def lives(process: psutil.Process) -> bool:

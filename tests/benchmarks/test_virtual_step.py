@@ -1,7 +1,6 @@
 """What a step asks of a GPU: bytes of operations by their tensors, and kernels by their names."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.conftest import ROOT
+from tests.programs import call
 
 A = torch.zeros(8, 4)  # 128 bytes
 ROWS = torch.tensor([1, 5])  # 16 bytes
@@ -75,12 +75,9 @@ def test_a_cast_does_nothing_else(subject, kernel, is_cast):
 
 @pytest.mark.thorough
 def test_the_step_of_a_small_model_has_a_row(tmp_path):
-    command = [sys.executable, "benchmarks/virtual_step.py", "--model", "gpt_tiny", "--batch", "2", "--sequence", "64"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [*command, "--only", "ours", "nanogpt", "--modes", "eager"], cwd=ROOT, env=environment, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+    small = ("--model", "gpt_tiny", "--batch", "2", "--sequence", "64", "--only", "ours", "nanogpt", "--modes", "eager")
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    done = call(sys.executable, "benchmarks/virtual_step.py", *small, cwd=ROOT, environ=environ, timeout=600)
     assert done.returncode == 0, done.stderr
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines() if "eager" in line]
     assert [name for name, *_ in rows] == ["ours, eager", "nanogpt, eager"]

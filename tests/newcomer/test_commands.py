@@ -1,14 +1,13 @@
 """Every command of the pages that two cores can carry, typed as it stands there, and what a user brings along."""
 
-import json
 import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.conftest import records
 from tests.parallel.splitting import is_refused
 from tests.programs import active
 from tests.shown import PAGES, typed
@@ -46,10 +45,6 @@ def of_wheel(line: str) -> str:
     return re.sub(r"(?<!python) train\.py", " -m ptdbench train", line).replace(
         "python train.py", "python -m ptdbench train"
     )
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted((folder / "outputs").glob("**/record.json"))]
 
 
 def started_as_root(environ: Mapping[str, str]) -> dict[str, str]:

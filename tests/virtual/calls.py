@@ -3,7 +3,7 @@
 import ctypes
 import json
 import os
-from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_float, c_size_t, c_uint, c_void_p
 from typing import Any
 
 cuda = ctypes.CDLL(None)
@@ -71,27 +71,6 @@ def copies() -> dict[str, Any]:
     return {"small": small, "large": large == bytes(100), "grown": grown, "outside": outside}
 
 
-def pieces() -> dict[str, int]:
-    """Physical memory apart from addresses, as expandable segments have it."""
-    start, address, handle = free_bytes(), c_void_p(), c_void_p()
-    property_of = (c_int * 8)(1, 0, 1, 0)  # CUmemAllocationProp: pinned, no handle type, location: device 0
-    reserved = cuda.cuMemAddressReserve(
-        byref(address), c_size_t(100 * GIB), c_size_t(0), c_void_p(0), ctypes.c_ulonglong(0)
-    )
-    after_reserving = free_bytes()
-    made = cuda.cuMemCreate(byref(handle), c_size_t(20 * MIB), property_of, ctypes.c_ulonglong(0))
-    after_making = free_bytes()
-    too_much = cuda.cuMemCreate(byref(c_void_p()), c_size_t(100 * GIB), property_of, ctypes.c_ulonglong(0))
-    cuda.cuMemRelease(handle)
-    return {
-        "statuses": reserved | made,
-        "reserving": start - after_reserving,
-        "making": start - after_making,
-        "too_much": too_much,
-        "left": start - free_bytes(),
-    }
-
-
 def clocks() -> dict[str, Any]:
     """Milliseconds between events around work whose durations are known, on one stream and over an event."""
     one, other, events = c_void_p(), c_void_p(), [c_void_p() for _ in range(4)]
@@ -152,7 +131,7 @@ def names() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asked = (memory, copies, pieces, clocks, names, fork)
+    asked = (memory, copies, clocks, names, fork)
     answers = {ask.__name__: ask() for ask in asked}
     answers["unanswered"] = [cuda.cudaGraphLaunch(None, None), cuda.cudaGraphLaunch(None, None), cuda.cublasDtrsm_v2(0)]
     print(json.dumps(answers))

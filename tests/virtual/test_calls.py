@@ -44,11 +44,6 @@ def test_small_copies_are_made_and_large_ones_are_zeros_that_cost_the_host_nothi
     assert copies["outside"] == INVALID
 
 
-def test_physical_memory_counts_where_it_is_made_and_not_with_its_addresses(answers):
-    expected = {"statuses": 0, "reserving": 0, "making": 20 * MIB, "too_much": OUT_OF_MEMORY, "left": 0}
-    assert answers["pieces"] == expected
-
-
 def milliseconds(size: int) -> float:
     """How long a memset takes, by its bytes: 2 microseconds and the device's bandwidth."""
     return 2e-3 + size / DEVICE.bandwidth * 1e3

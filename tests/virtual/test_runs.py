@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
 
 from ptdbench.report import table
-from tests.conftest import ROOT, outputs
+from tests.conftest import ROOT, outputs, records
 from tests.parallel.setters import needs_setters
 from tests.programs import call
 from tests.virtual.conftest import Start
@@ -29,11 +27,6 @@ SMALL = (
 def train(environ: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """What a person types in a shell."""
     return call(sys.executable, ROOT / "train.py", *words, cwd=folder, environ=environ)
-
-
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    (sweep,) = outputs(folder)
-    return [json.loads(path.read_text()) for path in sorted(sweep.glob("*/record.json"))]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +46,7 @@ def swept(start: Start, environ: dict[str, str], shared: Path, tmp_path_factory)
 def test_every_layout_comes_to_its_end_on_a_gpu_that_has_its_format(swept):
     """Only on a GPU materializing a model moved offloaded shards back, and products in fp32 had no divided weights."""
     done = set()
-    for record in records_of(swept):
+    for record in records(swept):
         offload = record["config"]["offload"]
         if record["config"]["virtual"]["name"] == "v100":
             assert record["error"]["message"].startswith("precision=bf16: virtual Tesla V100-SXM2-32GB")
@@ -67,7 +60,7 @@ def test_every_layout_comes_to_its_end_on_a_gpu_that_has_its_format(swept):
 
 
 def test_a_virtual_run_has_memory_kernels_and_messages_and_no_times(swept):
-    for record in records_of(swept):
+    for record in records(swept):
         if record["status"] != "ok":
             continue
         found, metrics = record["virtual"], record["metrics"]
@@ -91,14 +84,14 @@ def test_a_virtual_run_has_memory_kernels_and_messages_and_no_times(swept):
 def test_what_was_sent_is_let_go_between_steps(swept):
     """DDP makes new buckets in its second step; NCCL's watchdog held the old ones, as it looks ten times a second."""
     whole, sharded = (
-        next(run["memory"]["ranks"] for run in records_of(swept) if run["parallel"] == name and run["memory"])
+        next(run["memory"]["ranks"] for run in records(swept) if run["parallel"] == name and run["memory"])
         for name in ("ddp", "fsdp")
     )
     assert max(whole["other"]) - max(sharded["other"]) < min(whole["gradients"])  # both have cuBLAS's workspaces
 
 
 def test_a_table_says_that_they_are_virtual_and_ranks_none(swept):
-    runs = records_of(swept)
+    runs = records(swept)
     shown = table.render(runs, 160)
     rows = [line for line in shown.splitlines() if "virtual ok" in line]
     assert len(rows) == 4
@@ -132,7 +125,7 @@ def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_pa
     setting = ("parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")
     done = train(environ, tmp_path, "-m", *words, *setting, "virtual.ranks=null,[0,3]")
     assert done.returncode == 0, done.stderr
-    every, some = (record["virtual"] for record in records_of(tmp_path))
+    every, some = (record["virtual"] for record in records(tmp_path))
     assert some["ranks"] == [0, 3]
     asks_for_values = "model=hf_llama_tiny" in words
     # Before torch 2.14 the first step infers shapes, for which the parts before a lone stage run beside its weights.
@@ -150,7 +143,7 @@ def test_weights_gathered_in_fp8_are_half_as_large(start: Start, environ, tmp_pa
     words = ("model.width=512", "parallel=fsdp", "precision=bf16,fp8_tensorwise", "virtual=h100")
     done = train(environ, tmp_path, "-m", *SMALL, *words, "cluster.ranks_per_node=2")
     assert done.returncode == 0, done.stderr
-    sent = {record["precision"]: record["virtual"]["messages"] for record in records_of(tmp_path)}
+    sent = {record["precision"]: record["virtual"]["messages"] for record in records(tmp_path)}
     assert all(one["bytes"] == one["formula_bytes"] for messages in sent.values() for one in messages.values())
     wide, narrow = sent["bf16"], sent["fp8_tensorwise"]
     assert narrow["all_gather"]["calls"] == wide["all_gather"]["calls"]
@@ -170,8 +163,7 @@ def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ,
     words = ("parallel=pdp", "model.layers=4", "virtual=h100", "virtual.real_time=true", "profile.trace=true")
     done = train(environ, tmp_path, *SMALL, *words, "parallel.pipeline=2", "cluster.ranks_per_node=4")
     assert done.returncode == 0, done.stderr
-    (path,) = outputs(tmp_path)
-    record = json.loads((path / "record.json").read_text())
+    (path,), (record,) = outputs(tmp_path), records(tmp_path)
     assert record["phases"]["reason"] is None
     for sent in (record["virtual"]["messages"], record["phases"]["communication"]):
         assert {"send", "recv", "all_reduce"} == {*sent}
@@ -188,7 +180,7 @@ def test_messages_of_fsdp_may_have_a_communicator_and_memory_of_their_own(start:
     words = ("parallel=fsdp", "parallel.separate_reduce_scatter=false,true", "parallel.message_buffers=caching,nccl")
     done = train(environ, tmp_path, "-m", *SMALL, *words, "parallel.reduce_scatter_buffers=2", "virtual=h100")
     assert done.returncode == 0, done.stderr
-    plain, *others = (record["virtual"] for record in records_of(tmp_path))
+    plain, *others = (record["virtual"] for record in records(tmp_path))
     assert [one["communicators"][0] - plain["communicators"][0] for one in others] == [0, 1, 1]
     assert [one["messages"] for one in others] == [plain["messages"]] * 3
 
@@ -199,7 +191,7 @@ def test_torchs_sanitizer_finds_no_races(start: Start, environ, tmp_path):
     words = ("-m", *SMALL, "parallel=ddp,fsdp", "virtual=h100", "train.clip_norm=1")
     done = train({**environ, "TORCH_CUDA_SANITIZER": "1"}, tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    for record in records_of(tmp_path):
+    for record in records(tmp_path):
         assert record["environment"]["settings"]["TORCH_CUDA_SANITIZER"] == "1"
 
 
@@ -209,7 +201,7 @@ def test_powersgd_takes_no_workspaces_of_further_streams(start: Start, environ, 
     words = ("parallel=ddp", "parallel.gradients=auto,powersgd", "train.steps=8", "virtual=h100")
     done = train(environ, tmp_path, "-m", *SMALL, *words, "profile.steps=0")
     assert done.returncode == 0, done.stderr
-    plain, compressed = (record["virtual"]["reserved_bytes"][0] for record in records_of(tmp_path))
+    plain, compressed = (record["virtual"]["reserved_bytes"][0] for record in records(tmp_path))
     assert compressed - plain < 32 << 20
 
 

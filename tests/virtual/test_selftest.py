@@ -1,5 +1,4 @@
 import json
-import subprocess
 import sys
 
 import pytest
@@ -8,15 +7,15 @@ from ptdbench.problems import ConfigError
 from ptdbench.virtual import library
 from ptdbench.virtual.selftest import CHECKS
 from tests.conftest import ROOT
+from tests.programs import call
 from tests.virtual.conftest import DEVICE, Start
 
 
 def test_kernels_that_are_not_computed_are_found_to_be_wrong(start: Start, environ):
     """With all of them switched off, as a new version of torch may do by other names or layouts."""
-    variables = {**library.environment(DEVICE, 1), "PTDBENCH_VIRTUAL_COMPUTED": "", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "ptdbench.virtual.selftest", *CHECKS]
-    done = subprocess.run(command, env={**environ, **variables}, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == []
+    environ = {**environ, **library.environment(DEVICE, 1), "PTDBENCH_VIRTUAL_COMPUTED": ""}
+    done = call(sys.executable, "-m", "ptdbench.virtual.selftest", *CHECKS, cwd=ROOT, environ=environ)
+    assert json.loads(done.stdout) == [], done.stderr
 
 
 def test_a_kind_that_ends_the_process_costs_only_itself(monkeypatch):

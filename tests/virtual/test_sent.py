@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.programs import call
 from tests.virtual.conftest import Start
 
 #: Ranks and options.
@@ -34,9 +34,7 @@ NUMBER = 4
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_virtual_ranks_send_what_real_ones_send(start: Start, environ):
-    command = [sys.executable, "-m", "tests.virtual.sent", *LAYOUTS]
-    env = {**environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    done = call(sys.executable, "-m", "tests.virtual.sent", *LAYOUTS, cwd=ROOT, environ=environ, timeout=600)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found) == list(LAYOUTS)
@@ -44,7 +42,7 @@ def test_virtual_ranks_send_what_real_ones_send(start: Start, environ):
         for rank, (virtual, real) in enumerate(zip(of_devices["virtual"], of_devices["gloo"], strict=True)):
             assert virtual, (layout, rank)
             for (pair, expected), (of, known) in zip(_apart(real).items(), _apart(virtual).items(), strict=True):
-                assert (of, [call[:2] for call in known]) == (pair, [call[:2] for call in expected]), (layout, rank)
+                assert (of, [one[:2] for one in known]) == (pair, [one[:2] for one in expected]), (layout, rank)
                 for (_, _, ranks, _), (_, _, of_gloo, _) in zip(known, expected, strict=True):
                     if of_gloo:  # gloo's trace does not name the group, and what called it does not always
                         assert ranks == of_gloo, (layout, rank)
@@ -53,8 +51,8 @@ def test_virtual_ranks_send_what_real_ones_send(start: Start, environ):
 def _apart(calls: list[Any]) -> dict[Any, list[Any]]:
     """Collectives, and the messages to and from each rank: NCCL carries out several of them in one kernel."""
     found: dict[Any, list[Any]] = {"collectives": []}
-    for call in calls:
-        operation, size, _, peer = call
+    for one in calls:
+        operation, size, _, peer = one
         if size > NUMBER:
-            found.setdefault("collectives" if peer is None else f"{operation} {peer}", []).append(call)
+            found.setdefault("collectives" if peer is None else f"{operation} {peer}", []).append(one)
     return dict(sorted(found.items()))

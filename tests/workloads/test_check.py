@@ -5,7 +5,6 @@ The tolerance of the runs that must be sound is so wide that no busy machine exc
 
 import json
 import re
-import subprocess
 import sys
 from collections import deque
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
 from tests import forked
 from tests.conftest import ROOT, composed
+from tests.programs import call
 
 WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
 MADE = "workload._target_=tests.workloads.made_slow"
@@ -80,10 +80,8 @@ class TestRun:
 
     @pytest.mark.thorough
     def test_two_nodes(self, tmp_path, slurm):
-        command = ["srun", "-N2", "--ntasks-per-node=2", sys.executable, str(ROOT / "train.py"), *WIDE]
-        done = subprocess.run(
-            command, cwd=tmp_path, env=slurm, capture_output=True, text=True, timeout=240, check=False
-        )
+        srun = ("srun", "-N2", "--ntasks-per-node=2", sys.executable)
+        done = call(*srun, ROOT / "train.py", *WIDE, cwd=tmp_path, environ=slurm)
         assert done.returncode == 0, done.stderr
         (path,) = tmp_path.glob("outputs/*/check.json")
         found = json.loads(path.read_text())
