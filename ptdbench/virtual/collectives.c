@@ -164,8 +164,6 @@ static ncclResult_t collective(enum what what, const void *from, void *to, size_
                                int root, ncclComm_t c, cudaStream_t stream) {
     struct call call = {what, type, op, root, count};
     double start = ready_time(stream);
-    note("nccl %s count %zu type %d op %d root %d ranks %d stream %u\n", words[what], count, type, op, root, c->ranks,
-         stream_id(stream));
     ncclResult_t error = exchange(c, &call, from, to, &start);
     if (error) return error;
     size_t sent = sent_bytes(c, &call), received = received_bytes(c, &call), bytes = sent > received ? sent : received;

@@ -54,7 +54,6 @@ API cudaError_t cudaHostAlloc(void **address, size_t bytes, unsigned flags) {
     if (error) return error;
     bytes = round_up(bytes ? bytes : 1, HOST_PAGE);
     *address = map(NULL, bytes);
-    note("hostalloc %zu\n", bytes);
     if (!*address) return cudaErrorMemoryAllocation;
     pin(*address, bytes, true);
     return cudaSuccess;
@@ -76,7 +75,6 @@ API cudaError_t cudaHostRegister(void *address, size_t bytes, unsigned flags) {
     cudaError_t error = ready();
     if (error) return error;
     if (is_pinned(address, &ours)) return cudaErrorHostMemoryAlreadyRegistered;
-    note("hostregister %zu\n", bytes);
     pin(address, bytes, false);
     return cudaSuccess;
 }
@@ -146,7 +144,6 @@ API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum c
     bool pageable = to_device != from_device && !is_pinned(to_device ? from : to, &ours);
     const char *name = from_device && to_device ? "DtoD" : to_device ? "HtoD" : from_device ? "DtoH" : "HtoH";
     move(to, from, bytes);
-    note("memcpy%s %zu%s\n", name, bytes, pageable ? " pageable" : "");
     enqueue(stream,
             &(struct work){COPY, name, copy_time(to_device && from_device, bytes), bytes, {1, 1, 1}, {1, 1, 1}});
     return pageable ? cudaStreamSynchronize(stream) : cudaSuccess; /* as CUDA's "API synchronization behavior" */

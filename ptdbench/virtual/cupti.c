@@ -178,7 +178,6 @@ API CUptiResult cuptiActivityRegisterTimestampCallback(CUpti_TimestampCallbackFu
 }
 
 API CUptiResult cuptiActivityEnable(CUpti_ActivityKind kind) {
-    note("cupti enable %d\n", kind);
     if ((unsigned)kind < KINDS) enabled[kind] = true;
     return CUPTI_SUCCESS;
 }

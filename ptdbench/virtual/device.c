@@ -1,8 +1,7 @@
-/* The model of GPU, which of them a process sees, who may use them, and how a process is told what it called. */
+/* The model of GPU, which of them a process sees, who may use them, and what is said of calls that nothing answers. */
 #include "virtual.h"
 
 #include <pthread.h>
-#include <stdarg.h>
 #include <unistd.h>
 
 /* ---- settings: library.py puts them into the environment ---- */
@@ -276,12 +275,10 @@ API CUresult cuGetErrorName(CUresult error, const char **name) {
     return CUDA_SUCCESS;
 }
 
-/* ---- what was called ---- */
+/* ---- what nothing answers ---- */
 
-static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
-
-/* Says once what nothing answers, and returns the status that the call then has. */
 int unanswered(const char *name, int status) {
+    static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;
     static const char *said[256];
     static size_t count;
     size_t i = 0;
@@ -292,30 +289,5 @@ int unanswered(const char *name, int status) {
         if (count < sizeof said / sizeof *said) said[count++] = name;
     }
     pthread_mutex_unlock(&writing);
-    note("unanswered %s\n", name);
     return status;
-}
-
-/* The log of PTDBENCH_VIRTUAL_LOG, a file for each process. */
-void note(const char *format, ...) {
-    static const char *path = "";
-    static FILE *file;
-    static int process;
-    if (!path) return;
-    pthread_mutex_lock(&writing);
-    if (process != getpid()) {
-        char name[4096];
-        process = getpid();
-        path = getenv("PTDBENCH_VIRTUAL_LOG");
-        snprintf(name, sizeof name, "%s.%d", path ? path : "", process);
-        file = path ? fopen(name, "w") : NULL;
-    }
-    if (file) {
-        va_list arguments;
-        va_start(arguments, format);
-        vfprintf(file, format, arguments);
-        va_end(arguments);
-        fflush(file);
-    }
-    pthread_mutex_unlock(&writing);
 }

@@ -59,7 +59,6 @@ API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **functi
     snprintf(newer, sizeof newer, "%s_v2", name);
     *function = dlsym(RTLD_DEFAULT, newer);
     if (!*function) *function = dlsym(RTLD_DEFAULT, name);
-    note("driver entry %s%s\n", name, *function ? "" : " NOT FOUND");
     if (found) *found = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
     return *function ? cudaSuccess
                      : (cudaError_t)unanswered("cudaGetDriverEntryPoint for a name that torch did not list",

@@ -144,14 +144,7 @@ def build() -> Path:
     return folder
 
 
-def environment(
-    device: Device,
-    count: int,
-    *,
-    alone: bool = False,
-    real_time: bool = False,
-    log: Path | None = None,
-) -> dict[str, str]:
+def environment(device: Device, count: int, *, alone: bool = False, real_time: bool = False) -> dict[str, str]:
     """The variables that a process has to be started with to see virtual GPUs; builds what it needs.
 
     Args:
@@ -159,7 +152,6 @@ def environment(
         count: How many this machine has.
         alone: The process is one rank of many and the others are not there: its messages go nowhere.
         real_time: The device takes its time: who waits for it waits, and events are not over before.
-        log: Write every kernel, copy, wait, message and allocation to this path, with ``.`` and the process's id added.
 
     Returns:
         Variables to add to those of this process.
@@ -174,12 +166,7 @@ def environment(
         "PTDBENCH_VIRTUAL_DEVICE": device.settings(),
         "PTDBENCH_VIRTUAL_COUNT": str(count),
     }
-    switches = {
-        "ALONE": alone and 1,
-        "REAL_TIME": real_time and 1,
-        "LOG": log,
-        "COMPUTED": _computed(folder, variables),
-    }
+    switches = {"ALONE": alone and 1, "REAL_TIME": real_time and 1, "COMPUTED": _computed(folder, variables)}
     return variables | {f"PTDBENCH_VIRTUAL_{name}": str(value) for name, value in switches.items() if value}
 
 

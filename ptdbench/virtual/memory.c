@@ -177,7 +177,6 @@ API cudaError_t cudaMalloc(void **address, size_t bytes) {
         allocations = new;
     }
     pthread_mutex_unlock(&lock);
-    note("malloc %zu %s device %d used %zu\n", bytes, *address ? "ok" : "FAILED", on, used[on]);
     return *address ? cudaSuccess : cudaErrorMemoryAllocation;
 }
 
@@ -198,7 +197,6 @@ API cudaError_t cudaFree(void *address) {
     pthread_mutex_lock(&lock);
     release_addresses(found->start, found->bytes);
     pthread_mutex_unlock(&lock);
-    note("free %zu device %d\n", found->bytes, found->device);
     free(found);
     return cudaSuccess;
 }
@@ -271,7 +269,6 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, con
     bool fits = unmapped[on] + bytes <= device()->memory / 8 * 9 && take(on, bytes);
     if (fits) unmapped[on] += bytes;
     pthread_mutex_unlock(&lock);
-    note("create %zu %s device %d used %zu\n", bytes, fits ? "ok" : "FAILED", on, used[on]);
     if (!fits) return CUDA_ERROR_OUT_OF_MEMORY;
     struct piece *piece = malloc(sizeof *piece);
     *piece = (struct piece){bytes, on, false};
@@ -298,7 +295,6 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
     has_addresses(piece);
     used[piece->device] -= piece->bytes;
     pthread_mutex_unlock(&lock);
-    note("release %zu device %d\n", piece->bytes, piece->device);
     free(piece);
     return CUDA_SUCCESS;
 }

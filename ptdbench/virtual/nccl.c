@@ -68,7 +68,6 @@ static ncclResult_t join(ncclComm_t *joined, int ranks, int rank, const ncclUniq
     ncclComm_t c = calloc(1, sizeof *c);
     c->ranks = ranks, c->rank = rank, c->id = *id;
     *joined = c; /* before the others are there: another thread may abort it */
-    note("nccl init rank %d of %d: %s\n", rank, ranks, id->internal);
     return ranks == 1 || alone() ? ncclSuccess : map_shared(c);
 }
 
@@ -95,12 +94,10 @@ API ncclResult_t ncclCommFinalize(ncclComm_t c) { return ncclSuccess; }
 /* A thread may be waiting in it, so that an aborted one stays in memory. */
 API ncclResult_t ncclCommAbort(ncclComm_t c) {
     c->aborted = 1;
-    note("nccl abort %s\n", c->id.internal);
     return ncclSuccess;
 }
 
 API ncclResult_t ncclCommDestroy(ncclComm_t c) {
-    note("nccl destroy %s\n", c->id.internal);
     if (c->shared) munmap(c->shared, shared_bytes(c->ranks));
     free(c);
     return ncclSuccess;
@@ -123,7 +120,6 @@ API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *par
     ncclUniqueId id = c->id, ids[MOST_RANKS];
     double start = 0;
     *part = NULL;
-    note("nccl split color %d key %d of %s\n", color, key, c->id.internal);
     if (!c->shared) /* how many there are the others would have to say */
         return join(part, c->ranks, key < c->ranks ? key : 0, &id);
     if (c->ranks > MOST_RANKS) return ncclInvalidArgument;

@@ -49,12 +49,9 @@ void start_not_before(cudaStream_t stream, double time) {
 }
 
 void enqueue(cudaStream_t stream, const struct work *work) {
-    static const char *kinds[] = {"kernel", "copy", "set"};
     start_not_before(stream, now());
     double begin = stream_end(stream), end = begin + work->nanoseconds;
     of(stream)->end = end;
-    note("%s %s us %.2f bytes %zu stream %u grid %u,%u,%u\n", kinds[work->kind], work->name, work->nanoseconds / 1e3,
-         work->bytes, stream_id(stream), work->grid.x, work->grid.y, work->grid.z);
     record_work(work, stream, begin, end);
 }
 
@@ -115,7 +112,6 @@ API cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     double began = now();
     cudaError_t error = ready();
     if (error) return error;
-    note("sync stream %u\n", stream_id(stream));
     wait_until(stream_end(stream));
     record_call(STREAM_SYNCHRONIZE, began);
     return cudaSuccess;
@@ -125,7 +121,6 @@ API cudaError_t cudaDeviceSynchronize(void) {
     double began = now(), last = stream_end(NULL);
     cudaError_t error = ready();
     if (error) return error;
-    note("sync device\n");
     pthread_mutex_lock(&lock);
     for (struct CUstream_st *at = streams; at; at = at->next)
         if (at->device == current_device() && at->end > last) last = at->end;
@@ -198,7 +193,6 @@ API cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     double asked = now(), end = stream_end(stream);
     event->time = end > asked ? end : asked;
     event->recorded = true;
-    note("record event %p stream %u\n", (void *)event, stream_id(stream));
     return cudaSuccess;
 }
 
@@ -208,7 +202,6 @@ API cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream,
 
 API cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     start_not_before(stream, event->time);
-    note("wait stream %u event %p%s\n", stream_id(stream), (void *)event, event->recorded ? "" : " NEVER RECORDED");
     return cudaSuccess;
 }
 
@@ -216,7 +209,6 @@ API cudaError_t cudaEventQuery(cudaEvent_t event) { return over(event->time) ? c
 
 API cudaError_t cudaEventSynchronize(cudaEvent_t event) {
     double began = now();
-    note("sync event %p\n", (void *)event);
     wait_until(event->time);
     record_call(EVENT_SYNCHRONIZE, began);
     return cudaSuccess;

@@ -95,8 +95,6 @@ API ncclResult_t ncclGroupEnd(void) {
 
 static ncclResult_t transfer(enum what what, void *data, size_t count, int type, int peer, ncclComm_t c,
                              cudaStream_t stream) {
-    note("nccl %s count %zu type %d peer %d ranks %d stream %u\n", what == SEND ? "Send" : "Recv", count, type, peer,
-         c->ranks, stream_id(stream));
     if (peer < 0 || peer >= c->ranks) return ncclInvalidArgument;
     if (pending == MOST_TRANSFERS)
         return (ncclResult_t)unanswered("more than 4,096 transfers in a group", ncclInternalError);

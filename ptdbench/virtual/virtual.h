@@ -56,10 +56,7 @@ cudaError_t failed(cudaError_t error); /* the error, kept for cudaGetLastError *
 bool alone(void);                      /* one rank of many: messages go nowhere */
 bool real_time(void);                  /* the device takes its time */
 bool computes(const char *kind);       /* whether kernels of a kind are computed, see selftest.py */
-
-/* device.c: what was called. */
-int unanswered(const char *name, int status);
-void note(const char *format, ...) __attribute__((format(printf, 1, 2)));
+int unanswered(const char *name, int status); /* says once that nothing answers a call; returns its status */
 
 /* memory.c */
 int device_of(const void *address);               /* -1: not on a device */
