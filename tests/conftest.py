@@ -123,33 +123,6 @@ def shared_run(tmp_path: Path) -> Callable[..., Record]:
     return lambda *overrides: run_on_shared_ranks(tmp_path / f"shared-{next(count)}", *overrides)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--longest``, for a machine on which nothing else runs: by itself no time decides a test."""
-    parser.addoption(
-        "--longest", type=float, metavar="SECONDS", help="fail if a test takes longer than so many seconds"
-    )
-
-
-#: Seconds by test, with what its fixtures took.
-_SECONDS: dict[str, float] = defaultdict(float)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up what a test takes."""
-    _SECONDS[report.nodeid] += report.duration
-
-
-def _too_long(config: pytest.Config) -> list[str]:
-    limit = config.getoption("longest")
-    return [f"{took:.1f} s {test}" for test, took in _SECONDS.items() if limit is not None and took > limit]
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail for a test that takes too long."""
-    if _too_long(session.config) and not hasattr(session.config, "workerinput"):
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
-
-
 #: How the variables begin that launchers, schedulers and pytest leave to what they start.
 _OF_LAUNCHERS = (
     "SLURM", "SRUN_", "SBATCH_", "SALLOC_", "SQUEUE_", "SINFO_", "OMPI_", "PMI", "MPI_",
@@ -282,9 +255,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Iterator[None]:
     """Say last which tests were left out because this machine cannot have SLURM or Open MPI, and why."""
     yield
-    if too_long := _too_long(terminalreporter.config):
-        terminalreporter.section(f"longer than --longest={terminalreporter.config.getoption('longest')}")
-        terminalreporter.write("".join(f"{line}\n" for line in too_long))
     left_out: dict[str, list[str]] = defaultdict(list)
     for report in terminalreporter.stats.get("skipped", []):
         _, found, reason = str(report.longrepr[2]).partition(_LEFT_OUT)
