@@ -220,8 +220,7 @@ API ncclResult_t ncclBroadcast(const void *from, void *to, size_t count, ncclDat
     ncclGroupStart();
     if (!c->shared && broadcast_count < MOST_BROADCASTS) {
         bool own = root == c->rank;
-        broadcasts[broadcast_count++] =
-            (struct broadcast){c, own, own ? (char *)from : to, count * size_of(type)};
+        broadcasts[broadcast_count++] = (struct broadcast){c, own, own ? (char *)from : to, count * size_of(type)};
     }
     ncclResult_t error = collective(BROADCAST, from, to, count, type, 0, root, c, stream);
     ncclResult_t ended = ncclGroupEnd();

@@ -65,11 +65,12 @@ enum shape {
     CASTING,    /* unrolled_elementwise_kernel with types of the operands beside those that it computes with */
     STRIDING,   /* elementwise_kernel with an offset calculator */
     REDUCING,   /* reduce_kernel */
-    COUNTING, /* CUB's last step of a sum: the number of elements that nonzero, masked_select and masks as indices find
-               */
+    COUNTING,   /* CUB's last step of a sum: how many elements nonzero, masked_select and masks as indices find */
 };
 
-enum variant { PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR, GREATEST, LEAST };
+enum variant {
+    PLAIN, EQUAL, EQUAL_CONSTANT, ORDER, ORDER_CONSTANT, ADD_TENSOR, ADD_CONSTANT, AND, OR, GREATEST, LEAST
+};
 
 struct recipe {
     enum shape shape;
@@ -267,8 +268,7 @@ static bool read_tensors(const struct recipe *r, void **arguments, struct tensor
     *functor = arguments[1];
     memcpy(t->data, arguments[2], t->count * sizeof(char *));
     if (r->shape == CASTING) {
-        /* LoadWithCast and StoreWithCast (MemoryAccess.cuh) begin with the c10::ScalarType of each tensor, a byte each
-         */
+        /* LoadWithCast and StoreWithCast (MemoryAccess.cuh) begin with a byte for each tensor, its c10::ScalarType */
         const int8_t *loader = arguments[5], *storer = arguments[6];
         t->types[0] = type_of_scalar(storer[0]);
         for (int i = 0; i < r->inputs; i++) t->types[i + 1] = type_of_scalar(loader[i]);

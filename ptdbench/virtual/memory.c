@@ -65,8 +65,7 @@ int device_of(const void *address) {
     return base && at >= base && at < base + SPACE ? (int)((size_t)(at - base) / stretch()) : -1;
 }
 
-/* The first gap that is large enough. A page stays free behind, so that running over the end is no one else's memory.
- */
+/* The first gap that is large enough. A page stays free behind, so that an overrun is in no one else's memory. */
 char *reserve_addresses(int on, size_t bytes) {
     need_space();
     bytes = round_up(bytes, PAGE) + PAGE;

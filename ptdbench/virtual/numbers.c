@@ -8,8 +8,7 @@
 /* Floating-point formats of 8 and 16 bits: bits of the exponent and of the fraction. */
 struct format {
     int exponent, fraction;
-    bool infinities; /* float8_e4m3fn has none: all ones is NaN, the other numbers of the greatest exponent are numbers
-                      */
+    bool infinities; /* float8_e4m3fn has none: of its greatest exponent, all but the NaN of all ones are numbers */
 };
 static const struct format half = {5, 10, true}, bfloat = {8, 7, true}, e4m3 = {4, 3, false}, e5m2 = {5, 2, true};
 
