@@ -83,19 +83,15 @@ def test_sigterm_to_one_rank_lets_all_of_them_save_and_nobody_but_this_machine_c
     assert (tmp_path / "run" / "checkpoints" / f"step-{done:08}" / "manifest.json").exists()
 
 
-def mounted(path: Path, options: str) -> bool:
-    path.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
-
-
 @pytest.fixture
 def tmpfs(tmp_path) -> Iterator[Callable[[str], Path]]:
     """Mount a small file system of one's own."""
     path = tmp_path / "small"
+    path.mkdir()
 
     def mount(options: str) -> Path:
-        if not mounted(path, options):
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
+        if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
             pytest.skip("a file system can be mounted by root only, and not everywhere")
         return path
 
