@@ -51,7 +51,7 @@ def expandable() -> dict[str, Any]:
     start = torch.cuda.mem_get_info()[0]
     held = [torch.empty(30 * MIB, dtype=torch.uint8, device="cuda") for _ in range(3)]
     expandable = [segment["is_expandable"] for segment in torch.cuda.memory_snapshot()]
-    found = {"segments": sum(expandable), "taken": start - torch.cuda.mem_get_info()[0]}
+    found = {"segments": sum(expandable), "taken": start - torch.cuda.mem_get_info()[0], "over": bool(out_of_memory())}
     del held
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:False")

@@ -36,7 +36,7 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
         ),
         ("allocator", {"allocated": 100 * MIB, "taken": 100 * MIB, "peak": 150 * MIB, "left": 0}),
         # Three tensors of 30 MiB in one segment, which grows by pages of 20 MiB.
-        ("expandable", {"segments": 1, "taken": 100 * MIB, "left": 0}),
+        ("expandable", {"segments": 1, "taken": 100 * MIB, "left": 0, "over": True}),
         ("products", [*PRODUCTS, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]),
         # A ring attends by the kernel that torch chooses on this GPU.
         ("attention", {
