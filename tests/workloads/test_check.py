@@ -88,6 +88,7 @@ class TestRun:
         assert found["sound"]
         assert {rank["node"] for rank in found["hello"]["ranks"]} == {"n1", "n2"}
         assert len(found["p2p"]["pairs"]) == 12
+        assert found["collectives"]["groups"] == [[0, 1, 2, 3]]
 
 
 @pytest.mark.thorough
