@@ -1,23 +1,58 @@
-"""The chain that language models share: a token embedding, equal blocks and a head."""
+"""What language models share: a chain of a token embedding, blocks and a head, its FLOPs, roles and initial values."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, master_of
+from ptdbench.models.protocol import Role
 
 
 class Decoder(nn.Module):
-    """A decoder as a chain; what it is made of, its FLOPs, roles and initial values are its subclass's."""
+    """A decoder as a chain of an embedding, blocks and a head.
 
-    embedding: nn.Module  #: Tokens to the stream; its ``token`` is an ``nn.Embedding``.
-    blocks: nn.ModuleList  #: From stream to stream.
-    head: nn.Module  #: A :class:`Head`.
-    tie_weights: bool  #: Whether the head's projection is the token embedding.
-    width: int  #: Features of a token.
-    sequence_length: int  #: Tokens of a sequence for which FLOPs are counted.
+    Args:
+        embedding: Tokens to the stream.
+        blocks: From stream to stream.
+        norm: Of what the head projects.
+        width: Features of a token.
+        heads: Attention heads of a block.
+        groups: Of heads that stay together where ranks share attention, and what they are called.
+        sequence_length: Tokens of a sequence for which FLOPs are counted.
+        vocabulary: Number of different tokens.
+        tie_weights: Whether the head's projection is the token embedding.
+    """
+
+    def __init__(
+        self,
+        embedding: Embedding,
+        blocks: Iterable[nn.Module],
+        norm: nn.Module,
+        *,
+        width: int,
+        heads: int,
+        groups: tuple[int, str],
+        sequence_length: int,
+        vocabulary: int,
+        tie_weights: bool,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.heads = heads
+        self.groups = groups
+        self.sequence_length = sequence_length
+        self.vocabulary = vocabulary
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(blocks)
+        self.head = Head(norm, width, vocabulary)
+        self.tie_weights = tie_weights
+        if tie_weights:
+            self.head.projection.weight = embedding.token.weight
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.
@@ -44,13 +79,111 @@ class Decoder(nn.Module):
         blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
         return {"embedding": self.embedding, **blocks, "head": self.head}
 
+    def train_flops(self) -> dict[str, float]:
+        """FLOPs of forward and backward for one sequence, by part.
+
+        Forward, the product of a token with a matrix of n numbers is 2n FLOPs (Kaplan et al. 2020, table 1; PaLM,
+        Chowdhery et al. 2022, appendix B); backward costs twice that. Scores and mixing are those of all T² pairs of
+        positions, as PaLM, nanoGPT and torchtitan count them; what others leave out is :meth:`masked_flops`. The
+        embedding, a look-up, costs nothing.
+        """
+        T, pairs = self.sequence_length, 3.0 * self._pair_flops()
+        blocks = {f"blocks.{i}": 6.0 * T * self._multiplied(block) + pairs for i, block in enumerate(self.blocks)}
+        return {"embedding": 0.0, **blocks, "head": 6.0 * T * self.width * self.vocabulary}
+
     def masked_flops(self) -> float:
-        """Half of the scores and of the mixing, forward and backward: 3 · 4T²D / 2 a block."""
-        return 6.0 * self.sequence_length**2 * self.width * len(self.blocks)
+        """Half of the scores and of the mixing, forward and backward."""
+        return 1.5 * self._pair_flops() * len(self.blocks)
+
+    def _multiplied(self, block: nn.Module) -> float:
+        """Numbers in the matrices of a block that a token is multiplied with."""
+        return sum(weight.numel() for weight in block.parameters() if weight.dim() > 1)
+
+    def _pair_flops(self) -> float:
+        """FLOPs of a block's scores and mixing, forward: 2 · T²D each, D the width."""
+        return 4.0 * self.sequence_length**2 * self.width
+
+    def roles(self) -> dict[str, Role]:
+        """Attention by heads, the MLP, and the vocabulary at both ends, as in Megatron-LM (Shoeybi et al. 2019)."""
+        vocabulary, positions = (self.vocabulary, "tokens"), (self.sequence_length, "positions")
+        named = {
+            "embedding": Role("stream", *positions),
+            "embedding.token": Role("vocabulary", *vocabulary),
+            "embedding.position": Role("positions", *positions),
+            **{
+                f"blocks.{i}.{name}": role
+                for i in range(len(self.blocks))
+                for name, role in self._block_roles().items()
+            },
+            "head.norm": Role("entry"),
+            "head.projection": Role("vocabulary", *vocabulary),
+            "head.cross_entropy": Role("loss"),
+        }
+        here = {name for name, _ in self.named_modules()}
+        return {name: role for name, role in named.items() if name in here}
+
+    def _block_roles(self) -> dict[str, Role]:
+        """The roles in a block, by name in it, of whatever blocks may hold."""
+        return {
+            "attention_norm": Role("entry"),
+            "attention.query_key_value": Role("outputs", *self.groups),
+            "attention.rotary": Role("positions", self.sequence_length, "positions"),
+            "attention.mix": Role("attention", *self.groups, is_causal=True),
+            "attention.output": Role("inputs", *self.groups),
+            "mlp_norm": Role("entry"),
+            "mlp.gate": Role("outputs"),
+            "mlp.up": Role("outputs"),
+            "mlp.down": Role("inputs"),
+        }
 
     def tied(self) -> list[tuple[str, str]]:
         """The token embedding and the head's projection, if they are one weight."""
         return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Initialize as GPT-2 does (Radford et al. 2019, section 2.3).
+
+        Weights are normal with standard deviation 0.02. Those that write into the residual stream are smaller
+        by √(2 · layers), the root of the number of such writes, so that depth does not amplify the stream.
+        """
+        if name.endswith(".bias"):
+            nn.init.zeros_(tensor)
+        elif "norm" in name:
+            nn.init.ones_(tensor)
+        elif name.endswith(("attention.output.weight", "down.weight", "experts.down")):
+            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * len(self.blocks)), generator=generator)
+        else:
+            nn.init.normal_(tensor, std=0.02, generator=generator)
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus an embedding of the position in sequences of at most ``positions`` tokens."""
+
+    def __init__(self, vocabulary: int, width: int, positions: int | None = None) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(positions, width) if positions else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """``[batch, length]`` in int64 to ``[batch, length, width]``."""
+        x: Tensor = self.token(tokens)
+        return x if self.position is None else x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each computed from the normalized stream and added to it."""
+
+    def __init__(self, attention: nn.Module, mlp: nn.Module, norm: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.attention_norm = norm()
+        self.attention = attention
+        self.mlp_norm = norm()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[batch, length, width]`` to the same."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class CausalMix(nn.Module):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from ptdbench.models.decoder import CausalMix, Decoder, Head
-from ptdbench.models.protocol import Role
+from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
 from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
 
 #: Llama 3's scaling of rotary frequencies: the sequence length that it stretches, and between how many turns in that
@@ -56,7 +56,6 @@ class Llama(Decoder):
         rope_factor: float = 1.0,
         norm_epsilon: float = 1e-5,
     ) -> None:
-        super().__init__()
         require(
             *at_least(1, layers=layers, hidden=hidden, sequence_length=sequence_length),
             *at_least(2, vocabulary=vocabulary),
@@ -64,104 +63,23 @@ class Llama(Decoder):
             None if rope_theta > 1 else Problem("rope_theta", rope_theta, "must be greater than 1"),
             None if rope_factor >= 1 else Problem("rope_factor", rope_factor, "must be at least 1 (no scaling)"),
         )
-        self.width = width
-        self.heads = heads
-        self.key_value_heads = key_value_heads
-        self.hidden = hidden
-        self.sequence_length = sequence_length
-        self.vocabulary = vocabulary
-        self.embedding = Embedding(vocabulary, width)
+        norm = partial(nn.RMSNorm, width, norm_epsilon)
 
         def block() -> Block:
             rotary = Rotary(width // heads, rope_theta, rope_factor)
-            return Block(Attention(width, heads, key_value_heads, rotary), SwiGLU(width, hidden), width, norm_epsilon)
+            return Block(Attention(width, heads, key_value_heads, rotary), SwiGLU(width, hidden), norm)
 
-        self.blocks = nn.ModuleList(block() for _ in range(layers))
-        self.head = Head(nn.RMSNorm(width, norm_epsilon), width, vocabulary)
-        self.tie_weights = tie_weights
-        if tie_weights:
-            self.head.projection.weight = self.embedding.token.weight
-
-    def train_flops(self) -> dict[str, float]:
-        """FLOPs of forward and backward for one sequence, by part.
-
-        As for :meth:`ptdbench.models.gpt.GPT.train_flops`, per token and forward, with D the width, K the features of
-        keys, H those between the layers of an MLP, T the sequence length, V the vocabulary:
-
-        ========================  ===================  ============================
-        queries, keys and values  2 · (D + 2K) · D
-        scores and mixing         2 · TD + 2 · TD      all T² pairs, not the causal half
-        attention output          2 · D²
-        MLP                       3 · 2 · DH
-        head                      2 · DV
-        ========================  ===================  ============================
-        """
-        T, D, V = self.sequence_length, self.width, self.vocabulary
-        K = D * self.key_value_heads // self.heads
-        block = 3.0 * T * (2 * (2 * D + 2 * K) * D + 4 * T * D + 6 * D * self.hidden)
-        head = 3.0 * T * 2 * D * V
-        return {"embedding": 0.0, **{f"blocks.{i}": block for i in range(len(self.blocks))}, "head": head}
-
-    def roles(self) -> dict[str, Role]:
-        """As for :meth:`ptdbench.models.gpt.GPT.roles`; attention by groups of heads."""
-        by_groups, vocabulary = (self.key_value_heads, "key and value heads"), (self.vocabulary, "tokens")
-        positions = (self.sequence_length, "positions")
-        of_block = {
-            "attention_norm": Role("entry"),
-            "attention.query_key_value": Role("outputs", *by_groups),
-            "attention.rotary": Role("positions", *positions),
-            "attention.mix": Role("attention", *by_groups, is_causal=True),
-            "attention.output": Role("inputs", *by_groups),
-            "mlp_norm": Role("entry"),
-            "mlp.gate": Role("outputs"),
-            "mlp.up": Role("outputs"),
-            "mlp.down": Role("inputs"),
-        }
-        return {
-            "embedding": Role("stream", *positions),
-            "embedding.token": Role("vocabulary", *vocabulary),
-            **{f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()},
-            "head.norm": Role("entry"),
-            "head.projection": Role("vocabulary", *vocabulary),
-            "head.cross_entropy": Role("loss"),
-        }
-
-    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialize as :class:`ptdbench.models.gpt.GPT` does; Meta has not said how it does."""
-        if "norm." in name:
-            nn.init.ones_(tensor)
-        elif name.endswith(("attention.output.weight", "mlp.down.weight")):
-            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * len(self.blocks)), generator=generator)
-        else:
-            nn.init.normal_(tensor, std=0.02, generator=generator)
-
-
-class Embedding(nn.Module):
-    """Token embedding."""
-
-    def __init__(self, vocabulary: int, width: int) -> None:
-        super().__init__()
-        self.token = nn.Embedding(vocabulary, width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """``[batch, length]`` in int64 to ``[batch, length, width]``."""
-        return self.token(tokens)
-
-
-class Block(nn.Module):
-    """Attention, then an MLP, each computed from the normalized stream and added to it."""
-
-    def __init__(self, attention: nn.Module, mlp: SwiGLU, width: int, norm_epsilon: float) -> None:
-        super().__init__()
-        self.attention_norm = nn.RMSNorm(width, norm_epsilon)
-        self.attention = attention
-        self.mlp_norm = nn.RMSNorm(width, norm_epsilon)
-        self.mlp = mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[batch, length, width]`` to the same."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        super().__init__(
+            Embedding(vocabulary, width),
+            (block() for _ in range(layers)),
+            norm(),
+            width=width,
+            heads=heads,
+            groups=(key_value_heads, "key and value heads"),
+            sequence_length=sequence_length,
+            vocabulary=vocabulary,
+            tie_weights=tie_weights,
+        )
 
 
 class Rotary(nn.Module):
@@ -255,48 +173,6 @@ class SwiGLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-LLAMA_NAMES = {
-    "model.embed_tokens": "embedding.token",
-    "input_layernorm": "attention_norm",
-    "self_attn.o_proj": "attention.output",
-    "post_attention_layernorm": "mlp_norm",
-    "mlp.gate_proj": "mlp.gate",
-    "mlp.up_proj": "mlp.up",
-    "mlp.down_proj": "mlp.down",
-    "model.norm": "head.norm",
-    "lm_head": "head.projection",
-}
-
-#: Three matrices that are one here.
-_FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-
-
-def from_llama(state: Mapping[str, Tensor], key_value_heads: int) -> dict[str, Tensor]:
-    """The weights of a ``transformers`` ``LlamaForCausalLM``, for :meth:`Llama.load_state_dict`.
-
-    Args:
-        state: Its state dict. Queries, keys and values, which are three matrices, come out as one, group by group.
-        key_value_heads: Heads of keys and values of a block.
-
-    Raises:
-        KeyError: If the state holds a tensor that Llama has not, such as a bias.
-    """
-    weights = {}
-    for name, tensor in state.items():
-        module = name.removesuffix(".weight")
-        if not module.startswith("model.layers."):
-            weights[f"{LLAMA_NAMES[module]}.weight"] = tensor
-            continue
-        _, _, number, inner = module.split(".", 3)
-        if inner == _FUSED[0]:
-            three = [state[f"model.layers.{number}.{one}.weight"] for one in _FUSED]
-            groups = [matrix.unflatten(0, (key_value_heads, -1)) for matrix in three]
-            weights[f"blocks.{number}.attention.query_key_value.weight"] = torch.cat(groups, dim=1).flatten(0, 1)
-        elif inner not in _FUSED:
-            weights[f"blocks.{number}.{LLAMA_NAMES[inner]}.weight"] = tensor
-    return weights
 
 
 def problems_of_heads(

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.decoder import CausalMix, Decoder, Head
+from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
 from ptdbench.models.experts import Experts, Mixture, Product, Router, Routing
-from ptdbench.models.llama import (
-    Attention,
-    Block,
-    Embedding,
-    Rotary,
-    SwiGLU,
-    from_llama,
-    problems_of_heads,
-    turn,
-)
+from ptdbench.models.llama import Attention, Rotary, SwiGLU, problems_of_heads, turn
 from ptdbench.models.protocol import Role
 from ptdbench.problems import Problem, at_least, require
 
@@ -86,7 +77,6 @@ class MoE(Decoder):
         rope_theta: float = 10000.0,
         norm_epsilon: float = 1e-5,
     ) -> None:
-        super().__init__()
         routing = Routing.of(router or {})
         counted = {"layers": layers, "experts": experts, "active": active, "expert_hidden": expert_hidden}
         require(
@@ -99,137 +89,90 @@ class MoE(Decoder):
             None if dense_layers < layers else Problem("dense_layers", dense_layers, f"must be below layers={layers}"),
             None if capacity == "none" or capacity > 0 else Problem("capacity", capacity, "must be above 0, or none"),
         )
-        self.width = width
-        self.heads = heads
-        self.key_value_heads = key_value_heads
-        self.head_width = width // heads if head_width == "auto" else head_width
-        self.latent_width = latent_width
-        self.rotary_width = rotary_width
-        self.experts = experts
-        self.active = active
-        self.sequence_length = sequence_length
-        self.vocabulary = vocabulary
-        self.embedding = Embedding(vocabulary, width)
+        features = width // heads if head_width == "auto" else head_width
+        norm = partial(nn.RMSNorm, width, norm_epsilon)
 
         def attention() -> nn.Module:
             if latent_width != "none":
-                return LatentAttention(width, heads, self.head_width, latent_width, rotary_width, rope_theta)
-            rotary = Rotary(self.head_width, rope_theta, 1.0)
-            norms = [nn.RMSNorm(self.head_width, norm_epsilon) for _ in range(2)] if head_norm else None
-            return Attention(width, heads, key_value_heads, rotary, norms)
+                return LatentAttention(width, heads, features, latent_width, rotary_width, rope_theta)
+            norms = [nn.RMSNorm(features, norm_epsilon) for _ in range(2)] if head_norm else None
+            return Attention(width, heads, key_value_heads, Rotary(features, rope_theta, 1.0), norms)
 
         def mixture() -> Mixture:
             router = Router(width, experts, active, None if capacity == "none" else capacity, routing)
             shared = SwiGLU(width, shared_experts * expert_hidden) if shared_experts else None
-            chosen = Experts(experts, width, expert_hidden, product)
-            return Mixture(nn.RMSNorm(width, norm_epsilon), router, chosen, shared)
+            return Mixture(norm(), router, Experts(experts, width, expert_hidden, product), shared)
 
-        self.blocks = nn.ModuleList(
-            Block(attention(), SwiGLU(width, hidden), width, norm_epsilon)
-            if number < dense_layers
-            else SparseBlock(attention(), mixture(), width, norm_epsilon)
-            for number in range(layers)
+        super().__init__(
+            Embedding(vocabulary, width),
+            (
+                Block(attention(), SwiGLU(width, hidden), norm)
+                if number < dense_layers
+                else SparseBlock(attention(), mixture(), norm())
+                for number in range(layers)
+            ),
+            norm(),
+            width=width,
+            heads=heads,
+            groups=(key_value_heads, "key and value heads") if latent_width == "none" else (heads, "heads"),
+            sequence_length=sequence_length,
+            vocabulary=vocabulary,
+            tie_weights=tie_weights,
         )
-        self.head = Head(nn.RMSNorm(width, norm_epsilon), width, vocabulary)
-        self.tie_weights = tie_weights
-        if tie_weights:
-            self.head.projection.weight = self.embedding.token.weight
+        self.has_latent = latent_width != "none"
+        self.pair_width = 2 * features + (rotary_width if self.has_latent else 0)  #: Of a head's scores and mixing.
+        self.experts = experts
+        self.active = active
 
     def active_parameters(self) -> int:
         """Number of parameters that a token meets: all but the experts that it does not go to."""
-        total = sum(parameter.numel() for parameter in self.parameters())
-        routed = sum(p.numel() for part in self.modules() if isinstance(part, Experts) for p in part.parameters())
-        return total - routed // self.experts * (self.experts - self.active)
+        return sum(parameter.numel() for parameter in self.parameters()) - self._unmet(self)
 
-    def train_flops(self) -> dict[str, float]:
-        """FLOPs of forward and backward for one sequence, by part; of experts those that a token goes to.
+    def _unmet(self, module: nn.Module) -> int:
+        """Number of parameters of experts that a token does not go to."""
+        routed = sum(p.numel() for part in module.modules() if isinstance(part, Experts) for p in part.parameters())
+        return routed // self.experts * (self.experts - self.active)
 
-        A product of a token with a matrix of n numbers is 2n FLOPs forward. Scores and mixing are those of all T²
-        pairs of positions, as for :meth:`ptdbench.models.llama.Llama.train_flops`. Dropped tokens are counted.
-        """
-
-        def of_part(part: nn.Module) -> float:
-            numbers = 0.0
-            for module in part.modules():
-                share = self.active / self.experts if isinstance(module, Experts) else 1.0
-                numbers += share * sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
-            return numbers
-
-        T = self.sequence_length
-        found = {name: 6.0 * T * of_part(part) for name, part in self.parts().items()}
-        pairs = {name: 3.0 * self._pair_flops() for name in found if name.startswith("blocks.")}
-        head = 6.0 * T * self.width * self.vocabulary
-        return {"embedding": 0.0, **{name: found[name] + pairs[name] for name in pairs}, "head": head}
-
-    def masked_flops(self) -> float:
-        """Half of the scores and of the mixing."""
-        return 1.5 * self._pair_flops() * len(self.blocks)
+    def _multiplied(self, block: nn.Module) -> float:
+        """As of other decoders; of experts those that a token goes to, also if it is dropped."""
+        return super()._multiplied(block) - self._unmet(block)
 
     def _pair_flops(self) -> float:
-        """FLOPs of a block's scores and mixing, forward."""
-        turned = self.rotary_width if self.latent_width != "none" else 0
-        return 2.0 * self.sequence_length**2 * self.heads * (2 * self.head_width + turned)
+        return 2.0 * self.sequence_length**2 * self.heads * self.pair_width
 
-    def roles(self) -> dict[str, Role]:
-        """As for :meth:`ptdbench.models.llama.Llama.roles`; experts are divided whole.
+    def _block_roles(self) -> dict[str, Role]:
+        """As of other decoders; experts are divided whole.
 
         A latent is made whole on each rank, and the keys and values of its heads made of it.
         """
-        has_latent, vocabulary = self.latent_width != "none", (self.vocabulary, "tokens")
-        heads = (self.heads, "heads") if has_latent else (self.key_value_heads, "key and value heads")
         positions = (self.sequence_length, "positions")
-        by_latent = {
-            "attention.query": Role("outputs", *heads),
+        return {
+            **super()._block_roles(),
+            "attention.query": Role("outputs", *self.groups),
             "attention.latent": Role("each"),
             "attention.latent_norm": Role("each"),
-            "attention.key_value": Role("outputs_of_each", *heads),
-        }
-        of_block = {
-            "attention_norm": Role("entry"),
-            **(by_latent if has_latent else {"attention.query_key_value": Role("outputs", *heads)}),
+            "attention.key_value": Role("outputs_of_each", *self.groups),
             "attention.norms": Role("each"),
-            "attention.rotary": Role("positions", *positions),
-            "attention.mix": Role("attention", *heads, is_causal=not has_latent),
-            "attention.output": Role("inputs", *heads),
-            "mlp_norm": Role("entry"),
-            "mlp.gate": Role("outputs"),
-            "mlp.up": Role("outputs"),
-            "mlp.down": Role("inputs"),
+            "attention.mix": Role("attention", *self.groups, is_causal=not self.has_latent),
             "mixture": Role("tokens", *positions),
             "mixture.router.positions": Role("positions", *positions),
             "mixture.experts": Role("experts", self.experts, "experts"),
         }
-        named = {
-            "embedding": Role("stream", *positions),
-            "embedding.token": Role("vocabulary", *vocabulary),
-            **{f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()},
-            "head.norm": Role("entry"),
-            "head.projection": Role("vocabulary", *vocabulary),
-            "head.cross_entropy": Role("loss"),
-        }
-        here = {name for name, _ in self.named_modules()}
-        return {name: role for name, role in named.items() if name in here}
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialize as :class:`ptdbench.models.gpt.GPT` does; routers begin with equal loads and no bias."""
-        if "norm" in name:
-            nn.init.ones_(tensor)
-        elif name.endswith("router.load"):
+        """As of other decoders; routers begin with equal loads and no bias."""
+        if name.endswith("router.load"):
             nn.init.constant_(tensor, 1 / self.experts)
-        elif name.endswith("router.bias"):
-            nn.init.zeros_(tensor)
-        elif name.endswith(("attention.output.weight", "down.weight", "experts.down")):
-            nn.init.normal_(tensor, std=0.02 / math.sqrt(2 * len(self.blocks)), generator=generator)
         else:
-            nn.init.normal_(tensor, std=0.02, generator=generator)
+            super().reset(name, tensor, generator)
 
 
 class SparseBlock(nn.Module):
     """Attention, then a mixture of experts, each computed from the normalized stream and added to it."""
 
-    def __init__(self, attention: nn.Module, mixture: Mixture, width: int, norm_epsilon: float) -> None:
+    def __init__(self, attention: nn.Module, mixture: Mixture, norm: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, norm_epsilon)
+        self.attention_norm = norm
         self.attention = attention
         self.mixture = mixture
 
@@ -272,35 +215,3 @@ class LatentAttention(nn.Module):
         shared = turn(shared, angles).unsqueeze(1).expand(-1, key.shape[1], -1, -1)
         mixed = self.mix(q, torch.cat([key, shared], dim=-1), v)
         return self.output(mixed.transpose(1, 2).flatten(2))
-
-
-def from_transformers(state: Mapping[str, Tensor], key_value_heads: int) -> dict[str, Tensor]:
-    """The weights of a ``transformers`` Mixtral or Qwen3-MoE without dense layers, for :meth:`MoE.load_state_dict`.
-
-    Args:
-        state: The state dict of the model for causal language modeling; experts are stacked, as since version 5.
-        key_value_heads: Heads of keys and values of a block.
-    """
-    of_mixture = {
-        "post_attention_layernorm.weight": "norm.weight",
-        "mlp.gate.weight": "router.weight",
-        "mlp.experts.gate_up_proj": "experts.gate_up",
-        "mlp.experts.down_proj": "experts.down",
-    }
-    of_attention = {
-        "self_attn.q_norm.weight": "attention.norms.0.weight",
-        "self_attn.k_norm.weight": "attention.norms.1.weight",
-    }
-    weights, others = {}, {}
-    for name, tensor in state.items():
-        if not name.startswith("model.layers."):
-            others[name] = tensor
-            continue
-        _, _, number, inner = name.split(".", 3)
-        if inner in of_mixture:
-            weights[f"blocks.{number}.mixture.{of_mixture[inner]}"] = tensor
-        elif inner in of_attention:
-            weights[f"blocks.{number}.{of_attention[inner]}"] = tensor
-        else:
-            others[name] = tensor
-    return weights | from_llama(others, key_value_heads)

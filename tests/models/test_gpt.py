@@ -3,7 +3,7 @@ import torch
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize, parameter_count
-from tests.models.gpt2_weights import from_gpt2
+from tests.models.their_weights import from_gpt2
 
 SIZES = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabulary": 60}
 
@@ -28,16 +28,11 @@ def test_gpt2_weights_give_the_logits_of_transformers(tie_weights):
             parameter.add_(0.2 * torch.randn_like(parameter))
     ours = gpt(tie_weights=tie_weights)
     ours.load_state_dict(from_gpt2(theirs.state_dict(), heads=4))
-    tokens = torch.randint(60, (3, 24))
+    tokens = torch.randint(60, (3, 20))  # a sequence may be shorter than the longest
     expected = theirs(tokens).logits
     error = (ours(tokens) - expected).abs().max() / expected.abs().max()
     assert expected.std() > 0.1
     assert error < 1e-5
-
-
-def test_a_shorter_sequence_is_the_start_of_a_longer_one():
-    model, tokens = gpt(), torch.randint(60, (2, 24))
-    torch.testing.assert_close(model(tokens[:, :7]), model(tokens)[:, :7], rtol=1e-5, atol=1e-6)
 
 
 def test_the_tied_weight_is_one_parameter_with_both_gradients():
@@ -52,11 +47,3 @@ def test_the_tied_weight_is_one_parameter_with_both_gradients():
     both = untied.embedding.token.weight.grad + untied.head.projection.weight.grad
     torch.testing.assert_close(tied.embedding.token.weight.grad, both)
     assert parameter_count(untied) - parameter_count(tied) == 60 * 32
-
-
-def test_causal_attention_is_half_of_it():
-    """As MaxText counts a token: 6 FLOPs for each weight of a product, and 6 · layers · width · length."""
-    model = gpt()
-    weights = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, torch.nn.Linear))
-    causal = sum(model.train_flops().values()) - model.masked_flops()
-    assert causal == 24 * (6 * weights + 6 * 2 * 32 * 24)

@@ -8,8 +8,9 @@ from torch import nn
 
 from ptdbench.models.experts import Experts, Router, Routing, places_in, take
 from ptdbench.models.materialize import materialize, parameter_count
-from ptdbench.models.moe import MoE, from_transformers
+from ptdbench.models.moe import MoE
 from ptdbench.problems import ConfigError
+from tests.models.their_weights import from_llama
 
 SIZES = {
     "layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "experts": 6, "active": 2, "expert_hidden": 24,
@@ -46,7 +47,10 @@ def test_the_weights_of_transformers_give_their_logits(kind, options, config, pr
         for parameter in theirs.parameters():  # at the initial values norms would hide mistakes
             parameter.add_(0.2 * torch.randn_like(parameter))
     ours = moe(product=product, rope_theta=configured.rope_parameters["rope_theta"], **options)
-    missing, unexpected = ours.load_state_dict(from_transformers(theirs.state_dict(), 2), strict=False)
+    weights = {
+        name.replace("mlp_norm", "mixture.norm"): tensor for name, tensor in from_llama(theirs.state_dict(), 2).items()
+    }
+    missing, unexpected = ours.load_state_dict(weights, strict=False)
     assert {name.rpartition(".")[2] for name in missing} == {"load", "bias"}
     assert not unexpected
     tokens = torch.randint(60, (3, 24))
