@@ -9,7 +9,8 @@ the one before has returned, and nothing else may depend on the samples. That is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,7 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
         if isinstance(one, nn.ModuleList | nn.Sequential) and len({type(child) for child in one.children()}) == 1
     ]
     for children in lists:
-        if len(children) > max(1, len(longest)) and any(True for _ in children[0].children()):
+        if len(children) > max(1, len(longest)) and next(children[0].children(), None) is not None:
             longest = children
     if not longest:
         return {}
@@ -54,13 +55,34 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-class _Reached(Exception):
-    """The pass has come to a block: with these arguments."""
+@contextmanager
+def trying(module: nn.Module) -> Iterator[None]:
+    """Run the module without gradients, and leave its modes, its statistics and the random numbers as they are."""
+    modes = {one: one.training for one in module.modules()}
+    module.eval()  # no dropout, and batch norms that keep their statistics
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for one, mode in modes.items():
+            one.training = mode
 
-    def __init__(self, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+
+def has_weights(module: nn.Module, recurse: bool = True) -> bool:
+    """Whether a module has parameters; with ``recurse=False``, of its own."""
+    return next(module.parameters(recurse), None) is not None
+
+
+#: A block's first argument, the others and those by name.
+_Given = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
+
+
+class _Reached(Exception):
+    """The pass has come to the first block, which is given this."""
+
+    def __init__(self, given: _Given) -> None:
         super().__init__()
-        self.arguments = arguments
-        self.options = options
+        self.given = given
 
 
 class _Slot(nn.Module):
@@ -76,7 +98,7 @@ class _Slot(nn.Module):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Do what the pass is for."""
-        return self.__dict__["_act"](self, arguments, options)
+        return self._act(_given(arguments, options))
 
 
 class _Stub(nn.Module):
@@ -134,17 +156,11 @@ class Chain:
         self._options: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
         if any(weight.is_meta for weight in module.parameters()):
             raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
-        modes = {one: one.training for one in module.modules()}
-        module.eval()  # no dropout, and batch norms that keep their statistics
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                self._observe()
-                self._front = self._with_slots({})
-                self._back = self._with_slots(self._stubs(0.0))
-                self._require_independence()
-        finally:
-            for one, mode in modes.items():
-                one.training = mode
+        with trying(module):
+            self._observe()
+            self._front = self._with_slots({})
+            self._back = self._with_slots(self._stubs(0.0))
+            self._require_independence()
 
     def parts(self, prefix: str = "") -> dict[str, nn.Module]:
         """The pieces in order; the last one is called with ``(hidden, targets)``.
@@ -167,12 +183,7 @@ class Chain:
     def _begin(self, inputs: Tensor) -> Tensor:
         """The first block's input."""
         _train(self._front, like=self._before)
-        self._place(inputs.device)
-        try:
-            self._call(self._front, inputs)
-        except _Reached as reached:
-            return _hidden(reached)[0]
-        raise AssertionError("no block was reached")
+        return self._given_by(self._front, inputs)[0]
 
     def _through(self, block: nn.Module, hidden: Tensor) -> Tensor:
         arguments, options = self._others(hidden)
@@ -195,15 +206,16 @@ class Chain:
         self._dtype = hidden.dtype
         if key not in self._options:
             with torch.no_grad():
-                self._options[key] = self._probe(self._back, self._inputs(hidden))
+                self._options[key] = self._given_by(self._back, self._inputs(hidden))[1:]
         return self._options[key]
 
-    def _probe(self, module: nn.Module, inputs: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _given_by(self, shell: nn.Module, inputs: Tensor) -> _Given:
+        """What the first block is given."""
         self._place(inputs.device)
         try:
-            self._call(module, inputs)
+            self._call(shell, inputs)
         except _Reached as reached:
-            return _hidden(reached)[1:]
+            return reached.given
         raise AssertionError("no block was reached")
 
     def _place(self, device: torch.device) -> None:
@@ -220,14 +232,15 @@ class Chain:
         shape = (hidden.shape[0], *self._example.shape[1:])
         return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
 
-    def _act(self, slot: _Slot, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def _act(self, _: str, given: _Given) -> Any:
         if self._end is None:
-            raise _Reached(arguments, options)
+            raise _Reached(given)
         return (self._end,) if self._in_tuple else self._end
 
-    def _with_slots(self, stubs: Mapping[str, nn.Module], act: Callable[..., Any] | None = None) -> nn.Module:
+    def _with_slots(self, stubs: Mapping[str, nn.Module], act: Callable[[str, _Given], Any] | None = None) -> nn.Module:
         """The module with slots and stubs; the modules around them are copies, all others the same."""
-        replaced = {**{name: _Slot(block, act or self._act) for name, block in self._blocks.items()}, **stubs}
+        slots = {name: _Slot(block, partial(act or self._act, name)) for name, block in self._blocks.items()}
+        replaced = {**slots, **stubs}
 
         def rebuilt(module: nn.Module, prefix: str) -> nn.Module:
             inside = [name for name in replaced if name.startswith(prefix)]
@@ -249,14 +262,13 @@ class Chain:
         calls: list[str] = []
         returned: list[Tensor] = []
 
-        def act(slot: _Slot, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
-            name = next(name for name in names if self._blocks[name] is slot.__dict__["block"])
+        def act(name: str, given: _Given) -> Any:
             calls.append(name)
-            hidden = _hidden(_Reached(arguments, options))[0]
+            hidden, arguments, options = given
             if returned and hidden is not returned[-1]:
                 raise NoChain(f"does not call {name} with what {calls[-2]} returns")
             if not returned:
-                found = slot.__dict__["block"](*arguments, **options)
+                found = self._blocks[name](hidden, *arguments, **options)
                 self._in_tuple = isinstance(found, tuple)
                 hidden = found[0] if self._in_tuple else found
                 self._hidden_shape = hidden.shape
@@ -299,8 +311,9 @@ class Chain:
         shape = (2, *self._example.shape[1:])
         other = self._with_slots(self._stubs(1.0))
         zeros, ones = torch.zeros(shape, dtype=self._example.dtype), torch.ones(shape, dtype=self._example.dtype)
-        given = zip(tree_leaves(self._probe(self._back, zeros)), tree_leaves(self._probe(other, ones)), strict=True)
-        if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in given):
+        leaves = [tree_leaves(self._given_by(*one)[1:]) for one in ((self._back, zeros), (other, ones))]
+        pairs = zip(*leaves, strict=True)
+        if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in pairs):
             raise NoChain("calls its blocks with more than the hidden state that depends on the samples")
         hidden = torch.randn((2, *self._hidden_shape[1:]))
         results = [self._finish(self._rest(shell, hidden), None) for shell in (self._back, other)]
@@ -315,16 +328,16 @@ def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:
     """Let the copied modules know whether they train: nobody tells them but who holds the members."""
     mode = next(iter(like.values())).training
     for one in shell.modules():
-        if not any(True for _ in one.parameters(recurse=False)):
+        if not has_weights(one, recurse=False):
             one.__dict__["training"] = mode
 
 
-def _hidden(reached: _Reached) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """A block's first argument, by position or by name, and the others."""
-    if reached.arguments:
-        return reached.arguments[0], reached.arguments[1:], reached.options
-    name, *_ = reached.options
-    return reached.options[name], (), {key: value for key, value in reached.options.items() if key != name}
+def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Given:
+    """Of a block's arguments the first one, by position or by name, and the others."""
+    if arguments:
+        return arguments[0], arguments[1:], options
+    name, *_ = options
+    return options[name], (), {key: value for key, value in options.items() if key != name}
 
 
 def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -336,7 +349,7 @@ def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
     found: dict[str, nn.Module] = {}
     for name, one in module.named_modules():
         inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*blocks, *found))
-        if inside or not any(True for _ in one.parameters(recurse=False)):
+        if inside or not has_weights(one, recurse=False):
             continue
         if not name or any(block.startswith(f"{name}.") for block in blocks):
             weight, _ = next(one.named_parameters(recurse=False))
@@ -349,8 +362,7 @@ def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> di
     """An ``nn.Sequential`` as a chain; what has no weights goes with what is before it. Arguments as above."""
     groups: list[dict[str, nn.Module]] = [{}]
     for name, child in module.named_children():
-        has_weights = any(True for _ in child.parameters())
-        if has_weights and any(True for member in groups[-1].values() for _ in member.parameters()):
+        if has_weights(child) and any(map(has_weights, groups[-1].values())):
             groups.append({})
         groups[-1][prefix + name] = child
 

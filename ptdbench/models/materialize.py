@@ -7,17 +7,14 @@ values do not depend on which rank fills which part of a model, or in which orde
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ptdbench.models.protocol import Model
-
-
-def _as_it_is(_: Tensor, values: Tensor) -> Tensor:
-    return values
 
 
 @torch.no_grad()
@@ -28,7 +25,7 @@ def materialize(
     prefix: str = "",
     device: torch.device | str,
     seed: int,
-    placed: Callable[[Tensor, Tensor], Tensor] = _as_it_is,
+    placed: Callable[[Tensor, Tensor], Tensor] = lambda _, values: values,
 ) -> None:
     """Move ``module`` to ``device``, and initialize every tensor of it that is still on the meta device.
 
@@ -46,7 +43,7 @@ def materialize(
             is divided among ranks keeps a part of them.
     """
     twins = {second: first for first, second in model.tied()}
-    for name, tensor in _tensors(module):
+    for name, tensor in chain(module.named_parameters(), module.named_buffers()):
         if not tensor.is_meta:
             continue
         full_name = prefix + name
@@ -75,11 +72,6 @@ def _move(module: nn.Module, device: torch.device) -> None:
 def parameter_count(module: nn.Module) -> int:
     """Number of parameters of ``module``, frozen ones included; a shared weight counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _generator(seed: int, name: str, device: torch.device) -> torch.Generator:

@@ -65,8 +65,8 @@ class Toy(nn.Module):
 
     def train_flops(self) -> dict[str, float]:
         """2 FLOPs a weight forward, 4 backward; the first layer's inputs need no gradient, which saves 2."""
-        weights = [linear.in_features * linear.out_features for linear in self._linears()]
-        return {f"chain.{i}": (4.0 if i == 0 else 6.0) * count for i, count in enumerate(weights)}
+        counts = [weight.numel() for weight in self.parameters() if weight.dim() > 1]
+        return {f"chain.{i}": (4.0 if i == 0 else 6.0) * count for i, count in enumerate(counts)}
 
     def masked_flops(self) -> float:
         """See :func:`ptdbench.models.protocol.masked_flops`: there is no attention."""
@@ -82,9 +82,6 @@ class Toy(nn.Module):
         assert isinstance(linear, nn.Linear)
         bound = 1 / math.sqrt(linear.in_features)
         nn.init.uniform_(tensor, -bound, bound, generator=generator)
-
-    def _linears(self) -> list[nn.Linear]:
-        return [module for module in self.modules() if isinstance(module, nn.Linear)]
 
 
 class Hidden(nn.Module):

@@ -7,14 +7,15 @@ is between them is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ptdbench.models.chain import Finish, NoChain
+from ptdbench.models.chain import Finish, NoChain, has_weights, trying
 from ptdbench.models.protocol import Piece
 from ptdbench.problems import said
 
@@ -59,12 +60,8 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         """Whether the call of a module stands in the graph as one."""
-        return m in self._blocks or super().is_leaf_module(m, module_qualified_name) or any(True for _ in _own(m))
-
-
-def _own(module: nn.Module) -> Iterator[Tensor]:
-    yield from module.parameters(recurse=False)
-    yield from module.buffers(recurse=False)
+        own = chain(m.parameters(recurse=False), m.buffers(recurse=False))
+        return m in self._blocks or super().is_leaf_module(m, module_qualified_name) or next(own, None) is not None
 
 
 class _Called(nn.Module):
@@ -113,9 +110,7 @@ def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _has_weights(module: nn.Module, node: fx.Node) -> bool:
-    if node.op != "call_module":
-        return False
-    return any(True for _ in module.get_submodule(str(node.target).removeprefix("module.")).parameters())
+    return node.op == "call_module" and has_weights(module.get_submodule(str(node.target).removeprefix("module.")))
 
 
 def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
@@ -136,11 +131,7 @@ def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
     modules = {name: called.get_submodule(name) for name in names}
     replay = fx.GraphModule({**modules, **constants}, own)
     members = {prefix + name.removeprefix("module."): one for name, one in modules.items()}
-    return Piece(members, partial(_run, replay))
-
-
-def _run(replay: nn.Module, inputs: Tensor) -> Any:
-    return replay(inputs)
+    return Piece(members, replay.forward)
 
 
 def _last(piece: Piece, finish: Finish, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -149,21 +140,14 @@ def _last(piece: Piece, finish: Finish, inputs: Tensor, targets: Tensor | None =
 
 def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Sequence[Piece], example: Tensor) -> None:
     """Compare the pieces, one after the other, with the module, on two samples."""
-    weights = [*module.parameters(), *module.buffers()]
-    device = next((weight.device for weight in weights), torch.device("cpu"))
+    device = next((weight.device for weight in chain(module.parameters(), module.buffers())), torch.device("cpu"))
     inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=device)
-    modes: Mapping[nn.Module, bool] = {one: one.training for one in module.modules()}
-    module.eval()  # no dropout, and batch norms that keep their statistics
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            expected = call(module, inputs)
-            for piece in pieces:
-                if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
-                    raise NoChain("hands on something else than a tensor with the samples first")
-                inputs = piece(inputs)
-    finally:
-        for one, mode in modes.items():
-            one.training = mode
+    with trying(module):
+        expected = call(module, inputs)
+        for piece in pieces:
+            if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
+                raise NoChain("hands on something else than a tensor with the samples first")
+            inputs = piece(inputs)
     alike = isinstance(expected, Tensor) and isinstance(inputs, Tensor) and expected.shape == inputs.shape
     if not alike or not (expected.is_meta or torch.equal(expected, inputs)):
         raise NoChain("computes something else when its submodules are called one after the other")

@@ -149,7 +149,14 @@ class OfItsOwn(Named):
 
 
 def check_pieces(model):
-    """The parts of a model, one after the other, compute what it computes."""
+    """The parts of a model, one after the other, compute what it computes, and have its weights under their names."""
+    held = [
+        f"{member}.{name}"
+        for key, part in model.parts().items()
+        for member, module in members(key, part).items()
+        for name, _ in module.named_parameters()
+    ]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
     inputs, targets = torch.randn(5, 6), torch.randn(5, 4)
     assert torch.equal(run(model, inputs), model(inputs))
     assert torch.equal(run(model, inputs, targets), model(inputs, targets))
@@ -163,18 +170,6 @@ def check_pieces(model):
 @pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, Named, OfItsOwn])
 def test_the_pieces_one_after_the_other_are_the_module(build):
     check_pieces(adapt(build(), example))
-
-
-@pytest.mark.parametrize("build", [Net, Scaled, sequential, Named])
-def test_every_weight_is_in_one_piece_under_its_own_name(build):
-    model = adapt(build(), example)
-    held = [
-        f"{member}.{name}"
-        for key, part in model.parts().items()
-        for member, module in members(key, part).items()
-        for name, _ in module.named_parameters()
-    ]
-    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
 
 
 @pytest.mark.parametrize("number", range(5))
@@ -207,14 +202,6 @@ def test_what_is_no_chain_says_why(build, reason):
     with pytest.raises(chain.NoChain) as caught:
         chain.Chain(module, chain.repeated(module), lambda one, x: one(x), lambda found, _: found, example()[0])
     assert str(caught.value) == reason
-
-
-def test_trying_draws_no_random_numbers():
-    state = torch.random.get_rng_state()
-    model = adapt(nn.Sequential(Net()), example)
-    torch.random.set_rng_state(state)
-    model.parts()
-    assert torch.equal(torch.random.get_rng_state(), state)
 
 
 class TestRepeated:
