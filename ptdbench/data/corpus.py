@@ -20,7 +20,7 @@ import numpy as np
 
 from ptdbench.data.tokens import Piece
 from ptdbench.problems import ConfigError, Problem, try_these
-from ptdbench.terminal import echo
+from ptdbench.terminal import echo, redraws
 
 SEPARATOR = b"\0"  # ends every document that is read as bytes; text does not contain it
 
@@ -311,7 +311,7 @@ def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
     """
     if total < _WORTH_TELLING:
         yield lambda _: None
-    elif _is_terminal():
+    elif redraws(sys.stderr):
         from rich import progress as rich
         from rich.console import Console
 
@@ -328,13 +328,6 @@ def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
         _say(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
 
 
-def _is_terminal() -> bool:
-    try:
-        return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
-        return False
-
-
 def _say(line: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # a run does not fail because its progress cannot be printed
+    with suppress(ValueError):  # closed: a run does not fail because its progress cannot be printed
         echo(line, sys.stderr)

@@ -30,43 +30,38 @@ def in_a_rank(body: Callable[..., Any], *arguments: Any) -> Any:
     return on_ranks(1, body, *arguments)[0]
 
 
-def used(workers: int) -> dict[str, Any]:
-    torch.manual_seed(5)
+def used() -> None:
     before = torch.get_rng_state()
-    feed = Feed(Largest(seed=3, workers=workers), rows, CPU)
-    found: dict[str, Any] = {"steps": [(step, feed(step)) for step in (0, 1, 2, 3, 7, 8)]}  # begun anew at another step
-    found["steps"] += [(20, feed.peek(20)), (9, feed(9))]
-    feed.close()
-    return found | {"waits": len(feed.wait_seconds), "chance": (before, torch.get_rng_state())}
+    for workers in (0, 1, 2):
+        feed = Feed(Largest(seed=3, workers=workers), rows, CPU)
+        steps = [(step, feed(step)) for step in (0, 1, 2, 3, 7, 8)]  # begun anew at another step
+        steps += [(20, feed.peek(20)), (9, feed(9))]
+        feed.close()
+        for step, batch in steps:
+            assert all(map(torch.equal, batch, Largest(seed=3).samples(*rows(step)))), (workers, step)
+        assert len(feed.wait_seconds) == 7  # a look ahead is no step
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_batches_are_those_of_the_rows_from_any_step_on_and_leave_chance_alone(workers):
-    found = in_a_rank(used, workers)
-    for step, batch in found["steps"]:
-        assert all(map(torch.equal, batch, Largest(seed=3).samples(*rows(step)))), step
-    assert found["waits"] == 7  # a look ahead is no step
-    assert torch.equal(*found["chance"])
+def test_batches_are_those_of_the_rows_from_any_step_on_and_leave_chance_alone():
+    in_a_rank(used)
 
 
-def makers() -> tuple[int, list[int], list[int], bool]:
+def made_by_workers() -> None:
     here, there = (Feed(Reveals(seed=0, workers=workers), rows, CPU) for workers in (0, 2))
-    found = [[feed(step)[1][0].item() for step in range(4)] for feed in (here, there)]
-    processes = [psutil.Process(pid) for pid in set(found[1])]
+    by_rank, by_workers = ({feed(step)[1][0].item() for step in range(4)} for feed in (here, there))
+    assert by_rank == {os.getpid()}
+    assert len(by_workers - by_rank) == 2
+    processes = [psutil.Process(pid) for pid in by_workers]
     assert all(maker.is_running() for maker in processes)
     there.close()
-    ended = all(not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE for maker in processes)
-    return os.getpid(), *found, ended
+    assert all(not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE for maker in processes)
 
 
 @pytest.mark.ranks
 def test_workers_make_them_elsewhere_and_end_with_it_and_without_any_it_is_done_here():
-    rank, here, there, ended = in_a_rank(makers)
-    assert set(here) == {rank}
-    assert len(set(there)) == 2
-    assert rank not in there
-    assert ended
+    in_a_rank(made_by_workers)
 
 
 def test_waiting_is_counted_for_every_step(monkeypatch):
@@ -101,21 +96,19 @@ def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
         time.sleep(0.2)
 
 
-def after_signals() -> list[int]:
+def signaled() -> None:
     feed = Feed(Reveals(seed=0, workers=1), rows, CPU)
-    found = [feed(0)[1][0].item()]
+    maker = feed(0)[1][0].item()
     for step, number in enumerate((signal.SIGINT, signal.SIGUSR2, signal.SIGTERM), start=1):
-        os.kill(found[0], number)
-        found += [feed(3 * step - 2 + ahead)[1][0].item() for ahead in range(3)]  # more than were ready
+        os.kill(maker, number)
+        found = [feed(3 * step - 2 + ahead)[1][0].item() for ahead in range(3)]  # more than were ready
+        assert found == [maker] * 3
     feed.close()
-    return found
 
 
 @pytest.mark.ranks
 def test_a_signal_to_all_processes_is_left_to_the_rank():
-    found = in_a_rank(after_signals)
-    assert len(found) == 10
-    assert len(set(found)) == 1
+    in_a_rank(signaled)
 
 
 class Collects(Largest):
@@ -196,13 +189,14 @@ class TestForAGpu:
     def test_batches_are_made_and_pinned_ahead_in_a_thread(self, monkeypatch):
         cuda = Cuda(monkeypatch)
         feed = Feed(Reveals(seed=0), rows, torch.device("cuda", 1))
-        made = [feed(step) for step in range(3)]
+        made = [feed(step) for step in (0, 1, 7, 8)]  # begun anew at another step
         feed.close()
-        assert [inputs[0].item() for inputs, _ in made] == [0, 10, 20]
-        assert cuda.of("device") == [("batches", "cuda:1")]
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+        assert [inputs[0].item() for inputs, _ in made] == [0, 10, 70, 80]
+        assert cuda.of("device") == [("batches", "cuda:1")] * 2
         assert {thread for thread, _ in cuda.of("pin")} == {"batches"}
-        assert cuda.of("copy") == [("MainThread", ("cuda:1", True))] * 6
-        assert len(feed.wait_seconds) == 3
+        assert cuda.of("copy") == [("MainThread", ("cuda:1", True))] * 8
+        assert len(feed.wait_seconds) == 4
 
     def test_the_next_one_is_made_while_the_step_runs(self, monkeypatch):
         Cuda(monkeypatch)
@@ -218,13 +212,6 @@ class TestForAGpu:
         assert made[2].wait(60)
         feed.close()
         assert not made[3].is_set()
-
-    def test_it_may_start_anew_at_another_step(self, monkeypatch):
-        Cuda(monkeypatch)
-        feed = Feed(Reveals(seed=0), rows, torch.device("cuda"))
-        assert [feed(step)[0][0].item() for step in (0, 1, 7, 8)] == [0, 10, 70, 80]
-        feed.close()
-        assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
     def test_what_goes_wrong_in_the_thread_is_raised_in_the_step(self, monkeypatch):
         Cuda(monkeypatch)

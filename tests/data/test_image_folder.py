@@ -206,21 +206,6 @@ class TestWorkers:
         assert images(collection, workers=workers).workers == workers
         assert len(images(collection, workers=workers).held_out.samples(0, 6)[1]) == 6
 
-    def test_make_the_same_samples_as_the_rank_itself(self, collection):
-        class Batches(torch.utils.data.Dataset):
-            def __init__(self, data):
-                self.data = data
-
-            def __getitem__(self, step):
-                return self.data.samples(4 * step, 4 * step + 4)
-
-        loader = torch.utils.data.DataLoader(
-            Batches(images(collection)), batch_size=None, sampler=range(6), num_workers=2
-        )
-        found = [torch.cat(tensors) for tensors in zip(*loader, strict=True)]
-        for own, theirs in zip(images(collection).samples(0, 24), found, strict=True):
-            assert torch.equal(own, theirs)
-
 
 class TestIdentity:
     def test_is_that_of_the_files_wherever_they_lie(self, collection, root):

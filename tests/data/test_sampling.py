@@ -40,12 +40,6 @@ def test_goes_through_the_data_as_torchs_distributed_sampler_does(count, seed):
     assert found.tolist() == orders(count, seed, 5)
 
 
-@pytest.mark.parametrize("size", [1, 3, 7, 11, 50])
-def test_batches_of_any_size_make_up_the_same_stream(size):
-    batches = [Epochs(7, 5).indices(start, start + size) for start in range(0, 100, size)]
-    assert np.concatenate(batches)[:100].tolist() == orders(7, 5, 15)[:100]
-
-
 def test_seeds_make_other_orders_however_large_they_are():
     # torch's generator is seeded with 64 bits, and makes use of 32 of them
     found = {tuple(Epochs(50, seed).indices(100, 150)) for seed in (0, 1, 2**63 - 1, 2**64 - 7, 2**64 + 17)}

@@ -118,6 +118,8 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content):
 
 
 class Terminal(io.StringIO):
+    encoding = "utf-8"
+
     def isatty(self):
         return True
 
