@@ -16,10 +16,6 @@ from ptdbench.local_part import local_part
 KEY = "average"
 
 
-def _nothing() -> None:
-    """Nothing to share: every rank has all averages of its weights."""
-
-
 class WeightAverage:
     """Averages an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
 
@@ -32,7 +28,9 @@ class WeightAverage:
         share: Brings other ranks to this one's weights where only it has their averages; called in all ranks.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, decay: float, share: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, decay: float, share: Callable[[], None] = lambda: None
+    ) -> None:
         self._optimizer = optimizer
         self._share = share
         self._follow = get_ema_multi_avg_fn(decay)
