@@ -2,19 +2,8 @@ import pytest
 import torch
 
 from ptdbench.models.llama import Llama, Rotary, turn
-from ptdbench.models.materialize import materialize, parameter_count
+from tests.models.made import check_logits, filled
 from tests.models.their_weights import from_llama
-
-SIZES = {
-    "layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "hidden": 48, "sequence_length": 24, "vocabulary": 60,
-}  # fmt: skip
-
-
-def llama(**options):
-    with torch.device("meta"):
-        model = Llama(**SIZES | options)
-    materialize(model, model, device="cpu", seed=0)
-    return model
 
 
 def scaled(theta, factor):
@@ -26,29 +15,20 @@ def scaled(theta, factor):
 
 
 @pytest.mark.parametrize(
-    ("options", "theta", "factor"),
-    [({}, 500000.0, 8.0), ({"tie_weights": True}, 10000.0, 1.0), ({"key_value_heads": 4}, 10000.0, 1.0),
-     ({"key_value_heads": 1}, 10000.0, 1.0)],
-)  # fmt: skip
-def test_llama_weights_give_the_logits_of_transformers(options, theta, factor):
+    ("groups", "tie_weights", "theta", "factor"),
+    [(2, False, 500000.0, 8.0), (2, True, 10000.0, 1.0), (4, False, 10000.0, 1.0), (1, False, 10000.0, 1.0)],
+)
+def test_llama_weights_give_the_logits_of_transformers(groups, tie_weights, theta, factor):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    ours = llama(rope_theta=theta, rope_factor=factor, **options)
+    sizes = {"layers": 2, "heads": 4, "key_value_heads": groups, "width": 32, "hidden": 48, "vocabulary": 60}
+    ours = filled(Llama, **sizes, tie_weights=tie_weights, rope_theta=theta, rope_factor=factor)
     config = transformers.LlamaConfig(
         vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=ours.groups[0], max_position_embeddings=16384, rms_norm_eps=1e-5,
-        rope_parameters=scaled(theta, factor), tie_word_embeddings=ours.tie_weights,
+        num_key_value_heads=groups, max_position_embeddings=16384, rms_norm_eps=1e-5,
+        rope_parameters=scaled(theta, factor), tie_word_embeddings=tie_weights,
     )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in theirs.parameters():  # at the initial values norms would hide mistakes
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    ours.load_state_dict(from_llama(theirs.state_dict(), ours.groups[0]))
-    tokens = torch.randint(60, (3, 24))
-    expected = theirs(tokens).logits
-    assert expected.std() > 0.1
-    assert (ours(tokens) - expected).abs().max() / expected.abs().max() < 1e-5
-    assert parameter_count(ours) == sum(parameter.numel() for parameter in theirs.parameters())
+    check_logits(ours, transformers.LlamaForCausalLM(config), lambda state: from_llama(state, groups))
 
 
 @pytest.mark.parametrize(("theta", "factor"), [(10000.0, 1.0), (500000.0, 8.0), (500000.0, 32.0)])

@@ -4,7 +4,6 @@ from torch import nn
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.materialize import materialize
-from ptdbench.models.resnet import ResNet
 
 
 def meta_gpt():
@@ -69,12 +68,3 @@ def test_parameters_stay_parameters_and_frozen_stay_frozen():
         assert isinstance(parameter, nn.Parameter)
         assert parameter.is_leaf
         assert parameter.requires_grad == (not name.startswith("embedding."))
-
-
-def test_buffers_too():
-    with torch.device("meta"):
-        model = ResNet(depth=18)
-    materialize(model, model, device="cpu", seed=0)
-    assert not any(tensor.is_meta for tensor in model.state_dict().values())
-    assert model.bn1.num_batches_tracked.dtype == torch.int64
-    assert model.bn1.num_batches_tracked == 0

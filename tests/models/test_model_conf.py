@@ -50,13 +50,6 @@ def on_meta(name):
         return hydra.utils.instantiate(options(name))
 
 
-@pytest.mark.parametrize("name", RUNNABLE)
-def test_it_is_a_model_that_fits_any_machine(name):
-    model = on_meta(name)
-    assert isinstance(model, Model)
-    assert all(tensor.is_meta for tensor in model.state_dict().values())
-
-
 def count_of_gpt(name):
     """Embeddings V·D + T·D; a block 12 D² weights, 9 D biases and 4 D of norms; the final norm 2 D."""
     layers, width, length, vocabulary = GPTS[name]
@@ -70,12 +63,16 @@ LLAMAS = {"llama_1b": 1_235_814_400, "llama_8b": 8_030_261_248, "llama_70b": 70_
 RESNETS = {"resnet18": 11_689_512, "resnet50": 25_557_032, "resnet152": 60_192_808}
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [*((name, count_of_gpt(name)) for name in GPTS), *LLAMAS.items(), *MOES.items(), *RESNETS.items()],
-)
-def test_parameters(name, count):
-    assert parameter_count(on_meta(name)) == count
+PUBLISHED = {**{name: count_of_gpt(name) for name in GPTS}, **LLAMAS, **MOES, **RESNETS}
+assert PUBLISHED.keys() <= set(RUNNABLE)
+
+
+@pytest.mark.parametrize("name", RUNNABLE)
+def test_it_is_a_model_with_the_parameters_that_were_published(name):
+    model = on_meta(name)
+    assert isinstance(model, Model)
+    if name in PUBLISHED:
+        assert parameter_count(model) == PUBLISHED[name]
 
 
 def test_a_token_meets_what_names_and_papers_say():

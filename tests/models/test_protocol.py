@@ -6,25 +6,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torchvision.models.resnet import BasicBlock, Bottleneck
+from torchvision.models.resnet import Bottleneck
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
-from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import Model, default_loss
-from ptdbench.models.resnet import SHAPES, ResNet
+from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
 from ptdbench.parallel import tensor
 from ptdbench.parallel.precision import DTYPES, Copies, narrow
 from ptdbench.problems import ConfigError
+from tests.models.made import filled, small_resnet
 from tests.parallel.ranks import on_ranks
-
-
-def filled(family, **options):
-    with torch.device("meta"):
-        model = family(**options)
-    materialize(model, model, device="cpu", seed=1)
-    return model
 
 
 def gpt(**options):
@@ -46,20 +39,13 @@ def tied_llama():
     return llama(heads=2, tie_weights=True)
 
 
-def residual(block, size, **options):
-    """Of one block a stage, or a CPU takes long."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SHAPES, 10, (block, [1, 1, 1, 1]))
-        model = filled(ResNet, depth=10, classes=10, image_size=size, **options)
-    return model, torch.randn(3, 3, size, size), torch.randint(10, (3,))
-
-
 def resnet():
-    return residual(BasicBlock, 45)
+    return small_resnet(classes=10, image_size=45), torch.randn(3, 3, 45, 45), torch.randint(10, (3,))
 
 
 def bottleneck_resnet():
-    return residual(Bottleneck, 8, stem="small")
+    model = small_resnet(Bottleneck, classes=10, image_size=8, stem="small")
+    return model, torch.randn(3, 3, 8, 8), torch.randint(10, (3,))
 
 
 def toy_of_numbers():

@@ -3,19 +3,13 @@ import math
 import pytest
 import torch
 
-from ptdbench.models.materialize import materialize, parameter_count
+from ptdbench.models.materialize import parameter_count
 from ptdbench.models.toy import Toy
-
-
-def toy(**options):
-    with torch.device("meta"):
-        model = Toy(**options)
-    materialize(model, model, device="cpu", seed=0)
-    return model
+from tests.models.made import filled
 
 
 def test_it_is_linear_layers_with_relu_between():
-    model, x = toy(inputs=6, width=5, outputs=4, layers=3), torch.randn(7, 6)
+    model, x = filled(Toy, inputs=6, width=5, outputs=4, layers=3), torch.randn(7, 6)
     weights = list(model.parameters())
     hidden = (x @ weights[0].T + weights[1]).clamp(min=0)
     hidden = (hidden @ weights[2].T + weights[3]).clamp(min=0)
@@ -24,6 +18,6 @@ def test_it_is_linear_layers_with_relu_between():
 
 
 def test_initial_values_are_those_of_linear_layers():
-    for parameter in toy(inputs=64, width=64, outputs=64, layers=3).parameters():
+    for parameter in filled(Toy, inputs=64, width=64, outputs=64, layers=3).parameters():
         assert parameter.abs().max() <= 1 / 8
         assert parameter.std().item() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.25)
