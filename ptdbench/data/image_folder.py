@@ -106,10 +106,11 @@ class ImageFolder(Images):
         """The images of ``val``, the middle of each; ``None`` where there is no such folder."""
         return None if self._held_out is None else HeldOutFolder(self, self._held_out)
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A digest of the names and sizes of all files, in training and held out; asks the file system for each."""
-        return self._identity
+        parts = [self._training, *([self._held_out] if self._held_out else [])]
+        return hashlib.sha256("".join(part.digest() for part in parts).encode()).hexdigest()
 
     def prepare(self) -> None:
         """List the folders.
@@ -174,11 +175,6 @@ class ImageFolder(Images):
             remedy = try_these([f"data.val=FOLDER with those of {self._train}"])
             raise ConfigError([Problem("root", self.root, rule, remedy)])
         return found
-
-    @cached_property
-    def _identity(self) -> str:
-        parts = [self._training, *([self._held_out] if self._held_out else [])]
-        return hashlib.sha256("".join(part.digest() for part in parts).encode()).hexdigest()
 
 
 class HeldOutFolder(HeldOut):

@@ -127,18 +127,6 @@ def test_a_text_shorter_than_a_sample_is_refused_at_prepare(file, cache):
     text(file, sequence_length=4).prepare()
 
 
-def test_a_document_that_cannot_be_read_is_a_problem_of_the_path(file, cache, monkeypatch):
-    def refusing(part):
-        raise PermissionError(13, "Permission denied", str(file))
-        yield
-
-    monkeypatch.setattr("ptdbench.data.text.byte_tokens", refusing)
-    problem = refused(file)
-    assert problem.option == "path"
-    assert str(file) in problem.rule
-    assert not list(cache.glob("*.tokens"))
-
-
 class TestTokenizer:
     NUMBERS = {"one": 1, "two": 2, "three": 3, "</s>": 4}  # noqa: RUF012
 
