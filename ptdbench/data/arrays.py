@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import sampling
-from ptdbench.data.protocol import HeldOut, Images, require_within
+from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images
 from ptdbench.data.sampling import Epochs
 from ptdbench.problems import Problem, try_these
 
@@ -60,9 +60,14 @@ class ImageArrays(Images):
     @property
     def held_out(self) -> HeldOut | None:
         """The held-out images, not augmented; ``None`` if there are none."""
-        return HeldOutArrays(self, self._held_out) if len(self._held_out.labels) else None
+        part = self._held_out
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        def read(start: int, stop: int) -> Batch:
+            return self.normalized(part.images[start:stop]), torch.from_numpy(part.labels[start:stop].copy())
+
+        return HeldOutPart(len(part.labels), read) if len(part.labels) else None
+
+    def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``."""
         chosen = self._epochs.indices(start, stop)
         images = sampling.shifted(
@@ -100,26 +105,3 @@ class ImageArrays(Images):
     @cached_property
     def _held_out(self) -> Labeled:
         return self.read(held_out=True)
-
-
-class HeldOutArrays(HeldOut):
-    """Held-out images, not augmented, in a fixed order."""
-
-    def __init__(self, data: ImageArrays, part: Labeled) -> None:
-        """Take the images, and the data that know how a model wants them."""
-        self._data = data
-        self._part = part
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self._part.labels)
-
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
-
-        Raises:
-            IndexError: If there are not as many.
-        """
-        require_within(start, stop, self)
-        labels = torch.from_numpy(self._part.labels[start:stop].copy())
-        return self._data.normalized(self._part.images[start:stop]), labels

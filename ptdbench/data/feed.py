@@ -13,13 +13,10 @@ from multiprocessing import util
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ptdbench.data.protocol import Data
+from ptdbench.data.protocol import Batch, Data
 from ptdbench.launch.lifetime import die_with_parent
-
-Batch = tuple[Tensor, Tensor]
 
 #: Batches that each worker process, or the thread, keeps ready.
 AHEAD = 2

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import sampling
-from ptdbench.data.protocol import HeldOut, Images, require_within
+from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images
 from ptdbench.data.sampling import Epochs, draws
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
@@ -104,7 +104,17 @@ class ImageFolder(Images):
     @property
     def held_out(self) -> HeldOut | None:
         """The images of ``val``, the middle of each; ``None`` where there is no such folder."""
-        return None if self._held_out is None else HeldOutFolder(self, self._held_out)
+        if (listing := self._held_out) is None:
+            return None
+
+        def middles(start: int, stop: int) -> Batch:
+            # Nothing is drawn here, and decoding lets other threads run: no processes are needed.
+            with ThreadPoolExecutor(max(self.workers, 1)) as threads:
+                paths = map(listing.path, range(start, stop))
+                images = list(threads.map(lambda path: read(path, self._middle), paths))
+            return self.batch(images), torch.from_numpy(listing.labels[start:stop].copy())
+
+        return HeldOutPart(len(listing.names), middles)
 
     @cached_property
     def identity(self) -> str:
@@ -121,7 +131,7 @@ class ImageFolder(Images):
         """
         _ = self._training, self._held_out
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
         Raises:
@@ -151,6 +161,12 @@ class ImageFolder(Images):
         return v2.Compose([v2.RandomResizedCrop(self.image_size), v2.RandomHorizontalFlip()])
 
     @cached_property
+    def _middle(self) -> Transform:
+        from torchvision.transforms import v2
+
+        return v2.Compose([v2.Resize(self.image_size * 256 // 224), v2.CenterCrop(self.image_size)])
+
+    @cached_property
     def _epochs(self) -> Epochs:
         return Epochs(len(self._training.names), self.seed)
 
@@ -175,37 +191,6 @@ class ImageFolder(Images):
             remedy = try_these([f"data.val=FOLDER with those of {self._train}"])
             raise ConfigError([Problem("root", self.root, rule, remedy)])
         return found
-
-
-class HeldOutFolder(HeldOut):
-    """Images that are kept from training, the middle of each and always in the same order."""
-
-    def __init__(self, data: ImageFolder, listing: Listing) -> None:
-        """Take the images, and the data that know how a model wants them."""
-        from torchvision.transforms import v2
-
-        self._data = data
-        self._listing = listing
-        size = data.image_size
-        self._middle = v2.Compose([v2.Resize(size * 256 // 224), v2.CenterCrop(size)])
-
-    def __len__(self) -> int:
-        """Return how many there are."""
-        return len(self._listing.names)
-
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
-
-        Raises:
-            IndexError: If there are not as many.
-            ValueError: If a file cannot be read as an image; the message names it.
-        """
-        require_within(start, stop, self)
-        # Nothing is drawn here, and decoding lets other threads run: no processes are needed.
-        with ThreadPoolExecutor(max(self._data.workers, 1)) as threads:
-            paths = map(self._listing.path, range(start, stop))
-            images = list(threads.map(lambda path: read(path, self._middle), paths))
-        return self._data.batch(images), torch.from_numpy(self._listing.labels[start:stop].copy())
 
 
 def read(path: Path, transform: Transform) -> sampling.Pixels:

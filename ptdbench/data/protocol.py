@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+#: Inputs and targets.
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 class HeldOut(Protocol):
@@ -79,7 +83,7 @@ class Sequences(Data):
         """The sequence length."""
         return self.sequence_length
 
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def example(self) -> Batch:
         """Return inputs and targets of one sample on the meta device, int64 of shape ``(1, T)``."""
         inputs = torch.empty(1, self.sequence_length, dtype=torch.int64, device="meta")
         return inputs, torch.empty_like(inputs)
@@ -95,14 +99,28 @@ class Images(Data):
     #: The memory format of the samples: ``torch.channels_last``, or else contiguous.
     channels_last: bool
 
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def example(self) -> Batch:
         """Return one image, float32 of shape ``(1, 3, H, W)``, and its int64 label ``(1,)`` on the meta device."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         image = torch.empty(1, 3, self.image_size, self.image_size, device="meta", memory_format=layout)
         return image, torch.empty(1, dtype=torch.int64, device="meta")
 
 
-def require_within(start: int, stop: int, held_out: HeldOut) -> None:
-    """Raise an IndexError unless the held-out part has samples ``start`` to ``stop - 1``."""
-    if not 0 <= start <= stop <= len(held_out):
-        raise IndexError(f"samples {start} to {stop} of {len(held_out)}")
+class HeldOutPart(HeldOut):
+    """The held-out samples of a source that can read them by number."""
+
+    def __init__(self, count: int, read: Callable[[int, int], Batch], bytes_per_token: float | None = None) -> None:
+        """Take how many there are, and ``read(start, stop)`` for what there is."""
+        self.bytes_per_token = bytes_per_token
+        self._count = count
+        self._read = read
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return self._count
+
+    def samples(self, start: int, stop: int) -> Batch:
+        """Return samples ``start`` to ``stop - 1``; raises IndexError if there are not as many."""
+        if not 0 <= start <= stop <= self._count:
+            raise IndexError(f"samples {start} to {stop} of {self._count}")
+        return self._read(start, stop)

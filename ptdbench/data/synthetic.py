@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ptdbench.data.protocol import Data, Images, Sequences
+from ptdbench.data.protocol import Batch, Data, Images, Sequences
 from ptdbench.data.sampling import draws
 from ptdbench.problems import at_least, require
 
@@ -25,7 +25,7 @@ class SyntheticTokens(Sequences):
         self.vocabulary = vocabulary
         self.seed = seed
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
         length = self.sequence_length + 1  # one more for the last target
         bits = draws(self.seed, start * length, stop * length).reshape(-1, length)
@@ -50,7 +50,7 @@ class SyntheticImages(Images):
         self.pool = pool
         self.channels_last = channels_last
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
         Pixels have mean 0 and variance 1, as images have after the usual normalization.
@@ -84,7 +84,7 @@ class SyntheticVectors(Data):
         self.outputs = outputs
         self.seed = seed
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 of shapes ``(B, inputs)`` and ``(B, outputs)``."""
         bits = draws(self.seed, start * self.inputs, stop * self.inputs)
         # Uniform in [-1, 1) from 24 bits, as many as a float32 holds exactly.
@@ -94,7 +94,7 @@ class SyntheticVectors(Data):
         y = x[:, j % self.inputs] * (1 + x[:, (j + 1) % self.inputs])
         return torch.from_numpy(x), torch.from_numpy(y)
 
-    def example(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def example(self) -> Batch:
         """Return input and target of one sample on the meta device: float32, ``(1, inputs)``, ``(1, outputs)``."""
         return (
             torch.empty(1, self.inputs, dtype=torch.float32, device="meta"),

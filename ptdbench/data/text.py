@@ -27,7 +27,7 @@ from ptdbench.data.corpus import (
     split,
     standard_library,
 )
-from ptdbench.data.protocol import HeldOut, Sequences, require_within
+from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Sequences
 from ptdbench.data.sampling import draws
 from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, nearest, require, try_these
@@ -75,8 +75,17 @@ class Text(Sequences):
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The windows of what is kept from training, one after the other; ``None`` where nothing is."""
-        return HeldOutText(self._held_out, self.sequence_length) if self._held_out else None
+        """The windows of what is kept from training, side by side and all complete; ``None`` where nothing is."""
+        if (stored := self._held_out) is None:
+            return None
+        length = self.sequence_length
+
+        def windows(start: int, stop: int) -> Batch:
+            row = stored.tokens[start * length : stop * length + 1]
+            return _as_tensor(row[:-1].reshape(-1, length)), _as_tensor(row[1:].reshape(-1, length))
+
+        count = (len(stored.tokens) - 1) // length  # the last one needs a token after it for its last target
+        return HeldOutPart(count, windows, stored.bytes / len(stored.tokens))
 
     @property
     def tokens(self) -> Tokens:
@@ -98,7 +107,7 @@ class Text(Sequences):
         """
         _ = self._windows, self._held_out
 
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``."""
         places = draws(self.seed, start, stop) % np.uint64(len(self._windows))
         windows = self._windows[places]
@@ -175,30 +184,6 @@ class Text(Sequences):
         whose = "what is not held out" if self._share else "the text"
         rule = f"{whose} has {count} tokens, {needed}"
         return Problem("sequence_length", self.sequence_length, rule, try_these([count - 1] if count > 1 else []))
-
-
-class HeldOutText(HeldOut):
-    """The held-out part as windows without common targets; an incomplete last window is dropped."""
-
-    def __init__(self, stored: Stored, sequence_length: int) -> None:
-        """Take the tokens, which are more than ``sequence_length``."""
-        self.bytes_per_token = stored.bytes / len(stored.tokens)
-        self._tokens = stored.tokens
-        self._length = sequence_length
-
-    def __len__(self) -> int:
-        """Return how many windows there are."""
-        return (len(self._tokens) - 1) // self._length  # the last one needs a token after it for its last target
-
-    def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return samples ``start`` to ``stop - 1``: inputs and next-token targets, int64 of shape ``(B, T)``.
-
-        Raises:
-            IndexError: If there are not as many.
-        """
-        require_within(start, stop, self)
-        row = self._tokens[start * self._length : stop * self._length + 1]
-        return _as_tensor(row[:-1].reshape(-1, self._length)), _as_tensor(row[1:].reshape(-1, self._length))
 
 
 def _as_tensor(tokens: Tokens) -> torch.Tensor:
