@@ -57,9 +57,8 @@ from ptdbench.problems import said
 
 Example = tuple[Tensor, Tensor]
 
-#: Products of batches of matrices.
+#: Products of batches of matrices, as those of attention are.
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
-
 
 PREFIX = "module."
 
@@ -272,15 +271,13 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     # The counter has no formula for some fused attention kernels and would count them as zero.
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss = functional_call(module, tensors, tuple(two))
-        forward = {name: _batched(by_operation) for name, by_operation in counter.get_flop_counts().items()}
+        forward = {
+            name: sum(flops for operation, flops in by_operation.items() if operation in _BATCHED)
+            for name, by_operation in counter.get_flop_counts().items()
+        }
         loss.backward()
     outside, masked = _masked(module, forward, inputs.shape[-1])
     return Flops((counter.get_total_flops() - outside) / 2, None if masked is None else masked / 2)
-
-
-def _batched(flops: Mapping[Any, int]) -> int:
-    """FLOPs of products of batches of matrices, as those of attention are."""
-    return sum(count for operation, count in flops.items() if operation in _BATCHED)
 
 
 def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple[float, float | None]:

@@ -32,16 +32,6 @@ def test_part_by_part_in_any_order_is_the_whole(order):
     assert model.head.projection.weight is model.embedding.token.weight
 
 
-def test_a_twin_alone_in_its_stage_has_the_value_of_the_first():
-    """Each rank of a pipeline has a model of its own and fills its own stage only."""
-    first, last = meta_gpt(), meta_gpt()
-    materialize(first, first.embedding, prefix="embedding.", device="cpu", seed=0)
-    materialize(last, last.head, prefix="head.", device="cpu", seed=0)
-    twins = first.embedding.token.weight, last.head.projection.weight
-    torch.testing.assert_close(*twins, rtol=0, atol=0)
-    assert last.blocks[0].mlp.up.weight.is_meta  # of another rank
-
-
 def test_values_depend_on_seed_and_name_and_not_on_the_global_generator():
     before = torch.get_rng_state()
     model = whole()
