@@ -49,13 +49,6 @@ def test_without_flipping_none_is_mirrored_and_without_padding_too_they_are_as_t
     assert (shifted(images, seed=0, start=0, padding=0, flip=False) == images).all()
 
 
-def test_the_border_may_be_wider_than_the_image():
-    images = pictures(200, 2, 2)
-    after = shifted(images, seed=0, start=0, padding=3, flip=False)
-    assert after.shape == images.shape
-    assert not after.all(axis=(1, 2, 3)).all()
-
-
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_bytes_become_what_torchvision_makes_of_them(channels_last):
     from torchvision.transforms.v2.functional import normalize

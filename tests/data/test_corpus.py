@@ -39,12 +39,6 @@ def test_documents_are_joined_in_order_of_their_paths_and_the_separator_counts_a
     assert [piece.bytes for piece in byte_tokens(Part(files))] == [4, 4]
 
 
-def test_bytes_that_are_not_utf8_pass_unchanged(tmp_path):
-    everything = bytes(range(255, 0, -1))
-    (tmp_path / "latin.txt").write_bytes(everything)
-    assert text_of(files_at(tmp_path / "latin.txt")) == everything + b"\0"
-
-
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Of eight bytes."""

@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 
-from ptdbench.data.tokens import HEADER_BYTES, Piece, cached_tokens, read_tokens, write_tokens
+from ptdbench.data.tokens import HEADER_BYTES, Piece, cached_tokens, read_tokens
 from tests.data.made import at_once
 
 TEXT = np.frombuffer(b"the quick brown fox", np.uint8)
@@ -113,13 +113,6 @@ def test_a_file_that_is_no_writers_is_neither_overwritten_nor_deleted(path, monk
         cached_tokens(path, np.uint8, "id", one_piece)
     assert mine.read_bytes() == (content or b"linked to")
     assert place.is_symlink() == (content is None)
-
-
-def test_a_mapped_file_survives_being_replaced(path):
-    mapped = cached_tokens(path, np.uint8, "old", one_piece)
-    write_tokens(path, np.uint8, "new", [piece(TEXT[::-1])])
-    assert mapped.tokens.tobytes() == TEXT.tobytes()
-    assert read_tokens(path, np.uint8, "new").tokens.tobytes() == TEXT.tobytes()[::-1]
 
 
 def stall(path, writing):
