@@ -98,7 +98,7 @@ def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
 
 def signaled() -> None:
     feed = Feed(Reveals(seed=0, workers=1), rows, CPU)
-    maker = feed(0)[1][0].item()
+    maker = int(feed(0)[1][0])
     for step, number in enumerate((signal.SIGINT, signal.SIGUSR2, signal.SIGTERM), start=1):
         os.kill(maker, number)
         found = [feed(3 * step - 2 + ahead)[1][0].item() for ahead in range(3)]  # more than were ready

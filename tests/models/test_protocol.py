@@ -67,7 +67,7 @@ def case(request):
     return request.param()
 
 
-def test_it_is_a_model_whose_layers_are_modules_of_it_in_order(case):
+def test_it_is_a_model_whose_layers_are_in_order_and_whose_parts_hold_every_tensor_once(case):
     model, *_ = case
     assert isinstance(model, Model)
     order = list(model.modules())
@@ -75,10 +75,6 @@ def test_it_is_a_model_whose_layers_are_modules_of_it_in_order(case):
     assert len(positions) >= 3
     assert positions == sorted(positions)
     assert list(model.train_flops()) == list(model.parts())
-
-
-def test_parts_are_submodules_by_name_and_hold_every_tensor_once(case):
-    model, *_ = case
     held = []
     for name, part in model.parts().items():
         assert model.get_submodule(name) is part
