@@ -106,15 +106,12 @@ class Decoder(nn.Module):
     def roles(self) -> dict[str, Role]:
         """Attention by heads, the MLP, and the vocabulary at both ends, as in Megatron-LM (Shoeybi et al. 2019)."""
         vocabulary, positions = (self.vocabulary, "tokens"), (self.sequence_length, "positions")
+        of_block = self._block_roles()
         named = {
             "embedding": Role("stream", *positions),
             "embedding.token": Role("vocabulary", *vocabulary),
             "embedding.position": Role("positions", *positions),
-            **{
-                f"blocks.{i}.{name}": role
-                for i in range(len(self.blocks))
-                for name, role in self._block_roles().items()
-            },
+            **{f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()},
             "head.norm": Role("entry"),
             "head.projection": Role("vocabulary", *vocabulary),
             "head.cross_entropy": Role("loss"),
