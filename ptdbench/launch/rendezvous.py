@@ -58,19 +58,24 @@ _OTHER_PORT = "set MASTER_PORT to a free port for all ranks, or end what uses th
 
 @cache
 def store() -> dist.Store:
-    """Return the launch's key-value store. From then on the environment describes the rank as torchrun would.
+    """Return the launch's key-value store, see :func:`meet`."""
+    return meet(os.environ)
+
+
+def meet(environ: MutableMapping[str, str]) -> dist.Store:
+    """Open the launch's key-value store. From then on ``environ`` describes the rank as torchrun would.
 
     Raises:
         ConfigError: The ranks do not find each other where they should meet.
     """
-    world = discover(os.environ)
+    world = discover(environ)
     if world is None or world.started_by.has_store:  # the store's place is the launcher's choice, even its own
         found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
         return found
-    host, port = address.meeting_point(world, os.environ)
+    host, port = address.meeting_point(world, environ)
     opened = _open(world, host, port)
-    _await_all(opened, world, f"{host}:{port}", address.launch_id(world, os.environ))
-    export(world, os.environ)
+    _await_all(opened, world, f"{host}:{port}", address.launch_id(world, environ))
+    export(world, environ)
     return opened
 
 

@@ -105,14 +105,10 @@ def test_helpers_of_an_mpirun_are_different_steps_of_one_launch_and_without_a_na
 @pytest.mark.parametrize(
     ("kernel", "end"),
     [
-        ("32768\t60999", 32768),
-        ("15000 65000", 15000),
-        ("61000 65000", 61000),
-        ("1024 65535", 32768),
-        ("", 32768),
-        (None, 32768),
+        ("32768\t60999", 32768), ("15000 65000", 15000), ("61000 65000", 61000), ("1024 65535", 32768),
+        ("", 32768), (None, 32768),
     ],
-)
+)  # fmt: skip
 def test_ports_stay_below_those_that_the_kernel_gives_out(ephemeral, kernel, end):
     ephemeral.unlink() if kernel is None else ephemeral.write_text(kernel)
     ports = {port(FAR["srun"], SLURM | {"SLURM_JOB_ID": str(job)}) for job in range(2000)}

@@ -1,18 +1,17 @@
 """Ranks agree on their devices, or all of them say which rank does not fit in."""
 
-import json
-import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ptdbench.launch import devices, local, rendezvous
+from ptdbench.launch import devices, rendezvous
 from ptdbench.launch.devices import Sight
-from ptdbench.launch.world import World, discover
+from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 
 WORLD = World(rank=0, size=4, local_rank=0, local_size=2, launcher="srun")
@@ -89,33 +88,36 @@ class TestLook:
         assert seen.reason
 
 
-def agree(environ: dict[str, str], folder: Path, gpus: list[int], silent: int | None) -> None:
-    """In a rank, as of torchrun: see so many GPUs, and write down what it is told."""
-    world = discover(os.environ)
-    assert world is not None
-    assert world.launcher == "torchrun"
-    rendezvous.ARRIVAL = timedelta(seconds=2)
-    if world.rank == silent:
-        return
-    devices._look = lambda world: Sight(world.rank, f"n{world.rank}", 1, gpus[world.rank])  # type: ignore[assignment]
-    try:
-        devices.check(world, "auto", "auto")
-    except ConfigError as error:
-        (folder / f"{world.rank}.json").write_text(json.dumps(str(error)))
+@pytest.fixture
+def together(monkeypatch):
+    """What each rank of a launch is refused with, by rank, where these say so many GPUs and others say nothing."""
+    store = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "store", lambda: store)
+    monkeypatch.setattr(rendezvous, "launch_name", lambda world: "launch")
+    monkeypatch.setattr(rendezvous, "ARRIVAL", timedelta(seconds=1))
+
+    def check(size: int, gpus: dict[int, int]) -> dict[int, str]:
+        monkeypatch.setattr(devices, "_look", lambda world: Sight(world.rank, f"n{world.rank}", 1, gpus[world.rank]))
+
+        def refusal(rank: int) -> str:
+            with pytest.raises(ConfigError) as caught:
+                devices.check(World(rank, size, 0, 1, "torchrun"), "auto", "auto")
+            return str(caught.value)
+
+        with ThreadPoolExecutor(size) as threads:
+            return dict(zip(gpus, threads.map(refusal, gpus), strict=True))
+
+    yield check
+    devices._survey.cache_clear()
 
 
-@pytest.mark.ranks
-class TestTogether:
-    def test_all_ranks_say_the_same(self, tmp_path):
-        local.start(agree, 3, tmp_path, [2, 0, 2], None)
-        said = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
-        assert sorted(said) == ["0.json", "1.json", "2.json"]
-        (message,) = set(said.values())
-        assert message.startswith("device=auto: rank 1 on n1 finds no GPU, and ranks 0, 2 on n0, n2 find 2 GPUs: ")
+def test_all_ranks_say_the_same(together):
+    (message,) = set((said := together(3, {0: 2, 1: 0, 2: 2})).values())
+    assert len(said) == 3
+    assert message.startswith("device=auto: rank 1 on n1 finds no GPU, and ranks 0, 2 on n0, n2 find 2 GPUs: ")
 
-    def test_a_rank_that_says_nothing_is_named(self, tmp_path):
-        local.start(agree, 2, tmp_path, [2, 2], 1)
-        assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
-        assert json.loads((tmp_path / "0.json").read_text()) == (
-            "torchrun=2 ranks: rank 1 did not say within 2 s which devices there are; see their own output"
-        )
+
+def test_a_rank_that_says_nothing_is_named(together):
+    assert together(2, {0: 2}) == {
+        0: "torchrun=2 ranks: rank 1 did not say within 1 s which devices there are; see their own output"
+    }

@@ -5,36 +5,28 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 
 import pytest
 import torch
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
-from tests.daily import cases
 from tests.ports import free_port
-
-pytestmark = pytest.mark.ranks
 
 #: A rank: it meets the others, agrees with them, and tells what it knows then.
 RANK = """
 import json, os, sys
-from datetime import timedelta
 import torch, torch.distributed as dist
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import discover
-from ptdbench.problems import ConfigError
 
-rendezvous.ARRIVAL = timedelta(seconds=float(sys.argv[1]))
 world = discover(os.environ)
-try:
-    said = rendezvous.agree("word", world, f"from {os.getpid()}" if world.rank == 0 else None)
-except ConfigError as error:
-    sys.exit(f"refused: {error}")
+said = rendezvous.agree("word", world, f"from {os.getpid()}" if world.rank == 0 else None)
 assert discover(os.environ) == world
 with rendezvous.process_group(world, "gloo", torch.device("cpu"), key="run"):
     total = torch.tensor([world.rank + 1])
@@ -67,9 +59,9 @@ def started(environ: dict[str, str]) -> Callable[..., AbstractContextManager[sub
 
     @contextmanager
     def start(
-        of_launcher: Mapping[str, str], *arguments: str, arrival: float = 60, prefix: Sequence[str] = ()
+        of_launcher: Mapping[str, str], *arguments: str, prefix: Sequence[str] = ()
     ) -> Iterator[subprocess.Popen[str]]:
-        command = [*prefix, sys.executable, "-c", RANK, str(arrival), *arguments]
+        command = [*prefix, sys.executable, "-c", RANK, *arguments]
         pipe = subprocess.PIPE
         with subprocess.Popen(command, env=environ | of_launcher, stdout=pipe, stderr=pipe, text=True) as process:
             try:
@@ -96,42 +88,13 @@ def check_places(ranks: list[dict[str, str]], sizes: tuple[int, ...], host: str,
     assert ranks == [common | place | {"RANK": str(rank)} for rank, place in enumerate(places)]
 
 
-def refused(process: subprocess.Popen[str]) -> str:
-    _, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 1, err
-    return err
-
-
-def await_listener(port: str) -> None:
-    """Wait until somebody listens; the connection itself is one that a rank 0 must survive."""
-    end = time.monotonic() + PATIENCE
-    while True:
-        try:
-            return socket.create_connection(("localhost", int(port))).close()
-        except ConnectionRefusedError:
-            assert time.monotonic() < end, "nobody listens"
-            time.sleep(0.1)
-
-
 @pytest.fixture
 def job() -> str:
     """The id of a SLURM job that nobody has."""
     return str(uuid.uuid4().int)
 
 
-@pytest.fixture
-def taken() -> Iterator[str]:
-    """A port on which somebody listens, accepts and says nothing."""
-    with socket.create_server(("", 0)) as listener:
-        yield str(listener.getsockname()[1])
-
-
-@pytest.fixture
-def free() -> str:
-    """A port that nobody has just now."""
-    return str(free_port())
-
-
+@pytest.mark.ranks
 def test_tasks_of_srun_meet(started, job):
     stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5"}
     with started(srun(job, 0) | stale, "env://") as first, started(srun(job, 1) | stale, "env://") as second:
@@ -139,28 +102,9 @@ def test_tasks_of_srun_meet(started, job):
 
 
 @pytest.mark.thorough
-def test_ranks_of_torchrun_meet_where_it_says(started, free):
-    common = {"TORCHELASTIC_RUN_ID": "a", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    common |= {"MASTER_ADDR": "localhost", "MASTER_PORT": free}
-    one, other = (common | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01")
-    with started(one) as first, started(other) as second:
-        ranks = told(first) + told(second)
-    check_places(ranks, (2,), "localhost", f"from {first.pid}")
-    assert ranks[0]["MASTER_PORT"] == free
-
-
-def test_ranks_of_mpirun_meet(started, mpirun):
-    with started({}, prefix=[*mpirun, "-np", "2"]) as both:
-        ranks = told(both)
-    check_places(ranks, (2,), "localhost")
-    assert 10000 <= int(ranks[0]["MASTER_PORT"]) < 65536
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)], ids=str)
-def test_ranks_of_two_nodes_meet_on_the_first(started, slurm, sizes):
-    with started(slurm, prefix=["srun", "-N2", f"-n{sum(sizes)}", "--ntasks-per-node=2"]) as step:
-        check_places(told(step), sizes, "n1")
+def test_ranks_of_two_nodes_meet_on_the_first(started, slurm):
+    with started(slurm, prefix=["srun", "-N2", "-n3", "--ntasks-per-node=2"]) as step:
+        check_places(told(step), (2, 1), "n1")
 
 
 @pytest.mark.thorough
@@ -169,23 +113,57 @@ def test_ranks_of_mpirun_in_an_allocation_meet_on_its_first_node(started, slurm,
         check_places(told(allocation), (2, 2), "n1")
 
 
-def test_a_port_that_is_taken(started, job, taken):
-    with started(srun(job, 0) | {"MASTER_PORT": taken}) as process:
-        assert refused(process) == (
-            f"refused: MASTER_PORT={taken}: rank 0 cannot listen on localhost:{taken}: the port is taken; "
-            "set MASTER_PORT to a free port for all ranks, or end what uses this one\n"
-        )
+class TestNotMet:
+    """What ranks hear that do not find each other, in threads of this process."""
+
+    @pytest.fixture(autouse=True)
+    def _soon(self, monkeypatch):
+        monkeypatch.setattr(rendezvous, "ARRIVAL", timedelta(seconds=1))
+
+    @pytest.fixture
+    def taken(self) -> Iterator[str]:
+        """A port on which somebody listens, accepts and says nothing."""
+        with socket.create_server(("", 0)) as listener:
+            yield str(listener.getsockname()[1])
+
+    def refused(self, *environs: dict[str, str]) -> list[str]:
+        """What those ranks hear that are refused; none leaves before the others."""
+        with ThreadPoolExecutor() as threads:
+            outcomes = [threads.submit(rendezvous.meet, environ) for environ in environs]
+            errors = [outcome.exception() for outcome in outcomes]
+        assert all(error is None or isinstance(error, rendezvous.NotMet) for error in errors), errors
+        return [str(error) for error in errors if error]
+
+    def test_a_port_that_is_taken(self, job, taken):
+        assert self.refused(srun(job, 0) | {"MASTER_PORT": taken}) == [
+            f"MASTER_PORT={taken}: rank 0 cannot listen on localhost:{taken}: the port is taken; "
+            "set MASTER_PORT to a free port for all ranks, or end what uses this one"
+        ]
+
+    def test_a_name_that_does_not_resolve(self, job):
+        (said,) = self.refused(srun(job, 1) | {"MASTER_ADDR": "nowhere.invalid"})
+        assert said.startswith("MASTER_ADDR=nowhere.invalid: rank 1 cannot resolve this name: ")
+        assert said.endswith("; set MASTER_ADDR to a name or an address of rank 0's host that all nodes know")
+
+    def test_somebody_else_at_the_port_who_says_nothing(self, job, taken):
+        assert self.refused(srun(job, 1) | {"MASTER_PORT": taken}) == [
+            f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 1 s; set MASTER_ADDR "
+            "to an address of rank 0's host that all nodes reach, or see why other ranks have ended"
+        ]
+
+    def test_another_launch_at_the_same_port(self, job):
+        here = {"MASTER_PORT": str(free_port())}
+        said = self.refused(srun(job, 0) | here, srun(f"{job}1", 1) | here)
+        assert len(said) == 2
+        for one in said:
+            assert one.startswith(f"srun=localhost:{here['MASTER_PORT']}: 1 of 2 ranks came within 1 s; ")
+
+    def test_more_ranks_than_a_launch_has(self, job):
+        here = {"MASTER_PORT": (port := str(free_port()))}
+        (said,) = self.refused(*(srun(job, rank) | here for rank in (0, 1, 1)))
+        assert said.startswith(f"MASTER_PORT={port}: more than 2 ranks came to localhost:{port}: another launch meets ")
 
 
-@cases("rank", [0, 1], daily=[1])
-def test_a_name_that_does_not_resolve(started, job, rank):
-    with started(srun(job, rank) | {"MASTER_ADDR": "nowhere.invalid"}) as process:
-        said = refused(process)
-    assert said.startswith(f"refused: MASTER_ADDR=nowhere.invalid: rank {rank} cannot resolve this name: ")
-    assert said.endswith("; set MASTER_ADDR to a name or an address of rank 0's host that all nodes know\n")
-
-
-@pytest.mark.thorough
 def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_requeue(job, monkeypatch):
     names = []
     for rank, requeued in ((0, {}), (1, {}), (0, {"SLURM_RESTART_COUNT": "1"})):
@@ -195,34 +173,6 @@ def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_
         names.append(rendezvous.launch_name(discover(os.environ)))
     rendezvous.launch_name.cache_clear()
     assert names == [f"slurm-{job}.0-0", f"slurm-{job}.0-0", f"slurm-{job}.0-1"]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("port", ["taken", "free"])
-def test_nobody_at_the_port_or_somebody_else_who_says_nothing(started, job, port, request):
-    port = request.getfixturevalue(port)
-    with started(srun(job, 1) | {"MASTER_PORT": port}, arrival=1) as process:
-        assert refused(process) == (
-            f"refused: MASTER_ADDR=localhost: no rank 0 answers at localhost:{port} within 1 s; set MASTER_ADDR "
-            "to an address of rank 0's host that all nodes reach, or see why other ranks have ended\n"
-        )
-
-
-@pytest.mark.thorough
-def test_peers_that_do_not_come(started, job, free):
-    with started(srun(job, 0) | {"MASTER_PORT": free}, arrival=3) as process:
-        assert f"srun=localhost:{free}: 1 of 2 ranks came within 3 s; " in refused(process)
-
-
-@pytest.mark.thorough
-def test_another_launch_at_the_same_port(started, job, free):
-    here = {"MASTER_PORT": free}
-    with started(srun(job, 0) | here) as first:
-        await_listener(free)
-        with started(srun(job + "1", 1) | here, arrival=4) as stranger:
-            assert f"srun=localhost:{free}: 1 of 2 ranks came within 4 s; " in refused(stranger)
-        with started(srun(job, 1) | here) as second:
-            assert told(first)[0]["said"] == told(second)[0]["said"]
 
 
 def test_export_changes_nothing_under_torchrun_and_leads_to_the_same_place_elsewhere(job):

@@ -1,4 +1,8 @@
+"""Variables that change what a process does or how fast, and which cores ranks get and keep to."""
+
 import ctypes
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +14,11 @@ from ptdbench.launch.settings import (
     leave_sanitizer_to_ranks,
     let_segments_grow,
     log_errors_only,
+    own_cores,
     settings,
+    share_cores,
 )
+from tests.conftest import ROOT
 
 
 def test_what_changes_results_or_speed_is_told():
@@ -82,3 +89,68 @@ def test_torch_reads_the_variable_after_it_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "expandable_segments:True\n"
+
+
+FOUR, ODD = frozenset({0, 1, 2, 3}), frozenset({9, 1, 5, 13})
+SOCKETS = [frozenset({0, 1}), frozenset({2, 3}), frozenset({0, 1}), frozenset({2, 3})]
+OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "wanted", "found"),
+    [
+        # Ranks that are free divide the threads and stay free, but for a number that is asked for.
+        ([FOUR, FOUR], "auto", [(2, None)] * 2),
+        ([FOUR, FOUR], 2, [(2, {0, 1}), (2, {2, 3})]),
+        ([FOUR, FOUR], 1, [(1, {0}), (1, {1})]),
+        ([ODD, ODD], 2, [(2, {1, 5}), (2, {9, 13})]),
+        # Ranks that their launcher has bound keep to their cores; here pairs share a socket.
+        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], "auto", [(3, None)] * 2),
+        ([frozenset({0, 1, 2}), frozenset({4, 5, 6})], 2, [(2, {0, 1}), (2, {4, 5})]),
+        (SOCKETS, "auto", [(1, None)] * 4),
+        (SOCKETS, 1, [(1, {0}), (1, {2}), (1, {1}), (1, {3})]),
+        # Where cores overlap in part two ranks might be bound to the same core, each counting in its own set.
+        (OVERLAPPING, "auto", [(2, None)] * 2),
+        (OVERLAPPING, 2, [(2, None)] * 2),
+        # Where there are too few nobody is bound, and a rank has one thread at least.
+        ([FOUR, FOUR, FOUR], 2, [(2, None)] * 3),
+        ([frozenset({0})], 4, [(4, None)]),
+        ([frozenset({7})] * 3, "auto", [(1, None)] * 3),
+    ],
+)
+def test_each_rank_of_a_node_gets_its_share(of_ranks, wanted, found):
+    assert [share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
+
+
+#: Binds itself while a thread of its own runs, not at all and then to a core, and tells where each thread may run then.
+BINDS = """
+import json, os, sys, threading
+from ptdbench.launch import settings
+
+go_on = threading.Event()
+threading.Thread(target=go_on.wait, daemon=True).start()
+for wish in (None, frozenset(json.loads(sys.argv[1]))):
+    settings.bind_cores(3, wish)
+    import torch
+    threads = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
+    everywhere = []
+    aside = threading.Thread(target=lambda: (settings.unbind_thread(), everywhere.extend(os.sched_getaffinity(0))))
+    aside.start()
+    aside.join()
+    main = sorted(os.sched_getaffinity(0))
+    print(json.dumps([torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], threads, sorted(everywhere), main]))
+go_on.set()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")
+def test_a_process_keeps_to_its_threads_and_cores_with_all_that_runs_in_it(environ):
+    cores = sorted(own_cores())
+    command = [sys.executable, "-c", BINDS, json.dumps(cores[-1:])]
+    done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
+    for line, own in zip(done.stdout.splitlines(), (cores, cores[-1:]), strict=True):
+        threads, variable, affinities, everywhere, main = json.loads(line)
+        assert (threads, variable) == (3, "3")
+        assert len(affinities) >= 2
+        assert affinities == [own] * len(affinities)
+        assert (everywhere, main) == (cores, own)

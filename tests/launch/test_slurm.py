@@ -1,18 +1,23 @@
 """What SLURM's commands say, asked of a real SLURM where the test cluster can say it."""
 
+import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from secrets import token_hex
 
 import pytest
 
+from ptdbench.launch import local
 from ptdbench.launch import slurm as commands
-from ptdbench.launch.slurm import JobState, Partition, SlurmError
+from ptdbench.launch.slurm import JobState, JobSteps, Partition, SlurmError
+from ptdbench.launch.world import World
+from tests.programs import until
 
 Submit = Callable[..., str]
 Fake = Callable[[str, str], None]
+
+WORLD = World(0, 4, 0, 2, "srun", nodes=2)
 
 
 @pytest.fixture
@@ -53,12 +58,8 @@ def script(**flags: object) -> str:
 
 
 def when(job: str, reached: Callable[[JobState], bool]) -> JobState:
-    """The state of a job once it is as it should become; the patience only bounds a test that fails."""
-    deadline = time.monotonic() + 60
-    while not reached(state := commands.queue([job])[job]):
-        assert time.monotonic() < deadline, state
-        time.sleep(0.2)
-    return state
+    """The state of a job once it is as it should become."""
+    return until(lambda: (state := commands.queue([job])[job]) and reached(state) and state, 60)
 
 
 @pytest.mark.parametrize(
@@ -152,17 +153,12 @@ class TestHistory:
         assert (tmp_path / "asked").read_text() == "x\n"
 
 
-def test_what_has_ended_is_over_and_what_may_go_on_is_not():
-    ended = ["COMPLETED", "TIMEOUT", "NODE_FAIL", "CANCELLED", "PREEMPTED", "OUT_OF_MEMORY"]
-    goes_on = ["PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"]
-    assert [state for state in goes_on + ended if JobState("1", state, 0, "", "").is_over] == ended
-
-
 class TestRealSlurm:
-    def test_partitions_and_jobs_whatever_a_persons_defaults_hide(self, submit, monkeypatch):
+    def test_what_is_there_whatever_a_shell_says_to_slurm(self, submit, monkeypatch):
         job = submit("true", "--hold")
-        monkeypatch.setenv("SINFO_PARTITION", "short")
-        monkeypatch.setenv("SQUEUE_PARTITION", "short")
+        said = {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}
+        for name, value in (said | {"SINFO_PARTITION": "short", "SQUEUE_PARTITION": "short"}).items():
+            monkeypatch.setenv(name, value)
         assert commands.available()
         assert commands.partitions() == [
             Partition("debug", True, 2, 60, (2,), 4),
@@ -170,6 +166,9 @@ class TestRealSlurm:
             Partition("gpu", False, 2, None, (2,), 4),
         ]
         assert job in commands.queue([job])
+        assert "in partition debug" in commands.test(script(nodes=1))
+        ignored = ["SBATCH_ARRAY_INX=0-5", "SBATCH_PARTITION=nope"]
+        assert commands.ignored_variables(said | {"SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == ignored
 
     def test_a_job_that_would_be_accepted_is_not_submitted(self, submit, slurm):
         flags = {"nodes": 2, "ntasks_per_node": 2, "gpus_per_node": 2, "exclusive": True, "job_name": "only-a-test"}
@@ -208,14 +207,6 @@ class TestRealSlurm:
         for identity in (job, f"{elements}_1"):
             assert when(identity, lambda state: state.is_over).state == "CANCELLED"
 
-    def test_what_a_shell_says_to_sbatch_does_not_count(self, submit, monkeypatch):
-        said = {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}
-        for name, value in said.items():
-            monkeypatch.setenv(name, value)
-        assert "in partition debug" in commands.test(script(nodes=1))
-        ignored = ["SBATCH_ARRAY_INX=0-5", "SBATCH_PARTITION=nope"]
-        assert commands.ignored_variables(said | {"SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == ignored
-
     def test_elements_of_an_array_each_have_their_state(self, submit):
         array = submit("exit $SLURM_ARRAY_TASK_ID", "--array=0-1", "--time=1")
         good, bad = (when(f"{array}_{index}", lambda job: job.is_over) for index in (0, 1))
@@ -225,9 +216,12 @@ class TestRealSlurm:
         assert set(commands.queue([array])) == {f"{array}_0", f"{array}_1"}
         assert set(commands.queue([f"{array}_1"])) == {f"{array}_1"}
 
-    def test_a_held_job_waits_and_a_canceled_one_is_over(self, submit):
+    def test_a_held_job_waits_and_a_canceled_one_is_over_and_others_are_absent(self, submit):
+        commands._keeps_accounts.cache_clear()
         job = submit("true", "--hold")
         assert when(job, lambda state: state.reason != "") == JobState(job, "PENDING", 0, "", "JobHeldUser")
+        assert commands.queue(["99999999"]) == {}
+        assert set(commands.queue(["99999999", job])) == {job}
         commands.cancel([job])
         assert when(job, lambda job: job.is_over).state == "CANCELLED"
         commands.cancel([job])  # it stays so
@@ -248,12 +242,6 @@ class TestRealSlurm:
         assert not when(f"{array}_1", lambda job: job.state == "PENDING").is_over
         assert commands.queue([f"{array}_0"])[f"{array}_0"].state == "COMPLETED"
 
-    def test_jobs_that_slurm_has_never_seen_are_absent(self, submit):
-        commands._keeps_accounts.cache_clear()
-        known = submit("true", "--hold")
-        assert commands.queue(["99999999"]) == {}
-        assert set(commands.queue(["99999999", known])) == {known}
-
     def test_a_thousand_jobs_are_one_question(self, submit, monkeypatch):
         array = submit("true", "--hold", "--array=0-999")
         asked, run = [], commands._run
@@ -270,3 +258,23 @@ def test_what_a_site_says_before_the_id_is_not_the_id(fake, said):
     fake("sbatch", "cat > /dev/null; echo no")
     with pytest.raises(SlurmError, match="sbatch did not say the id of the job: no"):
         commands.submit(script())
+
+
+class TestJobSteps:
+    """Steps of a job, with a shell in the place of srun."""
+
+    def test_the_directory_is_appended_and_the_status_returned(self, tmp_path):
+        assert JobSteps(WORLD, 0, ["sh", "-c", 'echo found > "$0/word"; exit 3']).start(tmp_path) == 3
+        assert (tmp_path / "word").read_text() == "found\n"
+
+    def test_who_is_told_to_end_ends_the_step(self, tmp_path, monkeypatch):
+        def stop(step: subprocess.Popen[bytes]) -> int:
+            monkeypatch.undo()
+            started.append(step)
+            raise local.Stopped(signal.SIGTERM)
+
+        started: list[subprocess.Popen[bytes]] = []
+        monkeypatch.setattr(subprocess.Popen, "wait", stop)
+        with pytest.raises(local.Stopped):
+            JobSteps(WORLD, 0, ["sleep", "60"]).start(tmp_path)
+        assert started[0].returncode == -signal.SIGTERM

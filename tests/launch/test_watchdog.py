@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ptdbench.launch import local, rendezvous, watchdog
 from ptdbench.launch.watchdog import JOINED, State, Watchdog, verdict
 from ptdbench.launch.world import World, discover
-from tests.daily import cases
 from tests.ports import free_port
 
 #: Seconds; short, and yet enough for a thread's turn on a machine that is busy with other tests.
@@ -181,16 +180,15 @@ class TestStuck:
     def _soon(self, monkeypatch):
         monkeypatch.setattr(local, "END_SECONDS", 1.0)  # that a stopped rank is given before it is killed
 
-    @cases("culprit", [0, 2], daily=[0])
-    def test_a_stopped_rank_is_named_and_killed(self, tmp_path, culprit):
-        reports = ended(tmp_path, "stop", culprit)
-        assert list(stacks(tmp_path)) == sorted({0, 1, 2} - {culprit})
+    def test_a_stopped_rank_is_named_and_killed(self, tmp_path):
+        reports = ended(tmp_path, "stop", 0)
+        assert list(stacks(tmp_path)) == [1, 2]
         assert all("all_reduce" in text for text in stacks(tmp_path).values())
-        assert culprit not in reports
+        assert 0 not in reports
         for blamed, message, text in reports.values():
-            assert blamed == culprit
+            assert blamed == 0
             assert message == (
-                f"rank {culprit} has not finished step 3 for {LIMIT} s: stopped, or its machine is gone "
+                f"rank 0 has not finished step 3 for {LIMIT} s: stopped, or its machine is gone "
                 "(its peers wait in all_reduce); stacks in failures/"
             )
             assert "all_reduce" in text  # a witness's
@@ -201,7 +199,7 @@ class TestStuck:
         for blamed, message, text in reports.values():
             assert blamed == 1
             assert message.startswith(
-                f"rank 1 has not finished step 3 for {LIMIT} s: is in misbehave (test_watchdog.py:"
+                f"rank 1 has not finished step 3 for {LIMIT} s: is in misbehave (test_watchdog.py"
             )
             assert "its peers wait in all_reduce" in message
             assert "in misbehave" in text
