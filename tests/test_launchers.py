@@ -153,22 +153,16 @@ class TestTraining:
         assert None not in record["losses"]  # the last stage's, on the other node
 
 
-class TestFailure:
-    """A rank that raises ends all of them, and its traceback is in the record."""
-
-    def failed(self, done: Done, cwd: Path, rank: int) -> None:
-        assert done.returncode != 0
-        record = the_record(cwd)
-        error = record["error"]
-        assert (record["status"], error["rank"], error["type"]) == ("failed", rank, "RuntimeError")
-        assert error["message"] == "this one is on purpose"
-        assert "faulty.py" in error["traceback"]
-
-    def test_srun(self, tmp_path, slurm):
-        done = alone(["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *FAULTY, "+model.rank=1"], tmp_path, slurm)
-        self.failed(done, tmp_path, 1)
-        shown = " ".join(done.stdout.split())  # the line is as wide as the terminal, or wrapped
-        assert "ddp: failed on rank 1: RuntimeError: this one is on purpose at faulty.py:" in shown
+def test_a_rank_of_srun_that_raises_ends_all_and_its_traceback_is_in_the_record(tmp_path, slurm):
+    done = alone(["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *FAULTY, "+model.rank=1"], tmp_path, slurm)
+    assert done.returncode != 0
+    record = the_record(tmp_path)
+    error = record["error"]
+    assert (record["status"], error["rank"], error["type"]) == ("failed", 1, "RuntimeError")
+    assert error["message"] == "this one is on purpose"
+    assert "faulty.py" in error["traceback"]
+    shown = " ".join(done.stdout.split())  # the line is as wide as the terminal, or wrapped
+    assert "ddp: failed on rank 1: RuntimeError: this one is on purpose at faulty.py:" in shown
 
 
 class TestSignals:
@@ -228,13 +222,6 @@ class TestSignals:
 class TestRefused:
     """One message, whatever the number of ranks, and nothing is left behind."""
 
-    def refused(self, done: Done, cwd: Path) -> str:
-        assert done.returncode != 0
-        assert done.stdout == ""
-        assert list(cwd.iterdir()) == []
-        (line,) = [line for line in done.stderr.splitlines() if not line.startswith(("srun: ", "  "))]
-        return line
-
     def test_ranks_do_not_submit_jobs(self, tmp_path, slurm):
         def jobs() -> set[str]:
             listed = subprocess.run(
@@ -245,10 +232,11 @@ class TestRefused:
 
         before = jobs()
         done = alone(["srun", "--ntasks=2", *TRAIN, *TOY, "cluster=slurm"], tmp_path, slurm)
-        assert self.refused(done, tmp_path) == (
+        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+        assert [line for line in done.stderr.splitlines() if not line.startswith(("srun: ", "  "))] == [
             "cluster=slurm: this is rank 0 of 2 that srun started; each would submit the jobs again; "
             "start it with plain python, or omit cluster and launcher to run on these ranks"
-        )
+        ]
         assert len(jobs() - before) == 1  # the srun itself
 
     @pytest.mark.thorough

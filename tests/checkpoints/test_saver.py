@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
+import resource
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +19,6 @@ from torch import Tensor
 from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.launch import settings
-from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
 
@@ -79,39 +78,23 @@ def test_what_is_found_out_of_saved_weights_is_added_to_their_facts(keeper, weig
     keeper.wait()
     assert checkpoint_dir.newest(tmp_path).found.manifest.facts == {"seen": 5, "kept": 2}
     assert names(tmp_path) == ["step-00000003"]
-    assert keeper.problems == []
+    assert (keeper.problems, keeper.best) == ([], None)
 
 
-class TestBest:
-    def test_it_stays_beside_the_newest_until_a_better_one_is_on_the_disk(self, keeper, weight, tmp_path):
-        for step in (1, 2, 3, 4):
-            keeper.save(step, weight, {}, {})
-            if step == 1:
-                keeper.judged(step, {}, is_best=True)
-        keeper.wait()
-        assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004"]
-        assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000001"
-        keeper.save(5, weight, {}, {})
-        keeper.judged(5, {}, is_best=True)
-        keeper.wait()
-        assert names(tmp_path) == ["best", "step-00000004", "step-00000005"]
-        assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000005"
-
-    def test_one_that_cannot_be_saved_takes_no_place(self, keeper, weight, tmp_path, monkeypatch):
-        keeper.save(1, weight, {}, {})
-        keeper.judged(1, {}, is_best=True)
-        keeper.wait()
-        with monkeypatch.context() as broken:
-            broken.setattr(saver.checkpoint_dir, "publish", lambda partial: 1 / 0)
-            keeper.save(2, weight, {}, {})
-            keeper.judged(2, {}, is_best=True)
-            keeper.wait()
-        for step in (3, 4, 5):
-            keeper.save(step, weight, {}, {})
-        keeper.wait()
-        assert len(keeper.problems) == 1
-        assert names(tmp_path) == ["best", "step-00000001", "step-00000004", "step-00000005"]
-        assert (tmp_path / "checkpoints" / "best").readlink().name == "step-00000001"
+def test_the_best_stays_beside_the_newest_until_a_better_one_is_on_the_disk(keeper, weight, tmp_path):
+    best = tmp_path / "checkpoints" / "best"
+    for step in (1, 2, 3, 4):
+        keeper.save(step, weight, {}, {})
+        if step == 1:
+            keeper.judged(step, {}, is_best=True)
+    keeper.wait()
+    assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004"]
+    assert best.readlink().name == "step-00000001"
+    keeper.save(5, weight, {}, {})
+    keeper.judged(5, {}, is_best=True)
+    keeper.wait()
+    assert names(tmp_path) == ["best", "step-00000004", "step-00000005"]
+    assert best.readlink().name == "step-00000005"
 
 
 class Gate:
@@ -129,24 +112,23 @@ class Gate:
         monkeypatch.setattr(saver, "_write_tensors", held)
 
 
-@pytest.mark.parametrize("saves", [1, 2, 3])
-def test_training_goes_on_and_what_is_saved_is_what_was(alone, tmp_path, weight, monkeypatch, saves):
+def test_training_goes_on_and_what_is_saved_is_what_was(alone, tmp_path, weight, monkeypatch):
     """Also where the copies' memory is used again."""
     keeper = Saver(tmp_path, keep=1)
-    for step in range(1, saves):
-        keeper.save(step, weight, {}, {})
-        keeper.wait()
-        weight["model.weight"] += 1
     gate = Gate(monkeypatch)
-    expected = weight["model.weight"].clone()
-    keeper.save(saves, weight, {}, {})
-    assert gate.reached.wait(60)
-    weight["model.weight"].fill_(-5)  # before a byte is written
-    assert names(tmp_path)[-1] == f"step-0000000{saves}.partial"
-    gate.open.set()
+    for step in (1, 2, 3):
+        expected = weight["model.weight"].clone()
+        keeper.save(step, weight, {}, {})
+        assert gate.reached.wait(60)
+        weight["model.weight"].add_(1)  # before a byte is written
+        assert names(tmp_path)[-1] == f"step-0000000{step}.partial"
+        gate.open.set()
+        keeper.wait()
+        assert torch.equal(loaded(tmp_path), expected)
+        gate.open.clear()
+        gate.reached.clear()
     keeper.close()
     assert keeper.problems == []
-    assert torch.equal(loaded(tmp_path), expected)
 
 
 def test_a_save_waits_for_the_one_before(alone, tmp_path, weight, monkeypatch):
@@ -234,69 +216,52 @@ def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, w
         assert path.read_text() == "mine"
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of two mebibytes."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
-    mounted = shutil.which("mount") and subprocess.run(command, capture_output=True, text=True, check=False)
-    if not mounted or mounted.returncode:
-        reason = mounted.stderr.strip() if mounted else "there is no mount"
-        pytest.skip(f"a small file system cannot be mounted here: {reason}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_full_disk_costs_the_save_and_nothing_else(alone, small_disk, weight, asynchronous):
-    keeper = Saver(small_disk, keep=1, asynchronous=asynchronous)
-    keeper.save(1, weight, {}, {})
-    keeper.wait()
-    keeper.save(2, {"model.weight": torch.zeros(1 << 20)}, {}, {})  # four mebibytes
-    keeper.wait()
+def test_what_the_disk_does_not_take_costs_the_save_and_nothing_else(keeper, weight, tmp_path):
+    """A limit for the size of files fails as a full disk does."""
+    _, hard = was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        keeper.save(1, weight, {}, {})
+        keeper.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
     (problem,) = keeper.problems
-    assert problem.startswith("step 2: not saved: rank 0: ")
-    assert names(small_disk) == ["step-00000001"]
-    assert torch.equal(loaded(small_disk), weight["model.weight"])
-    keeper.save(3, weight, {}, {})
-    keeper.close()
-    assert keeper.saved == [1, 3]
-    assert names(small_disk) == ["step-00000003"]
+    assert problem.startswith("step 1: not saved: rank 0: ")
+    assert names(tmp_path) == []
+    keeper.save(2, weight, {}, {})
+    keeper.wait()
+    assert torch.equal(loaded(tmp_path), weight["model.weight"])
 
 
-def fail_on_rank_1(run_directory: Path, what: str) -> tuple[list[str], list[int], list[float]]:
-    """Three saves, of which the second fails on one rank."""
+#: What fails on rank 1 in the saves after some steps.
+FAILS_THERE = {2: "copy", 3: "tensors", 4: "hash"}
+
+
+def fail_on_rank_1(run_directory: Path) -> tuple[list[str], list[int], list[int]]:
+    """Five saves, of which three fail on one rank: the problems, what is saved, and when facts were asked for."""
     keeper = Saver(run_directory, keep=3)
     rank = dist.get_rank()
     tensors = {"model.weight": torch.arange(20.0).reshape(4, 5), f"rng.cpu.{rank}": torch.full((9,), rank)}
-    stamp, torch_save, staging = checkpoint_dir.stamp, torch.save, keeper._staging
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise OSError("on purpose")
-
-    asked = []
-    for step in (1, 2, 3):
-        if rank == 1 and step == 2:
-            checkpoint_dir.stamp = fail if what == "hash" else stamp
-            torch.save = fail if what == "tensors" else torch_save
-            keeper._staging = fail if what == "copy" else staging
-        keeper.save(step, tensors, {}, lambda: asked.append(1.0) or {})
-        keeper.wait()
-        checkpoint_dir.stamp, torch.save, keeper._staging = stamp, torch_save, staging
+    failing = {"copy": (keeper, "_staging"), "tensors": (torch, "save"), "hash": (checkpoint_dir, "stamp")}
+    asked: list[int] = []
+    for step in range(1, 6):
+        fails = FAILS_THERE.get(step) if rank == 1 else None
+        failure = mock.Mock(side_effect=OSError("on purpose"))
+        with mock.patch.object(*failing[fails], failure) if fails else nullcontext():
+            keeper.save(step, tensors, {}, lambda step=step: asked.append(step) or {})
+            keeper.wait()
     keeper.close()
     return keeper.problems, keeper.saved, asked
 
 
 @pytest.mark.ranks
-@cases("what", ["copy", "tensors", "hash"], daily=["tensors"])
-def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path, what):
-    (problems, saved, asked), of_second = on_ranks(2, fail_on_rank_1, tmp_path, what)
-    assert problems == ["step 2: not saved: rank 1: OSError: on purpose"]
-    assert saved == [1, 3]
-    assert of_second == (problems, saved, [])  # facts are rank 0's
-    assert len(asked) == 3
-    assert names(tmp_path) == ["step-00000001", "step-00000003"]
+def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path):
+    problems = [f"step {step}: not saved: rank 1: OSError: on purpose" for step in FAILS_THERE]
+    assert on_ranks(2, fail_on_rank_1, tmp_path) == [
+        (problems, [1, 5], [1, 2, 3, 4, 5]),
+        (problems, [1, 5], []),  # facts are rank 0's
+    ]
+    assert names(tmp_path) == ["step-00000001", "step-00000005"]
     found = checkpoint_dir.newest(tmp_path).found
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(found.manifest.files)
     assert found.manifest.world_size == 2
