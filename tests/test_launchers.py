@@ -19,7 +19,6 @@ from ptdbench.launch import settings
 from tests.conftest import ROOT, outputs, record_of
 from tests.daily import cases
 from tests.ports import free_port
-from tests.programs import until
 
 pytestmark = pytest.mark.ranks
 
@@ -137,11 +136,6 @@ class TestTraining:
         assert set(record["metrics"]["startup_seconds"]) == {"import", "config", "rendezvous", "build", "first_step"}
         return record
 
-    def test_srun(self, tmp_path, slurm):
-        command = ["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *TOY, "parallel=fsdp", "cluster.nodes=2"]
-        record = self.trained(alone(command, tmp_path, slurm), tmp_path)
-        assert (record["parallel"], record["launcher"], record["nodes"]) == ("fsdp", "srun", ["n1", "n2"])
-
     def test_mpirun(self, tmp_path, mpirun, environ):
         command = [*mpirun, "-np", "2", *TRAIN, *TOY, "parallel=ddp", "cluster.ranks_per_node=2"]
         record = self.trained(alone(command, tmp_path, environ), tmp_path)
@@ -197,26 +191,6 @@ class TestSignals:
             return
         assert (record["status"], error["rank"]) == ("failed", 1), error
         assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
-
-    @pytest.mark.thorough
-    def test_scancel_stops_all(self, tmp_path, slurm):
-        endless = (*TOY, "parallel=ddp", "train.steps=1000000", "train.max_minutes=null", "hydra.run.dir=run")
-        running = subprocess.Popen(
-            ["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *endless], cwd=tmp_path, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**slurm, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
-        try:
-            until(lambda: (tmp_path / "run" / "progress.json").exists() or running.poll() is not None)
-            assert running.poll() is None
-            job = json.loads((tmp_path / "run" / "record.json").read_text())["owner"]["job"]
-            subprocess.run(["scancel", job], env=slurm, timeout=240, check=True)
-            running.wait(60)
-        finally:
-            running.kill()
-        record = json.loads((tmp_path / "run" / "record.json").read_text())
-        assert (record["status"], record["error"]["type"]) == ("preempted", "Stopped")
-        assert record["error"]["message"].startswith("stopped by SIGTERM after step ")
-        assert record["steps"] > 0
 
 
 class TestRefused:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import mmap
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -54,102 +52,65 @@ def test_gaps_between_elements_are_not_copied():
     assert copy.untyped_storage().nbytes() == 24
 
 
-class Cuda:
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> mock.MagicMock:
     """What staging asks of CUDA, in order."""
+    asked, copy = mock.MagicMock(), Tensor.copy_
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[Any] = []
-        self.current = "steps"
-        cuda, copy = self, Tensor.copy_
+    def copied(into: Tensor, tensor: Tensor, non_blocking: bool = False) -> Tensor:
+        asked.copy(into.data_ptr(), non_blocking)
+        return copy(into, tensor)
 
-        class Event:
-            def record(self) -> None:
-                cuda.calls.append(f"record in {cuda.current}")
+    monkeypatch.setattr(saver, "_on_gpu", lambda tensors: True)
+    for name in ("Event", "Stream", "stream", "current_stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, getattr(asked, name))
+    monkeypatch.setattr(torch.cuda._pin_memory_utils, "pin_memory", asked.pin)
+    monkeypatch.setattr(torch.cuda._pin_memory_utils, "unpin_memory", asked.unpin)
+    monkeypatch.setattr(Tensor, "copy_", copied)
+    return asked
 
-            def synchronize(self) -> None:
-                cuda.calls.append("wait for the event")
 
-        class Stream:
-            def __init__(self, name: str = "other") -> None:
-                self.name = name
-
-            def wait_stream(self, stream: Stream) -> None:
-                cuda.calls.append(f"{self.name} waits for {stream.name}")
-
-        @contextmanager
-        def within(stream: Stream) -> Iterator[None]:
-            cuda.current = stream.name
-            yield
-            cuda.current = "steps"
-
-        class Runtime:
-            def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-                cuda.calls.append(("pin", address, size))
-                return 0
-
-            def cudaHostUnregister(self, address: int) -> int:
-                cuda.calls.append(("unpin", address))
-                return 0
-
-        def copied(into: Tensor, tensor: Tensor, non_blocking: bool = False) -> Tensor:
-            cuda.calls.append((f"copy in {cuda.current}", into.data_ptr(), non_blocking))
-            return copy(into, tensor)
-
-        def refuse() -> None:
-            raise AssertionError("staging must not wait for the whole device")
-
-        monkeypatch.setattr(saver, "_on_gpu", lambda tensors: True)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "Stream", Stream)
-        monkeypatch.setattr(torch.cuda, "stream", within)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Stream(cuda.current))
-        monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-        monkeypatch.setattr(torch.cuda, "synchronize", refuse)
-        monkeypatch.setattr(Tensor, "copy_", copied)
-
-    def pinned(self) -> list[Any]:
-        """What was pinned and released."""
-        return [call for call in self.calls if call[0] in ("pin", "unpin")]
+def asked(cuda: mock.MagicMock) -> list[str]:
+    return [name for name, *_ in cuda.mock_calls if not name.endswith("__bool__")]
 
 
 class TestOnAGpu:
-    def test_the_host_does_not_wait_before_the_copies_are_asked_for(self, monkeypatch):
+    def test_the_host_does_not_wait_before_the_copies_are_asked_for(self, cuda):
         """What the next forward pass may change is copied before it, and what it leaves as it is beside it."""
-        cuda = Cuda(monkeypatch)
         tensors = some()
         stage = Staging()
         when_copied = stage(tensors, {"weight", "step"})
-        (_, address, size), *asked = cuda.calls
+        assert asked(cuda) == [
+            "pin", *["copy"] * (len(tensors) - 2), "Stream", "current_stream", "Stream().wait_stream", "stream",
+            "stream().__enter__", "copy", "copy", "Event", "Event().record", "stream().__exit__",
+        ]  # fmt: skip
+        assert cuda.Stream().wait_stream.call_args.args == (cuda.current_stream(),)
+        assert cuda.stream.call_args.args == (cuda.Stream(),)
+        address, size = cuda.pin.call_args.args
         assert address % mmap.PAGESIZE == 0
-        copies = [call for call in asked if call[0].startswith("copy")]
-        for _, place, non_blocking in copies:
+        for place, non_blocking in (call.args for call in cuda.copy.call_args_list):
             assert non_blocking
             assert place == 0 or address <= place < address + size  # an empty tensor is nowhere
-        before, beside = ["copy in steps"] * (len(tensors) - 2), ["copy in other"] * 2
-        assert [call[0] if isinstance(call, tuple) else call for call in asked] == [
-            *before, "other waits for steps", *beside, "record in other"
-        ]  # fmt: skip
-        del cuda.calls[:]
+        cuda.reset_mock()
         when_copied()
         stage.settle()
-        assert cuda.calls == ["wait for the event", "steps waits for other"]
+        assert asked(cuda) == ["Event().synchronize", "current_stream", "current_stream().wait_stream"]
+        assert cuda.current_stream().wait_stream.call_args.args == (cuda.Stream(),)
 
-    def test_memory_is_pinned_once_and_not_after_close(self, monkeypatch):
-        cuda = Cuda(monkeypatch)
+    def test_memory_is_pinned_once_and_not_after_close(self, cuda):
         stage = Staging()
         stage(some(1.0))
         stage(some(2.0))
         stage.close()
         stage.close()
-        pin, unpin = cuda.pinned()
-        assert (pin[0], unpin) == ("pin", ("unpin", pin[1]))
+        assert cuda.pin.call_count == 1
+        assert [call.args for call in cuda.unpin.call_args_list] == [cuda.pin.call_args.args[:1]]
 
-    def test_other_tensors_get_other_memory_and_none_is_left_pinned_by_a_run_that_failed(self, monkeypatch):
-        cuda = Cuda(monkeypatch)
+    def test_other_tensors_get_other_memory_and_none_is_left_pinned_by_a_run_that_failed(self, cuda):
         stage = Staging()
         stage(some())
         stage({"weight": torch.ones(2)})
-        assert [call[0] for call in cuda.pinned()] == ["pin", "unpin", "pin"]
+        assert [name for name in asked(cuda) if "pin" in name] == ["pin", "unpin", "pin"]
         del stage
         gc.collect()
-        assert [call[0] for call in cuda.pinned()] == ["pin", "unpin"] * 2
+        assert [name for name in asked(cuda) if "pin" in name] == ["pin", "unpin"] * 2
