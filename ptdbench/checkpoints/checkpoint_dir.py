@@ -162,10 +162,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
     """Find the newest checkpoint that is complete and matches its checksums; called in all ranks of ``group``.
 
     Every rank checks names and sizes; the reading of the files is divided among the ranks. All get the same result.
-
-    Args:
-        run_directory: The run's directory.
-        group: Ranks that search together, on the CPU; ``None``: this process alone.
+    ``group`` is on the CPU; ``None``: this process alone.
     """
     warnings: list[str] = []
     # Rank 0's list: a network file system may show another host an older one.

@@ -232,10 +232,6 @@ class Saver:
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
 
-    def resume(self, best: int) -> None:
-        """Continue after an earlier saver of this run, whose best checkpoint is that of step ``best``."""
-        self.best = best
-
     def save(
         self,
         step: int,

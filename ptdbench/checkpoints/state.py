@@ -85,14 +85,8 @@ def restore(
     The strategy and the number of ranks may differ from those at the save. The random generators, and what only this
     rank had, are restored if the number of ranks is the same, and left unchanged otherwise.
 
-    Args:
-        path: The checkpoint's directory.
-        module: What this rank trains.
-        optimizer: Over its parameters, without state.
-        tied: As for :func:`collect`.
-        rank: This rank.
-        world_size: Ranks of this run.
-        group: All ranks, on the CPU; ``None``: this process alone.
+    Args as for :func:`collect`; the optimizer has no state yet. ``group``: all ranks, on the CPU; ``None``: this
+    process alone.
 
     Returns:
         What only this rank had, by name, on the CPU.

@@ -20,15 +20,12 @@ class Circle(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """See :func:`gather`."""
-        ...
 
     def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         """The elementwise sum or maximum."""
-        ...
 
     def barrier(self) -> None:
         """See :func:`barrier`."""
-        ...
 
 
 class All:
@@ -39,7 +36,9 @@ class All:
 
     def gather(self, value: Any) -> list[Any]:
         """See :func:`gather`."""
-        return gathered(value, self._group)
+        values: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
         """The elementwise sum or maximum, in place."""
@@ -70,13 +69,6 @@ def gather(value: Any) -> list[Any]:
     return _circles[-1].gather(value)
 
 
-def gathered(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return every rank's ``value``, by its rank in ``group``."""
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
 def most(*numbers: float) -> list[float]:
     """Return the elementwise maximum over ranks, each of which has as many numbers."""
     return _circles[-1].reduce(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
@@ -102,7 +94,7 @@ T = TypeVar("T")
 
 def gathered_or_alone(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
-    return [value] if group is None else gathered(value, group)
+    return [value] if group is None else All(group).gather(value)
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

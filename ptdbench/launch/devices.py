@@ -58,22 +58,20 @@ def _survey(world: World) -> list[Sight]:
     own.set(str(world.rank), json.dumps(asdict(_look(world))))
     if world.rank == 0:
         keys = [str(rank) for rank in range(world.size)]
-        _await(own, keys, world)
+        _await(own, keys, world, rendezvous.ARRIVAL)
         own.set("all", f"[{','.join(value.decode() for value in own.multi_get(keys))}]")
     _await(own, ["all"], world, 2 * rendezvous.ARRIVAL)  # rank 0 may still wait for another
     return [Sight(**sight) for sight in json.loads(own.get("all"))]
 
 
-def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedelta | None = None) -> None:
-    patience = patience or rendezvous.ARRIVAL
+def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedelta) -> None:
     try:
         own.wait(list(keys), patience)
     except dist.DistError:
         missing = [int(key) for key in keys if key != "all" and not own.check([key])] if world.rank == 0 else [0]
         rule = f"{rank_names(missing)} did not say within {patience.seconds} s which devices there are"
-        raise rendezvous.NotMet(
-            [Problem(world.launcher, f"{world.size} ranks", rule, "see their own output")]
-        ) from None
+        problem = Problem(world.launcher, f"{world.size} ranks", rule, "see their own output")
+        raise rendezvous.NotMet([problem]) from None
 
 
 def _look(world: World) -> Sight:

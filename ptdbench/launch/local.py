@@ -29,6 +29,7 @@ import psutil
 
 from ptdbench.launch import forced_exit
 from ptdbench.launch.address import HERE, listen
+from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.launch.settings import added
 from ptdbench.launch.world import THIS_MACHINE, Place, local_environments
 from ptdbench.problems import ConfigError, Problem
@@ -161,7 +162,7 @@ def start(
     Args:
         entry: A function that can be pickled.
         size: How many ranks.
-        arguments: What it gets beside the environment.
+        arguments: Can be pickled too.
         grace: Seconds that the ranks have to save and to end by themselves after a stop signal, which is passed on to
             them once; a third Ctrl-C takes it away. Without it they are ended at once.
         where: Where they take themselves to be.
@@ -356,9 +357,7 @@ def _die_with_server() -> None:
 
     A parent that ended before this call is not reported: the server, or its starter before the server itself could ask.
     """
-    import torch.multiprocessing as mp
-
-    mp._prctl_pr_set_pdeathsig(signal.SIGKILL)  # type: ignore[attr-defined]
+    die_with_parent()
     preload = sys.modules.get("ptdbench.launch.preload")  # absent where the server could not import it
     starter = multiprocessing.parent_process()
     if (preload and os.getppid() != preload.SERVER) or not (starter and starter.is_alive()):

@@ -13,10 +13,10 @@ import pickle
 import socket
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
@@ -123,7 +123,7 @@ def process_group(
     Args:
         world: This rank's place.
         backend: ``gloo``, ``nccl``, or both, each with its kind of device.
-        device: This rank's device.
+        device: This rank's.
         key: See :func:`own_store`.
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
         patience: How long a rank waits for its peers in a collective, see :func:`patience_for`.
@@ -255,10 +255,6 @@ class Answers(dist.Store):
         """Remove a value."""
         return self._values.pop(key, None) is not None
 
-    def num_keys(self) -> int:
-        """Return the number of values."""
-        return len(self._values)
-
     def set_timeout(self, timeout: timedelta) -> None:
         """Return: there is nothing to wait for."""
 
@@ -281,12 +277,11 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
     In a thread that may be left behind: a stranger on that port who accepts and never answers keeps torch waiting
     without a limit, and the main thread has signals to listen to.
     """
-    outcome: SimpleQueue[dist.TCPStore | Exception] = SimpleQueue()
+    outcome: Future[dist.TCPStore] = Future()
 
     def attempt() -> None:
         try:
             socket.getaddrinfo(host, port)  # torch asks for minutes, and says little
-            descriptor = address.listen(host, port)[1] if world.rank == 0 else None
             opened = dist.TCPStore(
                 host,
                 port,
@@ -294,30 +289,30 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
                 is_master=world.rank == 0,
                 timeout=PATIENCE,
                 wait_for_workers=False,
-                master_listen_fd=descriptor,
+                master_listen_fd=address.listen(host, port)[1] if world.rank == 0 else None,
                 multi_tenant=True,  # so that init_process_group("env://") in a stranger's model gets a store of its own
             )
         except Exception as error:
-            outcome.put(error)
+            outcome.set_exception(error)
         else:
-            outcome.put(opened)
+            outcome.set_result(opened)
 
     Thread(target=attempt, daemon=True, name="rendezvous").start()
-    try:
-        result = outcome.get(timeout=ARRIVAL.total_seconds())
-    except Empty:
+    if not wait([outcome], ARRIVAL.total_seconds()).done:
         rule = f"no rank 0 answers at {host}:{port} within {ARRIVAL.seconds} s"
-        raise NotMet([Problem("MASTER_ADDR", host, rule, _REACHABLE)]) from None
-    if isinstance(result, dist.TCPStore):
-        return result
-    if isinstance(result, socket.gaierror):
-        rule = f"rank {world.rank} cannot resolve this name: {result.strerror}"
+        raise NotMet([Problem("MASTER_ADDR", host, rule, _REACHABLE)])
+    try:
+        return outcome.result()
+    except socket.gaierror as error:
+        rule = f"rank {world.rank} cannot resolve this name: {error.strerror}"
         raise NotMet([Problem("MASTER_ADDR", host, rule, _RESOLVABLE)]) from None
-    if world.rank:
-        raise result
-    taken = isinstance(result, OSError) and result.errno == errno.EADDRINUSE
-    reason = "the port is taken" if taken else str(result)  # without torch's account of sockets
-    raise NotMet([Problem("MASTER_PORT", port, f"rank 0 cannot listen on {host}:{port}: {reason}", _OTHER_PORT)])
+    except Exception as error:
+        if world.rank:
+            raise
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        reason = "the port is taken" if taken else str(error)  # without torch's account of sockets
+        rule = f"rank 0 cannot listen on {host}:{port}: {reason}"
+        raise NotMet([Problem("MASTER_PORT", port, rule, _OTHER_PORT)]) from None
 
 
 def _await_all(opened: dist.TCPStore, world: World, place: str, identity: str) -> None:

@@ -31,9 +31,6 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLO
 #: What torch reads when it is imported, and what stands for it until a rank is there.
 _SANITIZER, _HIDDEN = "TORCH_CUDA_SANITIZER", "PTDBENCH_CUDA_SANITIZER"
 
-#: The number of errors for torch's C++, as glog counts.
-_ERROR = 2
-
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that are set, by name; of a path only the last part, as the others are of the machine."""
@@ -90,7 +87,7 @@ def log_errors_only(environ: Mapping[str, str]) -> None:
         return
     with suppress(OSError, ValueError):  # another platform, or another name in another version: then it warns
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
-        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _ERROR
+        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2  # errors, as glog counts
 
 
 def here() -> dict[str, str]:

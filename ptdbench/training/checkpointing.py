@@ -144,7 +144,7 @@ class Checkpointing:
         self._recorder.begin(found.manifest.step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
         if self._saver and self._evaluator.best and self._saved >= 0:
-            self._saver.resume(best=self._evaluator.best.step)
+            self._saver.best = self._evaluator.best.step
 
     def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
         """A problem if the data changed: the same sample numbers would then be other samples."""

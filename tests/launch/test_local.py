@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 
 from ptdbench.launch import local
 from ptdbench.launch.world import discover
@@ -248,7 +247,7 @@ def test_ranks_that_were_started_end_where_another_cannot_be(tmp_path, monkeypat
 
 def test_a_rank_whose_server_or_starter_has_ended_before_it_could_ask_ends_itself(monkeypatch):
     ended: list[int] = []
-    monkeypatch.setattr(torch.multiprocessing, "_prctl_pr_set_pdeathsig", lambda _: None)
+    monkeypatch.setattr(local, "die_with_parent", lambda: None)
     monkeypatch.setattr(os, "_exit", ended.append)
     for server, starter_lives in ((os.getppid(), True), (2**22, True), (os.getppid(), False)):
         monkeypatch.setitem(sys.modules, "ptdbench.launch.preload", SimpleNamespace(SERVER=server))
