@@ -6,8 +6,7 @@ import json
 import re
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -57,7 +56,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, int], d
 
 #: tests/checkpoints/test_state.py has the state of each layout under others.
 LAYOUTS: list[Layout] = [
-    ("ddp", 2), ("fsdp", 3), ("pdp", 2), ("tp parallel.sequence=true", 4), ("fsdp parallel.context=2", 4),
+    ("ddp", 2), ("fsdp", 3), ("pdp", 2), ("ddp", 3), ("tp parallel.sequence=true", 4), ("fsdp parallel.context=2", 4),
 ]  # fmt: skip
 CHANGES: list[tuple[Layout, Layout]] = [
     (("ddp", 2), ("fsdp", 2)), (("hsdp", 4), ("pdp", 2)), (("tp", 2), ("fsdp", 4)), (("3d", 8), ("single", 1)),
@@ -102,15 +101,6 @@ def test_the_loss_scale_goes_on_where_it_was(shared_run):
     assert last.facts["scaler"]["scale"] == 512.0
 
 
-@contextmanager
-def started(directory: Path, done: int, *arguments: str) -> Iterator[forked.Started]:
-    """A run with a checkpoint of a step after ``done``."""
-    with forked.started(*arguments, cwd=directory.parent) as process:
-        until(lambda: saved(directory)[-1] > done or process.poll() is not None)
-        assert process.poll() is None, process.communicate()
-        yield process
-
-
 def saved(directory: Path) -> list[int]:
     """The steps of which there are whole checkpoints, and 0."""
     found = directory.glob("checkpoints/step-????????/manifest.json")
@@ -128,7 +118,9 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     stops = [0]
     losses: list[float] = []
     for signals in SIGNALS:
-        with started(run, stops[-1], *(["resume=run"] if losses else [*words, "hydra.run.dir=run"])) as process:
+        with forked.started(*(["resume=run"] if losses else [*words, "hydra.run.dir=run"]), cwd=tmp_path) as process:
+            until(lambda done=stops[-1]: saved(run)[-1] > done or process.poll() is not None)
+            assert process.poll() is None, process.said()
             for name in signals:
                 process.send_signal(getattr(signal, name))
             ended = process.communicate()
@@ -157,24 +149,6 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     assert complete.stderr.strip() == (
         "resume=run: is complete, with 2000 of 2000 steps; try train.steps=4000, to train on from there"
     )
-
-
-@pytest.mark.thorough
-def test_a_run_that_was_killed_goes_on_after_its_last_checkpoint(tmp_path):
-    waits = tmp_path / "waits"
-    steps = ("train.steps=600", "train.max_minutes=null", "checkpoint.every_steps=100", "checkpoint.keep=2")
-    with started(tmp_path / "run", 100, *patient(waits), "parallel=ddp", *steps, "hydra.run.dir=run") as process:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    waits.unlink()
-    assert record_of(tmp_path / "run")["error"]["type"] == "Unfinished"
-    again = forked.with_ranks("resume=run", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    finished = record_of(tmp_path / "run")
-    assert (finished["status"], len(finished["losses"])) == ("ok", 600)
-    assert finished["segments"][0]["steps"] in (200, 300, 400, 500)
-    kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert kept == ["step-00000500", "step-00000600"]
 
 
 @pytest.fixture(scope="module")

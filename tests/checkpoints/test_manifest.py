@@ -101,22 +101,6 @@ def test_missing_and_truncated_files(tmp_path, written):
     assert broken(checkpoint_dir.check_contents, tmp_path, written, 0, 1) == told
 
 
-def test_files_are_shared_out_and_every_one_is_read(tmp_path, written):
-    for name in written.files:
-        path = tmp_path / name
-        content = path.read_bytes()
-        path.write_bytes(content[:50] + b"x" + content[51:])
-        checkpoint_dir.check_sizes(tmp_path, written)
-        faults = []
-        for share in range(2):
-            try:
-                checkpoint_dir.check_contents(tmp_path, written, share, 2)
-            except Broken as fault:
-                faults.append(str(fault))
-        assert faults == [f"{name} does not match its checksum"]
-        path.write_bytes(content)
-
-
 def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path, written):
     elsewhere = Manifest(7, 2, {}, {}, {"../file": Stamp(0, "")}, "2.15.0", 1.0)
     assert broken(checkpoint_dir.check_sizes, tmp_path, elsewhere) == "../file is not a file name"

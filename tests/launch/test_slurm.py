@@ -226,13 +226,6 @@ class TestRealSlurm:
         assert when(job, lambda job: job.is_over).state == "CANCELLED"
         commands.cancel([job])  # it stays so
 
-    def test_a_running_job_says_where_and_a_requeued_one_waits_again(self, submit, slurm):
-        job = submit("sleep 600", "--nodes=2", "--requeue")
-        assert when(job, lambda job: job.state == "RUNNING").nodes == "n[1-2]"
-        subprocess.run(["scontrol", "requeuehold", job], env=slurm, check=True)
-        waiting = when(job, lambda job: job.state == "PENDING" and "held" in job.reason)
-        assert not waiting.is_over
-
     def test_the_last_element_of_an_array_is_requeued_alone(self, submit):
         """Its own id is that of the array, by which SLURM would start all elements once more."""
         array = submit("test $SLURM_ARRAY_TASK_ID = 0 || sleep 600", "--array=0-1", "--requeue")
