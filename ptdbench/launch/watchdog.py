@@ -87,7 +87,6 @@ class Watchdog:
         report: Called in every rank that gives up, in a thread, just before it ends the process with status 1: with
             the rank to blame (-1: the process that started the ranks), what a person should read, and its stacks, or
             this rank's if it has left none. All ranks report, since any of them may be the first whose end is seen.
-        group_name: Sets two watchdogs on one store apart.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class Watchdog:
         folder: Path,
         limit_seconds: float,
         report: Callable[[int, str, str], None],
-        group_name: str = "",
     ) -> None:
         self._world = world
         self._folder = folder
@@ -105,7 +103,7 @@ class Watchdog:
         self._report = report
         self._period = min(2.0, max(0.2, limit_seconds / 20))
         self._quiet = 5 * self._period + 1  # on a busy node a thread may have to wait for its turn
-        self._board = _Board(world, store, f"watchdog {group_name}", patience=self._quiet)
+        self._board = _Board(world, store, patience=self._quiet)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._over = threading.Event()
         self._pauses = 0
@@ -260,9 +258,8 @@ class Watchdog:
 class _Board:
     """The ranks' states, exchanged through the store by a thread that may be left behind."""
 
-    def __init__(self, world: World, store: dist.Store, name: str, patience: float) -> None:
+    def __init__(self, world: World, store: dist.Store, patience: float) -> None:
         self._world = world
-        self._name = name
         # A connection of its own: the run's may be held by the main thread, which waits for a peer in it.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=patience))
@@ -308,7 +305,7 @@ class _Board:
             self._wake.clear()
             closed, asks = self._closed, self._asks
             with suppress(dist.DistError):  # who is asked for the time of the last answer draws the conclusion
-                self._store.set(self._key(self._world.rank), json.dumps(asdict(self._posted)))
+                self._store.set(_key(self._world.rank), json.dumps(asdict(self._posted)))
                 if asks:
                     self._ask()
             if closed:
@@ -319,9 +316,9 @@ class _Board:
         known = [
             rank
             for rank in others
-            if ((seen := self._seen.get(rank)) and seen.state) or self._store.check([self._key(rank)])
+            if ((seen := self._seen.get(rank)) and seen.state) or self._store.check([_key(rank)])
         ]
-        posted = self._store.multi_get([self._key(rank) for rank in known]) if known else []
+        posted = self._store.multi_get([_key(rank) for rank in known]) if known else []
         now = time.monotonic()
         states: dict[int, State | None] = dict.fromkeys(others)
         states |= {rank: State(**json.loads(words)) for rank, words in zip(known, posted, strict=True)}
@@ -331,8 +328,9 @@ class _Board:
                 self._seen[rank] = Sighting(state, now)
         self._answered_at = now
 
-    def _key(self, rank: int) -> str:
-        return f"{self._name}/{rank}"
+
+def _key(rank: int) -> str:
+    return f"watchdog/{rank}"
 
 
 def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, str]:

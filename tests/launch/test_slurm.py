@@ -170,14 +170,6 @@ class TestRealSlurm:
         ignored = ["SBATCH_ARRAY_INX=0-5", "SBATCH_PARTITION=nope"]
         assert commands.ignored_variables(said | {"SBATCH_WCKEY": "x", "SLURM_CONF": "y"}) == ignored
 
-    def test_a_job_that_would_be_accepted_is_not_submitted(self, submit, slurm):
-        flags = {"nodes": 2, "ntasks_per_node": 2, "gpus_per_node": 2, "exclusive": True, "job_name": "only-a-test"}
-        sentence = commands.test(script(**flags))
-        assert sentence.startswith("Job ")
-        assert "on nodes n[1-2] in partition debug" in sentence
-        words = ["squeue", "--noheader", "--states=all", "--name=only-a-test"]
-        assert subprocess.check_output(words, env=slurm) == b""
-
     @pytest.mark.parametrize(
         ("flags", "words"),
         [

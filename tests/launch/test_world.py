@@ -177,6 +177,9 @@ def test_local_ranks_find_their_place_as_under_torchrun():
     assert (second["MASTER_ADDR"], second["MASTER_PORT"], second["ROLE_RANK"]) == ("127.0.0.1", "1234", "1")
     assert (second["OMP_NUM_THREADS"], second["TORCH_NCCL_ASYNC_ERROR_HANDLING"]) == ("3", "1")
     assert "PATH" not in second
+    (alone,) = local_environments(1, "127.0.0.1", 1234, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
+    assert alone["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"  # a person's choice stands
+    assert "OMP_NUM_THREADS" not in alone
 
 
 def test_ranks_may_take_themselves_to_be_on_several_nodes_and_some_be_absent():
@@ -190,9 +193,3 @@ def test_ranks_may_take_themselves_to_be_on_several_nodes_and_some_be_absent():
     assert [place["GROUP_RANK"] for place in places] == ["0", "16", "31"]
     assert [place["OTHER"] for place in places] == ["1"] * 3
     assert where.loading == {"LD_PRELOAD": "a.so"}
-
-
-def test_what_a_person_has_chosen_for_nccl_stands():
-    (place,) = local_environments(1, "127.0.0.1", 1234, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"})
-    assert place["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert "OMP_NUM_THREADS" not in place
