@@ -251,6 +251,12 @@ def die(*_: Any, **__: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def dying_after(owner: Any, name: str) -> None:
+    """Let a function kill this process when its work is done."""
+    work = getattr(owner, name)
+    setattr(owner, name, lambda *given, **named: die(work(*given, **named)))
+
+
 def save_and_die(environ: Mapping[str, str], run_directory: Path, place: str) -> None:
     """Save after step 1 and again after step 2, where the process is killed at some place."""
     dist.init_process_group("gloo")
@@ -262,43 +268,16 @@ def save_and_die(environ: Mapping[str, str], run_directory: Path, place: str) ->
     keeper.wait()
 
 
-def _after_a_tensor() -> None:
-    torch_save = torch.save
-
-    def save(*arguments: Any, **options: Any) -> None:
-        torch_save(*arguments, **options)
-        die()
-
-    torch.save = save
-
-
-def _while_deleting() -> None:
-    def remove(path: Path, _: Callable[[str], bool]) -> None:
-        next(iter(path.iterdir())).unlink()
-        die()
-
-    checkpoint_dir.remove = remove
-
-
-def _between_the_renames_of_the_same_step() -> None:
-    aside = checkpoint_dir._set_aside
-
-    def set_aside(path: Path) -> Path:
-        aside(path)
-        die()
-        return path
-
-    checkpoint_dir._set_aside = set_aside
-
-
-#: What breaks there, and the step that is found afterwards.
-PLACES: dict[str, tuple[Callable[[], Any], int]] = {
-    "writing tensors": (_after_a_tensor, 1),
-    "before the manifest": (lambda: setattr(checkpoint_dir, "write_manifest", die), 1),
-    "before the name": (lambda: setattr(checkpoint_dir, "publish", die), 2),
-    "deleting the older": (_while_deleting, 2),
-    "same step": (_between_the_renames_of_the_same_step, 1),
-}
+#: What breaks there, and the step that counts before and after the next start has cleaned up.
+PLACES: dict[str, tuple[Callable[[], Any], int | None, int]] = {
+    "writing tensors": (lambda: dying_after(torch, "save"), 1, 1),
+    "before the manifest": (lambda: setattr(checkpoint_dir, "write_manifest", die), 1, 1),
+    "before the name": (lambda: setattr(checkpoint_dir, "publish", die), 1, 2),
+    "deleting the older": (
+        lambda: setattr(checkpoint_dir, "remove", lambda path, _: die(next(path.iterdir()).unlink())), 2, 2,
+    ),
+    "same step": (lambda: dying_after(checkpoint_dir, "_set_aside"), None, 1),
+}  # fmt: skip
 
 
 @pytest.mark.ranks
@@ -307,18 +286,14 @@ def test_whoever_is_killed_leaves_a_checkpoint_that_counts(tmp_path, place):
     with pytest.raises(local.RankDied) as caught:
         local.start(save_and_die, 1, tmp_path, place)
     assert caught.value.exit_codes == {0: -signal.SIGKILL}
-    surviving = PLACES[place][1]
-    for path in checkpoint_dir._complete_by_name(tmp_path):
-        checkpoint_dir.check_contents(path, checkpoint_dir.read_manifest(path), 0, 1)
-    if place != "same step":
-        before = checkpoint_dir.newest(tmp_path)
-        assert before.warnings == ()
-        assert before.found.manifest.step == (2 if place == "deleting the older" else 1)
+    _, before, after = PLACES[place]
+    search = checkpoint_dir.newest(tmp_path)
+    assert (search.warnings, search.found and search.found.manifest.step) == ((), before)
     checkpoint_dir.remove_partial(tmp_path)
     search = checkpoint_dir.newest(tmp_path)
-    assert (search.warnings, search.found.manifest.step) == ((), surviving)
+    assert (search.warnings, search.found.manifest.step) == ((), after)
     assert not any("." in name for name in names(tmp_path))
     weight = {"model.weight": torch.full((1000,), 7.0)}
     safe_load.load(search.found.path, weight)
-    renewed = surviving == 2 or place == "same step"
+    renewed = after == 2 or place == "same step"
     assert torch.equal(weight["model.weight"], (torch.zeros if renewed else torch.ones)(1000))
