@@ -194,20 +194,14 @@ def lose_the_server(environ: dict[str, str], folder: Path, server: int) -> None:
     time.sleep(3600)
 
 
-class TestTheForkServerEnds:
-    def test_while_ranks_run_and_they_go_with_it(self, tmp_path):
-        local.start(tell, 1, tmp_path)
-        with pytest.raises(local.LaunchError, match=r"the fork server, .* has ended .*, and the ranks with it"):
-            local.start(lose_the_server, 2, tmp_path, server_pid())
-        assert_gone(tmp_path)
-        local.start(tell, 1, tmp_path)  # from another one
-
-    def test_between_two_runs_which_neither_notices(self, tmp_path):
-        local.start(tell, 1, tmp_path)
-        os.kill(server_pid(), signal.SIGKILL)
-        until(lambda: psutil.Process(server_pid()).status() == psutil.STATUS_ZOMBIE)  # multiprocessing reaps it
-        local.start(tell, 2, tmp_path)
-        assert (tmp_path / "1.json").exists()
+def test_ranks_go_with_their_fork_server_and_the_next_ones_get_another(tmp_path):
+    local.start(tell, 1, tmp_path)
+    with pytest.raises(local.LaunchError, match=r"the fork server, .* has ended .*, and the ranks with it"):
+        local.start(lose_the_server, 2, tmp_path, server_pid())
+    assert_gone(tmp_path)
+    assert psutil.Process(server_pid()).status() == psutil.STATUS_ZOMBIE  # multiprocessing reaps it
+    local.start(tell, 2, tmp_path)
+    assert (tmp_path / "1.json").exists()
 
 
 def wait_alone(environ: dict[str, str], folder: Path) -> None:
