@@ -8,28 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-class Circle(Protocol):
-    """A group in which the ranks of a run reach each other; each method is called on all ranks present."""
+class Circle:
+    """The ranks of a run, all of them, reach each other through a process group on the CPU; ``None``: the default one.
 
-    def gather(self, value: Any) -> list[Any]:
-        """See :func:`gather`."""
+    Each method is called on all ranks that are there.
+    """
 
-    def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        """The elementwise sum or maximum."""
-
-    def barrier(self) -> None:
-        """See :func:`barrier`."""
-
-
-class All:
-    """Every rank is there: they use a process group on the CPU; ``None`` for the default one."""
+    is_complete = True  #: Whether every rank is there.
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -41,7 +33,7 @@ class All:
         return values
 
     def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        """The elementwise sum or maximum, in place."""
+        """Return the elementwise sum or maximum, in place."""
         dist.all_reduce(numbers, how, group=self._group)
         return numbers
 
@@ -51,7 +43,7 @@ class All:
 
 
 #: The last one is that of the run that this process takes part in.
-_circles: list[Circle] = [All()]
+_circles = [Circle()]
 
 
 @contextmanager
@@ -81,7 +73,7 @@ def total(numbers: Tensor) -> Tensor:
 
 def are_all_there() -> bool:
     """Return whether every rank of the run is carried out."""
-    return isinstance(_circles[-1], All)
+    return _circles[-1].is_complete
 
 
 def barrier() -> None:
@@ -94,7 +86,7 @@ T = TypeVar("T")
 
 def gathered_or_alone(value: T, group: dist.ProcessGroup | None) -> list[T]:
     """Return every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
-    return [value] if group is None else All(group).gather(value)
+    return [value] if group is None else Circle(group).gather(value)
 
 
 def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ptdbench.launch import address
-from ptdbench.launch.collect import All, Circle, through
+from ptdbench.launch.collect import Circle, through
 from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
@@ -182,10 +182,13 @@ def be_patient(patience: timedelta) -> None:
 _NAME_BYTES = 128
 
 
-class Some:
-    """The circle of the ranks ``present``, in ascending order; see :class:`ptdbench.launch.collect.Circle`."""
+class Some(Circle):
+    """The ranks ``present``, in ascending order, reach each other through a store, and answer for the others."""
+
+    is_complete = False
 
     def __init__(self, present: Sequence[int], rank: int, size: int, store: dist.Store) -> None:
+        super().__init__()
         self._present, self._rank, self._store = present, rank, store
         self._answers_for = [max((one for one in present if one <= rank), default=present[0]) for rank in range(size)]
         self._number = 0
@@ -264,11 +267,11 @@ def _circle(world: World, backend: str, own: dist.Store, patience: timedelta) ->
     if world.present:
         return Some(world.present, world.rank, world.size, own)
     if "nccl" not in backend:
-        return All()
+        return Circle()
     beside = dist.new_group(backend="gloo", timeout=patience)
     assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
     beside.bound_device_id = None  # where torch 2.11 would keep a number for each barrier
-    return All(beside)
+    return Circle(beside)
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:
