@@ -4,7 +4,6 @@ import ctypes
 import os
 import resource
 import signal
-import time
 from pathlib import Path
 
 import torch
@@ -16,7 +15,7 @@ class Faulty(nn.Module):
 
     Args:
         how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``,
-            ``limit`` (its address space), ``diverge``, ``hang`` or ``none``.
+            ``limit`` (its address space), ``diverge`` or ``none``.
         rank: On which rank.
         call: In which forward pass, counted from 1.
     """
@@ -50,7 +49,5 @@ class Faulty(nn.Module):
                 used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
                 resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
                 torch.ones(2**26)  # 256 MiB
-            if self.how == "hang":
-                time.sleep(3600)
             return outputs * torch.nan
         return outputs
