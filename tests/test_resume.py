@@ -119,7 +119,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     losses: list[float] = []
     for signals in SIGNALS:
         with forked.started(*(["resume=run"] if losses else [*words, "hydra.run.dir=run"]), cwd=tmp_path) as process:
-            until(lambda done=stops[-1]: saved(run)[-1] > done or process.poll() is not None)
+            until(lambda: saved(run)[-1] > stops[-1] or process.poll() is not None)
             assert process.poll() is None, process.said()
             for name in signals:
                 process.send_signal(getattr(signal, name))

@@ -274,7 +274,7 @@ PLACES: dict[str, tuple[Callable[[], Any], int | None, int]] = {
     "before the manifest": (lambda: setattr(checkpoint_dir, "write_manifest", die), 1, 1),
     "before the name": (lambda: setattr(checkpoint_dir, "publish", die), 1, 2),
     "deleting the older": (
-        lambda: setattr(checkpoint_dir, "remove", lambda path, _: die(next(path.iterdir()).unlink())), 2, 2,
+        lambda: setattr(checkpoint_dir, "remove", lambda path, _: (next(path.iterdir()).unlink(), die())), 2, 2,
     ),
     "same step": (lambda: dying_after(checkpoint_dir, "_set_aside"), None, 1),
 }  # fmt: skip
