@@ -1,8 +1,7 @@
 """A real SLURM of two nodes on this one machine, for the tests and for a person who wants to try it.
 
-    python -m tests.slurm_cluster up        start it, or use the one that runs
-    python -m tests.slurm_cluster status    what runs
-    python -m tests.slurm_cluster down      stop it and remove what it wrote
+    python -m tests.slurm_cluster up      start it, or use the one that runs
+    python -m tests.slurm_cluster down    stop it and remove what it wrote
 
 The nodes n1 and n2 have four CPUs and two GPUs each, as far as SLURM knows, whatever this machine has.
 All that the cluster writes lies in one folder (``.slurm`` in the project, or the one named as the last argument).
@@ -26,6 +25,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryFile
+
+import psutil
 
 #: Where a person's cluster lives.
 FOLDER = Path(__file__).parent.parent / ".slurm"
@@ -214,24 +215,14 @@ def ask(conf: Path, *command: str) -> str:
 
 def processes(folder: Path) -> set[int]:
     """The daemons of the cluster of ``folder``, and what they started for jobs; no person's shell under salloc."""
-    ours = f"SLURM_CONF={folder / 'slurm.conf'}".encode()
     found = set()
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is none of ours
-            environ = (path / "environ").read_bytes().split(b"\0")
-            in_job = any(entry.startswith(b"SLURMD_NODENAME=") for entry in environ)
-            if ours in environ and (in_job or program(int(path.name)).startswith("slurm")):
-                found.add(int(path.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it has ended, or is none of ours
+            environ = process.environ()
+            is_slurm = "SLURMD_NODENAME" in environ or process.name().startswith("slurm")
+            if is_slurm and environ.get("SLURM_CONF") == str(folder / "slurm.conf"):
+                found.add(process.pid)
     return found
-
-
-def program(pid: int) -> str:
-    """What the process runs; nothing for one that has ended, even if nobody has asked yet how."""
-    try:
-        name, _, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rpartition(")")
-    except OSError:
-        return ""
-    return "" if rest.split()[0] == "Z" else name
 
 
 def missing(*packages: str) -> str:
@@ -343,7 +334,8 @@ def _stop(folder: Path) -> None:
             cancel(conf)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in processes(folder):
-            _kill(pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
         _within(10, lambda: not processes(folder))
     _unname_nodes(folder)
     if not any(_MARK in line for line in _HOSTS.read_text().splitlines()):
@@ -378,10 +370,11 @@ def _start_munge() -> None:
 
 
 def _stop_munge() -> None:
-    pid = _pid(_MUNGE_PID)
-    if program(pid) == "munged":
-        _kill(pid, signal.SIGTERM)
-        _within(10, lambda: program(pid) != "munged")
+    with contextlib.suppress(psutil.Error):
+        munged = psutil.Process(_pid(_MUNGE_PID))
+        if munged.name() == "munged":
+            munged.terminate()
+            munged.wait(10)
     _MUNGE_PID.unlink(missing_ok=True)
 
 
@@ -408,11 +401,6 @@ def _pid(path: Path) -> int:
         return int(path.read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _environ(conf: Path) -> dict[str, str]:
@@ -458,44 +446,28 @@ and then, for example:
   .venv/bin/python train.py cluster=slurm model=gpt_tiny parallel=ddp,pdp,fsdp
   srun -N2 --ntasks-per-node=2 .venv/bin/python train.py model=gpt_tiny parallel=fsdp
 
-`make slurm-down` stops it.
-"""
+`make slurm-down` stops it."""
 
 
-def _main() -> int:
+def _main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.slurm_cluster", description="a SLURM of two nodes, here")
-    parser.add_argument("action", choices=("up", "down", "status"))
+    parser.add_argument("action", choices=("up", "down"))
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
     asked = parser.parse_args()
     try:
-        return {"up": _up, "down": _down, "status": _status}[asked.action](asked.folder)
+        if asked.action == "up":
+            print(_NEXT.format(conf=up(asked.folder)))
+            try:
+                install("openmpi-bin")
+            except Unavailable as error:
+                print(f"There is no Open MPI for `salloc -N2 mpirun ...`: {error}")
+        elif reason := missing():
+            raise Unavailable(reason)
+        else:
+            down(asked.folder)
     except ClusterError as error:
-        print(error, file=sys.stderr)
-        return 1
-
-
-def _up(folder: Path) -> int:
-    print(_NEXT.format(conf=up(folder)), end="")
-    try:
-        install("openmpi-bin")
-    except Unavailable as error:
-        print(f"There is no Open MPI for `salloc -N2 mpirun ...`: {error}")
-    return 0
-
-
-def _down(folder: Path) -> int:
-    if reason := missing():
-        raise Unavailable(reason)
-    down(folder)
-    return 0
-
-
-def _status(folder: Path) -> int:
-    for node, state in node_states(folder).items():
-        print(node, state)
-    print(f"export SLURM_CONF={folder.resolve() / 'slurm.conf'}" if works(folder) else "`make slurm-up` starts it")
-    return 0 if works(folder) else 1
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,13 +12,9 @@ from tests.conftest import ROOT
 from tests.programs import call, until
 
 
-def run(environ: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
-    return call(*command, cwd=ROOT, environ=environ)
-
-
 def said(environ: dict[str, str], *command: str) -> str:
     """What a command prints that must succeed."""
-    done = run(environ, *command)
+    done = call(*command, cwd=ROOT, environ=environ)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,12 +33,6 @@ def test_what_is_over_a_limit_waits_for_ever(slurm, options, reason):
     job = said(slurm, "sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=true").strip()
     queued = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
     until(lambda: said(slurm, *queued).strip() == f"PENDING {reason}")
-
-
-def test_partitions(slurm):
-    lines = said(slurm, "sinfo", "--noheader", "--format=%P %l %D %N %G %c").splitlines()
-    expected = ["debug* 1:00:00 2 n[1-2] gpu:2 4", "gpu infinite 2 n[1-2] gpu:2 4", "short 5:00 1 n1 gpu:2 4"]
-    assert sorted(lines) == expected
 
 
 def test_what_a_test_starts_knows_nothing_of_the_tests(slurm, mpirun):
@@ -71,16 +60,11 @@ def test_the_jobs_of_one_session_end_and_those_of_others_stay(slurm):
     assert mine not in queue
 
 
-@pytest.fixture
-def beside(slurm, tmp_path_factory):
-    """A folder for a cluster of the test's own, beside the one of all tests."""
-    folder = tmp_path_factory.mktemp("c")
-    yield folder
-    slurm_cluster.down(folder)
-
-
 @pytest.mark.thorough
-def test_a_cluster_of_its_own_from_start_to_end(slurm, beside):
+def test_a_cluster_of_its_own_from_start_to_end(slurm, tmp_path_factory, request):
+    """Beside the one of all tests."""
+    beside = tmp_path_factory.mktemp("c")
+    request.addfinalizer(lambda: slurm_cluster.down(beside))
     conf = slurm_cluster.up(beside)
     daemons = slurm_cluster.processes(beside)
     assert slurm_cluster.up(beside) == conf
@@ -98,7 +82,6 @@ def test_a_cluster_of_its_own_from_start_to_end(slurm, beside):
     slurm_cluster.down(beside)
     assert len(before) > len(daemons)
     assert slurm_cluster.processes(beside) == set()
-    assert [pid for pid in before if slurm_cluster.program(pid)] == []
     assert not beside.exists()
     assert str(beside) not in Path("/etc/hosts").read_text()
     assert said(slurm, "srun", "-N2", "hostname")  # the other one is as it was
@@ -110,16 +93,17 @@ def test_the_last_lines_tell_what_was_left_out(environ):
         "import sys, pytest\n"
         "from tests import slurm_cluster\n"
         "slurm_cluster.missing = lambda *packages: 'none is wanted here'\n"
-        "tests = ('test_slurm_cluster.py::test_partitions', 'test_launchers.py::TestTraining::test_mpirun')\n"
+        "tests = ('test_requeue.py::test_at_the_limit_of_requeues_it_stays_saved', "
+        "'test_launchers.py::TestTraining::test_mpirun')\n"
         "words = ['-p', 'no:cacheprovider', '-m', '', *('tests/' + test for test in tests)]\n"
         "sys.exit(pytest.main(words))\n"
     )
-    done = run(environ, sys.executable, "-c", script)
-    *_, first, why, test, second, other_why, other_test, end = done.stdout.splitlines()
+    *_, first, why, test, second, why_not, other, end = said(environ, sys.executable, "-c", script).splitlines()
     assert "left out 1 test, for want of SLURM" in first
-    assert (why, test) == ("no SLURM: none is wanted here", "  tests/test_slurm_cluster.py::test_partitions")
+    named = "  tests/test_requeue.py::test_at_the_limit_of_requeues_it_stays_saved"
+    assert (why, test) == ("no SLURM: none is wanted here", named)
     assert "left out 1 test, for want of Open MPI" in second
-    assert other_why == "no Open MPI: none is wanted here"
-    assert other_test == "  tests/test_launchers.py::TestTraining::test_mpirun"
+    assert (why_not, other) == (
+        "no Open MPI: none is wanted here", "  tests/test_launchers.py::TestTraining::test_mpirun",
+    )  # fmt: skip
     assert "2 skipped" in end
-    assert done.returncode == 0
