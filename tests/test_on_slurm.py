@@ -5,6 +5,7 @@ one sweep, and what can be tested without a job is, in tests/sweep.
 """
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import pytest
 from ptdbench.records import store
 from tests.conftest import ROOT, outputs
 from tests.forked import train_py
+from tests.launch.patient import patient
 from tests.programs import call, until
 
 TRAIN = (sys.executable, str(ROOT / "train.py"))
@@ -38,7 +40,6 @@ Run = Callable[..., Done]
 @pytest.fixture
 def run(tmp_path: Path, slurm: dict[str, str]) -> Run:
     """Carries out a command in a folder of its own."""
-
     return partial(call, cwd=tmp_path, environ=slurm)
 
 
@@ -211,6 +212,11 @@ class TestRefused:
             ("-m cluster=local hydra/launcher=submitit_slurm model=toy",
              "submitit_slurm: does not go with cluster=local"),
             ("cluster=slurm hydra/launcher=basic model=toy", "hydra/launcher=basic: does not go with cluster=slurm"),
+            (f"{CPU} cluster.log=/dev/null/%j",
+             "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"),
+            (f"{CPU} cluster.requeue=true",
+             "cluster.requeue=true: a run that is requeued goes on after its last checkpoint, and this one makes none; "
+             "give checkpoint.every_steps"),
         ],
     )  # fmt: skip
     def test_one_line_and_nothing_submitted(self, arguments, expected, submit, jobs, tmp_path):
@@ -221,45 +227,55 @@ class TestRefused:
         assert expected in line
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
-    def test_no_sbatch_on_path(self, environ, tmp_path):
-        alone = {**environ, "PATH": str(Path(sys.executable).parent)}
-        done = train_py(*TOY, cwd=tmp_path, environ=alone)
-        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
-        rule = "log in to a machine that submits jobs, or omit cluster to run here"
-        assert done.stderr.splitlines() == [f"cluster=slurm: there is no sbatch on PATH; {rule}"]
+
+def test_the_config_of_a_sweep_is_that_of_every_run_and_needs_no_slurm(environ, tmp_path):
+    asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2", "--cfg", "job")
+    done = train_py(*asked, cwd=tmp_path, environ={**environ, "PATH": str(Path(sys.executable).parent)})
+    assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
+    shapes = [(strategy, nodes) for strategy in ("ddp", "fsdp") for nodes in (1, 2)]
+    for number, (document, (strategy, nodes)) in enumerate(zip(done.stdout.split("---\n"), shapes, strict=True)):
+        assert document.startswith(f"# run {number}: ")
+        for line in ("name: slurm", f"name: {strategy}", f"nodes: {nodes}"):
+            assert f"  {line}\n" in document
 
 
-class TestCommandLine:
-    """What a launcher or a cluster means by itself; none of this needs SLURM, and none of it runs anything."""
+def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(run, submit, jobs, tmp_path, slurm):
+    """SIGKILL when SLURM has the first of two jobs and nobody has learned its id."""
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    real = shutil.which("sbatch")
+    sbatch.write_text(f'#!/bin/sh\n{real} "$@"; [ "$1" = --test-only ] || kill -KILL $PPID\n')
+    sbatch.chmod(0o755)
+    before = jobs()
+    words = (*HELLO, "cluster.nodes=1,2", "+cluster.extra.hold=true", "cluster.submit=detach", "hydra.sweep.dir=sweep")
+    done = submit(*words, environ={**slurm, "PATH": f"{sbatch.parent}:{slurm['PATH']}"})
+    assert done.returncode == -signal.SIGKILL
+    (job,) = (line.split()[0] for line in jobs() - before)
+    status = run(*PTDBENCH, "status", "sweep")
+    rows = [line.split() for line in status.stdout.splitlines()[2:]]
+    assert (rows[0][1], "PENDING" in rows[0]) == (job, True)
+    assert all(store.load_record(tmp_path / "sweep" / name) for name in ("0_hello", "1_hello"))
 
-    FORMS = ("cluster=slurm", "-m hydra/launcher=submitit_slurm", "-m cluster=slurm hydra/launcher=submitit_slurm")
+    again = submit("sweep.resume=sweep")
+    assert again.returncode == 0, again.stderr
+    assert "1 run still in the queue, not submitted again: 0_hello" in again.stderr
+    assert len(jobs() - before) == 2
 
-    @pytest.fixture
-    def shown(self, tmp_path: Path, environ: dict[str, str]) -> Callable[..., str]:
-        """What a command that only shows something prints; there is no SLURM on its PATH."""
 
-        def it(*arguments: str) -> str:
-            alone = {**environ, "PATH": str(Path(sys.executable).parent)}
-            done = train_py(*arguments, cwd=tmp_path, environ=alone)
-            assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
-            return done.stdout
-
-        return it
-
-    def test_every_way_to_say_it_gives_the_same_config(self, shown):
-        told = {shown(*form.split(), "model=toy", "--cfg", "job") for form in self.FORMS}
-        assert len(told) == 1
-        assert "  name: slurm\n" in told.pop()
-
-    def test_the_config_of_a_sweep_is_that_of_every_run(self, shown):
-        asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2")
-        documents = shown(*asked, "--cfg", "job").split("---\n")
-        heads = [document.partition("\n")[0].partition(":")[0] for document in documents]
-        assert heads == [f"# run {number}" for number in range(4)]
-        shapes = [(f"  name: {strategy}\n", f"  nodes: {nodes}\n") for strategy in ("ddp", "fsdp") for nodes in (1, 2)]
-        for document, lines in zip(documents, shapes, strict=True):
-            assert all(line in document for line in lines)
-            assert "  name: slurm\n" in document
+@pytest.mark.thorough
+def test_a_record_that_is_moved_away_while_the_sweep_is_followed(slurm, tmp_path):
+    waits, pipe = tmp_path / "waits", subprocess.PIPE
+    asked = ("cluster=slurm", "cluster.ranks_per_node=1", "parallel=single", "hydra.sweep.dir=sweep")
+    command = [*TRAIN, *asked, *patient(waits), "train.steps=1000", "train.max_minutes=null"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
+    record = tmp_path / "sweep" / "0_Patient_single" / "record.json"
+    until(record.with_name("progress.json").exists)
+    record.rename(record.with_name("moved.json"))
+    waits.unlink()
+    said, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert "Traceback" not in said + errors
+    assert json.loads(record.read_text())["status"] == "ok"
 
 
 @pytest.fixture(scope="module")

@@ -88,14 +88,3 @@ def test_a_job_that_is_canceled_saves_and_is_not_requeued(tmp_path, slurm):
     assert (len(finished["losses"]), finished["launcher"]) == (1000, "srun")
     assert finished["losses"][: len(stopped["losses"])] == stopped["losses"]
     assert finished["config"]["cluster"]["time_minutes"] == 5
-
-
-def test_without_checkpoints_there_is_nothing_to_go_on_with(tmp_path, slurm):
-    words = (*RUN, "model=toy", "device=cpu", "cluster.requeue=true", "checkpoint.every_steps=null")
-    done = train_py(*words, cwd=tmp_path, environ=slurm)
-    assert done.returncode == 1
-    assert done.stderr.strip() == (
-        "cluster.requeue=true: a run that is requeued goes on after its last checkpoint, and this one makes none; "
-        "give checkpoint.every_steps"
-    )
-    assert not (tmp_path / "sweep").exists()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -19,36 +18,24 @@ from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
 from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import carriers, requests, submission, watch
+from ptdbench.sweep import carriers, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.carriers import NoObjective
 from ptdbench.sweep.submission import arrays, script
-from tests.conftest import ROOT
-
-
-def of_cluster(*overrides):
-    return requests.of_cluster(compose_all(["cluster=slurm", "model=toy", *overrides], multirun=True))
 
 
 class TestArrays:
     def test_jobs_of_one_shape_share_one_wherever_they_stand(self, asked):
-        assert arrays(asked("cluster.nodes=1,2", "parallel=ddp,fsdp")) == [[[0], [1]], [[2], [3]]]
         assert arrays(asked("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[[0], [2]], [[1], [3]]]
-
-    def test_a_shape_is_said_or_found(self, asked):
         assert arrays(asked("cluster.ranks_per_node=auto,2")) == [[[0], [1]]]  # two, where there is no GPU
 
     @pytest.mark.parametrize(
         "override",
         [
-            "cluster.time_minutes=5,10",
-            "cluster.cpus_per_rank=1,2",
-            "cluster.setup=[],[umask]",
-            "cluster.srun_args=[],[--label]",
-            "cluster.log=null,logs/%j",
-            "+cluster.extra.nice=1,2",
+            "cluster.time_minutes=5,10", "cluster.cpus_per_rank=1,2", "cluster.setup=[],[umask]",
+            "cluster.srun_args=[],[--label]", "cluster.log=null,logs/%j", "+cluster.extra.nice=1,2",
         ],
-    )
+    )  # fmt: skip
     def test_what_is_told_otherwise_needs_another(self, asked, override):
         assert arrays(asked(override)) == [[[0]], [[1]]]
 
@@ -56,19 +43,14 @@ class TestArrays:
 class TestSameNodes:
     """Runs that share a job."""
 
-    def test_all_runs_are_one_job(self, asked):
-        assert arrays(asked("parallel=ddp,fsdp,pdp", "sweep.same_nodes=true")) == [[[0, 1, 2]]]
-
     def test_a_job_for_each_block_of_repeats_and_an_array_of_those_with_as_many_runs(self, asked):
         runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
         blocks = [run.in_block(block) for block in range(3) for run in runs]
         assert arrays(blocks) == [[[0, 1], [2, 3], [4, 5]]]
         assert arrays(blocks[1:]) == [[[0]], [[1, 2], [3, 4]]]  # of a sweep that goes on
 
-    def test_a_run_that_is_refused_is_in_none(self, asked):
-        runs = asked("train.global_batch=16,15,8", "sweep.same_nodes=true")
-        assert [run.refused is not None for run in runs] == [False, True, False]
-        assert arrays(runs) == [[[0, 2]]]
+    def test_all_runs_are_one_job_and_one_that_is_refused_is_in_none(self, asked):
+        assert arrays(asked("train.global_batch=16,15,8", "sweep.same_nodes=true")) == [[[0, 2]]]
 
     @pytest.mark.parametrize(
         ("overrides", "line"),
@@ -101,23 +83,17 @@ class TestSameNodes:
         assert line in str(refused.value).splitlines()
 
     def test_runs_that_ask_for_other_gpus(self, asked, monkeypatch):
-        asked()
         monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (2,), 4)])
         with pytest.raises(ConfigError, match="1 node x 2 ranks with 0 GPUs a node, 1 node x 2 ranks with 2 GPUs a n"):
-            arrays(of_cluster("cluster.ranks_per_node=2", "device=cpu,cuda", "sweep.same_nodes=true"))
+            arrays(asked("cluster.ranks_per_node=2", "device=cpu,cuda", "sweep.same_nodes=true"))
 
     def test_each_run_is_a_step_and_one_that_fails_ends_no_other(self, asked):
-        (run, other) = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
-        text = script([[run, other], [run, other]], "both", Path("/sweep"), {})
-        steps = [line for line in text.splitlines() if line.startswith("srun ")]
-        assert [line.split(" submitit.core._submit ")[1] for line in steps] == [
-            f"/sweep/logs/%j/{number} || failed=$?" for number in range(2)
-        ]
-        output = "--output=/sweep/logs/%A_%a/{}/%A_%a_%t_log.out"
-        assert [f" {output.format(number)} " in line for number, line in enumerate(steps)] == [
-            True,
-            True,
-        ]
+        runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
+        text = script([runs, runs], "both", Path("/sweep"), {})
+        for number, line in enumerate(line for line in text.splitlines() if line.startswith("srun ")):
+            assert f" --output=/sweep/logs/%A_%a/{number}/%A_%a_%t_log.out " in line
+            assert line.endswith(f" submitit.core._submit /sweep/logs/%j/{number} || failed=$?")
+        assert number == 1
         assert "#SBATCH --output=/sweep/logs/%A_%a/%A_%a_0_log.out\n" in text
         assert text.endswith("\nexit $failed\n")
 
@@ -184,6 +160,10 @@ class TestSubmission:
         assert len(rows) == 3
         assert (tmp_path / "thesis.txt").read_text() == "mine"
         assert not list((tmp_path / "logs").glob("*.pkl"))
+        told = [*watch.reasons(status.look(tmp_path))]
+        assert [line.partition(": ")[2] for line in told] == [
+            "failed: NotSubmitted: nothing was submitted: Job violates accounting/QOS policy"
+        ] * 3
 
     def test_a_signal_in_the_middle_of_a_submission_waits_for_the_answer(self, launch, tmp_path):
         def answer(script):
@@ -194,6 +174,7 @@ class TestSubmission:
             launch(answer)
         assert ledger.read(tmp_path).jobs[0].id == "101"
         assert len(launch.canceled) == 3
+        assert {row["error"]["type"] for row in store.read_results(tmp_path)} == {"NotSubmitted"}
 
 
 def test_what_a_job_is_given_is_a_function_and_a_path_and_the_words_that_name_the_program(asked, tmp_path, monkeypatch):
@@ -204,11 +185,8 @@ def test_what_a_job_is_given_is_a_function_and_a_path_and_the_words_that_name_th
     submission.submit(tmp_path, [Agenda(tmp_path, [run]).open(0)], {})
     call = DelayedSubmission.load(tmp_path / "logs" / "101" / "101_submitted.pkl")
     typed = {"FOO": "1", "PTDBENCH_TYPED": "train.py -m --config-dir 'my own'"}
-    assert (call.function, call.args, call.kwargs) == (
-        submission.carry_out,
-        (str(tmp_path / "0_toy_ddp"), typed, None),
-        {},
-    )
+    given = (str(tmp_path / "0_toy_ddp"), typed, None)
+    assert (call.function, call.args, call.kwargs) == (submission.carry_out, given, {})
     monkeypatch.setattr(sys, "argv", ["submit"])
     monkeypatch.setenv("PTDBENCH_TYPED", typed["PTDBENCH_TYPED"])
     assert terminal.command() == "python train.py --config-dir 'my own'"
@@ -218,9 +196,7 @@ class TestSought:
     """A micro-batch that is to be found: by the job's script, whose steps have fresh ranks."""
 
     def test_the_script_searches_before_it_starts_the_ranks(self, asked, tmp_path):
-        (array,) = arrays(asked("train.micro_batch=max"))
-        runs = [asked("train.micro_batch=max")[place] for place in array[0]]
-        *_, last = script([runs], "toy", tmp_path, {}).strip().splitlines()
+        *_, last = script([asked("train.micro_batch=max")], "toy", tmp_path, {}).strip().splitlines()
         search, _, ranks = last.partition(" && ")
         assert search == f"{sys.executable} -u -m submitit.core._submit {tmp_path}/logs/%j"
         assert ranks.startswith("srun ")
@@ -244,30 +220,23 @@ class TestSearch:
     """Batch by batch, as a sweeper asks for them."""
 
     @pytest.fixture
-    def search(self, tmp_path, monkeypatch):
+    def search(self, asked, monkeypatch):
         """Carry out batches by jobs that end at once; what the sweeper is told of each run."""
-        monkeypatch.setattr(slurm, "available", lambda: True)
-        monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (0,), 4)])
 
         def it(agenda, batches):
-            asked = ["cluster=slurm", "model=toy", "hydra/sweeper=optuna", "seed=1,2"]
-            asked += ["hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=1"]
+            words = ["cluster=slurm", "model=toy", "hydra/sweeper=optuna", "seed=1,2"]
+            words += ["hydra/launcher=submitit_slurm", "hydra.launcher.array_parallelism=1"]
             told = []
 
-            class Sweeper:
-                def sweep(self, arguments):
-                    number = 0
-                    for batch in batches:
-                        told.append(self.task(batch, number))
-                        number += len(batch)
-
             def instantiate(*, config, hydra_context, task_function):
-                sweeper = Sweeper()
-                sweeper.task = task_function
-                return sweeper
+                def sweep(arguments):
+                    for batch in batches:
+                        told.append(task_function(batch, sum(map(len, told))))
+
+                return SimpleNamespace(sweep=sweep)
 
             monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate)
-            carriers.search(agenda, compose_all(asked, multirun=True))
+            carriers.search(agenda, compose_all(words, multirun=True))
             return told
 
         return it
@@ -304,39 +273,13 @@ class TestSearch:
         monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
         agenda = Agenda(tmp_path, queued=frozenset({"0_toy_ddp"}), searches=True)
         carry = carriers.carrier(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
-        carry([])
-        carry([])
+        for _ in range(2):
+            carry([])
         assert told == [set()]
 
     def test_what_a_sweeper_chose_and_nobody_can_compose_ends_it_with_the_reason(self, search, tmp_path):
         with pytest.raises(ConfigError, match=r"^command line=model=toy x=1: Could not override 'x'"):
             search(Agenda(tmp_path, searches=True), [[["model=toy", "x=1"]]])
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks
-def test_jobs_on_this_machine_run_one_after_the_other_and_one_that_fails_ends_no_other(tmp_path, environ):
-    done = subprocess.run(
-        [
-            sys.executable, str(ROOT / "train.py"), "-m", "cluster=local", "hydra/launcher=submitit_local",
-            "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors", "data.inputs=8",
-            "data.outputs=4", "train.steps=4", "device=cpu", "+model.how=raise,none", "hydra.sweep.dir=sweep",
-        ],
-        cwd=tmp_path, env={**environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
-    assert [(record["status"], record["launcher"], record["world_size"]) for record in records] == [
-        ("failed", "local", 2),
-        ("ok", "local", 2),
-    ]
-    assert (records[0]["error"]["rank"], records[0]["error"]["message"]) == (1, "this one is on purpose")
-    assert records[0]["started"] < records[1]["started"]
-    assert "0_Faulty_ddp, rank 1:\nTraceback" in done.stderr
-    assert done.stdout.count("status\n") == 1  # one table
-    told = [line for line in done.stderr.splitlines() if line.endswith((": started", ": failed", ": ok"))]
-    assert told == ["0 Faulty_ddp: started", "0_Faulty_ddp: failed", "1 Faulty_ddp: started", "1_Faulty_ddp: ok"]
 
 
 @pytest.fixture
