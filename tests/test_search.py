@@ -20,12 +20,6 @@ SEEDED = (*OPTUNA, "hydra.sweeper.sampler.seed=1")
 RUN = ("model=toy", "parallel=single", "train.steps=4", "device=cpu")
 
 
-def refused(*arguments, cwd):
-    done = forked.train_py(*arguments, cwd=cwd)
-    assert done.returncode == 1, done.stderr
-    return done.stderr.splitlines()
-
-
 def rows(sweep):
     return [json.loads(line) for line in (sweep / "results.jsonl").read_text().splitlines()]
 
@@ -84,34 +78,29 @@ class TestOptuna:
 
 
 class TestRefused:
-    def test_what_no_run_could_do(self, tmp_path):
-        found = refused(*OPTUNA, "model=toy", "model.width=0", "optimizer.lr=interval(1e-4,1e-2)", cwd=tmp_path)
-        assert [line.partition(":")[0] for line in found] == ["model.width=0"]
-        assert list(tmp_path.iterdir()) == []
-
-    def test_a_range_without_a_sweeper_that_searches(self, tmp_path):
-        (line,) = refused("-m", "model=toy", "optimizer.lr=interval(1e-4,1e-2)", cwd=tmp_path)
-        assert line == (
-            "optimizer.lr=interval(1e-4,1e-2): is a range of numbers, of which a sweeper that searches chooses; "
-            "add -m hydra/sweeper=optuna, or give a list of values"
-        )
-
-    def test_a_sweeper_that_is_not_installed(self, tmp_path):
-        (line,) = refused("-m", "hydra/sweeper=ax", "model=toy", "seed=1,2", cwd=tmp_path)
-        assert line == (
-            "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip install hydra-ax-sweeper"
-        )
-
-    def test_an_objective_that_there_would_not_be(self, tmp_path):
-        (line,) = refused("model=toy", "objective=held_out_loss", cwd=tmp_path)
-        assert line == (
-            "objective=held_out_loss: is a figure of the held-out part, and eval.every=null never evaluates on it; "
-            "try eval.every=60"
-        )
-        (line,) = refused("objective=held_out_accuracy", "data.held_out=0.1", "eval.every=5", cwd=tmp_path)
-        assert line == "objective=held_out_accuracy: the samples of data=text have no classes; try held_out_loss"
-        (line,) = refused("model=toy", "objective=speed", cwd=tmp_path)
-        assert line == "objective=speed: must be throughput, held_out_loss or held_out_accuracy"
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (f"{' '.join(OPTUNA)} model=toy model.width=0 optimizer.lr=interval(1e-4,1e-2)", "model.width=0: "),
+            ("-m model=toy optimizer.lr=interval(1e-4,1e-2)",
+             "optimizer.lr=interval(1e-4,1e-2): is a range of numbers, of which a sweeper that searches chooses; "
+             "add -m hydra/sweeper=optuna, or give a list of values\n"),
+            ("-m hydra/sweeper=ax model=toy seed=1,2",
+             "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip install hydra-ax-sweeper\n"),
+            ("model=toy objective=held_out_loss",
+             "objective=held_out_loss: is a figure of the held-out part, and eval.every=null never evaluates on it; "
+             "try eval.every=60\n"),
+            ("objective=held_out_accuracy data.held_out=0.1 eval.every=5",
+             "objective=held_out_accuracy: the samples of data=text have no classes; try held_out_loss\n"),
+            ("model=toy objective=speed",
+             "objective=speed: must be throughput, held_out_loss or held_out_accuracy\n"),
+        ],
+    )  # fmt: skip
+    def test_searches_and_objectives_that_there_cannot_be(self, tmp_path, words, said):
+        done = forked.train_py(*words.split(), cwd=tmp_path)
+        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+        assert done.stderr.startswith(said)
+        assert done.stderr.count("\n") == 1
 
     def found(self, *overrides, world=None, goes_on=None):
         composed = compose_all([*OPTUNA[1:], *overrides], multirun=True)

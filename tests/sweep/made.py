@@ -10,9 +10,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ptdbench.launch.slurm import JobState, SlurmError
-from ptdbench.records import ledger, record, store
+from ptdbench.records import ledger, ownership, record, store
 from ptdbench.records.failure import Failure
-from ptdbench.records.ownership import PROGRESS
 
 CONFIG = {
     "workload": {"name": "train", "label": "toy_ddp"},
@@ -25,6 +24,9 @@ CONFIG = {
 
 #: The name of the array in the queue.
 NAME = "ptdbench-sweep-3d737b7c"
+
+#: How far a run that goes on has come.
+PROGRESS = {"step": 3, "steps": 60, "unit": "tokens", "per_second": 41234.5}
 
 #: What a run that went well adds to its record, as far as a table of a sweep shows it.
 DONE = {
@@ -122,7 +124,7 @@ class Directory:
 
     def tell(self, number: int, progress: Mapping[str, Any]) -> None:
         """A run that is going on says how far it is."""
-        (self.path / f"{number}_toy_ddp" / PROGRESS).write_text(json.dumps(progress))
+        (self.path / f"{number}_toy_ddp" / ownership.PROGRESS).write_text(json.dumps(progress))
 
     def log(self, job: ledger.Job, rank: int, text: str) -> None:
         """What a rank of a job wrote to standard error."""

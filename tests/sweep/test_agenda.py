@@ -41,23 +41,18 @@ def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
     names = ["[1/3] toy ddp b16 seed=0", "[2/3] toy ddp b16 seed=1", "[3/3] toy ddp b32"]
     assert [str(eta.heading(number)) for number in range(3)] == names
     eta.expect([0, 1, 2])
+
+    def later():
+        return [eta.heading(number).later_seconds for number in range(3)]
+
     eta.ended(0, 90.0, {"status": "oom"})
-    assert eta.heading(0).later_seconds is None
+    assert later() == [None] * 3
     eta.ended(0, 20.0, {"status": "ok"})
-    assert eta.heading(1).later_seconds == 20.0
-    assert eta.heading(0).later_seconds == 40.0
+    assert later() == [40.0, 20.0, None]
     eta.ended(1, 30.0, {"status": "ok"})
-    assert eta.heading(0).later_seconds == 50.0
-    assert eta.heading(2).later_seconds is None
-
-
-def test_only_runs_that_will_be_carried_out_count(asked, tmp_path):
-    agenda = Agenda(tmp_path, asked("train.global_batch=16,15,32,64"), queued=frozenset({"2_toy_ddp"}))
-    to_do = agenda.to_do(range(4))
-    assert to_do == [0, 3]
-    agenda.eta.expect(to_do)
-    agenda.eta.ended(0, 20.0, {"status": "ok"})
-    assert agenda.eta.heading(0).later_seconds == 20.0
+    assert later() == [50.0, 25.0, None]
+    eta.expect([0, 2])  # one is in the queue
+    assert later() == [25.0, 25.0, None]
 
 
 def done(folder: Path, name: str = "0_toy_ddp") -> dict:
@@ -76,12 +71,13 @@ def test_a_run_appears_together_with_its_record(asked, tmp_path):
 
 
 def test_what_is_done_or_queued_or_not_meant_is_left_alone(asked, tmp_path):
-    runs = asked("seed=0,1,2")
+    runs = asked("train.global_batch=16,32,64,15")
     Agenda(tmp_path, runs).open(0)
     written = done(tmp_path)
     agenda = Agenda(tmp_path, runs, queued=frozenset({"1_toy_ddp"}))
-    opened = [agenda.open(number) for number in range(3)]
-    assert [job and job.number for job in opened] == [None, None, 2]
+    assert agenda.to_do(range(4)) == [2]  # the last one is refused
+    opened = [agenda.open(number) for number in range(4)]
+    assert [job and job.number for job in opened] == [None, None, 2, None]
     assert store.load_record(tmp_path / "0_toy_ddp") == written
     only = Agenda(tmp_path, runs, only="1_toy_ddp")
     assert [bool(only.open(number)) for number in range(3)] == [False, True, False]
@@ -148,10 +144,10 @@ class TestRepeats:
         assert len(set(names)) == 6
         assert names[3].removeprefix("3") == names[0].removeprefix("0")  # ABBA
         assert names[2].removeprefix("2") == names[1].removeprefix("1")
-        for number in range(6):
-            job = found.open(number)
-            written = store.load_record(tmp_path / names[number])
-            assert job.request.overrides[-1] == f"repeat.block={number // 2}" == written["overrides"][-1]
+        for number, name in enumerate(names):
+            found.open(number)
+            written = store.load_record(tmp_path / name)
+            assert written["overrides"][-1] == f"repeat.block={number // 2}"
             assert written["config"]["repeat"]["block"] == number // 2
 
     def test_the_name_of_a_directory_may_have_the_block(self, agenda):
@@ -160,9 +156,8 @@ class TestRepeats:
         assert names == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
 
     def test_they_come_in_one_batch_or_in_batches_of_a_block_where_it_looks_after_each(self, agenda):
-        assert agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(None) == [range(8)]
-        found = agenda("parallel=ddp,fsdp", "repeat.runs=4").batches(3)
-        assert found == [range(3), range(3, 6), range(6, 8)]
+        found = agenda("parallel=ddp,fsdp", "repeat.runs=4")
+        assert (found.batches(None), found.batches(3)) == ([range(8)], [range(3), range(3, 6), range(6, 8)])
         by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
         assert by_block.batches(3) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
         assert [by_block.requests[batch[0]].block for batch in by_block.batches(3)] == [0, 1, 2, 3]
@@ -184,8 +179,7 @@ class TestRepeats:
 
     def test_what_is_refused_is_one_row_and_not_one_for_each_block(self, agenda, tmp_path):
         found = agenda("train.global_batch=15,16", "repeat.runs=3")
-        opened = [found.open(number) for number in range(6)]
-        assert sum(job is not None for job in opened) == 3
+        assert sum(found.open(number) is not None for number in range(6)) == 3
         (row,) = store.read_results(tmp_path)
         assert (row["error"]["type"], row["config"]["repeat"]["block"]) == ("ConfigError", 0)
         assert len(list(tmp_path.glob("*/record.json"))) == 4

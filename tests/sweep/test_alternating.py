@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
 
@@ -32,15 +32,12 @@ folder=$(echo "$folder" | tr -d "'"); mkdir -p "$folder"; touch "$folder/results
 
 @pytest.fixture
 def stubs(tmp_path):
-    def make(leaves: int = 1, status: int = 0) -> list[Side]:
-        sides = []
-        for name in ("before", "after"):
-            folder = tmp_path / name
-            folder.mkdir()
-            python = folder / "python"
-            python.write_text(STUB.format(log=tmp_path / "log", leaves=leaves, status=status))
-            python.chmod(0o755)
-            sides.append(Side(name, str(python), folder))
+    def make(text: str = STUB, leaves: int = 1, status: int = 0) -> list[Side]:
+        sides = [Side(name, str(tmp_path / name / "python"), tmp_path / name) for name in ("before", "after")]
+        for side in sides:
+            side.directory.mkdir()
+            Path(side.python).write_text(text.format(log=tmp_path / "log", leaves=leaves, status=status))
+            Path(side.python).chmod(0o755)
         return sides
 
     return make
@@ -66,59 +63,66 @@ def test_blocks_are_abba_and_a_run_that_fails_is_a_result(tmp_path, stubs):
         assert reverse == [second, first]
 
 
-def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stubs):
-    alternating.run(stubs(), ["parallel=ddp,fsdp", "seed=1"], repeat(2), tmp_path / "my out")
+@pytest.mark.parametrize(("runs", "more"), [(2, ""), ("auto", " repeat.runs=auto repeat.max=2")])
+def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stubs, runs, more):
+    alternating.run(stubs(), ["parallel=ddp,fsdp", "seed=1"], replace(repeat(runs), max=2), tmp_path / "my out")
     line = (tmp_path / "log").read_text().splitlines()[-1]
     side = Path(line.split()[0]).name
-    own = "repeat.block=1 repeat.series='my out'"
+    own = f"repeat.block=1 repeat.series='my out'{more}"
     place = f"hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
     assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own} {place}")
 
 
-def test_with_auto_each_is_one_block_of_so_many_at_most(tmp_path, stubs):
-    alternating.run(stubs(), [], replace(repeat("auto"), max=3), tmp_path / "out")
-    assert " repeat.block=0 repeat.series='out' repeat.runs=auto repeat.max=3 " in (tmp_path / "log").read_text()
+@pytest.fixture
+def carried_out(tmp_path, monkeypatch):
+    """The sides and blocks that are carried out where each block has one run, which ends as a test wants."""
+
+    def it(asked, ends):
+        seen = []
+
+        def start(side, overrides, folder, one):
+            seen.append((side.name, one.block))
+            written = run(directory=str(folder / "0_gpt_tiny_ddp"), workload="train", fingerprint="")
+            written |= ends(*seen[-1])
+            folder.mkdir(parents=True)
+            append_result(folder, written | {"config": written["config"] | {"repeat": asdict(one)}})
+
+        monkeypatch.setattr(alternating, "_start", start)
+        sides = [Side(name, "python", tmp_path) for name in ("before", "after")]
+        alternating.run(sides, [], asked, tmp_path / "out")
+        return seen
+
+    return it
 
 
 class TestAuto:
-    """Until it is settled how the sides compare; each has one run, with the throughput that a test wants."""
+    """Until it is settled how the sides compare."""
 
     @pytest.fixture
-    def carried_out(self, tmp_path, monkeypatch):
+    def compared(self, carried_out):
         def it(faster, fails=None, **options):
-            seen = []
+            def ends(side, block):
+                noise = 1.001 if (block + (side == "after")) % 2 else 1.0
+                rate = 1000.0 * noise * (faster if side == "after" else 1.0)
+                status = "failed" if (side, block) == fails else "ok"
+                return {"status": status, "metrics": {"tokens_per_second": rate}}
 
-            def start(side, overrides, folder, one):
-                seen.append((side.name, one.block))
-                noise = 1.001 if (one.block + (side.name == "after")) % 2 else 1.0
-                rate = 1000.0 * noise * (faster if side.name == "after" else 1.0)
-                directory = str(folder / "0_gpt_tiny_ddp")
-                written = run(tokens_per_second=rate, directory=directory, workload="train", fingerprint="")
-                if seen[-1] == fails:
-                    written |= {"status": "failed"}
-                kept = {"runs": one.runs, "max": one.max, "block": one.block, "series": one.series}
-                folder.mkdir(parents=True)
-                append_result(folder, written | {"config": written["config"] | {"repeat": kept}})
-
-            monkeypatch.setattr(alternating, "_start", start)
-            sides = [Side("before", "python", tmp_path), Side("after", "python", tmp_path)]
-            alternating.run(sides, [], replace(repeat("auto"), **{"max": 12, **options}), tmp_path / "out")
-            return seen
+            return carried_out(replace(repeat("auto"), **{"max": 12, **options}), ends)
 
         return it
 
     @pytest.mark.parametrize("faster", [1.05, 1.0], ids=["different", "tied"])
-    def test_what_is_settled_is_seen_at_the_first_look(self, carried_out, capsys, faster):
-        assert len(carried_out(faster)) == 2 * 4
+    def test_what_is_settled_is_seen_at_the_first_look(self, compared, capsys, faster):
+        assert len(compared(faster)) == 2 * 4
         assert capsys.readouterr().err.splitlines()[-1] == "4 blocks of at most 12: settled"
 
-    def test_a_run_that_fails_settles_nothing(self, carried_out, capsys):
-        assert len(carried_out(1.05, fails=("after", 1), max=8)) > 2 * 3
+    def test_a_run_that_fails_settles_nothing(self, compared, capsys):
+        assert len(compared(1.05, fails=("after", 1), max=8)) > 2 * 3
         said = capsys.readouterr().err.splitlines()
         assert "3 blocks of at most 8: not settled between before and after of ddp" in said
 
-    def test_what_is_neither_goes_on_to_the_most_and_is_named_once_at_each_look(self, carried_out, capsys):
-        assert carried_out(1.0, tied_within=0.0)[-1][1] == 11
+    def test_what_is_neither_goes_on_to_the_most_and_is_named_once_at_each_look(self, compared, capsys):
+        assert compared(1.0, tied_within=0.0)[-1][1] == 11
         said = [line for line in capsys.readouterr().err.splitlines() if "settled" in line]
         open_pair = "not settled between before and after of ddp"
         assert said == [f"4 blocks of at most 12: {open_pair}", f"7 blocks of at most 12: {open_pair}"]
@@ -132,18 +136,9 @@ class TestAuto:
         ({"before": "failed", "after": "preempted"}, 3),
     ],
 )
-def test_where_every_run_of_a_block_fails_on_both_sides_it_ends(tmp_path, monkeypatch, capsys, statuses, blocks):
-    seen = []
-
-    def start(side, overrides, folder, one):
-        seen.append(one.block)
-        folder.mkdir(parents=True)
-        directory = str(folder / "0_gpt_tiny_ddp")
-        append_result(folder, run(status=statuses[side.name], directory=directory, workload="train", fingerprint=""))
-
-    monkeypatch.setattr(alternating, "_start", start)
-    alternating.run([Side(name, "python", tmp_path) for name in statuses], [], repeat(3), tmp_path / "out")
-    assert seen == [block for block in range(blocks) for _ in statuses]
+def test_where_every_run_of_a_block_fails_on_both_sides_it_ends(carried_out, capsys, statuses, blocks):
+    seen = carried_out(repeat(3), lambda side, _: {"status": statuses[side]})
+    assert [block for _, block in seen] == [block for block in range(blocks) for _ in statuses]
     said = "block 0: every run failed on both sides; stopped"
     assert (said in capsys.readouterr().err.splitlines()) == (blocks == 1)
 
@@ -164,14 +159,12 @@ def test_what_is_refused_ends_it_at_once(tmp_path, stubs):
     ],
 )
 def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name, status, kind):
-    sides = stubs()
-    for side in sides:
-        Path(side.python).write_text(
-            f"#!/bin/sh\ntrap 'echo saved > {tmp_path}/saved; exit {status}' {name}\n"
-            f"kill -{name} $PPID; while :; do sleep 0.05; done\n"
-        )
+    text = (
+        f"#!/bin/sh\ntrap 'echo saved > {tmp_path}/saved; exit {status}' {name}\n"
+        f"kill -{name} $PPID; while :; do sleep 0.05; done\n"
+    )
     with local.stopping(), pytest.raises(local.Stopped) as stop:
-        alternating.run(sides, [], repeat(2), tmp_path / "out")
+        alternating.run(stubs(text), [], repeat(2), tmp_path / "out")
     assert (type(stop.value), stop.value.signal) == (kind, signal.Signals[f"SIG{name}"])
     assert (tmp_path / "saved").exists()
 
@@ -179,16 +172,13 @@ def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name
 class TestInterpreters:
     def test_each_is_known_by_the_path_that_was_typed(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        (tmp_path / "python").symlink_to(sys.executable)
         before, after = alternating.interpreters([sys.executable, sys.executable])
         assert (before.name, after.name, before.directory) == ("before", "after", tmp_path)
         assert before.python == sys.executable
 
-    def test_one_that_is_none(self):
+    def test_one_that_is_none_and_one_without_ptdbench(self, tmp_path):
         with pytest.raises(ConfigError, match=r"^--python=nowhere/python: there is no such interpreter; try "):
             alternating.interpreters(["nowhere/python", sys.executable])
-
-    def test_one_without_ptdbench(self, tmp_path):
         bare = tmp_path / "python"
         bare.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named ptdbench' >&2; exit 1\n")
         bare.chmod(0o755)
@@ -247,11 +237,8 @@ class TestCheckouts:
             pass
         return str(refusal.value)
 
-    def test_what_is_no_commit(self, repository):
+    def test_no_commit_and_no_repository_and_no_git(self, tmp_path, monkeypatch):
         assert self.refused("one", "three").startswith("--checkout=three: it is no commit")
-        assert len(self.git(repository, "worktree", "list").splitlines()) == 1
-
-    def test_no_repository_and_no_git(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
         assert "not a git repository" in self.refused("one", "two")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -19,6 +18,7 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
 from tests.conftest import composed
+from tests.programs import call, until
 
 #: The test cluster's partitions and two more kinds.
 KNOWN = [
@@ -181,18 +181,18 @@ class TestCheck:
         assert problems(**options) == [problem]
 
     @pytest.mark.parametrize(
-        ("flag", "option"),
-        [("ntasks-per-node", "cluster.ranks_per_node"), ("mem", "cluster.mem_gb"), ("array", "-m and lists of values")],
-    )
-    def test_a_flag_that_has_an_option_is_not_extra(self, flag, option):
-        (found,) = problems(extra={flag: 1})
-        assert found.startswith(f"cluster.extra.{flag}=1: ")
-        assert f"; use {option}" in found
-
-    @pytest.mark.parametrize("value", [["n1", "n2"], {"a": 1}, "two\nlines"])
-    def test_a_flag_has_one_value(self, value):
-        (found,) = problems(extra={"comment": value})
-        assert "must be text, a number, or true" in found
+        ("flag", "value", "said"),
+        [
+            ("ntasks-per-node", 1, "would contradict what ptdbench passes to sbatch; use cluster.ranks_per_node"),
+            ("mem", 1, "would contradict what ptdbench passes to sbatch; use cluster.mem_gb"),
+            ("array", 1, "would contradict what ptdbench passes to sbatch; use -m and lists of values: "),
+            *(("comment", value, "must be text, a number, or true for a flag without a value")
+              for value in (["n1", "n2"], {"a": 1}, "two\nlines")),
+        ],
+    )  # fmt: skip
+    def test_what_is_no_extra_flag(self, flag, value, said):
+        (found,) = problems(extra={flag: value})
+        assert found.startswith(f"cluster.extra.{flag}={value}: {said}")
 
     def test_everything_that_is_wrong_is_said_at_once(self):
         found = problems(nodes=9, time_minutes=999, gpus_per_node=7, extra={"time": 1})
@@ -333,46 +333,23 @@ class TestRealSlurm:
             commands.test(script(cluster, where, "refused", [Step(["true"])], Output("log")))
         assert len(check(cluster, where, known)) == 1
 
-    def submit(self, text: str, slurm: dict[str, str]) -> commands.JobState:
-        """Submit a script and wait until it is over; the patience only bounds a test that fails."""
-        words = ["sbatch", "--parsable"]
-        done = subprocess.run(words, input=text, env=slurm, check=True, stdout=subprocess.PIPE, text=True)
-        job, deadline = done.stdout.strip(), time.monotonic() + 120
-        while not (state := commands.queue([job])[job]).is_over:
-            assert time.monotonic() < deadline, state
-            time.sleep(0.2)
-        return state
-
-    def test_the_script_starts_every_rank_with_the_words_it_was_given(self, slurm, tmp_path):
+    @pytest.mark.parametrize("several", [True, False], ids=["two steps", "one step"])
+    def test_a_rank_has_its_words_and_one_that_fails_ends_its_step_and_fails_the_job(self, slurm, tmp_path, several):
         words = ["model=gpt small", "x=[a,'b']", 'say="$HOME"', "#4", "a\\b", "*"]
         program = "import os, sys; print(os.environ['SLURM_PROCID'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
-        cluster = asked(nodes=2, cpus_per_rank=2, extra={"comment": """it's #1 "of" a \\ kind"""})
+        cluster = asked(nodes=2, cpus_per_rank=2, time_minutes=5, extra={"comment": """it's #1 "of" a \\ kind"""})
         where = shape(cluster, "auto", every, commands.partitions())
-        step = Step([sys.executable, "-c", program, *words])
-        text = script(cluster, where, "two words", [step], Output(f"{tmp_path}/a log %j"))
-        state = self.submit(text, slurm)
-        (log,) = tmp_path.glob("a log *")
-        assert state.state == "COMPLETED", log.read_text()
-        assert log.name == f"a log {state.id}"
-        assert sorted(log.read_text().splitlines()) == [f"{rank} 2 {words}" for rank in range(4)]
-        told = subprocess.run(["scontrol", "show", "job", state.id], check=True, stdout=subprocess.PIPE, text=True)
-        assert "JobName=two words" in told.stdout
-        assert """Comment=it's #1 "of" a \\ kind""" in told.stdout
-
-    def test_a_rank_that_fails_ends_the_job(self, slurm, tmp_path):
-        command = ["sh", "-c", "[ $SLURM_PROCID = 1 ] && exit 3; sleep 600"]
-        where = shape(asked(), "auto", every, commands.partitions())
-        text = script(asked(time_minutes=5), where, "one fails", [Step(command)], Output(f"{tmp_path}/log"))
-        state = self.submit(text, slurm)
+        fails = Step(["sh", "-c", "[ $SLURM_PROCID = 1 ] && exit 3; sleep 600"])
+        steps = [fails, Step([sys.executable, "-c", program, *words])] if several else [fails]
+        text = script(cluster, where, "two words", steps, Output(f"{tmp_path}/a log %j"))
+        job = call("sbatch", "--parsable", cwd=tmp_path, environ=slurm, told=text).stdout.strip()
+        state = until(lambda: (found := commands.queue([job])[job]).is_over and found, 120)
         assert (state.state, state.reason) == ("FAILED", "NonZeroExitCode")
-
-    def test_a_step_that_fails_ends_no_other_but_the_job_has_failed(self, slurm, tmp_path):
-        where = shape(asked(ranks_per_node=1), "auto", every, commands.partitions())
-        steps = [Step(["echo", "one"]), Step(["false"]), Step(["echo", "three"])]
-        text = script(asked(time_minutes=5), where, "three steps", steps, Output(f"{tmp_path}/log"))
-        assert self.submit(text, slurm).state == "FAILED"
-        said = (tmp_path / "log").read_text().splitlines()
-        assert [line for line in said if line in ("one", "three")] == ["one", "three"]
+        said = [line for line in (tmp_path / f"a log {job}").read_text().splitlines() if str(words) in line]
+        assert sorted(said) == [f"{rank} 2 {words}" for rank in range(4) if several]
+        shown = call("scontrol", "show", "job", job, cwd=tmp_path, environ=slurm).stdout
+        assert "JobName=two words" in shown
+        assert """Comment=it's #1 "of" a \\ kind""" in shown
 
 
 class TestSiteFiles:

@@ -13,9 +13,9 @@ from msgspec.structs import asdict, replace
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import crash_file
-from ptdbench.records.ownership import PROGRESS, Attempt, Progress, this_process
+from ptdbench.records.ownership import Attempt, Progress, this_process
 from ptdbench.sweep import status, watch
-from tests.sweep.made import CONFIG, DONE, failure, state
+from tests.sweep.made import CONFIG, DONE, PROGRESS, failure, state
 
 #: What a run adds to its record that was asked to end.
 HEARD = failure(rank=0, kind="Stopped", message="stopped by SIGTERM") | {"status": "preempted"}
@@ -42,16 +42,18 @@ class TestOnThisMachine:
     def test_runs_in_folders_of_folders(self, sweep):
         """By ``hydra.sweep.subdir=${model.name}/${parallel.name}``; what only tries a micro-batch is no run."""
         ledger.begin(sweep.path, [])
-        for name in ("toy/ddp", "toy/ddp/tries/0_2"):
+        for name in ("toy/ddp", "toy/ddp/tries/0_2", "gpt_tiny/ddp"):
             (sweep.path / name).mkdir(parents=True)
-            store.write_record(sweep.path / name, record.begin(CONFIG, sweep.path / name, {}))
-        assert [run.directory for run in status.look(sweep.path).runs] == ["toy/ddp"]
+            written = record.begin(CONFIG, sweep.path / name, {})
+            store.write_record(sweep.path / name, written)
+        store.append_result(sweep.path, written | DONE)
+        assert states(sweep) == [("gpt_tiny/ddp", True, "ok"), ("toy/ddp", False, "failed")]
 
     def test_a_single_run(self, sweep):
-        path, told = sweep.begin(0), {"step": 3, "steps": 60, "unit": "tokens", "per_second": 1000.0}
-        sweep.tell(0, told)
+        path = sweep.begin(0)
+        sweep.tell(0, PROGRESS)
         (run,) = status.look(path).runs
-        assert (run.progress, run.is_over) == (Progress(**told), False)
+        assert (run.progress, run.is_over) == (Progress(**PROGRESS), False)
         sweep.end(0, told=False)
         (run,) = status.look(path).runs
         assert (run.is_over, run.record["status"]) == (True, "ok")
@@ -76,16 +78,6 @@ class TestOnThisMachine:
         with pytest.raises(FileNotFoundError):
             status.look(sweep.path / name)
 
-    def test_runs_of_the_same_name_in_different_folders(self, sweep):
-        """``hydra.sweep.subdir=${model.name}/${parallel.name}``."""
-        for name in ("toy/ddp", "gpt_tiny/ddp"):
-            path = sweep.path / name
-            path.mkdir(parents=True)
-            written = record.begin(CONFIG, path, {}) | DONE
-            store.write_record(path, written)
-            store.append_result(sweep.path, written)
-        assert states(sweep) == [("gpt_tiny/ddp", True, "ok"), ("toy/ddp", True, "ok")]
-
     @pytest.mark.parametrize("name", ["sweep", "renamed"])
     def test_a_sweep_that_was_moved(self, sweep, tmp_path, name):
         sweep.submit(2)
@@ -100,13 +92,16 @@ class TestOnThisMachine:
 class TestSharedJob:
     """Runs that one job carries out, one after the other."""
 
-    def test_a_run_has_ended_before_its_job(self, sweep):
-        sweep.submit_together(3)
+    def test_a_run_waits_for_those_before_it_and_has_ended_before_its_job(self, sweep):
+        sweep.submit_together(4)
+        sweep.says(**{"": "PENDING (Resources)"})
+        assert shown(sweep) == ["PENDING (Resources)"] * 4
         sweep.end(0)
         sweep.end(1, **failure())
+        begin(sweep, 2)
         sweep.says(**{"": "RUNNING n1"})
-        assert [run[1:] for run in states(sweep)] == [(True, "ok"), (True, "failed"), (False, "failed")]
-        assert [run.queue is not None for run in status.look(sweep.path).runs] == [False, False, True]
+        assert shown(sweep) == ["ok", "failed", "RUNNING n1", "waits in its job"]
+        assert [run.queue is not None for run in status.look(sweep.path).runs] == [False, False, True, True]
 
     def test_what_the_end_of_the_job_leaves_open_is_concluded(self, sweep):
         jobs = sweep.submit_together(3)
@@ -134,21 +129,13 @@ class TestSharedJob:
         sweep.says(**{"": "TIMEOUT n1"})
         assert [found for *_, found in states(sweep)] == ["timeout", "timeout"]
 
-    def test_a_run_waits_for_those_before_it(self, sweep):
-        sweep.submit_together(3)
-        sweep.says(**{"": "PENDING (Resources)"})
-        assert shown(sweep) == ["PENDING (Resources)"] * 3
-        sweep.end(0)
-        begin(sweep, 1)
-        sweep.says(**{"": "RUNNING n1"})
-        assert shown(sweep) == ["ok", "RUNNING n1", "waits in its job"]
 
-
-def begin(sweep, number):
-    """Let a run of job 7 say that it has begun."""
+def begin(sweep, number, job="7", launch="l"):
+    """Let a run say that it has begun in a job."""
     path = sweep.path / f"{number}_toy_ddp"
-    owner = asdict(this_process("l", {})) | {"job": "7"}
+    owner = asdict(this_process(launch, {})) | {"job": job}
     store.write_record(path, store.load_record(path) | {"owner": owner})
+    return path
 
 
 def shown(sweep):
@@ -159,11 +146,10 @@ class TestSubmitted:
     def test_a_run_that_waits_and_one_that_is_going_on(self, sweep):
         jobs = sweep.submit(2)
         sweep.says(_0="RUNNING n[1-2]", _1="PENDING (Priority)")
-        told = {"step": 3, "steps": 60, "unit": "tokens", "per_second": 1000.0}
-        sweep.tell(0, told)
+        sweep.tell(0, PROGRESS)
         going, waiting = status.look(sweep.path).runs
         assert (going.job, waiting.job) == tuple(jobs)
-        assert (going.queue.state, going.queue.nodes, going.progress) == ("RUNNING", "n[1-2]", Progress(**told))
+        assert (going.queue.state, going.queue.nodes, going.progress) == ("RUNNING", "n[1-2]", Progress(**PROGRESS))
         assert (waiting.queue.state, waiting.queue.reason, waiting.progress) == ("PENDING", "Priority", None)
         assert (going.is_over, waiting.is_over) == (False, False)
         assert sweep.results() == []  # looking changes nothing
@@ -172,29 +158,24 @@ class TestSubmitted:
         sweep.submit(3)
         sweep.end(1)
         sweep.says(_0="PENDING", _2="PENDING")
-        seen = status.look(sweep.path)
+        assert [run[1:] for run in states(sweep)] == [(False, "failed"), (True, "ok"), (False, "failed")]
         assert sweep.asked == [["7_0", "7_2"]]
-        assert [(run.is_over, run.record["status"] == "ok") for run in seen.runs] == [
-            (False, False), (True, True), (False, False),
-        ]  # fmt: skip
         sweep.says(_1="COMPLETING n1")  # still leaving its nodes
         assert status.look(sweep.path).runs[1].is_over
 
-    @pytest.mark.parametrize("said", [{"_0": "CANCELLED"}, {}], ids=["killed", "forgotten"])
-    def test_a_job_that_ended_between_its_record_and_the_results_of_the_sweep(self, sweep, said):
+    @pytest.mark.parametrize(
+        ("said", "changes"),
+        [({"_0": "CANCELLED"}, {}), ({}, {}), ({"_0": "FAILED (NonZeroExitCode)"}, failure())],
+        ids=["killed", "forgotten", "failed by itself"],
+    )
+    def test_a_job_that_ended_between_its_record_and_the_results_of_the_sweep(self, sweep, said, changes):
         sweep.submit(1)
-        written = sweep.end(0, told=False)
+        written = sweep.end(0, told=False, **changes)
         sweep.says(**said)
         for _ in range(2):  # whoever looks again does not write again
-            assert states(sweep) == [("0_toy_ddp", True, "ok")]
+            (run,) = status.look(sweep.path).runs
+            assert (run.record, run.is_over) == (written, True)
             assert (sweep.path / store.RESULTS).read_text().splitlines() == [json.dumps(written)]
-
-    def test_a_job_that_failed_by_itself_keeps_its_own_reason(self, sweep):
-        sweep.submit(1)
-        written = sweep.end(0, told=False, **failure())
-        sweep.says(_0="FAILED (NonZeroExitCode)")
-        (run,) = status.look(sweep.path).runs
-        assert run.record == written
 
     def test_a_job_whose_id_nobody_wrote_down_is_found_by_its_name(self, sweep):
         sweep.submit(2, known=False)
@@ -208,9 +189,7 @@ class TestSubmitted:
     def test_a_job_that_was_refused_a_run_says_nothing_of_how_it_ends(self, sweep, owner, concluded):
         """The run is another job's, which goes on."""
         sweep.submit(1)
-        path = sweep.path / "0_toy_ddp"
-        at = {"launch": "x", "host": "n1", "pid": 1, "started": 1.0, "job": owner}
-        store.write_record(path, store.load_record(path) | {"owner": at})
+        path = begin(sweep, 0, job=owner)
         sweep.says(_0="FAILED")
         status.look(sweep.path)
         assert record.is_open(store.load_record(path)) is not concluded
@@ -281,10 +260,8 @@ class TestEndedByTheCluster:
     @pytest.mark.parametrize(("words", "expected"), [("FAILED (NonZeroExitCode)", "SIGSEGV"), ("TIMEOUT", "TIMEOUT")])
     def test_ranks_that_native_code_ended_all_at_once_are_told_by_what_they_left(self, sweep, words, expected):
         """None was left to say so; where SLURM knows more, that counts."""
-        (job,) = sweep.submit(1)
-        path = sweep.path / job.directory
-        at = {"launch": "slurm-7_0", "host": "n1", "pid": 1, "started": 1.0, "job": "7_0"}
-        store.write_record(path, store.load_record(path) | {"owner": at})
+        sweep.submit(1)
+        path = begin(sweep, 0, job="7_0", launch="slurm-7_0")
         stacks = 'Fatal Python error: Segmentation fault\n\nThread 0x1:\n  File "/m.py", line 3 in forward\n'
         for rank in (0, 1):
             left = crash_file(Attempt(path, "slurm-7_0").failures, rank)
@@ -342,9 +319,8 @@ class TestEndedByTheCluster:
         sweep.says(_0="TIMEOUT n1", _1="CANCELLED n1", _2="PREEMPTED n1", _3="FAILED n1")
         for _ in range(2):
             seen = [(run.record["status"], run.record["error"]["type"]) for run in status.look(sweep.path).runs]
-            *told_by_slurm, own = seen
-            assert told_by_slurm == [("timeout", "TIMEOUT"), ("failed", "CANCELLED"), ("preempted", "PREEMPTED")]
-            assert own == ("preempted", "Stopped")
+            told_by_slurm = [("timeout", "TIMEOUT"), ("failed", "CANCELLED"), ("preempted", "PREEMPTED")]
+            assert seen == [*told_by_slurm, ("preempted", "Stopped")]
         assert sweep.asked == [["7_0", "7_1", "7_2", "7_3"], ["7_3"]]
 
     @pytest.mark.parametrize(
@@ -421,43 +397,31 @@ class TestEndedByTheCluster:
 
 
 class TestDamaged:
-    @pytest.fixture(
-        params=[b"", b"\xff\xfe\x00", b"[1]", b"{}", b"5", b'{"status": 1}', b"gone", b"[" * 100_000],
-        ids=lambda text: repr(text[:20]),
-    )
-    def damage(self, request):
-        """Leaves that in the place of a run's record."""
+    """What counts as damage is in test_damaged_files."""
 
-        def do(sweep, number):
-            path = sweep.path / f"{number}_toy_ddp" / store.RECORD
-            path.unlink() if request.param == b"gone" else path.write_bytes(request.param)
-            return path
-
-        return do
-
-    def test_a_run_of_this_machine_stands_among_the_others(self, sweep, damage):
+    def test_a_run_of_this_machine_stands_among_the_others(self, sweep):
         for number in range(3):
             sweep.begin(number)
         sweep.end(0)
-        path = damage(sweep, 1)
-        if not path.exists():
-            path.write_bytes(b"")
+        path = sweep.path / "1_toy_ddp" / store.RECORD
+        path.write_bytes(b"{}")
         assert [run[1:] for run in states(sweep)] == [(True, "ok"), (True, "damaged"), (False, "failed")]
         (single,) = status.look(path.parent).runs
         assert single.record["error"]["message"].startswith(f"{path} is damaged: ")
         assert "\n" not in single.record["error"]["message"]
 
-    def test_one_that_was_submitted_is_over_when_its_job_is_and_is_left_as_it_is(self, sweep, damage):
+    @pytest.mark.parametrize("text", [b"{}", None], ids=["damaged", "gone"])
+    def test_one_that_was_submitted_is_over_when_its_job_is_and_is_left_as_it_is(self, sweep, text):
         sweep.submit(2)
-        path = damage(sweep, 0)
-        before = path.read_bytes() if path.exists() else None
+        path = sweep.path / "0_toy_ddp" / store.RECORD
+        path.write_bytes(text) if text else path.unlink()
         sweep.queue = SlurmError("Unable to contact slurm controller")
         assert [run[1:] for run in states(sweep)] == [(False, "damaged"), (False, "failed")]
         sweep.says(_0="RUNNING n1", _1="TIMEOUT")
         assert [run[1:] for run in states(sweep)] == [(False, "damaged"), (True, "timeout")]
         sweep.says(_0="FAILED")
         assert [run[1:] for run in states(sweep)] == [(True, "damaged"), (True, "timeout")]
-        assert (path.read_bytes() if path.exists() else None) == before
+        assert (path.read_bytes() if path.exists() else None) == text
         assert len(sweep.results()) == 1
 
     def test_lines_of_the_results_are_told_one_by_one(self, sweep):
@@ -479,13 +443,6 @@ class TestDamaged:
         assert [(run.is_over, run.job) for run in seen.runs] == [(True, None), (False, None)]
         (line,) = seen.damage
         assert line.startswith(f"{sweep.path / 'sweep.json'} is damaged: ")
-
-    @pytest.mark.parametrize("said", ["", '{"step": 1}', '{"step": "1", "steps": 2, "unit": "x"}'])
-    def test_a_run_whose_progress_is_damaged_has_none(self, sweep, said):
-        path = sweep.begin(0)
-        (path / PROGRESS).write_text(said)
-        (run,) = status.look(sweep.path).runs
-        assert (run.progress, run.is_over) == (None, False)
 
 
 def test_nothing_is_concluded_where_slurm_does_not_answer(sweep):

@@ -17,17 +17,12 @@ from ptdbench.records import store
 from ptdbench.sweep import status, watch
 from ptdbench.terminal import plain
 from tests.report.made import failed, keep, run
-from tests.sweep.made import DONE, failure
-
-PROGRESS = {"step": 3, "steps": 60, "unit": "tokens", "per_second": 41234.5}
+from tests.sweep.made import DONE, PROGRESS, failure
 
 
 def cells(sweep):
     """The row of each run, by heading."""
-    return cells_of(status.look(sweep.path))
-
-
-def cells_of(seen):
+    seen = status.look(sweep.path)
     return [{column.heading: column.cell(row) for column in watch.COLUMNS} for row in watch.numbered(seen)]
 
 
@@ -45,9 +40,9 @@ def test_the_queues_word_for_what_goes_on_and_slurms_beside_the_records_for_what
     assert [row["state"] for row in cells(sweep)] == [expected]
 
 
-def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(tmp_path):
+def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(sweep):
     """Where what failed is told by its place, as names are the same in all blocks."""
-    folder = tmp_path / "compare"
+    folder = sweep.path
     for block in (0, 10, 2):
         for side in ("before", "after"):
             one = failed("ddp", "broken") if (side, block) == ("after", 2) else run("ddp")
@@ -55,7 +50,7 @@ def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(tmp_pat
             keep(folder / side / str(block), "0_toy_ddp", one | {"model": "toy", "config": config})
     (folder / "before" / "11").mkdir()  # which has just begun
     seen = status.look(folder)
-    assert [row["run"] for row in cells_of(seen)] == [
+    assert [row["run"] for row in cells(sweep)] == [
         f"toy ddp [{side}/{block}]" for block in (0, 2, 10) for side in ("before", "after")
     ]
     assert seen.is_over
@@ -67,10 +62,10 @@ def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(tmp_pat
 def test_forgotten_and_not_answered(sweep):
     sweep.submit(1)
     sweep.queue = SlurmError("Unable to contact slurm controller")
-    assert [row["state"] for row in cells(sweep)] == ["unfinished"]
+    assert cells(sweep)[0]["state"] == "unfinished"
     assert list(watch.reasons(status.look(sweep.path))) == ["SLURM does not answer: Unable to contact slurm controller"]
     sweep.queue = {}
-    assert [row["state"] for row in cells(sweep)] == ["failed"]
+    assert cells(sweep)[0]["state"] == "failed"
 
 
 def test_a_run_that_ended_well(sweep):
@@ -121,9 +116,8 @@ def test_samples_where_there_are_no_tokens_and_the_workload_where_there_is_no_mo
 
 
 def test_runs_of_this_machine_have_no_job_and_the_shape_that_they_found(sweep):
-    sweep.begin(0)
-    sweep.begin(1)
-    sweep.begin(2)
+    for number in range(3):
+        sweep.begin(number)
     sweep.end(0)
     sweep.end(1, nodes=["vm"], world_size=2)
     assert [(row["job"], row["shape"], row["state"]) for row in cells(sweep)] == [
@@ -219,17 +213,15 @@ def steps(monkeypatch):
 
 
 def test_what_was_submitted_can_be_followed_and_ended_from_any_shell(sweep, capsys):
-    watch.announce(sweep.path, sweep.submit(3))
+    jobs = sweep.submit(3)
+    watch.announce(sweep.path, jobs)
     assert capsys.readouterr().out.splitlines() == [
         "submitted 3 jobs: 7_0 7_1 7_2",
         f"status     python -m ptdbench status {sweep.path}",
         "cancel     scancel 7",
         f"output     {sweep.path}/logs",
     ]
-
-
-def test_output_is_where_cluster_log_puts_it(sweep, capsys):
-    watch.announce(sweep.path, [replace(job, log=f"/scratch/logs/{job.id}") for job in sweep.submit(2)])
+    watch.announce(sweep.path, [replace(job, log=f"/scratch/logs/{job.id}") for job in jobs])  # by cluster.log
     assert capsys.readouterr().out.splitlines()[-1] == "output     /scratch/logs"
 
 
@@ -262,9 +254,7 @@ class TestFollowing:
             )
         ]  # fmt: skip
 
-    def test_it_waits_where_slurm_does_not_answer_and_ends_with_the_tracebacks_of_what_failed(
-        self, sweep, steps, capsys
-    ):
+    def test_it_waits_for_slurm_to_answer_and_ends_with_the_tracebacks_of_what_failed(self, sweep, steps, capsys):
         sweep.submit(2)
         sweep.queue = SlurmError("Unable to contact slurm controller")
         sweep.end(0, **failure(rank=3))
@@ -323,7 +313,7 @@ def test_a_job_of_this_machine_that_left_no_word(sweep, capsys):
     watch.settle(sweep.path, path.name, "logs/1/1_log.err")
     written = store.load_record(path)
     assert (written["status"], written["error"]["type"]) == ("failed", "Gone")
-    assert written["error"]["message"].endswith("its output is in logs/1/1_log.err")
+    assert written["error"]["message"] == "the job's process ended without a result; its output is in logs/1/1_log.err"
     assert sweep.results() == [written]
     sweep.begin(1)
     ok = sweep.end(1)
