@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ptdbench import __main__ as command
 from ptdbench import load
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records.store import RECORD, RESULTS, append_result, write_record
@@ -25,20 +25,8 @@ STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
 
 
 @pytest.fixture
-def compare(monkeypatch, capsys):
-    """Calls it: exit status, output, lines of errors."""
-    monkeypatch.setenv("COLUMNS", "500")
-
-    def call(*words):
-        monkeypatch.setattr(sys, "argv", ["ptdbench", "compare", *map(str, words)])
-        try:
-            status = command.main()
-        except SystemExit as end:
-            status = end.code
-        said = capsys.readouterr()
-        return status, said.out, said.err.splitlines()
-
-    return call
+def compare(ptdbench):
+    return partial(ptdbench, "compare")
 
 
 def keep(sweep: Path, *runs: dict) -> Path:
@@ -78,9 +66,8 @@ class TestStatus:
         assert (status, told["status"], err) == (1, 1, [])
         assert told["unit"] == "tokens"
         ddp, fsdp = told["pairs"]
-        assert [(pair["configuration"], pair["verdict"]) for pair in (ddp, fsdp)] == [
-            ("ddp", "no difference seen"), ("fsdp", "slower"),
-        ]  # fmt: skip
+        assert (ddp["configuration"], ddp["verdict"]) == ("ddp", "no difference seen")
+        assert (fsdp["configuration"], fsdp["verdict"]) == ("fsdp", "slower")
         assert fsdp["ratio"] == pytest.approx(0.8)
         assert fsdp["interval"][0] < 0.8 < fsdp["interval"][1] < 1
         assert fsdp["after"]["per_second"] == pytest.approx(0.8 * fsdp["before"]["per_second"])
@@ -115,12 +102,10 @@ class TestInput:
         results = (before / RESULTS).read_bytes().splitlines(keepends=True)
         (before / RESULTS).write_bytes(b"".join([results[0][:50] + b"\n", *results[1:-1], results[-1][:50]]))
         (before / "0_ddp" / RECORD).write_text('{"sta')
-        status, out, err = compare(before, after)
+        status, out, (of_record, of_line) = compare(before, after)
         assert status == 1
-        assert len(err) == 2
-        assert err[0].startswith(f"{before / '0_ddp' / RECORD} is damaged: ")
-        assert err[1].startswith(f"{before / RESULTS}: ")
-        assert "line 1 is damaged and skipped" in err[1]
+        assert of_record.startswith(f"{before / '0_ddp' / RECORD} is damaged: ")
+        assert of_line.startswith(f"{before / RESULTS}: line 1 is damaged and skipped: ")
         assert re.search(r"^ddp +4, 5 ", out, re.MULTILINE)
         assert re.search(r"^fsdp +5, 5 ", out, re.MULTILINE)
 
@@ -261,12 +246,12 @@ def test_where_both_took_turns_it_ends_as_a_sweep_does(in_turns):
                 keep(directory / side / str(block), one)
 
     _, out, err = in_turns(run_both)
-    shown = "outputs/now_compare"
     assert err == []
-    closing = out.splitlines()[-3:]
-    assert closing[0] == f"records      {shown}"
-    assert [line.split()[0] for line in closing[1:]] == ["phases", "report"]
-    assert all(line.endswith(f" {word} {shown}") for line, word in zip(closing[1:], ("explain", "report"), strict=True))
+    assert out.splitlines()[-3:] == [
+        "records      outputs/now_compare",
+        "phases       ptdbench explain outputs/now_compare",
+        "report       ptdbench report outputs/now_compare",
+    ]
 
 
 @pytest.fixture
@@ -279,26 +264,20 @@ def two_commits(tmp_path, environ):
     }  # fmt: skip
     tmp_path = tmp_path / "o'clock"
     tmp_path.mkdir()
-    (tmp_path / "mine.py").write_text(
-        "from torch import nn\n\n\nclass Mine(nn.Linear):\n    def __init__(self):\n        super().__init__(32, 8)\n"
-    )
-    commit = "git -c user.name=a -c user.email=a@b commit --quiet"
-    first = f"git init --quiet && git add mine.py && {commit} -m one"
-    subprocess.run(["sh", "-c", first], cwd=tmp_path, env=environ, check=True, timeout=60)
-    with (tmp_path / "mine.py").open("a") as file:
-        file.write("\n    def forward(self, inputs):\n        raise RuntimeError('broken')\n")
-    subprocess.run(["sh", "-c", f"{commit} -am two"], cwd=tmp_path, env=environ, check=True, timeout=60)
+    git(tmp_path, environ, "init", "--quiet")
+    text = "from torch import nn\n\nclass Mine(nn.Linear):\n    def __init__(self):\n        super().__init__(32, 8)\n"
+    for more in ("", "\n    def forward(self, inputs):\n        raise RuntimeError('broken')\n"):
+        (tmp_path / "mine.py").write_text(text + more)
+        git(tmp_path, environ, "add", "mine.py")
+        git(tmp_path, environ, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "a model")
     model = ["model=custom", "model._target_=mine.Mine", "data=synthetic_vectors", "parallel=single"]
     words = ["--checkout", "HEAD~1", "--checkout", "HEAD", "--", *model, "repeat=1", "profile.steps=0"]
     yield tmp_path, [sys.executable, "-m", "ptdbench", "compare", *words], environ
     shutil.rmtree(temporary)
 
 
-def worktrees(top: Path, environ: dict[str, str]) -> int:
-    listed = subprocess.run(
-        ["git", "worktree", "list"], cwd=top, env=environ, check=True, capture_output=True, text=True, timeout=60
-    ).stdout
-    return len(listed.splitlines())
+def git(top: Path, environ: dict[str, str], *words: str) -> list[str]:
+    return subprocess.check_output(["git", *words], cwd=top, env=environ, text=True, timeout=60).splitlines()
 
 
 @pytest.mark.ranks
@@ -315,7 +294,7 @@ def test_two_commits_take_turns(two_commits):
     (folder,) = (top / "outputs").iterdir()
     for side in ("before", "after"):
         assert [one["config"]["repeat"]["series"] for one in load(folder / side)] == [folder.name]
-    assert worktrees(top, environ) == 1
+    assert len(git(top, environ, "worktree", "list")) == 1
 
 
 @pytest.mark.thorough
@@ -341,5 +320,5 @@ def test_a_signal_ends_the_run_as_train_does(two_commits, number):
     (record,) = top.glob("outputs/*/*/0/*/record.json")
     assert f"records      {record.parents[3]}" in out
     assert json.loads(record.read_text())["status"] == "preempted"
-    assert worktrees(top, environ) == 1
+    assert len(git(top, environ, "worktree", "list")) == 1
     assert not list(Path(environ["TMPDIR"]).glob("ptdbench-checkout-*"))

@@ -6,7 +6,6 @@ import copy
 import csv
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ptdbench import __main__ as command
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records import series
 from ptdbench.records.store import RECORD, RESULTS
@@ -88,16 +86,10 @@ def lay(sweep: Path, records: list[dict[str, Any]]) -> Path:
     return sweep
 
 
-@pytest.fixture
-def call(monkeypatch, capsys):
-    """Types a command: its exit status, and what it says."""
-    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")  # four megabytes
-
-    def typed(*words):
-        monkeypatch.setattr(sys, "argv", ["ptdbench", *map(str, words)])
-        return command.main(), capsys.readouterr()
-
-    return typed
+@pytest.fixture(autouse=True)
+def _without_javascript(monkeypatch):
+    """Of four megabytes."""
+    monkeypatch.setattr("plotly.offline.get_plotlyjs", lambda: "")
 
 
 #: Every place of the record with every value, in an order that is the same each time; a part of them each is tried.
@@ -106,16 +98,16 @@ random.Random(7).shuffle(CASES)
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_what_stands_in_one_record_harms_no_other(call, tmp_path, part):
+def test_what_stands_in_one_record_harms_no_other(ptdbench, tmp_path, part):
     sweep = lay(tmp_path / "sweep", [damaged(at, value) for at, value in CASES[40 * part : 40 * part + 40]])
     other = lay(tmp_path / "other", [])
     with np.errstate(over="ignore"):
-        assert call("report", sweep, "--html", "--md", "--csv")[0] == 0
-        call("status", sweep)
-        call("explain", sweep)
-        call("explain", sweep / "2_damaged", "--against", sweep / "1_whole")
+        assert ptdbench("report", sweep, "--html", "--md", "--csv")[0] == 0
+        ptdbench("status", sweep)
+        ptdbench("explain", sweep)
+        ptdbench("explain", sweep / "2_damaged", "--against", sweep / "1_whole")
         for sides in ((sweep, other), (other, sweep)):
-            call("compare", *sides)
+            ptdbench("compare", *sides)
     with (sweep / "report.csv").open(newline="") as file:
         directories = {Path(row["directory"]).name for row in csv.DictReader(file)}
     assert {"0_whole", "1_whole"} <= directories
@@ -130,23 +122,23 @@ def test_what_stands_in_one_record_harms_no_other(call, tmp_path, part):
         (("steps",), -1, "Expected `int` >= 0 - at `$.steps`"),
     ],
 )
-def test_figures_that_nothing_can_be_made_of_are_named(call, tmp_path, at, value, said):
+def test_figures_that_nothing_can_be_made_of_are_named(ptdbench, tmp_path, at, value, said):
     sweep = lay(tmp_path / "sweep", [damaged(at, value)])
-    status, shown = call("report", sweep, "--md")
-    assert (status, shown.out) == (0, f"report       {sweep / 'report.md'}\n")
-    assert f"{sweep / '2_damaged' / RECORD} is damaged: {said}" in shown.err
+    status, out, err = ptdbench("report", sweep, "--md")
+    assert (status, out) == (0, f"report       {sweep / 'report.md'}\n")
+    assert f"{sweep / '2_damaged' / RECORD} is damaged: {said}" in err
 
 
-def test_a_block_that_is_no_number_is_none(call, tmp_path):
+def test_a_block_that_is_no_number_is_none(ptdbench, tmp_path):
     sweep = lay(tmp_path / "sweep", [damaged(("config", "repeat", "block"), [1])])
-    status, shown = call("report", sweep, "--md")
-    assert (status, shown.err) == (0, "")
+    status, _, err = ptdbench("report", sweep, "--md")
+    assert (status, err) == (0, [])
 
 
-def test_more_steps_than_there_are_leave_no_curve_and_are_named(call, tmp_path):
+def test_more_steps_than_there_are_leave_no_curve_and_are_named(ptdbench, tmp_path):
     """Filled up with NaN they would take the machine's memory."""
     alone = damaged(("steps",), 3 * 10**9) | {"config": {"seed": 1}}
     sweep = lay(tmp_path / "sweep", [alone])
-    assert call("report", sweep)[0] == 0
+    assert ptdbench("report", sweep)[0] == 0
     said = "series.npy is damaged: it holds 3 of the 3,000,000,000 steps on record"
     assert said in (sweep / "report.html").read_text()

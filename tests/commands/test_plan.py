@@ -21,6 +21,7 @@ from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import store
 from ptdbench.setup import config
 from tests.conftest import ROOT, outputs
+from tests.programs import call
 
 SMALL = (
     "model=gpt_tiny", "model.layers=2", "model.width=64", "model.heads=2", "model.sequence_length=32",
@@ -32,15 +33,7 @@ TIGHT = ("virtual=h100", "virtual.gpu.context=1048576")
 
 def plan(environ: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """What a person types in a shell."""
-    return subprocess.run(
-        [sys.executable, "-m", "ptdbench", "plan", *words],
-        cwd=folder,
-        env={**environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return call(sys.executable, "-m", "ptdbench", "plan", *words, cwd=folder, environ={**environ, "COLUMNS": "200"})
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
@@ -102,16 +95,24 @@ def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
     assert "micro-batch 2048 needs more than 0.8 GiB" in largest["error"]["message"]
 
 
-def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path):
-    done = plan(environ, tmp_path, *SMALL, "device=cpu", "parallel=ddp,fsdp")
+@pytest.mark.parametrize(
+    ("machine", "copies", "said"),
+    [
+        ("device=cpu", 2, "only the training state is known"),  # both ranks are on this machine
+        ("virtual=h100", 1, "cc=null: a virtual GPU needs a C compiler"),
+    ],
+    ids=["no GPU", "no compiler"],
+)
+def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path, machine, copies, said):
+    without_compiler = {**environ, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = plan(without_compiler, tmp_path, *SMALL, machine, "parallel=ddp,fsdp")
     assert done.returncode == 0, done.stderr
     ddp, fsdp = records_of(tmp_path)
-    (whole,), (half,) = ddp["plan"]["state"], fsdp["plan"]["state"]
-    assert whole["weights"] == 4 * ddp["parameters"]
-    assert whole["weights"] == 2 * half["weights"]
-    assert ddp["plan"]["needed_bytes"] == 2 * sum(whole.values())
+    (whole, *_), (half, *_) = ddp["plan"]["state"], fsdp["plan"]["state"]
+    assert whole["weights"] == 4 * ddp["parameters"] == 2 * half["weights"]
+    assert ddp["plan"]["needed_bytes"] == copies * sum(whole.values())
     assert (ddp["status"], ddp["plan"]["fits"]) == ("ok", None)
-    assert "only the training state is known" in done.stdout
+    assert said in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -135,9 +136,8 @@ def test_a_command_line_that_is_no_plan_is_one_line(word, said):
     ],
 )
 def test_a_layout_that_cannot_be_is_one_line(word, said):
-    (job,) = plans.composed(
-        [*SMALL, "virtual=h100", "parallel=tp" if "tensor" in word else "parallel=fsdp", word], None
-    ).jobs
+    strategy = "parallel=tp" if "tensor" in word else "parallel=fsdp"
+    (job,) = plans.composed([*SMALL, "virtual=h100", strategy, word], None).jobs
 
     def carry_out(*_: object) -> None:
         raise AssertionError("nothing is to be carried out")
@@ -186,13 +186,3 @@ def test_a_process_that_plans_and_dies_costs_its_plan():
         told = plans._outcome(pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL))
     assert told["status"] == "failed"
     assert told["error"]["type"] == "BrokenProcessPool"
-
-
-def test_without_a_compiler_the_training_state_is_known(environ, tmp_path):
-    (tmp_path / "empty").mkdir()
-    variables = {**environ, "PATH": str(tmp_path / "empty"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = plan(variables, tmp_path, *SMALL, "virtual=h100", "parallel=ddp,fsdp")
-    assert done.returncode == 0, done.stderr
-    ddp, fsdp = records_of(tmp_path)
-    assert ddp["plan"]["state"][0]["weights"] == 2 * fsdp["plan"]["state"][0]["weights"] == 4 * ddp["parameters"]
-    assert "cc=null: a virtual GPU needs a C compiler" in done.stdout

@@ -4,26 +4,22 @@ import csv
 import json
 import os
 import shutil
-import sys
 import webbrowser
 
 import pytest
 
-from ptdbench import __main__ as command
 from ptdbench.records import store
 from ptdbench.records.store import RECORD, RESULTS
 from tests.report.made import DDP, FSDP, failed, keep, run
 
 
 @pytest.fixture
-def report(monkeypatch, capsys):
+def report(ptdbench):
     """Calls it: exit status, lines of output, lines of errors."""
 
     def call(*words):
-        monkeypatch.setattr(sys, "argv", ["ptdbench", "report", *map(str, words)])
-        status = command.main()
-        said = capsys.readouterr()
-        return status, said.out.splitlines(), said.err.splitlines()
+        status, out, err = ptdbench("report", *words)
+        return status, out.splitlines(), err
 
     return call
 
