@@ -125,11 +125,10 @@ def _as_json(group: _Group) -> dict[str, Any]:
 
     from ptdbench.report import breakdown, recorded_phases, why
 
-    reference = group.runs[group.reference]
-
-    def shown(called: str, run: Run, repeats: int) -> dict[str, Any]:
+    reference, runs = group.runs[group.reference], []
+    for (called, run), repeats in zip(group.runs.items(), group.repeats, strict=True):
         step = recorded_phases.step(run)
-        return {
+        runs.append({
             "run": called,
             "directory": str(run.directory),
             "runs": repeats,
@@ -139,10 +138,7 @@ def _as_json(group: _Group) -> dict[str, Any]:
             "slower_by": None if run is reference else why.parts_of_difference(run, reference),
             "memory": breakdown.memory_of_largest_rank(run),
             "remarks": list(why.remarks(run, called)),
-        }
-
-    rows = zip(group.runs.items(), group.repeats, strict=True)
-    runs = [shown(called, run, repeats) for (called, run), repeats in rows]
+        })  # fmt: skip
     return {"reference": group.reference, "runs": runs, "lines": group.lines}
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 import webbrowser
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ptdbench.records.load import Run
 
 HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or CSV"
+
+_FORMS = ("html", "md", "csv")
 
 #: Characters that GitHub takes in a comment.
 _MOST_OF_COMMENT = 65_536
@@ -52,7 +54,7 @@ def main(arguments: argparse.Namespace) -> int:
         paths = _paths(arguments)
         runs = _runs(arguments.directories)
         title, subtitle = _titles(arguments.directories, runs)
-        texts = {form: _FORMS[form](title, subtitle, runs) for form in paths}
+        texts = {form: _text(form, title, subtitle, runs) for form in paths}
         for form, path in paths.items():
             replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
     except (ConfigError, Damaged) as refusal:
@@ -135,24 +137,20 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
     return title, f"{counted} · made by {hardware.this_package()} on {made}"
 
 
-def _html(title: str, subtitle: str, runs: Sequence[Run]) -> str:
-    from ptdbench.report.page.document import content, document
+def _text(form: str, title: str, subtitle: str, runs: Sequence[Run]) -> str:
+    """The report in one of :data:`_FORMS`."""
+    if form == "html":
+        from ptdbench.report.page.document import content, document
 
-    return document(title, subtitle, content(runs))
+        return document(title, subtitle, content(runs))
+    if form == "md":
+        from ptdbench.report.markdown import markdown
 
-
-def _md(title: str, subtitle: str, runs: Sequence[Run]) -> str:
-    from ptdbench.report.markdown import markdown
-
-    return markdown(title, subtitle, runs)
-
-
-def _csv(title: str, subtitle: str, runs: Sequence[Run]) -> str:
+        return markdown(title, subtitle, runs)
     from ptdbench.records.load import Runs
 
     frame = Runs(runs).frame().apply(lambda column: column.map(_cell)).rename(columns=_cell)
-    text: str = frame.to_csv(index=False)
-    return text
+    return str(frame.to_csv(index=False))
 
 
 def _cell(value: Any) -> Any:
@@ -161,6 +159,3 @@ def _cell(value: Any) -> Any:
     if not isinstance(text, str):
         return text
     return f"'{plain(text)}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else plain(text)
-
-
-_FORMS: dict[str, Callable[[str, str, Sequence[Run]], str]] = {"html": _html, "md": _md, "csv": _csv}

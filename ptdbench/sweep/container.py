@@ -101,12 +101,8 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
 def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], bundle: Path | None = None) -> Step:
     """Return a step whose ranks run in the container; without an image the step stays as it is.
 
-    Args:
-        step: The step outside; its command begins with a Python interpreter.
-        container: What is asked for.
-        shape: The shape of the job: on GPUs Apptainer is told so.
-        used: From :func:`folders`.
-        bundle: For ``kind=oci`` the folder of :func:`write_bundle`.
+    The command of the step outside begins with a Python interpreter. What the runs have ``used`` is from
+    :func:`folders`, and the ``bundle`` of ``kind=oci`` from :func:`write_bundle`.
     """
     if container.image is None:
         return step

@@ -82,7 +82,7 @@ def of_machine(composed: Composed, world: World | None) -> list[Request]:
     Raises:
         ConfigError: None of them can run.
     """
-    found = [planned(*run, None, world) for run in _typed(composed)]
+    found = [_planned(*run, None, world) for run in _typed(composed)]
     _require_one(found)
     return found
 
@@ -100,7 +100,7 @@ def of_cluster(composed: Composed) -> list[Request]:
         shape = problems.catch(lambda read=read: shape_of(read, known))  # type: ignore[misc]
         if shape:
             problems.catch(lambda read=read, shape=shape: require(*container.check(read.cluster.container, shape)))  # type: ignore[misc]
-            found.append(planned(whole, read, words, shape, world_of(shape)))
+            found.append(_planned(whole, read, words, shape))
     problems.close()
     _require_one(found)
     return found
@@ -151,17 +151,17 @@ def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
         ConfigError: SLURM is not here, or has not what the run asks for.
     """
     read = config.read(without_hydra(whole))
-    if not isinstance(read.cluster, Slurm):
-        return planned(pickle.dumps(whole), read, words, None, None)
-    shape = shape_of(read, _partitions(read.cluster))
-    return planned(pickle.dumps(whole), read, words, shape, world_of(shape))
+    shape = shape_of(read, _partitions(read.cluster)) if isinstance(read.cluster, Slurm) else None
+    return _planned(pickle.dumps(whole), read, words, shape)
 
 
-def planned(whole: bytes, read: Config, words: Sequence[str], shape: Shape | None, world: World | None) -> Request:
-    """One run, specified, or refused with the reason."""
+def _planned(
+    whole: bytes, read: Config, words: Sequence[str], shape: Shape | None, world: World | None = None
+) -> Request:
+    """One run, specified, or refused with the reason; a job's world is that of its shape."""
     gpus = shape.gpus_per_node if shape else None
     try:
-        summary = run_spec.summarize(read, world, gpus)
+        summary = run_spec.summarize(read, world_of(shape) if shape else world, gpus)
         _check_beginning(read)
     except ConfigError as error:
         return Request(whole, read, words, shape, None, error)

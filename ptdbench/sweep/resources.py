@@ -16,31 +16,25 @@ from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
 from ptdbench.terminal import plural
 
+#: Flags of sbatch whose options have the same names.
+_ALIKE = (
+    "account", "chdir", "constraint", "dependency", "exclusive", "gpus_per_node", "gres", "mail_type", "mail_user",
+    "nodes", "partition", "qos",
+)  # fmt: skip
+
 #: Flags of sbatch that ``cluster.extra`` may not give, and what gives them.
-GIVEN_BY = {
-    "account": "cluster.account",
+GIVEN_BY = {name: f"cluster.{name}" for name in _ALIKE} | {
     "array": "-m and lists of values: each run of a sweep is a job of its own",
-    "chdir": "cluster.chdir",
-    "constraint": "cluster.constraint",
     "cpus_per_gpu": "cluster.cpus_per_rank",
     "cpus_per_task": "cluster.cpus_per_rank",
-    "dependency": "cluster.dependency",
     "error": "cluster.log",
-    "exclusive": "cluster.exclusive",
     "gpus": "cluster.gpus_per_node",
-    "gpus_per_node": "cluster.gpus_per_node",
     "gpus_per_task": "cluster.gpus_per_node",
-    "gres": "cluster.gres",
-    "mail_type": "cluster.mail_type",
-    "mail_user": "cluster.mail_user",
     "mem": "cluster.mem_gb",
-    "nodes": "cluster.nodes",
     "ntasks": "cluster.nodes and cluster.ranks_per_node",
     "ntasks_per_gpu": "cluster.ranks_per_node",
     "ntasks_per_node": "cluster.ranks_per_node",
     "output": "cluster.log",
-    "partition": "cluster.partition",
-    "qos": "cluster.qos",
     "time": "cluster.time_minutes",
 }
 

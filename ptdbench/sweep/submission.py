@@ -6,7 +6,7 @@ import os
 import secrets
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from itertools import chain
@@ -33,10 +33,7 @@ from ptdbench.terminal import echo, plural
 
 
 def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
-    """The arrays of jobs that carry out the runs.
-
-    Args:
-        requests: The runs; those that are refused are in no job.
+    """The arrays of jobs that carry out the runs; those that are refused are in no job.
 
     Returns:
         For each array its jobs, and for each job the places of its runs in ``requests``: one, or with
@@ -195,7 +192,7 @@ def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobS
     """Carry out the run of a directory, in every task of the job.
 
     Args:
-        directory: The run's directory.
+        directory: The run's.
         environment: Variables that the run must see; ``None`` for one that it must not.
         steps: How the job's script, which calls this before, starts ranks that try a micro-batch.
 
@@ -253,46 +250,55 @@ def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) 
 def _submit(
     directory: Path, name: str, array: Sequence[Sequence[Opened]], options: Mapping[str, Any]
 ) -> list[ledger.Job]:
-    """Submit the jobs of an array, each with its runs; they are noted down before and after."""
+    """Submit the jobs of an array, each with its runs; they are noted down before and after.
+
+    Raises:
+        SlurmError: SLURM did not take them, or did not answer.
+        OSError: The folder of their output cannot be written to.
+    """
     requests = [[run.request for run in job] for job in array]
     output = folder(requests[0][0], directory)
     text, used = script(requests, name, directory, options), _used(requests, directory)
     container.write_bundle(requests[0][0].cluster.container, used, _bundle(directory, name))
-    noted = [
-        ledger.Job(
-            number=run.number,
-            name=name,
-            element=element if len(array) > 1 else None,
-            id=None,
-            label=run.request.config.label,
-            shape=str(run.request.shape),
-            overrides=list(run.request.overrides),
-            directory=run.subdirectory,
-            log=str(log),
-            step=step if len(job) > 1 else None,
-        )
-        for element, job in enumerate(array)
-        for step, (run, log) in enumerate(zip(job, folders(output, len(job)), strict=True))
-    ]
-
-    def note(ids: list[str]) -> None:
-        noted[:] = [ledger.with_id(run, ids[run.element or 0]) for run in noted]
-        ledger.add(directory, noted)
-
+    noted = list(_to_note(name, array, output))
     ledger.add(directory, noted)
-    calls = [
-        [
-            DelayedSubmission(
-                carry_out,
-                *call_of(directory, run),
-                _search(run.request, name, of_run, len(array), used, directory),
-            )
-            for run, of_run in zip(job, folders(output, len(job)), strict=True)
-        ]
-        for job in array
-    ]
-    _hand_over(text, name, calls, output, note)
+    staging = JobPaths.get_first_id_independent_folder(output)
+    staging.mkdir(parents=True, exist_ok=True)
+    pickles = [staging / f"{name}-{number}.pkl" for number in range(len(noted))]
+    try:
+        for run, job, pickle in zip(chain.from_iterable(array), noted, pickles, strict=True):
+            search = _search(run.request, name, Path(job.log), len(array), used, directory)
+            DelayedSubmission(carry_out, *call_of(directory, run), search).dump(pickle)
+        identity = slurm.submit(text)
+    except BaseException:
+        for pickle in pickles:  # made by this very call
+            pickle.unlink(missing_ok=True)
+        raise
+    ids = [identity if job.element is None else f"{identity}_{job.element}" for job in noted]
+    noted = list(map(ledger.with_id, noted, ids))
+    ledger.add(directory, noted)
+    for one, job, pickle in zip(ids, noted, pickles, strict=True):  # each run waits for its own for a minute
+        JobPaths(job.log, one).move_temporary_file(pickle, "submitted_pickle")
+    JobPaths(output, ids[0]).submission_file.write_text(text)
     return noted
+
+
+def _to_note(name: str, array: Sequence[Sequence[Opened]], output: Path) -> Iterator[ledger.Job]:
+    """What is noted down of the runs of an array before SLURM has its jobs."""
+    for element, job in enumerate(array):
+        for step, (run, log) in enumerate(zip(job, folders(output, len(job)), strict=True)):
+            yield ledger.Job(
+                number=run.number,
+                name=name,
+                element=element if len(array) > 1 else None,
+                id=None,
+                label=run.request.config.label,
+                shape=str(run.request.shape),
+                overrides=list(run.request.overrides),
+                directory=run.subdirectory,
+                log=str(log),
+                step=step if len(job) > 1 else None,
+            )
 
 
 def _label(array: Sequence[Sequence[Opened]]) -> str:
@@ -323,45 +329,6 @@ def _write_off(sweep: Path, jobs: Sequence[Opened], error: BaseException) -> Non
             store.append_result(sweep, done)
 
 
-def _hand_over(
-    text: str, name: str, jobs: Sequence[Sequence[DelayedSubmission]], folder: Path, note: Callable[[list[str]], None]
-) -> None:
-    """Give SLURM the jobs of one array, and each of them what it runs.
-
-    Args:
-        text: Its script.
-        name: Its name in the queue.
-        jobs: What each job runs, one after the other.
-        folder: As for :func:`script`.
-        note: Called with the jobs' ids as soon as they are known: ``["123"]``, or ``["123_0", "123_1"]``.
-
-    Raises:
-        SlurmError: SLURM did not take it, or did not answer.
-        OSError: The folder cannot be written to.
-    """
-    staging = JobPaths.get_first_id_independent_folder(folder)
-    staging.mkdir(parents=True, exist_ok=True)
-    staged = [
-        [(staging / f"{name}-{number}-{run}.pkl", task) for run, task in enumerate(job)]
-        for number, job in enumerate(jobs)
-    ]
-    pickles = list(chain.from_iterable(staged))
-    try:
-        for pickle, task in pickles:
-            task.dump(pickle)
-        identity = slurm.submit(text)
-    except BaseException:
-        for pickle, _ in pickles:  # made by this very call
-            pickle.unlink(missing_ok=True)
-        raise
-    ids = [f"{identity}_{number}" for number in range(len(jobs))] if len(jobs) > 1 else [identity]
-    note(ids)
-    for one, job in zip(ids, staged, strict=True):  # each run waits for its own for a minute
-        for of_run, (pickle, _) in zip(folders(folder, len(job)), job, strict=True):
-            JobPaths(of_run, one).move_temporary_file(pickle, "submitted_pickle")
-    JobPaths(folder, ids[0]).submission_file.write_text(text)
-
-
 def _python_path() -> str:
     """Where a model of the user's own may lie: beside ``train.py`` and in this directory, as when started by hand."""
     script = Path(sys.argv[0]).resolve()
@@ -372,47 +339,44 @@ def _python_path() -> str:
 def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     """Print what ``cluster.submit=test`` prints; nothing is submitted and nothing written.
 
-    Args:
-        runs: The runs of a command line.
-        options: The launcher's own options; see :data:`ptdbench.setup.hydra_options.OPTIONS`.
-
-    Returns:
-        The exit status: 0 if every job would be taken.
+    ``options`` are as for :func:`script`. The exit status is 0 if every job would be taken.
     """
-    refused = 0
-    for run in runs:
-        if run.refused:
-            echo(f"{run.config.label}: {run.refused}", sys.stderr)
-            refused += 1
-    for array in _arrays(runs):
-        jobs, runs_of_job = len(array), len(array[0])
-        each = f" of {plural(runs_of_job, 'run')}" if runs_of_job > 1 else ""
-        what = f"{array[0][0].shape} ({plural(jobs, 'job')}{each})"
-        try:
-            echo(f"{what}: {_ask(array, options)}")
-        except SlurmError as error:
-            echo(f"{what}: SLURM would refuse it: {error}", sys.stderr)
-            refused += jobs
-    return int(refused > 0)
+    refused = [run for run in runs if run.refused]
+    for run in refused:
+        echo(f"{run.config.label}: {run.refused}", sys.stderr)
+    status = int(bool(refused))
+    for array, answer in _answers(runs, options):
+        each = f" of {plural(len(array[0]), 'run')}" if len(array[0]) > 1 else ""
+        what = f"{array[0][0].shape} ({plural(len(array), 'job')}{each})"
+        if isinstance(answer, SlurmError):
+            echo(f"{what}: SLURM would refuse it: {answer}", sys.stderr)
+            status = 1
+        else:
+            echo(f"{what}: {answer}")
+    return status
 
 
 def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> None:
     """Raise a ConfigError with SLURM's words for every array that it would refuse."""
     found = []
-    for array in _arrays(runs):
-        try:
-            _ask(array, options)
-        except SlurmError as error:
+    for array, answer in _answers(runs, options):
+        if isinstance(answer, SlurmError):
             first, *_ = array[0]
             count = f" ({len(array)} jobs)" if len(array) > 1 else ""
-            rule = f"nothing was submitted, because SLURM refuses {first.shape}{count}: {error}"
+            rule = f"nothing was submitted, because SLURM refuses {first.shape}{count}: {answer}"
             found.append(Problem("cluster", first.cluster.name, rule))
     require(*found)
 
 
-def _ask(array: Sequence[Sequence[Request]], options: Mapping[str, Any]) -> str:
-    return slurm.test(script(array, "ptdbench", Path(), options))
-
-
-def _arrays(runs: Sequence[Request]) -> list[list[list[Request]]]:
-    return [[[runs[place] for place in job] for job in array] for array in arrays(runs)]
+def _answers(
+    runs: Sequence[Request], options: Mapping[str, Any]
+) -> Iterator[tuple[list[list[Request]], str | SlurmError]]:
+    """For each array of jobs what SLURM says to its script."""
+    for array in arrays(runs):
+        jobs = [[runs[place] for place in job] for job in array]
+        answer: str | SlurmError
+        try:
+            answer = slurm.test(script(jobs, "ptdbench", Path(), options))
+        except SlurmError as error:
+            answer = error
+        yield jobs, answer
