@@ -278,56 +278,23 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(slurm, tmp_path
     assert json.loads(record.read_text())["status"] == "ok"
 
 
-@pytest.fixture(scope="module")
-def repeated(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
-    """Repeats of two alternatives until their order is settled, or for three blocks; one fails each time."""
-    folder = tmp_path_factory.mktemp("repeated")
-    asked = ("repeat=auto", "repeat.max=3", "+model.how=raise,none", "+model.rank=0", "parallel=single")
-    return folder, train_py(*FAULTY, *asked, cwd=folder, environ=slurm_of_module, timeout=240)
-
-
 @pytest.mark.thorough
-class TestRepeats:
-    def test_each_is_a_job_and_a_block_waits_for_the_one_before(self, repeated):
-        folder, done = repeated
-        assert done.returncode == 1, done.stderr
-        found = records(folder)
-        assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1, 2, 2]
-        assert sum(record["status"] == "ok" for record in found) == 3
-        assert len({record["fingerprint"] for record in found}) == 2
-        noted = json.loads((sweep(folder) / "sweep.json").read_text())["jobs"]
-        assert len({job["id"] for job in noted}) == 6
-        for earlier, later in ((found[:2], found[2:4]), (found[2:4], found[4:])):
-            assert max(ended(record) for record in earlier) <= min(ended(record) for record in later)
-
-    def test_what_became_of_a_job_is_said_once(self, repeated):
-        folder, done = repeated
-        failed = [record for record in records(folder) if record["status"] != "ok"]
-        assert len(failed) == 3
-        for record in failed:
-            name = Path(record["directory"]).name
-            assert done.stderr.count(f"\n{name}, rank 0:\nTraceback") == 1
-            assert sum(f" {name}: " in line and "fail" in line for line in done.stderr.splitlines()) == 1
-
-    def test_runs_of_a_block_share_a_job_and_one_that_fails_ends_no_other(self, submit, tmp_path):
-        asked = ("repeat=2", "sweep.same_nodes=true", "+model.how=raise,none", "+model.rank=0", "parallel=single")
-        done = submit(*FAULTY, *asked)
-        assert done.returncode == 1, done.stderr
-        assert done.stdout.startswith("submitted 2 jobs with 4 runs: ")
-        found = records(tmp_path)
-        assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1]
-        assert sorted(record["status"] for record in found) == ["failed", "failed", "ok", "ok"]
-        noted = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
-        assert len({job["id"] for job in noted}) == 2
-        for first, second in (found[:2], found[2:]):
-            assert first["owner"]["job"] == second["owner"]["job"]
-            assert ended(first) <= datetime.fromisoformat(second["started"]).timestamp()
-        for job in noted:
-            assert list(Path(job["log"]).glob(f"{job['id']}_0_log.*"))
-
-
-def ended(record: dict[str, Any]) -> float:
-    return (Path(record["directory"]) / "record.json").stat().st_mtime
+def test_runs_of_a_block_share_a_job_and_one_that_fails_ends_no_other(submit, tmp_path):
+    asked = ("repeat=2", "sweep.same_nodes=true", "+model.how=raise,none", "+model.rank=0", "parallel=single")
+    done = submit(*FAULTY, *asked)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith("submitted 2 jobs with 4 runs: ")
+    found = records(tmp_path)
+    assert [record["config"]["repeat"]["block"] for record in found] == [0, 0, 1, 1]
+    assert sorted(record["status"] for record in found) == ["failed", "failed", "ok", "ok"]
+    noted = json.loads((sweep(tmp_path) / "sweep.json").read_text())["jobs"]
+    assert len({job["id"] for job in noted}) == 2
+    for first, second in (found[:2], found[2:]):
+        assert first["owner"]["job"] == second["owner"]["job"]
+        ended = (Path(first["directory"]) / "record.json").stat().st_mtime
+        assert ended <= datetime.fromisoformat(second["started"]).timestamp()
+    for job in noted:
+        assert list(Path(job["log"]).glob(f"{job['id']}_0_log.*"))
 
 
 @pytest.mark.thorough

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -171,10 +172,12 @@ def test_a_signal_is_passed_on_and_the_side_ends_by_itself(tmp_path, stubs, name
 
 class TestInterpreters:
     def test_each_is_known_by_the_path_that_was_typed(self, tmp_path, monkeypatch):
+        """A virtual environment's interpreter is often a link."""
         monkeypatch.chdir(tmp_path)
-        before, after = alternating.interpreters([sys.executable, sys.executable])
+        (tmp_path / "python").symlink_to(shutil.which("true"))
+        before, after = alternating.interpreters(["./python", sys.executable])
         assert (before.name, after.name, before.directory) == ("before", "after", tmp_path)
-        assert before.python == sys.executable
+        assert (before.python, after.python) == (str(tmp_path / "python"), sys.executable)
 
     def test_one_that_is_none_and_one_without_ptdbench(self, tmp_path):
         with pytest.raises(ConfigError, match=r"^--python=nowhere/python: there is no such interpreter; try "):

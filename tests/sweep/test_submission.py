@@ -216,8 +216,8 @@ class TestSought:
         assert list(steps.command[-6:]) == ["--label", sys.executable, "-u", "-m", "ptdbench", "run"]
 
 
-class TestSearch:
-    """Batch by batch, as a sweeper asks for them."""
+class TestFollowed:
+    """Batch by batch, as results decide: those of a search, and of repeats."""
 
     @pytest.fixture
     def search(self, asked, monkeypatch):
@@ -267,6 +267,23 @@ class TestSearch:
         assert [one.directory for one in ledger.read(tmp_path).jobs] == ["0_toy_ddp", "1_toy_ddp", "2_toy_ddp"]
         assert told == [[], ["0_toy_ddp", "1_toy_ddp"]]
         assert "#SBATCH --array=0-1%1" in submitted[0]  # as the launcher that was typed has it
+
+    def test_a_block_of_repeats_waits_for_the_one_before(self, asked, tmp_path, monkeypatch):
+        happened = []
+
+        def follow(sweep_directory, known):
+            happened.append(f"{len(known)} known")
+            return {job.directory for job in ledger.read(sweep_directory).jobs}
+
+        monkeypatch.setattr(slurm, "submit", lambda script: happened.append("submitted") or str(len(happened)))
+        monkeypatch.setattr(watch, "follow", follow)
+        words = ["parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=3"]
+        composed = compose_all(["cluster=slurm", "model=toy", *words], multirun=True)
+        carriers.all_of(Agenda.of(composed, asked(*words), tmp_path, None), composed)
+        assert happened == ["submitted", "0 known", "submitted", "2 known", "submitted", "4 known"]
+        assert [job.overrides[-1] for job in ledger.read(tmp_path).jobs] == [
+            f"repeat.block={block}" for block in (0, 0, 1, 1, 2, 2)
+        ]
 
     def test_jobs_that_an_earlier_start_left_in_the_queue_are_waited_for_once(self, tmp_path, monkeypatch):
         told = []
