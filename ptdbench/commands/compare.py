@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     except versus.Incomparable as refusal:
         echo(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
         return UNUSABLE
-    except (ConfigError, Damaged, _Refused) as refusal:
+    except (ConfigError, Damaged) as refusal:
         echo(str(refusal), sys.stderr)
         return UNUSABLE
     except OSError as error:
@@ -173,17 +173,13 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat
 
 
-class _Refused(Exception):
-    """A folder that has nothing to compare; the message names it."""
-
-
 def _trained(folder: Path) -> list[Run]:
-    """The runs that train."""
+    """The runs that train; raises FileNotFoundError where there is none."""
     from ptdbench.records.load import load_telling
 
     found = load_telling(folder, lambda damage: echo(damage, sys.stderr))
     runs = found if isinstance(found, list) else [found]
     trained = [run for run in runs if run.get("model")]
     if not trained:
-        raise _Refused(f"{folder}: has no run that trains; give runs of workload=train")
+        raise FileNotFoundError(f"{folder}: has no run that trains; give runs of workload=train")
     return trained
