@@ -126,7 +126,12 @@ RunTimeKill="{crun} kill -a %n.%j.%s.%t"
 RunTimeDelete="{crun} delete --force %n.%j.%s.%t"
 """
 
-_GRES_CONF = "NodeName=n[1-2] Name=gpu File={folder}/gpu/gpu[0-1]\n"
+_FILES = {
+    "slurm.conf": _SLURM_CONF,
+    "gres.conf": "NodeName=n[1-2] Name=gpu File={folder}/gpu/gpu[0-1]\n",
+    "oci.conf": _OCI_CONF,
+    "plugstack.conf": "required {folder}/run/pyxis_stand_in.so\n",
+}
 
 
 class ClusterError(RuntimeError):
@@ -227,7 +232,8 @@ def processes(folder: Path) -> set[int]:
 
 def missing(*packages: str) -> str:
     """Why the cluster, or the ``packages`` where some are named, cannot be had here; empty if they can be."""
-    lacking = _lacking(packages or OF_CLUSTER)
+    packages = packages or OF_CLUSTER
+    lacking, runs_daemons = _lacking(packages), "slurm-wlm" in packages
     nothing = f"there is no {' and no '.join(lacking)} (Debian's names) here"
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
@@ -235,9 +241,9 @@ def missing(*packages: str) -> str:
         return f"{nothing}, and no apt-get to install it with"
     if lacking and os.geteuid():
         return f"{nothing}, and only root may `apt-get install --no-install-recommends {' '.join(lacking)}`"
-    if os.geteuid() and "openmpi-bin" not in packages:
+    if os.geteuid() and runs_daemons:
         return "only root may start its daemons (slurmctld, slurmd, munged)"
-    if not os.access(_HOSTS, os.W_OK) and "openmpi-bin" not in packages:
+    if not os.access(_HOSTS, os.W_OK) and runs_daemons:
         return f"{_HOSTS}, where the nodes get their names, cannot be written"
     return ""
 
@@ -306,18 +312,14 @@ def _configure(folder: Path) -> None:
         # Jobs of two clusters have different numbers, and so do the ports that follow from a job's number.
         "first_job": 1 + 10_000 * (ports[0] - _FIRST_PORT),
         "true": shutil.which("true", path=_PATH),
+        "crun": shutil.which("crun", path=_PATH),
     }
-    (folder / "slurm.conf").write_text(_SLURM_CONF.format(**values))
-    (folder / "gres.conf").write_text(_GRES_CONF.format(**values))
-    crun = shutil.which("crun", path=_PATH)
-    (folder / "oci.conf").write_text(
-        _OCI_CONF.format(crun=crun, options=f"--cgroup-manager=disabled --root={folder}/run")
-    )
-    plugin, source = folder / "run" / "pyxis_stand_in.so", Path(__file__).with_name("pyxis_stand_in.c")
-    status, said = _run("cc", "-shared", "-fPIC", "-o", str(plugin), str(source))
+    for name, text in _FILES.items():
+        (folder / name).write_text(text.format(**values))
+    source = Path(__file__).with_name("pyxis_stand_in.c")
+    status, said = _run("cc", "-shared", "-fPIC", "-o", f"{folder}/run/pyxis_stand_in.so", str(source))
     if status:
         raise ClusterError(f"{source.name} does not compile: {said}")
-    (folder / "plugstack.conf").write_text(f"required {plugin}\n")
 
 
 def _is_free(port: int) -> bool:
@@ -342,7 +344,7 @@ def _stop(folder: Path) -> None:
         _stop_munge()
     for name in {Path(name).parts[0] for name in _IN_FOLDER}:
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in ("slurm.conf", "gres.conf", "oci.conf", "plugstack.conf"):
+    for name in _FILES:
         (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # something else may lie in a folder that a person named
         folder.rmdir()

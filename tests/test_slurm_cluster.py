@@ -19,6 +19,13 @@ def said(environ: dict[str, str], *command: str) -> str:
     return done.stdout
 
 
+def test_only_the_daemons_need_root(monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(slurm_cluster, "_lacking", lambda packages: [])
+    assert slurm_cluster.missing("chromium") == slurm_cluster.missing("openmpi-bin") == ""
+    assert slurm_cluster.missing().startswith("only root may start its daemons")
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "reason"),
