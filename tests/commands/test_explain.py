@@ -142,11 +142,6 @@ class TestRefused:
         line = f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them"
         assert explain(path) == (1, "", [line])
 
-    def test_damaged_phases(self, explain, tmp_path):
-        path = keep(tmp_path, "0", DDP | {"phases": DDP["phases"] | {"waited_for": [0.0]}})
-        line = f"{path}: its phases are damaged: lists for 1 and 2 ranks; run it again"
-        assert explain(path) == (1, "", [line])
-
     @pytest.mark.skipif(os.geteuid() == 0, reason="no permissions: root may read everything")
     def test_a_record_that_may_not_be_read(self, explain, sweep):
         path = sweep / "1_gpt_tiny_ddp" / "record.json"

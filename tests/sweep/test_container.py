@@ -1,6 +1,8 @@
 """Containers: srun's flags and the ranks' command for each kind, what is mounted, and what is refused."""
 
 import json
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,14 @@ PLAIN = {"--help": "      --container             Path to OCI container bundle\n
 PYXIS = {"--help": PLAIN["--help"] + "      --container-image=[USER@]IMAGE[:TAG]|PATH\n"}
 
 
+@cache
+def defaults() -> Container:
+    return config.read(composed("cluster=slurm")).cluster.container  # type: ignore[attr-defined]
+
+
 def asked(**options: Any) -> Container:
     """``conf/cluster/slurm.yaml`` with an image, and some options changed."""
-    given = {f"cluster.container.{name}": value for name, value in {"image": "/images/a.sqsh", **options}.items()}
-    typed = [f"{name}={json.dumps(value)}" if value != "" else f"{name}=''" for name, value in given.items()]
-    return config.read(composed("cluster=slurm", *typed)).cluster.container  # type: ignore[attr-defined]
+    return replace(defaults(), **{"image": "/images/a.sqsh"} | options)
 
 
 def entered(options: Container, shape: Shape = ON_CPUS, used: tuple[str, ...] = ("/work",), **more: Any) -> Step:
@@ -82,10 +87,10 @@ class TestFolders:
         return it
 
     def test_what_runs_use(self, read, tmp_path):
-        cache = tmp_path.parent / f"{tmp_path.name}-cache" / "ptdbench"
+        of_user = tmp_path.parent / f"{tmp_path.name}-cache" / "ptdbench"
         found = container.folders(read("cluster.log=/elsewhere/logs/%j"), Path("/sweeps/today"))
-        assert set(found) == {ROOT, tmp_path, cache, Path("/sweeps/today"), Path("/elsewhere/logs")}
-        assert cache.is_dir()  # what is mounted must exist
+        assert set(found) == {ROOT, tmp_path, of_user, Path("/sweeps/today"), Path("/elsewhere/logs")}
+        assert of_user.is_dir()  # what is mounted must exist
 
     def test_what_lies_in_another_is_mounted_with_it(self, read, tmp_path):
         assert tmp_path / "outputs" / "x" not in container.folders(read(), tmp_path / "outputs" / "x")

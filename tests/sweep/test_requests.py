@@ -42,15 +42,14 @@ def shapes(*overrides):
 
 class TestShape:
     def test_each_run_has_its_own(self):
-        assert shapes("cluster.nodes=1,2", "cluster.ranks_per_node=1") == [(1, 1, 1, None), (2, 1, 1, None)]
-        assert shapes("parallel=ddp,single") == [(1, 8, 8, None), (1, 1, 1, None)]
+        expected = [(1, 8, 8, None), (1, 1, 1, None), (2, 8, 8, None), (2, 1, 1, None)]
+        assert shapes("cluster.nodes=1,2", "parallel=ddp,single") == expected
 
     @pytest.mark.parametrize(
         ("overrides", "expected"),
         [
             ([], (1, 8, 8, None)),  # all GPUs of a node, and a rank for each
             (["cluster.partition=cpu", "cluster.cpus_per_rank=8"], (1, 2, 0, 8)),
-            (["device=cpu"], (1, 2, 0, None)),
             (["parallel=single", "device=cpu"], (1, 1, 0, None)),
             (["workload=hello", "parallel=single"], (1, 8, 8, None)),  # who says hello is not parallelized
         ],

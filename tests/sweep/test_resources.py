@@ -303,35 +303,32 @@ class TestRealSlurm:
         monkeypatch.chdir(tmp_path)
 
     @pytest.mark.parametrize(
-        "options",
+        ("options", "problems"),
         [
-            {"nodes": 2, "cpus_per_rank": 2}, {"nodes": 2, "ranks_per_node": 1}, {"gres": "gpu:2"},
-            {"gpus_per_node": 0, "ranks_per_node": 4},
-            {"partition": "short", "time_minutes": 5, "mem_gb": 1.5, "exclusive": True},
-            {"partition": "debug,gpu", "mail_type": "END", "mem_gb": 0},
-            {"extra": {"mem-per-cpu": "100M", "nice": 5, "requeue": True}},
+            *((options, 0) for options in (
+                {"nodes": 2, "cpus_per_rank": 2}, {"nodes": 2, "ranks_per_node": 1}, {"gres": "gpu:2"},
+                {"gpus_per_node": 0, "ranks_per_node": 4},
+                {"partition": "short", "time_minutes": 5, "mem_gb": 1.5, "exclusive": True},
+                {"partition": "debug,gpu", "mail_type": "END", "mem_gb": 0},
+                {"extra": {"mem-per-cpu": "100M", "nice": 5, "requeue": True}},
+            )),
+            *((options, 1) for options in (
+                {"nodes": 3}, {"partition": "gpux", "gpus_per_node": 0}, {"gpus_per_node": 4},
+                {"ranks_per_node": 4, "gpus_per_node": 0, "cpus_per_rank": 2},
+                {"mem_gb": 1, "extra": {"mem_per_cpu": "1G"}},
+            )),
         ],
     )  # fmt: skip
-    def test_what_passes_the_check_is_accepted(self, options):
+    def test_slurm_accepts_what_passes_the_check_and_refuses_what_does_not(self, options, problems):
         cluster, known = asked(**options), commands.partitions()
         where = shape(cluster, "auto", every, known)
-        assert check(cluster, where, known) == []
-        assert " to start at " in commands.test(script(cluster, where, "accepted", [Step(["true"])], Output("log")))
-
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"nodes": 3}, {"partition": "gpux", "gpus_per_node": 0}, {"gpus_per_node": 4},
-            {"ranks_per_node": 4, "gpus_per_node": 0, "cpus_per_rank": 2},
-            {"mem_gb": 1, "extra": {"mem_per_cpu": "1G"}},
-        ],
-    )  # fmt: skip
-    def test_what_slurm_refuses_does_not_pass_the_check(self, options):
-        cluster, known = asked(**options), commands.partitions()
-        where = shape(cluster, "auto", every, known)
-        with pytest.raises(SlurmError):
-            commands.test(script(cluster, where, "refused", [Step(["true"])], Output("log")))
-        assert len(check(cluster, where, known)) == 1
+        text = script(cluster, where, "asked", [Step(["true"])], Output("log"))
+        assert len(check(cluster, where, known)) == problems
+        if problems:
+            with pytest.raises(SlurmError):
+                commands.test(text)
+        else:
+            assert " to start at " in commands.test(text)
 
     @pytest.mark.parametrize("several", [True, False], ids=["two steps", "one step"])
     def test_a_rank_has_its_words_and_one_that_fails_ends_its_step_and_fails_the_job(self, slurm, tmp_path, several):

@@ -46,20 +46,13 @@ def test_flags_for_sbatch_stay_out_of_the_command(sign):
     assert "cluster.extra" not in text.splitlines()[-1]
 
 
-def test_what_auto_came_to_is_stated():
-    flags, command = written()
-    assert {"--nodes=1", "--ntasks-per-node=2"} <= set(flags)
-    assert command[4:] == ["model=toy", "device=cpu", "cluster.nodes=1", "cluster.ranks_per_node=2"]
-    assert not any(flag.startswith("--cpus-per-task") for flag in flags)
-
-
 def test_a_name_of_several_lines_is_one_flag():
     text, _ = requests.write_script(["model=toy", "device=cpu", "model.name='one\ntwo'"])
     assert "#SBATCH --job-name=ptdbench-one-two_ddp" in text.splitlines()
     assert "model.name='one\ntwo'" in shlex.split(text.partition("\nsrun")[2])
 
 
-def test_lists_are_a_sweep_in_one_job():
+def test_lists_are_a_sweep_in_one_job_and_what_auto_came_to_is_stated():
     flags, command = written("parallel=ddp,fsdp")
     assert command[4:] == [
         "-m", "model=toy", "device=cpu", "parallel=ddp,fsdp", "cluster.nodes=1", "cluster.ranks_per_node=2",

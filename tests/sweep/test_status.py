@@ -302,14 +302,6 @@ class TestEndedByTheCluster:
             assert error["type"] == "OUT_OF_MEMORY"
             assert f"SLURM ended job 7_0: {words}; SLURM said: {said}; its output" in error["message"]
 
-    def test_it_is_concluded_once(self, sweep):
-        sweep.submit(2)
-        sweep.says(_0="TIMEOUT", _1="RUNNING n1")
-        for _ in range(3):
-            status.look(sweep.path)
-        assert len((sweep.path / store.RESULTS).read_text().splitlines()) == 1
-        assert sweep.asked == [["7_0", "7_1"], ["7_1"], ["7_1"]]
-
     @pytest.mark.parametrize("told", [True, False], ids=["its result is there", "its record only"])
     def test_a_signal_that_the_run_heard_is_told_in_slurms_words(self, sweep, told):
         """SIGTERM reads as a preemption to the run; that it was the time limit only SLURM knows."""
