@@ -143,13 +143,11 @@ class TestGoesOn:
             "start another sweep"
         )
 
-    @pytest.mark.parametrize(("was", "now"), [(1, 1), (2, 3), (3, "auto"), ("auto", 5)])
+    @pytest.mark.parametrize(("was", "now"), [(1, 1), (2, 3), (3, "auto"), ("auto", 5), ("no records yet", 3)])
     def test_with_more_blocks_goes_on(self, tmp_path, was, now):
-        self.sweep(tmp_path, was)
+        if was != "no records yet":
+            self.sweep(tmp_path, was)
         assert check(f"repeat={now}", goes_on=tmp_path) is None
-
-    def test_what_has_no_records_yet_goes_on(self, tmp_path):
-        assert check("repeat=3", goes_on=tmp_path) is None
 
     @staticmethod
     def sweep(folder, runs):

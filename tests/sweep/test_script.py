@@ -37,15 +37,6 @@ def test_the_command_asks_for_the_world_of_the_shape():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("sign", ["+", "++"])
-def test_flags_for_sbatch_stay_out_of_the_command(sign):
-    text, _ = requests.write_script(
-        ["workload=hello", "device=cpu", f"{sign}cluster.extra.nice=100", "cluster.nodes=2"]
-    )
-    assert "#SBATCH --nice=100" in text.splitlines()
-    assert "cluster.extra" not in text.splitlines()[-1]
-
-
 def test_a_name_of_several_lines_is_one_flag():
     text, _ = requests.write_script(["model=toy", "device=cpu", "model.name='one\ntwo'"])
     assert "#SBATCH --job-name=ptdbench-one-two_ddp" in text.splitlines()
@@ -58,17 +49,23 @@ def test_lists_are_a_sweep_in_one_job_and_what_auto_came_to_is_stated():
         "-m", "model=toy", "device=cpu", "parallel=ddp,fsdp", "cluster.nodes=1", "cluster.ranks_per_node=2",
     ]  # fmt: skip
     assert "--job-name=ptdbench-sweep" in flags
-
-
-def test_a_glob_of_one_value_is_a_sweep_too():
-    _, command = written("parallel=glob(fs*)")
+    _, command = written("parallel=glob(fs*)")  # if of one value
     assert command[4:6] == ["-m", "model=toy"]
 
 
-def test_a_site_is_a_cluster_too_and_leaves_nothing_in_the_command():
-    flags, command = written("cluster=site_modules", "cluster.time_minutes=5")
-    assert {"--account=my_project", "--time=5"} <= set(flags)
-    assert " ".join(word for word in command if word[:2] in ("cl", "hy")) == "cluster.nodes=1 cluster.ranks_per_node=2"
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["cluster=site_modules", "cluster.time_minutes=5"], {"--account=my_project", "--time=5"}),
+        (["+cluster.extra.nice=100"], {"--nice=100"}),
+        (["++cluster.extra.nice=100"], {"--nice=100"}),
+    ],
+)
+def test_what_is_for_sbatch_leaves_nothing_in_the_command(overrides, expected):
+    flags, command = written(*overrides)
+    assert expected <= set(flags)
+    own = [word for word in command if word.lstrip("+")[:2] in ("cl", "hy")]
+    assert own == ["cluster.nodes=1", "cluster.ranks_per_node=2"]
 
 
 @pytest.mark.parametrize(

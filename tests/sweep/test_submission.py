@@ -299,27 +299,19 @@ class TestFollowed:
             search(Agenda(tmp_path, searches=True), [[["model=toy", "x=1"]]])
 
 
-@pytest.fixture
-def scripts(monkeypatch):
-    """The scripts that SLURM was asked about; it would take them."""
-    found = []
-    monkeypatch.setattr(slurm, "test", lambda script: found.append(script) or "Job 5 to start at noon")
-    return found
-
-
-def test_a_line_for_each_array_of_jobs(asked, scripts, capsys):
-    assert submission.show_test_only(asked("cluster.nodes=1,2", "seed=0,1,2"), {}) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "1 node x 2 ranks (3 jobs): Job 5 to start at noon",
-        "2 nodes x 2 ranks (3 jobs): Job 5 to start at noon",
-    ]
-    assert ["#SBATCH --array=0-2%" in script for script in scripts] == [True, True]
-
-
-def test_runs_that_share_a_job_are_counted(asked, scripts, capsys):
-    assert submission.show_test_only(asked("parallel=ddp,fsdp", "sweep.same_nodes=true"), {}) == 0
-    assert capsys.readouterr().out == "1 node x 2 ranks (1 job of 2 runs): Job 5 to start at noon\n"
-    assert scripts[0].count("\nsrun ") == 2
+@pytest.mark.parametrize(
+    ("overrides", "lines"),
+    [
+        (["cluster.nodes=1,2", "seed=0,1,2"], ["1 node x 2 ranks (3 jobs)", "2 nodes x 2 ranks (3 jobs)"]),
+        (["parallel=ddp,fsdp", "sweep.same_nodes=true"], ["1 node x 2 ranks (1 job of 2 runs)"]),
+    ],
+)
+def test_a_line_for_each_array_of_jobs(asked, monkeypatch, capsys, overrides, lines):
+    scripts = []
+    monkeypatch.setattr(slurm, "test", lambda script: scripts.append(script) or "Job 5 to start at noon")
+    assert submission.show_test_only(asked(*overrides), {}) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{line}: Job 5 to start at noon" for line in lines]
+    assert ["#SBATCH --array=0-2%" in script for script in scripts] == ["3 jobs" in line for line in lines]
 
 
 def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):
