@@ -36,46 +36,6 @@ _OUT_OF_MEMORY = re.compile(
     r"(slurm\w+[\w.-]*|srun): error: .*(exceeded (job )?memory limit|oom[-_]kill|out of memory)", re.IGNORECASE
 )
 
-
-def log_tail(job: ledger.Job, lines: int = 15) -> str:
-    """The last lines of the rank that wrote last."""
-    return "\n".join(next((said[-lines:] for said in _ends(job) if said), []))
-
-
-def log_out_of_memory(job: ledger.Job) -> str | None:
-    """The line with which SLURM says that the job used too much memory, if it does."""
-    return next((line.strip() for said in _ends(job) for line in said if _OUT_OF_MEMORY.search(line)), None)
-
-
-def log_reason(job: ledger.Job) -> str | None:
-    """Return what kept a step from starting: SLURM's first error, or its plugins', else the last line of the rank.
-
-    srun's own lines only say that there was one.
-    """
-    for said in _ends(job):
-        errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
-        others = [line.strip() for line in said if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
-        if errors or others:
-            return errors[0] if errors else others[-1]
-    return None
-
-
-def _ends(job: ledger.Job) -> Iterator[list[str]]:
-    """The last lines of each rank, of the one that wrote last first; then those of the script of several runs."""
-    folders = [Path(job.log), *([Path(job.log).parent] if job.step is not None else [])]
-    logs = [
-        path
-        for folder in folders
-        for path in sorted(folder.glob(f"{job.id}_*_log.err"), key=lambda path: -path.stat().st_mtime)
-        if path.is_file()
-    ]
-    for path in logs:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOOKED_AT))
-            yield file.read().decode(errors="replace").splitlines()
-
-
 #: What a run's status is where SLURM ended its job; every other end is a failure.
 STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}
 
@@ -132,15 +92,7 @@ def look(directory: Path) -> Sweep:
     if blocks := _blocks_of_both_sides(directory):
         return _together(directory, blocks)
     damage: list[str] = []
-    try:
-        jobs = ledger.read(directory).jobs
-    except store.Damaged as damaged:
-        jobs = []
-        damage.append(f"{damaged}; what SLURM says of its jobs is not shown")
-    if elsewhere := [job for job in jobs if not _is_below(job)]:  # where somebody else's list of jobs may not reach
-        named = ", ".join(str(job.number) for job in elsewhere)
-        damage.append(f"{directory / ledger.LEDGER}: not below the sweep, and left out: the runs of jobs {named}")
-        jobs = [job for job in jobs if _is_below(job)]
+    jobs = _jobs(directory, damage.append)
     results = _results(directory, damage.append)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
     try:
@@ -197,6 +149,18 @@ def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
     if not runs:
         raise FileNotFoundError(directory)
     return Sweep(runs, silence, damage)
+
+
+def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:
+    """The jobs of a sweep, without those of runs elsewhere, which somebody else's list of jobs may not reach."""
+    try:
+        found = ledger.read(directory).jobs
+    except store.Damaged as damaged:
+        tell(f"{damaged}; what SLURM says of its jobs is not shown")
+        return []
+    if elsewhere := ", ".join(str(job.number) for job in found if not _is_below(job)):
+        tell(f"{directory / ledger.LEDGER}: not below the sweep, and left out: the runs of jobs {elsewhere}")
+    return [job for job in found if _is_below(job)]
 
 
 def _is_below(job: ledger.Job) -> bool:
@@ -367,3 +331,42 @@ def _number(run: Run) -> tuple[int, str]:
         return run.job.number, ""
     head = re.match(r"\d{1,9}(?=_)", Path(run.directory).name)
     return (int(head[0]), "") if head else (0, run.directory)
+
+
+def log_tail(job: ledger.Job, lines: int = 15) -> str:
+    """The last lines of the rank that wrote last."""
+    return "\n".join(next((said[-lines:] for said in _ends(job) if said), []))
+
+
+def log_out_of_memory(job: ledger.Job) -> str | None:
+    """The line with which SLURM says that the job used too much memory, if it does."""
+    return next((line.strip() for said in _ends(job) for line in said if _OUT_OF_MEMORY.search(line)), None)
+
+
+def log_reason(job: ledger.Job) -> str | None:
+    """Return what kept a step from starting: SLURM's first error, or its plugins', else the last line of the rank.
+
+    srun's own lines only say that there was one.
+    """
+    for said in _ends(job):
+        errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
+        others = [line.strip() for line in said if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
+        if errors or others:
+            return errors[0] if errors else others[-1]
+    return None
+
+
+def _ends(job: ledger.Job) -> Iterator[list[str]]:
+    """The last lines of each rank, of the one that wrote last first; then those of the script of several runs."""
+    folders = [Path(job.log), *([Path(job.log).parent] if job.step is not None else [])]
+    logs = [
+        path
+        for folder in folders
+        for path in sorted(folder.glob(f"{job.id}_*_log.err"), key=lambda path: -path.stat().st_mtime)
+        if path.is_file()
+    ]
+    for path in logs:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _LOOKED_AT))
+            yield file.read().decode(errors="replace").splitlines()
