@@ -33,7 +33,9 @@ TIGHT = ("virtual=h100", "virtual.gpu.context=1048576")
 
 def plan(environ: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """What a person types in a shell."""
-    return call(sys.executable, "-m", "ptdbench", "plan", *words, cwd=folder, environ={**environ, "COLUMNS": "200"})
+    return call(
+        sys.executable, "-m", "ptdbench", "plan", *words, cwd=folder, environ={**environ, "COLUMNS": "200"}, timeout=300
+    )
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
