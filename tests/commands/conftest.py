@@ -15,7 +15,7 @@ def ptdbench(monkeypatch, capsys):
     def call(*words):
         monkeypatch.setattr(sys, "argv", ["ptdbench", *map(str, words)])
         try:
-            status = command.main()
+            status: object = command.main()
         except SystemExit as end:
             status = end.code
         said = capsys.readouterr()

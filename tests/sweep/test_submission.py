@@ -231,7 +231,7 @@ class TestFollowed:
             def instantiate(*, config, hydra_context, task_function):
                 def sweep(arguments):
                     for batch in batches:
-                        told.append(task_function(batch, sum(map(len, told))))
+                        told.append(task_function(batch, sum(len(done) for done in told)))
 
                 return SimpleNamespace(sweep=sweep)
 
