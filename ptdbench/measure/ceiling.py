@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -192,33 +194,25 @@ def _copies(device: torch.device, seconds: float) -> list[Figures]:
 def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceiling]:
     """Find for every kind of device and dtype the shape whose median rate is best, as the median over the ranks."""
     loads = {one.node: one for one in load}
-    keys = dict.fromkeys(key for of in ranks for key in of["keys"].values())
     found = []
-    for key in keys:
+    for key in dict.fromkeys(key for of in ranks for key in of["keys"].values()):
         alike = [of for of in ranks if of["keys"].get(key.dtype) == key]
-        by_shape = {
-            product["shape"]: statistics.median(
-                one["median"]
-                for of in alike
-                for one in of["products"]
-                if (one["dtype"], one["shape"]) == (key.dtype, product["shape"])
-            )
-            for product in alike[0]["products"]
-            if product["dtype"] == key.dtype
-        }
-        shape, rate = max(by_shape.items(), key=lambda item: item[1])
+        rates: defaultdict[str, list[float]] = defaultdict(list)
+        for product in (product for of in alike for product in of["products"] if product["dtype"] == key.dtype):
+            rates[product["shape"]].append(product["median"])
+        shape, rate = max(
+            ((shape, statistics.median(of_ranks)) for shape, of_ranks in rates.items()), key=itemgetter(1)
+        )
         peak, reason = dense_peak(key.device if key.threads is None else "cpu", key.dtype)
-        share = None if peak is None else rate / peak
-        beside_load = any(loads[of["node"]].slows(of["rank"]) for of in alike)
         found.append(
             Ceiling(
                 **asdict(key),
                 ranks=len(alike),
                 shape=shape,
                 flops_per_second=rate,
-                share_of_peak=share,
+                share_of_peak=None if peak is None else rate / peak,
                 peak_reason=reason,
-                beside_load=beside_load,
+                beside_load=any(loads[of["node"]].slows(of["rank"]) for of in alike),
             )
         )
     return found

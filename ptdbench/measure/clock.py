@@ -93,19 +93,17 @@ class DeviceClock(Clock):
     def __init__(self) -> None:
         self._begin: torch.cuda.Event | None = None
         self._steps: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self._count: DeviceCount | None = None
+        self._count = DeviceCount()
         self._forgotten = 0
 
     def start(self) -> None:
         """A step begins."""
-        self._count = self._count or DeviceCount()
         self._begin = torch.cuda.Event(enable_timing=True)
         self._begin.record()
 
     def stop(self) -> None:
         """The step's work has been queued."""
         assert self._begin
-        assert self._count
         end = torch.cuda.Event(enable_timing=True)
         end.record()
         self._steps.append((self._begin, end))
@@ -117,7 +115,7 @@ class DeviceClock(Clock):
 
     def finished(self) -> int:
         """Count the steps that the device has passed the end of, in the order of its stream."""
-        return max(0, self._count.number() - self._forgotten) if self._count else 0
+        return max(0, self._count.number() - self._forgotten)
 
     def seconds(self) -> list[float]:
         """Return the seconds of every step that is not forgotten; waits for the device."""

@@ -74,10 +74,12 @@ def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
     Returns:
         A function to call in all ranks when the measurement is over: the load of each node, the same in every rank.
     """
-    began = _counters()
+    cores = sorted(settings.own_cores())
+    wall, own, ticks = time.perf_counter(), time.process_time(), _ticks(cores)
 
     def stop() -> list[OtherLoad]:
-        mine, gpu, users = _spent(began, _counters()), None, 0
+        seconds = time.perf_counter() - wall, time.process_time() - own
+        mine, gpu, users = Spent(*seconds, _busy_seconds(ticks, _ticks(cores)), cores), None, 0
         if device.type == "cuda":  # which GPU, and how many processes NVML sees on it, if it does
             gpu = gpu_state.identity(device)
             users = next((one["processes"] or 0 for one in gpu_state.inspect()["gpus"] if one["uuid"] == gpu), 0)
@@ -106,28 +108,18 @@ def busy_ticks(stat: str, of: Iterable[int]) -> dict[int, tuple[int, int]]:
     return {core: (sum(row[i] for i in _BUSY if i < len(row)), sum(row)) for core, row in ticks.items()}
 
 
-@dataclass(frozen=True)
-class _Counters:
-    at: float
-    own: float
-    ticks: Mapping[int, tuple[int, int]]
-    cores: Sequence[int]
-
-
-def _counters() -> _Counters:
-    mine = sorted(settings.own_cores())
+def _ticks(cores: Sequence[int]) -> dict[int, tuple[int, int]]:
     try:
-        ticks = busy_ticks(STAT.read_text(), mine)
+        return busy_ticks(STAT.read_text(), cores)
     except (OSError, ValueError):  # not Linux
-        ticks = {}
-    return _Counters(time.perf_counter(), time.process_time(), ticks, mine)
+        return {}
 
 
-def _spent(one: _Counters, other: _Counters) -> Spent:
+def _busy_seconds(before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]) -> dict[int, float]:
+    """Seconds in which each core was busy; without those whose counters stand still."""
     hertz = os.sysconf("SC_CLK_TCK")
-    moved = [core for core in one.ticks if core in other.ticks and other.ticks[core][1] > one.ticks[core][1]]
-    busy = {core: (other.ticks[core][0] - one.ticks[core][0]) / hertz for core in moved}
-    return Spent(other.at - one.at, other.own - one.own, busy, other.cores)
+    moved = [core for core in before if core in after and after[core][1] > before[core][1]]
+    return {core: (after[core][0] - before[core][0]) / hertz for core in moved}
 
 
 def _of_node(name: str, told: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:

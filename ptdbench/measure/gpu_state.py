@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,15 +43,16 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
         ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
         ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
     """
+    nothing = {"gpus": [], "links": []}
     nvml, reason = connect(nvml)
     if reason:
-        return _nothing(reason)
+        return {**nothing, "reason": reason}
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
         gpus = [_gpu(nvml, handle) for handle in handles]
         return {"gpus": gpus, "links": _links(nvml, handles, gpus), "reason": None}
     except Exception as error:
-        return _nothing(f"NVML does not answer: {error}")
+        return {**nothing, "reason": f"NVML does not answer: {error}"}
     finally:
         nvml.nvmlShutdown()
 
@@ -94,23 +96,7 @@ def reasons_now(nvml: Any, handle: Any) -> list[str] | None:
     bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
     if bits is None:  # drivers before 535 have only the older name
         bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
-    return None if bits is None else clock_reasons(bits)
-
-
-def clock_reasons(bits: int) -> list[str]:
-    """Put NVML's bit mask in words."""
-    return [words for bit, words in CLOCK_REASONS.items() if bits & bit]
-
-
-def cores_of(words: Sequence[int]) -> list[int]:
-    """Return NVML's bit mask of cores as their numbers."""
-    return [
-        place * _WORD_BITS + bit for place, word in enumerate(words) for bit in range(_WORD_BITS) if word >> bit & 1
-    ]
-
-
-def _nothing(reason: str) -> dict[str, Any]:
-    return {"gpus": [], "links": [], "reason": reason}
+    return None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit]
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
@@ -118,7 +104,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         return answer(lambda: getattr(nvml, question)(handle, *arguments))
 
     processes = ask("nvmlDeviceGetComputeRunningProcesses")
-    affinity = ask("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)
+    mask = ask("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
     return {
         "uuid": _text(ask("nvmlDeviceGetUUID")),
         "bus": answer(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
@@ -132,7 +118,8 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "power_limit_watts": _watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
         "power_limit_default_watts": _watts(ask("nvmlDeviceGetPowerManagementDefaultLimit")),
         "processes": None if processes is None else len(processes),
-        "near_cores": None if affinity is None else cores_of(affinity),
+        "near_cores": mask
+        and [core for core in range(_MOST_CORES) if mask[core // _WORD_BITS] >> core % _WORD_BITS & 1],
     }
 
 
@@ -157,14 +144,13 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
 
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
     """List the bus address of the remote end of each NVLink that is up."""
-    ends = []
-    for number in range(nvml.NVML_NVLINK_MAX_LINKS):
-        if answer(lambda number=number: nvml.nvmlDeviceGetNvLinkState(handle, number)):  # type: ignore[misc]
-            end = answer(
-                lambda number=number: nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, number).busId  # type: ignore[misc]
-            )
-            ends.append(_text(end) or "unknown")
-    return ends
+    up = [
+        number
+        for number in range(nvml.NVML_NVLINK_MAX_LINKS)
+        if answer(partial(nvml.nvmlDeviceGetNvLinkState, handle, number))
+    ]
+    others = [answer(partial(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)) for number in up]
+    return [_text(other.busId) if other else "unknown" for other in others]
 
 
 def answer(question: Callable[[], Any]) -> Any:

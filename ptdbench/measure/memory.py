@@ -178,9 +178,8 @@ def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]
             continue
         own = root / path.lstrip("/")
         for group in (own, *own.parents):
-            with suppress(
-                OSError, ValueError
-            ):  # "max", or not a group with a limit; a container may not see its parents
+            # "max", or not a group with a limit; a container may not see its parents
+            with suppress(OSError, ValueError):
                 limit, used = (int((group / name).read_text()) for name in names[:2])
                 cache = re.search(rf"^{names[2]} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
                 yield limit, used - int(cache[1] if cache else 0)

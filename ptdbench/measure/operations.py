@@ -91,18 +91,6 @@ def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
     return _stretched(_labels(source, _LABELS, _LABELS**2) + 1, count, dtype, device)
 
 
-def contributed(
-    source: int, ranks: int, count: int, dtype: Dtype, reduction: Reduction, device: torch.device
-) -> Tensor:
-    """Return the input of rank ``source`` of ``ranks`` to a reduction of ``count`` elements."""
-    return _stretched(_contribution(source, ranks, dtype, reduction), count, dtype, device)
-
-
-def reduced(ranks: int, count: int, dtype: Dtype, reduction: Reduction, device: torch.device) -> Tensor:
-    """Return the expected result of reducing the inputs of all ranks."""
-    return _stretched(_reduced(ranks, dtype, reduction), count, dtype, device)
-
-
 @cache
 def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
     """Compute one period of the result; cached, because it is slow to compute for many ranks."""
@@ -176,12 +164,13 @@ class Place:
         return sent(source, count, self.dtype, self.device)
 
     def contributed(self, count: int) -> Tensor:
-        """Return this rank's input of a reduction."""
-        return contributed(self.index, len(self.ranks), count, self.dtype, self.reduction, self.device)
+        """Return this rank's input to a reduction of ``count`` elements."""
+        own = _contribution(self.index, len(self.ranks), self.dtype, self.reduction)
+        return _stretched(own, count, self.dtype, self.device)
 
     def reduced(self, count: int) -> Tensor:
         """Return the expected result of the reduction."""
-        return reduced(len(self.ranks), count, self.dtype, self.reduction, self.device)
+        return _stretched(_reduced(len(self.ranks), self.dtype, self.reduction), count, self.dtype, self.device)
 
 
 @dataclass(frozen=True)

@@ -62,15 +62,10 @@ class Shape:
         return f"{self.m}x{self.n}x{self.k}"
 
 
-class Flush:
-    """Flushes a device's last-level cache by updating a buffer of twice its size."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
-
-    def __call__(self) -> None:
-        """On a GPU the work is queued."""
-        self._buffer.add_(1)  # reads too: pure writes may bypass the cache
+def flushing(device: torch.device) -> Callable[[], Tensor]:
+    """Make a function that flushes a device's last-level cache by updating a buffer of twice its size; it is queued."""
+    buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
+    return partial(buffer.add_, 1)  # reads too: pure writes may bypass the cache
 
 
 def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: float) -> list[float]:
@@ -89,7 +84,7 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
     )
     out = torch.empty(shape.m, shape.n, dtype=DTYPES[dtype], device=device)
     with hardware.tf32_allowed(dtype == "tf32"):
-        found = repeat(lambda: torch.mm(a, b, out=out), Flush(device), device, seconds)
+        found = repeat(lambda: torch.mm(a, b, out=out), flushing(device), device, seconds)
     _verify(a, b, out, dtype, shape)
     return found
 
@@ -112,7 +107,7 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
             host = bytes_on("cpu", pinned)
             kinds[f"host to device, {name}"] = (1, host, bytes_on(own))
             kinds[f"device to host, {name}"] = (1, bytes_on(own), host)
-    flush = Flush(device)
+    flush = flushing(device)
     return {
         kind: (times * size, repeat(partial(target.copy_, source, non_blocking=True), flush, device, seconds))
         for kind, (times, source, target) in kinds.items()
@@ -160,15 +155,8 @@ def cache_bytes(device: torch.device) -> int:
     """Return the size of the last-level cache."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    sizes = [_bytes(path.read_text()) for path in _CACHES.glob("index*/size")]
+    sizes = [1024 * int(path.read_text().strip().removesuffix("K")) for path in _CACHES.glob("index*/size")]
     return max(sizes, default=_USUAL_CACHE_BYTES)
-
-
-def _bytes(text: str) -> int:
-    """Parse ``32768K`` as the kernel writes it."""
-    units = {"K": 2**10, "M": 2**20}
-    text = text.strip()
-    return int(text[:-1]) * units[text[-1]] if text[-1] in units else int(text)
 
 
 def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None:

@@ -179,15 +179,11 @@ def median_interval(values: Sequence[float]) -> list[float] | None:
         ``[low, high]``, or ``None`` below six values: even their whole range covers less than 95 %.
     """
     count = len(values)
-    outside, rank = 0.0, 0
-    while True:
-        log_probability = (
-            math.lgamma(count + 1) - math.lgamma(rank + 1) - math.lgamma(count - rank + 1) - count * math.log(2)
-        )
-        outside += 2 * math.exp(log_probability)
-        if outside > 0.05:
-            break
+    of_any = math.lgamma(count + 1) - count * math.log(2)
+    outside, rank = 0.0, -1
+    while outside <= 0.05:
         rank += 1
+        outside += 2 * math.exp(of_any - math.lgamma(rank + 1) - math.lgamma(count - rank + 1))
     if rank == 0:
         return None
     ordered = sorted(values)
