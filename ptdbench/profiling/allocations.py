@@ -108,11 +108,9 @@ class _Block:
 
 
 def read(taken: profile, device_type: str) -> Seen:
-    """Read what the profiler saw; its last step is the one that counts, and its inventory lies in it.
+    """Read what the profiler saw of a kind of device; its last step counts, in which the inventory lies.
 
-    Args:
-        taken: Has watched the memory, at least one whole step before the last one.
-        device_type: The kind of device whose memory counts.
+    It has watched the memory for at least one whole step before the last one.
     """
     assert taken.kineto_results
     begin = end = inventory = 0
@@ -172,12 +170,7 @@ def _tensors(inputs: Any, device_type: str) -> Iterator[tuple[int, int]]:
 
 
 def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> Usage:
-    """The memory in use during the step.
-
-    Args:
-        seen: What the profiler saw.
-        known: The kind and the bytes of the storages of the training state at the inventory, by address.
-    """
+    """The memory in use during the step; of storages of the training state kind and bytes are ``known``, by address."""
     blocks = _blocks(seen.changes)
     before = _assign_kinds(seen, blocks, known)
     present = dict.fromkeys(KINDS, 0)

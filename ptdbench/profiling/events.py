@@ -68,21 +68,11 @@ def length(intervals: Iterable[Interval]) -> float:
 
 T = TypeVar("T")
 
-#: torch's names of operations, without decoration: ``_allgather_base_`` is an ``allgather``.
-_OPERATIONS = {
-    "allreduce": "all_reduce",
-    "allgather": "all_gather",
-    "reducescatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "sendrecv": "send_recv",
-    "send": "send",
-    "recv": "recv",
-    "barrier": "barrier",
-    "reduce": "reduce",
-    "gather": "gather",
-    "scatter": "scatter",
-}
+#: Operations, a longer name before one that it begins with. torch decorates them: ``_allgather_base_``.
+_OPERATIONS = (
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "send", "recv", "barrier",
+    "reduce", "gather", "scatter",
+)  # fmt: skip
 
 #: What of ``all_to_all`` goes to the ranks that have the experts of tokens and comes back from there, in both passes of
 #: a step: labels in a trace, in whose place stand the names of operations of their own.
@@ -161,23 +151,20 @@ def checked(path: Path, reading: Callable[[Path], T]) -> T:
 def events_of(path: Path) -> list[Event]:
     """The events of a trace that have a duration, in the order of their start."""
     with no_collection():
-        return _events(json.loads(path.read_bytes(), strict=False))
-
-
-def _events(written: Mapping[str, Any]) -> list[Event]:
-    base = written.get("baseTimeNanoseconds", 0) / 1e9
-    events = [
-        Event(
-            event["name"],
-            event.get("cat", ""),
-            base + event["ts"] / 1e6,
-            base + (event["ts"] + event["dur"]) / 1e6,
-            event["tid"],
-            event.get("args", {}),
-        )
-        for event in written["traceEvents"]
-        if event.get("ph") == "X"
-    ]
+        written = json.loads(path.read_bytes(), strict=False)
+        base = written.get("baseTimeNanoseconds", 0) / 1e9
+        events = [
+            Event(
+                event["name"],
+                event.get("cat", ""),
+                base + event["ts"] / 1e6,
+                base + (event["ts"] + event["dur"]) / 1e6,
+                event["tid"],
+                event.get("args", {}),
+            )
+            for event in written["traceEvents"]
+            if event.get("ph") == "X"
+        ]
     return sorted(events, key=lambda event: (event.start, -event.end))
 
 
@@ -194,7 +181,7 @@ def operation_of(name: str) -> str:
     """Return what an operation is called here, such as ``all_gather`` for ``c10d::_allgather_base_``."""
     plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
     joined = plain.replace("_", "")
-    return next((known for begins, known in _OPERATIONS.items() if joined.startswith(begins)), plain)
+    return next((known for known in _OPERATIONS if joined.startswith(known.replace("_", ""))), plain)
 
 
 def sizes(event: Event) -> set[int]:

@@ -28,14 +28,10 @@ _PROCESSES = 100
 def compress(
     trace: Path, path: Path, facts: Mapping[str, Any], memory: Iterable[tuple[int, Mapping[str, int]]] | None = None
 ) -> None:
-    """Write the trace of one rank compressed.
+    """Write the trace of one rank compressed, as torch's profiler wrote it, with ``facts`` that tell ranks apart.
 
-    Args:
-        trace: As torch's profiler wrote it.
-        path: The new file.
-        facts: By what Holistic Trace Analysis tells ranks apart.
-        memory: Bytes by what they are for, at times in nanoseconds since the epoch: takes the place of the single
-            allocations that the profiler saw.
+    In the place of the single allocations that the profiler saw comes ``memory``: bytes by what they are for, at times
+    in nanoseconds since the epoch.
     """
     written = json.loads(trace.read_bytes(), strict=False)
     if memory is not None:
@@ -49,14 +45,7 @@ def compress(
 
 
 def merge(traces: Iterable[Path], names: Sequence[str], ahead: Sequence[float], path: Path) -> None:
-    """Write one compressed trace.
-
-    Args:
-        traces: The compressed trace of each rank, by rank.
-        names: What each rank is called.
-        ahead: Seconds by which its clock is ahead of that of rank 0.
-        path: The new file.
-    """
+    """Write one compressed trace of those of all ranks, whose clocks are ``ahead`` seconds of that of rank 0."""
     origin = None
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=4) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -77,7 +66,7 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
     """The events of one rank with numbers of processes and of arrows that no other rank has."""
     processes: dict[Any, int] = {}
     for event in events:
-        kind, pid = event.get("ph"), event.get("pid")
+        what, pid = event.get("name"), event.get("pid")
         if event.get("cat") == "Trace" or pid in ("Spans", "Traces", ""):  # the profiler's own account of itself
             continue
         if pid not in processes:
@@ -87,13 +76,12 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
             changed["ts"] = event["ts"] + shift
         if "id" in event:
             changed["id"] = rank * _ARROWS + int(event["id"])
-        if kind == "M" and event.get("name") == "process_name":
+        if what == "process_name":
             changed["args"] = {"name": name if processes[pid] % _PROCESSES == 0 else f"{name}, {_label(event)}"}
-        elif kind == "M" and event.get("name") == "process_labels":
-            continue
-        elif kind == "M" and event.get("name") == "process_sort_index":
+        elif what == "process_sort_index":
             changed["args"] = {"sort_index": processes[pid]}
-        yield changed
+        if what != "process_labels":
+            yield changed
 
 
 def _messages_apart(events: Iterable[dict[str, Any]], rank: int) -> Iterable[dict[str, Any]]:

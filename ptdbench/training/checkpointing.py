@@ -23,13 +23,9 @@ from ptdbench.training.recorder import Recorder
 
 
 class Checkpointing:
-    """Resumes a run from its last checkpoint and writes new ones.
+    """Resumes a run from its last checkpoint and writes new ones, with its evaluations.
 
-    Args:
-        job: The run.
-        loop: Its step loop, before the first step.
-        evaluator: Its evaluations are saved too.
-        recorder: Drained before each save, so that checkpoint and series on disk are consistent.
+    The recorder is drained before each save, so that checkpoint and series on disk are consistent.
     """
 
     def __init__(self, job: Job, loop: StepLoop, evaluator: Evaluator, recorder: Recorder) -> None:

@@ -142,12 +142,9 @@ class Packages(Counter):
 
 
 class Gpu(Counter):
-    """One GPU with its memory, by NVML; and what its clocks were held back by.
+    """One GPU with its memory, by NVML's ``uuid``; and what its clocks were held back by.
 
-    Args:
-        host: The machine.
-        uuid: NVML's identity of the GPU.
-        nvml: A replacement for the module ``pynvml``; ``None`` for that module itself.
+    ``nvml`` replaces the module ``pynvml``.
     """
 
     source = "NVML"
@@ -238,11 +235,8 @@ def energy(
 ) -> dict[str, Any]:
     """The energy of all devices, in the form of a record: each counted once, and never only a part of them.
 
-    Args:
-        source: What was asked.
-        counted: What the counters of all ranks counted, at least one.
-        samples_per_step: Samples of one step over all ranks.
-        tokens_per_sample: Length of a sequence; ``None`` if samples are not token sequences.
+    At least one counter of a rank has ``counted``; ``samples_per_step`` are those of all ranks, and
+    ``tokens_per_sample`` is ``None`` if samples are not token sequences.
     """
     devices = list({one.device: one for one in counted}.values())
     reasons = {one.device: one.reason for one in devices if one.reason}

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from msgspec import convert, to_builtins
-from torch import Tensor, nn
+from torch import Tensor
 
 from ptdbench.data.protocol import HeldOut
 from ptdbench.job import Job
@@ -93,7 +93,8 @@ class Evaluator:
         assert held_out is not None  # assemble() refuses data without a held-out part
         module.eval()
         with torch.no_grad(), self._loop.update.averaged():
-            _share_buffers(module, self._loop.replicas)
+            for buffer in module.buffers():  # the first replica's: statistics of batch norms are of the samples seen
+                dist.broadcast(buffer, group=self._loop.replicas, group_src=0)
             sums = self._sums(held_out, stopped)
         module.train()
         if sums is None:
@@ -141,9 +142,3 @@ class Evaluator:
         loss = F.cross_entropy(outputs.float(), targets, reduction="sum")
         hits = outputs.topk(min(5, outputs.size(1))).indices == targets.unsqueeze(1)
         return torch.stack([loss.double(), hits[:, 0].sum().double(), hits.sum().double()])
-
-
-def _share_buffers(module: nn.Module, replicas: dist.ProcessGroup | None) -> None:
-    """Broadcast the first replica's buffers: batch norm statistics differ, as each replica saw other samples."""
-    for buffer in module.buffers():
-        dist.broadcast(buffer, group=replicas, group_src=0)

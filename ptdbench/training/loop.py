@@ -24,15 +24,9 @@ from ptdbench.setup.config import Train
 
 
 class Update:
-    """Runs optimizer steps.
+    """Turns gradients into new weights, by the options ``asked`` of ``train``: steps, clipping and averaging.
 
-    Args:
-        engine: Computes the gradients.
-        optimizer: New, over the engine's parameters.
-        schedule: The learning rate schedule.
-        asked: The options of ``train``: steps, clipping and averaging.
-        device: This rank's device.
-        scale: Whether losses are scaled, as fp16 needs.
+    The optimizer is new, over the engine's parameters; losses are scaled if ``scale`` is true, as fp16 needs.
     """
 
     def __init__(
@@ -44,7 +38,7 @@ class Update:
         device: torch.device,
         scale: bool = False,
     ) -> None:
-        self.optimizer = optimizer  #: Over the engine's parameters.
+        self.optimizer = optimizer
         #: Of each step since the last :meth:`forget`; ``optimizer.lr`` times the schedule's factor.
         self.learning_rates: list[float] = []
         #: Of each such step, before clipping, on the device; empty without clipping.
@@ -136,27 +130,14 @@ class Steps:
 
 
 class StepLoop:
-    """Runs optimizer steps.
-
-    Args:
-        engine: Turns a batch into gradients.
-        update: Turns gradients into new weights.
-        feed: Supplies this rank's batches.
-        device: This rank's device.
-        mesh: The mesh of ranks; ``None`` for a loop without others.
-    """
+    """Runs optimizer steps."""
 
     def __init__(
-        self,
-        engine: Engine,
-        update: Update,
-        feed: Feed,
-        device: torch.device,
-        mesh: Mesh | None = None,
+        self, engine: Engine, update: Update, feed: Feed, device: torch.device, mesh: Mesh | None = None
     ) -> None:
         self.engine = engine  #: Turns a batch into gradients.
         self.update = update  #: Turns gradients into new weights.
-        self.feed = feed  #: Supplies the batches.
+        self.feed = feed  #: Supplies this rank's batches.
         self.mesh = mesh  #: The mesh of ranks; ``None`` for a loop without others.
         #: Process group of the ranks with replicas of this rank's part; ``None`` without a mesh.
         self.replicas = mesh.batch.get_group() if mesh else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -40,8 +40,7 @@ class Measurement:
     peak_memory_bytes: int | None  #: Peak memory, maximum over ranks.
     #: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
     peak_reserved_bytes: int | None = None
-    first_step_seconds: float | None  #: From the start of the run's first step to its end, compilation included.
-    startup_seconds: Mapping[str, float]  #: Seconds of each phase before the first step, by name.
+    startup_seconds: Mapping[str, float]  #: Seconds of each phase up to the end of the first step, by name.
     minimum_warmup: int  #: Minimum number of warm-up steps.
     earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
     #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
@@ -85,11 +84,11 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         "mfu": mfu,
         "mfu_reason": mfu_reason,
         "mfu_of_bf16": _mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
-        **against_ceiling(*measured.ceiling, _times(flops_per_second, per_device)),
+        **against_ceiling(*measured.ceiling, rate),
         "data_wait_share": _share(measured.wait_seconds[warmup_steps:], own),
         "peak_memory_bytes": measured.peak_memory_bytes,
         "peak_reserved_bytes": measured.peak_reserved_bytes,
-        "first_step_seconds": measured.first_step_seconds,
+        "first_step_seconds": sum(measured.startup_seconds.values()),
         "startup_seconds": dict(measured.startup_seconds),
         "causal_flops_per_second": causal,
         "mfu_causal": _mfu(measured, _times(causal, per_device), measured.dtype)[0],
@@ -102,14 +101,8 @@ def _unmasked(measured: Measurement) -> float | None:
     return None if not full or masked is None else 1 - masked / full
 
 
-#: Those of a run on virtual GPUs.
+#: The figures of a run on virtual GPUs, which compute nothing: its memory, and how long the host took to begin.
 _OF_VIRTUAL = ("peak_memory_bytes", "peak_reserved_bytes", "first_step_seconds", "startup_seconds")
-
-
-def without_times(measured: Measurement) -> dict[str, Any]:
-    """The figures of a run whose device computes nothing: its memory, and how long the host took to begin."""
-    _, found = metrics(measured)
-    return {name: value if name in _OF_VIRTUAL else None for name, value in found.items()}
 
 
 def _times(quantity: float | None, factor: float | None) -> float | None:
@@ -161,14 +154,10 @@ def ceiling_of_run(job: Job) -> Ceiling:
 def figures(
     job: Job, path: Path, segments: Sequence[dict[str, Any]], peaks: tuple[int, int], ceiling: Ceiling
 ) -> dict[str, Any]:
-    """The fields that the steps so far account for.
+    """The fields that the steps so far account for, by the series file at ``path``.
 
-    Args:
-        job: The run.
-        path: The series file of the run.
-        segments: Its starts, in the form of a record; each gains its ``warmup_steps``.
-        peaks: Peak memory in bytes, allocated and reserved, the maxima over ranks.
-        ceiling: The result of :func:`ceiling`.
+    The ``segments`` are the run's starts, in the form of a record; each gains its ``warmup_steps``. The ``peaks`` of
+    memory are in bytes, allocated and reserved, the maxima over ranks.
     """
     losses, seconds, waits = (
         series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
@@ -183,11 +172,9 @@ def figures(
         if one["layout"] == last["layout"]
     ]
     before = np.concatenate([np.empty(0), *timed])
-    measured = _measurement(job, last, own, _of(last, waits), before[np.isfinite(before)], peaks, ceiling)
+    warmup, found = metrics(_measurement(job, last, own, _of(last, waits), before, peaks, ceiling))
     if job.spec.virtual:
-        warmup, found = 0, without_times(replace(measured, step_seconds=(), wait_seconds=()))
-    else:
-        warmup, found = metrics(measured)
+        found = {name: value if name in _OF_VIRTUAL else None for name, value in found.items()}
     return {
         "warmup_steps": warmup,
         "metrics": found,
@@ -220,18 +207,12 @@ def _measurement(
 ) -> Measurement:
     """Collect the input of the metrics.
 
-    Args:
-        job: The run.
-        last: The segment of this process.
-        own: Seconds of its steps.
-        waits: Of these, seconds that each waited for its batch.
-        earlier: Seconds of what was timed in earlier segments of the same layout.
-        peaks: Peak memory in bytes, allocated and reserved.
-        ceiling: The result of :func:`ceiling`.
+    Steps of ``last``, the segment of this process, took ``own`` seconds, of which each waited ``waits`` for its batch;
+    those that were timed in ``earlier`` segments of the same layout are not finite where they were lost.
     """
     spec, training = job.spec, job.training
     return Measurement(
-        step_seconds=own.tolist(),
+        step_seconds=own[np.isfinite(own)].tolist(),  # virtual GPUs have none
         samples_per_step=training.layout.global_batch,
         tokens_per_sample=training.data.tokens_per_sample,
         flops_per_sample=training.flops_per_sample,
@@ -242,10 +223,9 @@ def _measurement(
         dtype=dtype_of(job),
         peak_memory_bytes=peaks[0],
         peak_reserved_bytes=peaks[1] or None,
-        first_step_seconds=sum(last["startup_seconds"].values()),
         startup_seconds=last["startup_seconds"],
         minimum_warmup=spec.config.train.warmup_steps,
-        earlier_seconds=earlier.tolist(),
+        earlier_seconds=earlier[np.isfinite(earlier)].tolist(),
         wait_seconds=waits.tolist(),
         ceiling=ceiling,
     )
@@ -287,12 +267,9 @@ def recheck_ceiling(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
 def against_higher_ceiling(
     metrics: Mapping[str, Any], world_size: int, again: Measured | str
 ) -> tuple[dict[str, Any], str]:
-    """The figures against the higher of two ceilings, and what happened in words.
+    """The ``metrics`` against the higher of two ceilings, and what happened in words.
 
-    Args:
-        metrics: Those of the run, against the earlier ceiling.
-        world_size: Number of ranks.
-        again: The new ceiling, or why there is none.
+    They are against the earlier one; ``again`` is the new one, or why there is none.
     """
     earlier = Measured(metrics["ceiling_flops_per_second"], "", metrics["ceiling_beside_load"])
     best = again if isinstance(again, Measured) and again.flops_per_second > earlier.flops_per_second else earlier

@@ -36,8 +36,6 @@ from ptdbench.training.loop import StepLoop
 #: a table of the operations of rank 0 that took the longest.
 TRACES, OPERATIONS = "trace", "operations.txt"
 
-_TRACE = "trace.json"
-
 #: Seconds that the steps of the pass may take; at least one is done.
 MOST_SECONDS = 60.0
 
@@ -74,11 +72,11 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken = run(job, loop, steps)
         with job.watchdog.paused():
-            found = _read(taken, Path(scratch) / _TRACE, job.device.type)
+            path = Path(scratch) / "trace.json"
+            found = _read(taken, path, job.device.type)
             ahead = traces.clock_ahead(job.peers, job.world.rank, job.device)
             if keep:  # also where no phases can be read from it
-                write = partial(_write, job, taken, Path(scratch) / _TRACE)
-                traces.keep(job, TRACES, write, rank_names(job), ahead, perfetto.NAME)
+                traces.keep(job, TRACES, partial(_write, job, taken, path), rank_names(job), ahead, perfetto.NAME)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
@@ -108,12 +106,8 @@ def run(
 ) -> profile:
     """Run steps under the profiler, and one before them that is not looked at, but on a virtual GPU, which needs none.
 
-    Args:
-        job: The run.
-        loop: Its step loop, whose steps are drained.
-        steps: The number of steps that count.
-        memory: Whether to watch the memory.
-        between: Called in each step when the gradients are there.
+    The steps of the loop are drained. With ``memory`` allocations are watched, too; ``between`` is called in each step
+    when the gradients are there.
     """
     first = loop.done
     counted = first + (job.spec.virtual is None)
@@ -263,11 +257,8 @@ _SETTLING = 0.05
 def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
     """Watch what this rank does inside of the block; what was seen can be written after it.
 
-    Not by ``torch.profiler.profile``, which imports the compiler for a second and a half.
-
-    Args:
-        device: The rank's device.
-        memory: Also watch what memory is allocated and freed.
+    With ``memory`` also what memory is allocated and freed. Not by ``torch.profiler.profile``, which imports the
+    compiler for a second and a half.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
@@ -302,12 +293,9 @@ def labelled_waits() -> Iterator[None]:
         dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-#: The kind of NCCL's kernels.
-COMMUNICATION = "communication"
-
 #: Kinds by what their kernels' names have, the first that fits; ``other`` where none does.
 KERNEL_KINDS = {
-    COMMUNICATION: r"^nccl",
+    "communication": r"^nccl",
     "compiled": r"^triton_",
     "attention": r"flash|fmha|attention|sdpa",
     "convolution": r"conv(?!ert)|wgrad|dgrad|winograd|im2col|col2im",

@@ -62,10 +62,7 @@ class Recorder:
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
         """Take over the steps done before this process; called in all ranks, before the first step.
 
-        Args:
-            steps: Number of these steps.
-            source: Directory of the run that did them.
-            facts: Facts of its checkpoint.
+        ``source`` is the directory of the run that did them, and ``facts`` are those of its checkpoint.
         """
         facts = facts or {}
         self._earlier = list(facts.get("segments", []))

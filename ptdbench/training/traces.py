@@ -72,15 +72,9 @@ def _answer(asking: int, device: torch.device) -> float:
 def keep(job: Job, folder: str, write: Callable[[Path], None], names: Sequence[str], ahead: float, name: str) -> None:
     """Let each rank write its trace, and rank 0 one of all ranks.
 
-    Called in all ranks; one that cannot write costs the traces, and not the run.
-
-    Args:
-        job: The run.
-        folder: In the run's directory, for the traces of single ranks.
-        write: Writes this rank's trace to a compressed file.
-        names: What each rank is called.
-        ahead: Seconds by which this rank's clock is ahead of that of rank 0.
-        name: The file of all ranks in the run's directory.
+    Called in all ranks; one that cannot write costs the traces, and not the run. In the run's directory ``folder`` is
+    for compressed traces of single ranks, which ``write`` writes, and ``name`` the file of all ranks, which are called
+    ``names``. This rank's clock is ``ahead`` seconds of that of rank 0.
     """
     error = None
     try:
@@ -228,18 +222,13 @@ def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
 def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
     """The times of this call on the other ranks; nothing if not all of them made it."""
     if call.operation in POINT_TO_POINT:
-        return {} if call.peer is None else {call.peer: times[call.peer][key]} if key in times[call.peer] else {}
+        return {call.peer: times[call.peer][key]} if call.peer is not None and key in times[call.peer] else {}
     found = {other: one[key] for other, one in enumerate(times) if other != rank and key in one}
     return found if len(found) == len(times) - 1 else {}
 
 
 def waited_for(of_ranks: Sequence[Mapping[int, float]], size: int) -> list[float]:
-    """Seconds that ranks waited for each rank: the mean over the others.
-
-    Args:
-        of_ranks: Seconds that each rank waited for others, by these.
-        size: Number of ranks.
-    """
+    """Seconds that ranks waited for each of ``size`` ranks: the mean over the others, each with its seconds by rank."""
     total: defaultdict[int, float] = defaultdict(float)
     for one in of_ranks:
         for rank, seconds in one.items():

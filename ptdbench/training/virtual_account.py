@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -31,21 +31,19 @@ class _Own:
     allocated: int  #: Peak memory allocated by PyTorch, in bytes.
     reserved: int  #: Peak of what it took from the device, in bytes.
     communicators: int  #: Process groups of several ranks.
-    host_seconds: float | None  #: Seconds in which the host had launched a step; ``None`` if none was taken to see.
-    kernels: Mapping[str, int]  #: Kernels of a step by kind.
-    messages: Mapping[str, tuple[float, float]]  #: Calls and bytes of a step by operation.
+    #: Seconds in which the host had launched a step; ``None`` if none was taken to see.
+    host_seconds: float | None = None
+    kernels: Mapping[str, int] = field(default_factory=dict)  #: Kernels of a step by kind.
+    #: Calls and bytes of a step by operation.
+    messages: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     reason: str | None = None  #: Why kernels and messages are not known.
 
 
 def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, Any] | None:
     """Take a step to look at the host, and one under the profiler, unless ``profile.steps=0``.
 
-    Called in all ranks that are there.
-
-    Args:
-        job: The run.
-        loop: Its step loop, whose steps are drained.
-        volume: On the first rank, bytes of each operation of communication in a step by formula.
+    Called in all ranks that are there, when the steps of the loop are drained. On the first rank ``volume`` has the
+    bytes of each operation of communication in a step by formula.
 
     Returns:
         On the first rank the record's field ``virtual``, see :class:`ptdbench.records.schema.Virtual`.
@@ -58,9 +56,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, A
         return None
     ranks = present(job)
     owns = [told[rank] for rank in ranks]
-    found = {
-        kind: [one.kernels.get(kind, 0) for one in owns] for kind in dict.fromkeys(k for o in owns for k in o.kernels)
-    }
+    kinds = dict.fromkeys(kind for one in owns for kind in one.kernels)
     operations = dict.fromkeys(operation for one in owns for operation in one.messages)
     return {
         "device": machine.gpu_name,
@@ -71,7 +67,7 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, A
         "context_bytes": machine.gpu.context,
         "communicators": [one.communicators for one in owns],
         "host_seconds": [one.host_seconds for one in owns] if job.spec.config.profile.steps else None,
-        "kernels": found,
+        "kernels": {kind: [one.kernels.get(kind, 0) for one in owns] for kind in kinds},
         "messages": {
             operation: {
                 "calls": fmean(one.messages.get(operation, (0.0, 0.0))[0] for one in owns),
@@ -101,20 +97,19 @@ def settle() -> None:
 
 
 def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
-    groups = _communicating()
+    own = _Own(allocated, reserved, len(_communicating()))
     if not job.spec.config.profile.steps:
-        return _Own(allocated, reserved, len(groups), None, {}, {}, "profile.steps=0")
-    seconds = _host_seconds(job, loop)
+        return replace(own, reason="profile.steps=0")
+    own = replace(own, host_seconds=_host_seconds(job, loop))
     with job.display.during("profiling"):
         try:
             kernels, messages = _launched(job, loop)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = f"the trace cannot be written and read: {error}"
-            return _Own(allocated, reserved, len(groups), seconds, {}, {}, reason)
+            return replace(own, reason=f"the trace cannot be written and read: {error}")
         finally:
             settle()
             memory.trim()
-    return _Own(allocated, reserved, len(groups), seconds, kernels, messages)
+    return replace(own, kernels=kernels, messages=messages)
 
 
 def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, int], dict[str, tuple[float, float]]]:
