@@ -1,6 +1,7 @@
 """Bandwidths by the definitions of nccl-tests, the line through time over size, and lines that are kept."""
 
 import json
+import math
 import random
 import statistics
 from typing import Any
@@ -22,23 +23,11 @@ WORKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "ranks"), [(op, ranks) for op in WORKED for ranks in WORKED[op]])
-def test_bus_bandwidth_of_worked_examples(op, ranks):
+@pytest.mark.parametrize("op", FACTORS)
+def test_bus_bandwidth_of_worked_examples(op):
     # 12 MB in 3 ms: an algorithm bandwidth of 4 GB/s.
-    assert bus_bandwidth(op, 12_000_000, 0.003, ranks) == pytest.approx(4e9 * WORKED[op][ranks])
-
-
-def test_every_factor_has_an_example_and_a_barrier_has_no_bandwidth():
-    assert set(FACTORS) == set(WORKED)
-    with pytest.raises(KeyError):
-        bus_bandwidth("barrier", 1, 1.0, 2)
-
-
-def test_a_ring_all_reduce_runs_at_its_links_bandwidth():
-    """n - 1 steps of reduce-scatter and as many of all-gather, each over a link of 10 GB/s with an n-th of the data."""
-    for ranks in (2, 3, 4, 8, 64):
-        seconds = 2 * (ranks - 1) * (48_000_000 / ranks) / 10e9
-        assert bus_bandwidth("all_reduce", 48_000_000, seconds, ranks) == pytest.approx(10e9)
+    found = {ranks: bus_bandwidth(op, 12_000_000, 0.003, ranks) for ranks in (2, 3, 4, 8)}
+    assert found == pytest.approx({ranks: 4e9 * factor for ranks, factor in WORKED[op].items()})
 
 
 SIZES = [8 * 4**power for power in range(13)]
@@ -69,17 +58,13 @@ def test_standard_errors_tell_how_far_the_line_may_be_off():
         assert statistics.fmean(getattr(line, f"{name}_error") for line in lines) == pytest.approx(scatter, rel=0.2)
 
 
-def test_what_is_not_a_line_shows():
+def test_what_is_not_a_line_shows_and_equal_times_have_no_variance_to_explain():
     line = fit([1, 1000, 1_000_000], [1e-5, 1e-3, 1.1e-5])
     assert line.max_relative_error > 0.3
     assert line.r2 < 0.9
-
-
-def test_fewer_than_three_sizes_make_no_line_and_equal_times_have_no_variance_to_explain():
-    assert [fit(sizes, [1e-5] * len(sizes)) for sizes in ([], [8], [8, 16], [8, 8, 16])] == [None] * 4
-    line = fit([8, 16, 32], [1e-5] * 3)
-    assert line.alpha == pytest.approx(1e-5)
-    assert line.max_relative_error < 1e-9
+    assert [fit(sizes, [1.0] * len(sizes)) for sizes in ([], [8], [8, 16], [8, 8, 16])] == [None] * 4
+    line = fit([8, 16, 32], [1.0] * 3)
+    assert (line.alpha, math.isnan(line.r2)) == (pytest.approx(1), True)
 
 
 LINE = {"alpha": 1e-3, "beta": 1e-9, "largest": 2**20}
@@ -125,25 +110,12 @@ def test_the_newest_line_of_a_series_counts_and_others_stay():
     assert fitted("all_gather", calls=1, size=1e6) == fitted("broadcast", calls=1, size=1e6) == pytest.approx(2e-3)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        bandwidth.fits_key("nccl", [peer(0), peer(1)]),
-        bandwidth.fits_key("gloo", [peer(0), peer(1), peer(2)]),
-        bandwidth.fits_key("gloo", [peer(0), peer(1, host="b")]),
-        bandwidth.fits_key("gloo", [peer(0), peer(1, device="cuda:0 H200")]),
-        KEY | {"torch": "1.0"},
-    ],
-)
-def test_any_difference_makes_it_another(other):
+def test_any_difference_makes_it_another():
     bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
-    assert fitted("all_gather", of=other) is None
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"lines": null}'])
-def test_a_broken_file_is_no_line(text):
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE}).write_text(text)
-    assert fitted("all_gather") is None
+    ranks = ([peer(0)], [peer(0), peer(1, host="b")], [peer(0), peer(1, device="cuda:0 H200")])
+    others = [bandwidth.fits_key("nccl", [peer(0), peer(1)]), *(bandwidth.fits_key("gloo", of) for of in ranks)]
+    for other in (*others, KEY | {"torch": "1.0"}):
+        assert fitted("all_gather", of=other) is None
 
 
 @pytest.mark.parametrize("worse", [{"alpha": -1e-3}, {"beta": -1e-9}, {"beta": 0.0}, {"largest": 2**10}])
@@ -160,3 +132,5 @@ def test_a_line_that_is_damaged_is_none(line):
     path.write_text(json.dumps({**kept, "lines": {**kept["lines"], "all_gather fp32 async": line}}))
     assert fitted("all_gather") is None
     assert fitted("broadcast") is not None
+    path.write_text(json.dumps({**kept, "lines": line}))
+    assert fitted("broadcast") is None

@@ -22,18 +22,12 @@ ENVIRONMENT = {"cpu": "AMD EPYC", "driver": "550.54", "torch": "2.15.0"}
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def test_what_is_kept_is_found_again_in_the_users_cache_folder(cache):
+def test_what_is_kept_is_found_again_in_the_users_cache_folder_and_an_earlier_version_knew_no_load(cache):
     assert ceiling.look_up(GPU) is None
     path = ceiling.store_ceiling(GPU, FOUND)
     assert [entry for entry in cache.rglob("*") if entry.is_file()] == [path]
     assert path.parent == cache / "ceilings"
     assert ceiling.look_up(GPU) == FOUND
-    ceiling.store_ceiling(GPU, Measured(7.6e14, "4096x4096x4096", beside_load=True))
-    assert ceiling.look_up(GPU) == Measured(7.6e14, "4096x4096x4096", beside_load=True)
-
-
-def test_of_one_that_an_earlier_version_kept_the_load_is_unknown():
-    path = ceiling.store_ceiling(GPU, FOUND)
     text = json.loads(path.read_text())
     del text["beside_load"]
     path.write_text(json.dumps(text))
@@ -80,18 +74,13 @@ class TestCeilings:
         assert found.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
         assert found.peak_reason is None
 
-    def test_devices_that_differ_have_their_own(self):
+    def test_devices_that_differ_have_their_own_and_say_when_they_were_measured_beside_other_load(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
-        one, other = ceiling._ceilings(ranks, [QUIET])
+        one, other = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
         assert (one.flops_per_second, other.flops_per_second) == (7e14, 3e14)
-        assert (other.share_of_peak, other.peak_reason) == (
-            None, "no data-sheet peak on record for NVIDIA Unheard Of in bf16",
-        )  # fmt: skip
-
-    def test_one_says_when_it_was_taken_beside_other_load(self):
-        ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
-        quiet, beside = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
-        assert (quiet.beside_load, beside.beside_load) == (False, True)
+        assert (one.beside_load, other.beside_load) == (False, True)
+        assert other.share_of_peak is None
+        assert other.peak_reason == "no data-sheet peak on record for NVIDIA Unheard Of in bf16"
 
 
 class TestKept:

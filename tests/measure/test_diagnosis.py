@@ -1,9 +1,9 @@
 """The verdict, from figures that are given: what is named, and what is not."""
 
 import pytest
-from msgspec.structs import asdict
 
 from ptdbench.measure import diagnosis
+from ptdbench.measure.diagnosis import Finding
 
 GPU = {
     "clock_reasons": ["power cap"], "temperature_celsius": 60, "processes": 1, "power_limit_watts": 700.0,
@@ -36,42 +36,28 @@ def test_the_best_of_all_attempts_counts():
     assert diagnosis.best_of([{0: 5.0, 1: 9.0}, {0: 7.0, 1: 8.0}, {0: 6.0}]) == {0: 7.0, 1: 9.0}
 
 
-def test_slow_ones_are_named_with_their_share():
-    (rank,) = diagnosis.slow_ranks({("bf16", 3): 0.9}, attempts=5)
-    (link,) = diagnosis.slow_links({(1, 2): 0.25}, attempts=2)
-    assert (rank.kind, rank.ranks) == ("slow rank", [3])
-    assert rank.text == "rank 3 reaches 90.0% of its peers' median in bf16 products, at best of 5"
-    assert (link.kind, link.ranks) == ("slow link", [1, 2])
-    assert link.text == "rank 1 sends to rank 2 at 25.0% of the median of such links, at best of 2"
-
-
-def test_what_other_load_may_have_slowed_is_marked():
-    slow_ones = {("bf16", 3): 0.9, ("bf16", 4): 0.9}
-    assert [found.beside_load for found in diagnosis.slow_ranks(slow_ones, 5, {4})] == [False, True]
-    slow_links = {(0, 1): 0.9, (3, 4): 0.9, (4, 3): 0.9}
-    assert [found.beside_load for found in diagnosis.slow_links(slow_links, 5, {4})] == [False, True, True]
+def test_slow_ones_are_named_with_their_share_and_marked_if_other_load_may_have_slowed_them():
+    rank, loaded = diagnosis.slow_ranks({("bf16", 3): 0.9, ("bf16", 4): 0.9}, 5, {4})
+    text = "rank 3 reaches 90.0% of its peers' median in bf16 products, at best of 5"
+    assert (rank, loaded.beside_load) == (Finding("slow rank", [3], text), True)
+    link, *others = diagnosis.slow_links({(1, 2): 0.0001, (3, 4): 0.9, (4, 3): 0.9}, 2, {4})
+    text = "rank 1 sends to rank 2 at less than 0.1% of the median of such links, at best of 2"
+    assert link == Finding("slow link", [1, 2], text)
+    assert [other.beside_load for other in others] == [True, True]
 
 
 def test_the_verdict():
     """Busy is what other load may have caused, and nothing else."""
-    slow = diagnosis.Finding("slow rank", [1], "slow", beside_load=True)
+    slow = Finding("slow rank", [1], "slow", beside_load=True)
     shared = [*diagnosis.gpu_troubles(0, {**GPU, "processes": 2}, 1, [0])]
-    found = ([], [slow, slow], [slow, diagnosis.Finding("versions", [1], "")], shared)
+    found = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
     assert [diagnosis.verdict(one) for one in found] == ["sound", "busy", "unsound", "busy"]
 
 
 def test_versions_that_differ_are_named_with_their_ranks():
     same = {"torch": "2.15.0", "python": "3.11.7", "driver": "550.54", "host": "n1"}
-    (found,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": "535.1", "host": "n3"}])
-    assert asdict(found) == {
-        "kind": "versions", "ranks": [2], "text": "driver differs: 550.54 on ranks 0, 1, 535.1 on rank 2",
-        "beside_load": False,
-    }  # fmt: skip
-
-
-def test_a_version_that_only_some_have_differs():
-    (found,) = diagnosis.different_versions([{"nccl": "2.27"}, {"nccl": None}])
-    assert found.text == "nccl differs: 2.27 on rank 0, None on rank 1"
+    (found,) = diagnosis.different_versions([same, {**same, "host": "n2"}, {**same, "driver": None, "host": "n3"}])
+    assert found == Finding("versions", [2], "driver differs: 550.54 on ranks 0, 1, None on rank 2")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ import json
 import platform
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy
@@ -11,6 +10,8 @@ import torch
 
 from ptdbench.measure import gpu_state, hardware
 from ptdbench.measure.hardware import DENSE_PEAKS, dense_peak, environment
+
+NVIDIA = "/proc/driver/nvidia/version"
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,8 @@ def test_peaks_are_dense_and_ordered(name):
     assert peaks["fp32"] <= peaks.get("tf32", peaks["fp32"]) < peaks["fp16"] == peaks.get("bf16", peaks["fp16"])
 
 
-def test_environment_says_what_runs_here():
+def test_environment_says_what_runs_here_and_leaves_cuda_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("CUDA was initialized"))
     found = environment("cpu")
     versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__}
     expected = {**versions, "host": platform.node(), "devices": []}
@@ -57,12 +59,6 @@ def test_environment_says_what_runs_here():
     assert found["cores"] >= 1
     assert found["cpu"]
     assert json.loads(json.dumps(found)) == found
-
-
-def test_environment_of_a_cpu_leaves_cuda_alone():
-    code = "from ptdbench.measure.hardware import environment; environment('cpu')\nimport torch\n"
-    code += "raise SystemExit(torch.cuda.is_initialized())"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -91,59 +87,38 @@ def test_a_rocm_build_is_asked_for_nothing_of_nvidias(monkeypatch):
     assert gpu_state.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"
 
 
-def test_the_driver_of_amd(monkeypatch, tmp_path):
-    read = {"/sys/module/amdgpu/version": "6.12.12\n"}
-    monkeypatch.setattr(hardware.Path, "read_text", lambda path: read[str(path)])
-    assert hardware._driver() == "6.12.12"
-
-
 @pytest.mark.parametrize(
-    "text",
+    ("path", "text", "version"),
     [
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC 12.2",
-        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release Build  (root@host)",
+        ("/sys/module/amdgpu/version", "6.12.12\n", "6.12.12"),
+        (NVIDIA, "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23 2024\nGCC", "550.54.15"),
+        (NVIDIA, "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.54.15  Release (root@n)", "550.54.15"),
     ],
 )
-def test_driver_version_is_read_from_the_kernel_module(text, monkeypatch):
-    def read(path):
-        if "amdgpu" in str(path):
+def test_driver_version_is_read_from_the_kernel_module(path, text, version, monkeypatch):
+    def read(asked):
+        if str(asked) != path:
             raise FileNotFoundError
         return text
 
     monkeypatch.setattr(hardware.Path, "read_text", read)
-    assert hardware._driver() == "550.54.15"
+    assert hardware._driver() == version
 
 
-@pytest.fixture
-def checkout(tmp_path):
-    if shutil.which("git") is None:
-        pytest.skip("needs git")
-
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_commit_and_dirt_but_not_of_a_checkout_around_an_installed_package(tmp_path):
     def git(*arguments):
-        identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
-        done = subprocess.run(
-            ["git", "-C", tmp_path, *identity, *arguments], check=True, capture_output=True, text=True
-        )
-        return done.stdout.strip()
+        words = ["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e@example.org", *arguments]
+        return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
+    unknown = {"git_commit": None, "git_dirty": None}
     git("init", "-q")
-    return tmp_path, git
-
-
-def test_git_commit_and_dirt(checkout):
-    root, git = checkout
-    assert hardware._git(root) == {"git_commit": None, "git_dirty": None}  # nothing committed yet
-    (root / "file").write_text("one")
-    git("add", "file")
+    assert hardware._git(tmp_path) == unknown  # nothing committed yet
+    (tmp_path / "packages").mkdir()
+    (tmp_path / "packages" / "file").write_text("one")
+    git("add", ".")
     git("commit", "-q", "-m", "one")
-    assert hardware._git(root) == {"git_commit": git("rev-parse", "HEAD"), "git_dirty": False}
-    (root / "file").write_text("two")
-    assert hardware._git(root)["git_dirty"] is True
-
-
-def test_git_is_not_asked_for_a_package_installed_inside_another_checkout(checkout):
-    root, git = checkout
-    git("commit", "-q", "--allow-empty", "-m", "one")
-    packages = root / "site-packages"
-    packages.mkdir()
-    assert hardware._git(packages) == {"git_commit": None, "git_dirty": None}
+    assert hardware._git(tmp_path) == {"git_commit": git("rev-parse", "HEAD"), "git_dirty": False}
+    assert hardware._git(tmp_path / "packages") == unknown
+    (tmp_path / "packages" / "file").write_text("two")
+    assert hardware._git(tmp_path)["git_dirty"] is True

@@ -9,18 +9,10 @@ import pytest
 import torch
 
 from ptdbench.measure import memory
-from ptdbench.measure.memory import host_memory
+from ptdbench.measure.memory import HostMemory, host_memory
 
 CPU = torch.device("cpu")
 MIB = 2**20
-
-
-def test_cpu_peak_is_that_of_the_process():
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    memory.reset_peak(CPU)
-    block = bytearray(b"x") * (200 * MIB)
-    peak = memory.peak_bytes(CPU)
-    assert len(block) < peak < kilobytes * 1024 + 2 * len(block)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
@@ -77,67 +69,43 @@ class Selfish:
         self.forward = self.__init__
 
 
-class TestRelease:
-    def test_what_refers_to_itself_is_freed(self):
+def test_what_refers_to_itself_is_freed_and_then_a_gpu_gives_its_cache_back(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(alive()))
+    for device in ("cpu", "cuda"):
         model = Selfish()
         alive = weakref.ref(model)
         del model
-        memory.release(CPU)
+        memory.release(torch.device(device))
         assert alive() is None
-
-    def test_a_gpu_gives_its_cache_back_after_the_garbage_is_gone(self, monkeypatch):
-        model = Selfish()
-        alive, seen = weakref.ref(model), []
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(alive()))
-        del model
-        memory.release(torch.device("cuda", 0))
-        assert seen == [None]
+    assert seen == [None]
 
 
 GIB = 2**30
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
-@pytest.fixture
-def groups(tmp_path: Path):
-    """Makes a control group with so many bytes as its limit, in use, and of those in the page cache."""
-
-    def make(path: str, names: tuple[str, str, str], limit: int | str, used: int, cache: int) -> None:
+@pytest.mark.parametrize(
+    ("groups", "membership", "total", "available"),
+    [
+        # The tightest counts, and page cache is not in use.
+        ({"job": (V2, GIB, GIB // 2, GIB // 4), "job/step": (V2, "max", 1, 0)}, "0::/job/step\n", GIB, GIB * 3 // 4),
+        # Version 1 has a hierarchy of its own.
+        ({"memory/job_7": (V1, GIB, GIB, 0)}, "9:name=systemd:/\n4:cpuset,memory:/job_7\n0::/\n", GIB, 0),
+        # A container that does not see its groups has the limit of its root.
+        ({".": (V2, GIB, GIB // 2, 0)}, "0::/../elsewhere\n", GIB, GIB // 2),
+    ],
+)
+def test_the_limits_of_control_groups(tmp_path, groups, membership, total, available):
+    for path, (names, limit, used, cache) in groups.items():
         folder = tmp_path / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / names[0]).write_text(f"{limit}\n")
         (folder / names[1]).write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {cache}\nfile 3\n")
-
-    return make
-
-
-V2 = ("memory.max", "memory.current", "inactive_file")
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def member(tmp_path: Path, text: str) -> Path:
-    (tmp_path / "cgroup").write_text(text)
-    return tmp_path / "cgroup"
-
-
-def test_the_tightest_group_counts_and_page_cache_is_not_in_use(tmp_path, groups):
-    groups("job", V2, GIB, GIB // 2, GIB // 4)
-    groups("job/step", V2, "max", GIB // 2, 0)
-    found = host_memory(tmp_path, member(tmp_path, "0::/job/step\n"))
-    assert (found.total, found.available) == (GIB, GIB - GIB // 4)
-
-
-def test_version_1_has_a_hierarchy_of_its_own(tmp_path, groups):
-    groups("memory/slurm/job_7", V1, GIB, GIB, 0)
-    text = "9:name=systemd:/\n4:cpuset,memory:/slurm/job_7\n0::/\n"
-    found = host_memory(tmp_path, member(tmp_path, text))
-    assert (found.total, found.available) == (GIB, 0)
-
-
-def test_a_container_that_does_not_see_its_groups_has_the_limit_of_its_root(tmp_path, groups):
-    groups(".", V2, GIB, 0, 0)
-    found = host_memory(tmp_path, member(tmp_path, "0::/../elsewhere\n"))
-    assert found.total == GIB
+    (tmp_path / "cgroup").write_text(membership)
+    assert host_memory(tmp_path, tmp_path / "cgroup") == HostMemory(total, available)
 
 
 def test_elsewhere_than_linux(tmp_path):

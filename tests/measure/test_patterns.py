@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from ptdbench.measure.operations import DTYPES, REDUCTIONS, contributed, reduced, sent
+from ptdbench.measure.operations import DTYPES, REDUCTIONS, Place, sent
 
 CPU = torch.device("cpu")
 ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTYPES, REDUCTIONS)))
@@ -16,8 +16,8 @@ ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTY
 
 def contributions(ranks, count, dtype, reduction):
     """What each rank gives, and what must come of it."""
-    of = (ranks, count, DTYPES[dtype], REDUCTIONS[reduction], CPU)
-    return [contributed(rank, *of) for rank in range(ranks)], reduced(*of)
+    of = [Place(None, range(ranks), rank, CPU, DTYPES[dtype], REDUCTIONS[reduction]) for rank in range(ranks)]
+    return [rank.contributed(count) for rank in of], of[0].reduced(count)
 
 
 def combined(given, reduction):
@@ -61,14 +61,11 @@ def test_a_rank_that_counts_twice_shows(dtype, reduction):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sources_differ_at_every_element(dtype):
+def test_sources_differ_at_every_element_and_later_ones_too(dtype):
     shares = [sent(source, 1000, DTYPES[dtype], CPU) for source in range(0, 113, 7)]
     for one, other in itertools.combinations(shares, 2):
         assert (one != other).all()
-
-
-def test_later_sources_differ_too():
-    first, later = (sent(source, 1000, DTYPES["int8"], CPU) for source in (0, 113))
+    first, later = shares[0], sent(113, 1000, DTYPES[dtype], CPU)
     assert torch.equal(first[:113], later[:113])
     assert (first != later)[113:].all()
 

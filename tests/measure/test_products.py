@@ -9,6 +9,14 @@ from ptdbench.measure.products import Shape
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _small_caches(monkeypatch, tmp_path):
+    for number, size in enumerate(("48K\n", "1024K\n", "32K\n")):
+        (tmp_path / f"index{number}").mkdir()
+        (tmp_path / f"index{number}" / "size").write_text(size)
+    monkeypatch.setattr(products, "_CACHES", tmp_path)
+
+
 @pytest.mark.parametrize("text", [512, "512", "2x3x5", "20x3x5"])
 def test_shapes_are_read(text):
     assert Shape.of(text) == Shape(*([512] * 3 if "512" in str(text) else map(int, text.split("x"))))
@@ -28,17 +36,8 @@ def test_flops_and_bytes_by_hand():
 
 
 def test_rates_by_hand():
-    # 12 in 1, 2 and 3 s: 36 in 6 s; the median takes 2 s, the fastest 1 s.
-    assert products.rates(12, [1.0, 2.0, 3.0]) == {"repetitions": 3, "mean": 6.0, "median": 6.0, "maximum": 12.0}
-    assert products.rates(12, [1.0, 1.0, 4.0])["mean"] == 6.0
-    assert products.rates(12, [1.0, 1.0, 4.0])["median"] == 12.0
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_products_are_repeated_at_least_so_often(dtype):
-    taken = products.product_seconds(Shape(16, 8, 32), dtype, CPU, seconds=0.0001)
-    assert len(taken) >= products.LEAST
-    assert min(taken) > 0
+    # 12 in 1, 2 and 6 s: 36 in 9 s; the median takes 2 s, the fastest 1 s.
+    assert products.rates(12, [1.0, 2.0, 6.0]) == {"repetitions": 3, "mean": 4.0, "median": 6.0, "maximum": 12.0}
 
 
 def test_a_wrong_product_is_told(monkeypatch):
@@ -74,43 +73,41 @@ def test_what_comes_between_precedes_every_repetition_and_is_not_counted(monkeyp
     assert order == ["flush", "start", "work", "stop"] * (products.WARMUP + 1 + products.LEAST)
 
 
-def test_the_flush_is_larger_than_the_last_cache_and_changes_all_of_it(monkeypatch):
-    monkeypatch.setattr(products, "cache_bytes", lambda device: 4096)
-    flush = products.Flush(CPU)
+def test_the_flush_is_larger_than_the_largest_cache_and_changes_all_of_it(monkeypatch, tmp_path):
+    assert products.cache_bytes(CPU) == 2**20
+    flush = products.flushing(CPU)
     flush()
-    flush()
-    assert flush._buffer.nbytes == 2 * 4096
-    assert flush._buffer.eq(2).all()
-
-
-def test_the_last_cache_is_the_largest(tmp_path, monkeypatch):
-    for number, size in enumerate(("48K\n", "1024K\n", "96M\n")):
-        (tmp_path / f"index{number}").mkdir()
-        (tmp_path / f"index{number}" / "size").write_text(size)
-    monkeypatch.setattr(products, "_CACHES", tmp_path)
-    assert products.cache_bytes(CPU) == 96 * 2**20
+    buffer = flush()
+    assert (buffer.nbytes, buffer.eq(2).all()) == (2 * 2**20, True)
     monkeypatch.setattr(products, "_CACHES", tmp_path / "missing")
     assert products.cache_bytes(CPU) == 32 * 2**20
 
 
-def test_tf32_is_allowed_for_tf32_alone(monkeypatch):
-    seen = {}
+def test_products_are_repeated_and_tf32_is_allowed_for_tf32_alone(monkeypatch):
+    seen = []
     right = torch.mm
 
     def spy(a, b, out):
-        seen[out.dtype] = torch.get_float32_matmul_precision()
+        seen.append((out.dtype, torch.get_float32_matmul_precision()))
         return right(a, b, out=out)
 
     monkeypatch.setattr(torch, "mm", spy)
     before = torch.get_float32_matmul_precision()
-    for dtype, precision in (("fp32", "highest"), ("tf32", "high")):
-        products.product_seconds(Shape(8, 8, 8), dtype, CPU, seconds=0.0001)
-        assert seen[torch.float32] == precision
+    expected = {
+        "fp32": (torch.float32, "highest"),
+        "tf32": (torch.float32, "high"),
+        "bf16": (torch.bfloat16, "highest"),
+    }
+    for dtype, of_each in expected.items():
+        seen.clear()
+        taken = products.product_seconds(Shape(8, 4, 16), dtype, CPU, seconds=0.0001)
+        assert set(seen) == {of_each}
+        assert len(taken) >= products.LEAST
+        assert min(taken) > 0
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_a_copy_within_a_memory_counts_twice(monkeypatch):
-    monkeypatch.setattr(products, "cache_bytes", lambda device: 2**20)
+def test_a_copy_within_a_memory_counts_twice():
     found = products.copy_seconds(CPU, seconds=0.0001)
     assert list(found) == ["within the device"]
     moved, taken = found["within the device"]

@@ -44,10 +44,20 @@ def sent(name: str, start: float, end: float, shape: list[int], kind: str = "flo
     return event(f"gloo:{name}", start, end, "user_annotation", thread=99, **facts)
 
 
-def write(path: Path, *events: dict[str, Any]) -> Path:
+def launched(at: float, number: int) -> dict[str, Any]:
+    """What the host does to launch a kernel of this number."""
+    return event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=number)
+
+
+def kernel(name: str, start: float, end: float, number: int, **facts: Any) -> dict[str, Any]:
+    """A kernel, in a stream of a GPU."""
+    return event(name, start, end, "kernel", 5, correlation=number, **facts)
+
+
+def write(path: Path, *events: dict[str, Any], epoch: int = EPOCH) -> Path:
     """A trace of these events."""
     other = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "python"}}]
-    path.write_text(json.dumps({"baseTimeNanoseconds": EPOCH * 10**9, "traceEvents": [*other, *events]}))
+    path.write_text(json.dumps({"baseTimeNanoseconds": epoch * 10**9, "traceEvents": [*other, *events]}))
     return path
 
 

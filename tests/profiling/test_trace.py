@@ -2,10 +2,12 @@ import pytest
 
 from ptdbench.profiling import events as of_traces
 from ptdbench.profiling import trace
-from tests.profiling.made_trace import EPOCH, called, event, label, milliseconds, sent, step, write
+from ptdbench.profiling.events import Call
+from tests.profiling.made_trace import called, event, kernel, label, launched, milliseconds, sent, step, write
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 ROOT = "FSDP::root_post_backward_callback"
+SENDS = "ncclDevKernel_SendRecv(...)"
 
 
 @pytest.fixture
@@ -19,6 +21,10 @@ def reduced(end, begin=3.0, elements=1000):
     return [
         called("allreduce_", begin, begin + 0.5, [elements]), sent("all_reduce", begin + 0.2, end, [elements]),
     ]  # fmt: skip
+
+
+def times(call: Call) -> tuple[float, float]:
+    return milliseconds([(call.start, call.end)])[0]
 
 
 def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
@@ -48,7 +54,7 @@ def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(read):
     assert phases(found)["backward"] == [(1, 3), (3.5, 4)]
     (call,) = found.calls
     assert (call.operation, call.bytes, call.within[:1]) == ("all_reduce", 4000, ("ProfilerStep#3",))
-    assert milliseconds([(call.start, call.end)]) == [(3, 7)]
+    assert times(call) == (3, 7)
 
 
 def test_what_waited_may_go_on_before_the_end_of_communication_is_noted(read):
@@ -92,7 +98,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_which_is_called_what_was_ask
 def test_of_two_operations_of_one_size_each_has_its_own_message(read):
     started = [called("allreduce_", 1, 1.5, [4]), called("allreduce_", 2, 2.5, [4])]
     found = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
-    assert milliseconds([(call.start, call.end) for call in found.calls]) == [(1, 3), (2, 4)]
+    assert [times(call) for call in found.calls] == [(1, 3), (2, 4)]
 
 
 def test_a_message_knows_its_other_rank(read):
@@ -109,18 +115,12 @@ def test_waits_outside_of_the_steps_do_not_count(read):
 
 
 def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(read):
-    def kernel(name, start, end, number, **facts):
-        return event(name, start, end, "kernel", 5, correlation=number, **facts)
-
-    def launch(at, number):
-        return event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=number)
-
     collective = {
         "Collective name": "_allgather_base", "In msg nelems": 5, "Out msg nelems": 10, "dtype": "BFloat16",
         "Process Group Ranks": "[0, 1]",
     }  # fmt: skip
     events = [
-        launch(1.1, 1), launch(2.1, 2), launch(3.1, 3), launch(1.5, 4), launch(2.8, 5),
+        *(launched(at, number) for number, at in enumerate((1.1, 2.1, 3.1, 1.5, 2.8), start=1)),
         event(BACKWARD, 2, 2.5, thread=8), event(ROOT, 2.7, 3, "user_annotation", thread=8),
         kernel("gemm", 2, 4, 1), kernel("gemm", 6, 7, 2), kernel("reduce", 7, 8, 5), kernel("adam", 8.5, 9, 3),
         kernel("ncclDevKernel_AllGather_RING_LL(...)", 3, 5, 4, **collective),
@@ -142,26 +142,17 @@ def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
         known = {"Collective name": name, "dtype": "Float", "In msg nelems": 6, "Process Group Ranks": "[2, 3, 5]"}
         return event("record_param_comms", start, end, **known, **facts)
 
-    def grouped(name, start, end):
-        return event(name, start, end, "user_annotation")
-
-    def kernel(start, end, number, **facts):
-        return event("ncclDevKernel_SendRecv(...)", start, end, "kernel", 5, correlation=number, **facts)
-
     alone = {"Collective name": "send", "In msg nelems": 3, "Process Group Ranks": "[2, 3, 5]", "Dst Rank": 3}
     happened = [
         event("gemm", 1, 2, "kernel", 5),
-        recorded("send", 1, 1.5, **{"Dst Rank": 3}), grouped("nccl:send 0->1", 1.1, 1.4),
-        event("cudaLaunchKernel", 1.2, 1.3, "cuda_runtime", correlation=1), kernel(2, 3, 1, **alone),
+        recorded("send", 1, 1.5, **{"Dst Rank": 3}), label("nccl:send 0->1", 1.1, 1.4),
+        launched(1.2, 1), kernel(SENDS, 2, 3, 1, **alone),
         recorded("wait", 1.6, 1.7),
         recorded("send", 2, 2.1, **{"Dst Rank": 5}), recorded("recv", 2.2, 2.3, **{"Src Rank": 2}),
-        grouped("nccl:coalesced", 2.4, 2.8),
-        event("cudaLaunchKernel", 2.5, 2.6, "cuda_runtime", correlation=2), kernel(4, 6, 2),
+        label("nccl:coalesced", 2.4, 2.8), launched(2.5, 2), kernel(SENDS, 4, 6, 2),
     ]  # fmt: skip
-    found = [
-        (call.operation, call.bytes, call.peer, *milliseconds([(call.start, call.end)]))
-        for call in read(*step(0, 1, 8, 10), *happened, device="cuda").calls
-    ]
+    calls = read(*step(0, 1, 8, 10), *happened, device="cuda").calls
+    found = [(call.operation, call.bytes, call.peer, times(call)) for call in calls]
     assert found == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
 
 
@@ -176,41 +167,30 @@ def test_messages_of_a_newer_torch_are_told_by_what_asked_for_them(read):
         inputs = {"Concrete Inputs": ["", "", rank, "0"], "Input Dims": [[shape], [], [], []]}
         return event(f"c10d::{name}", start, end, **inputs)
 
-    def kernel(start, end, number, name):
+    def carries(start, end, number, name):
         known = {"Collective name": name, "In msg nelems": 99, "dtype": "Float", "Process Group Ranks": "[]"}
-        return event("ncclDevKernel_SendRecv(...)", start, end, "kernel", 5, correlation=number, **known)
+        return kernel(SENDS, start, end, number, **known)
 
     happened = [
         event("gemm", 1, 2, "kernel", 5),
         asked("send", 1, 1.5, "1", [1, 3]), recorded("send", 1.1, 1.5),
-        event("cudaLaunchKernel", 1.2, 1.3, "cuda_runtime", correlation=1), kernel(2, 3, 1, "send"),
+        launched(1.2, 1), carries(2, 3, 1, "send"),
         recorded("wait", 1.6, 1.7),
         asked("send", 2, 2.1, "2", [2, 3]), asked("recv_", 2.2, 2.3, "0", [4]), recorded("batch_op_issue", 2.4, 2.8),
-        event("cudaLaunchKernel", 2.5, 2.6, "cuda_runtime", correlation=2), kernel(4, 6, 2, "batch_op_issue"),
+        launched(2.5, 2), carries(4, 6, 2, "batch_op_issue"),
     ]  # fmt: skip
-    found = [
-        (call.operation, call.bytes, call.peer, call.ranks, call.group, *milliseconds([(call.start, call.end)]))
-        for call in read(*step(0, 1, 8, 10), *happened, device="cuda").calls
-    ]
-    assert found == [
-        ("send", 12, 1, None, "be10", (2, 3)), ("send", 24, 2, None, "be10", (4, 6)),
-        ("recv", 16, 0, None, "be10", (4, 6)),
-    ]  # fmt: skip
+    calls = read(*step(0, 1, 8, 10), *happened, device="cuda").calls
+    found = [(call.operation, call.bytes, call.peer, times(call)) for call in calls]
+    assert found == [("send", 12, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 16, 0, (4, 6))]
+    assert {(call.ranks, call.group) for call in calls} == {(None, "be10")}
 
 
 def test_what_nccl_sends_to_experts_is_named_by_the_label_under_which_it_was_launched(read):
     facts = {"Collective name": "all_to_allv", "dtype": "Float", "In msg nelems": 6, "Process Group Ranks": "[0, 1]"}
-
-    def launched(at, number):
-        return event("cudaLaunchKernel", at, at + 0.1, "cuda_runtime", correlation=number)
-
-    def kernel(start, number):
-        return event("ncclDevKernel_SendRecv(...)", start, start + 1, "kernel", 5, correlation=number, **facts)
-
     happened = [
-        event("ptdbench::dispatch", 1, 1.5, "user_annotation"), launched(1.2, 1), launched(1.6, 2),
-        event("ptdbench::combine", 2, 2.5, "user_annotation"), launched(2.2, 3),
-        kernel(3, 1), kernel(4, 2), kernel(5, 3),
+        label("ptdbench::dispatch", 1, 1.5), launched(1.2, 1), launched(1.6, 2),
+        label("ptdbench::combine", 2, 2.5), launched(2.2, 3),
+        *(kernel(SENDS, 2 + number, 3 + number, number, **facts) for number in (1, 2, 3)),
         event("ptdbench::combine", 3, 4.5, "gpu_user_annotation", 5),
     ]  # fmt: skip
     calls = read(*step(0, 1, 8, 10), *happened, device="cuda").calls
@@ -225,7 +205,7 @@ def test_what_waits_for_a_message_waits_for_no_other_whose_end_is_not_yet_noted(
     ]  # fmt: skip
     send, recv = read(*step(0, 1, 8, 9), *events).calls
     assert (milliseconds(send.held), milliseconds(recv.held)) == ([(1, 1.2), (6.9, 7.1)], [(2, 2.1), (3, 5.1)])
-    assert [call.operation for call in (send, recv) if call.holds(EPOCH + 4e-3)] == ["recv"]
+    assert [call.operation for call in (send, recv) if call.holds(sum(recv.held[1]) / 2)] == ["recv"]
 
 
 def test_messages_are_told_from_each_other_though_they_have_one_size(read):
@@ -233,10 +213,8 @@ def test_messages_are_told_from_each_other_though_they_have_one_size(read):
         called("recv_", 1, 1.1, [10]), called("send", 2, 2.1, [10]), sent("send", 2, 3, [10]),
         called("allreduce_", 4, 4.1, [10]), sent("all_reduce", 4, 5, [10]),
     ]  # fmt: skip
-    found = [
-        (call.operation, *milliseconds([(call.start, call.end)])) for call in read(*step(0, 1, 8, 9), *events).calls
-    ]
-    assert found == [("send", (2, 3)), ("all_reduce", (4, 5))]
+    calls = read(*step(0, 1, 8, 9), *events).calls
+    assert [(call.operation, times(call)) for call in calls] == [("send", (2, 3)), ("all_reduce", (4, 5))]
 
 
 WRONG = event("ncclDevKernel_AllReduce", 1, 2, "kernel", **{"In msg nelems": None})

@@ -25,51 +25,49 @@ MEASURED = Measurement(
     device_name="NVIDIA A100-SXM4-80GB",
     dtype="bf16",
     peak_memory_bytes=300,
-    first_step_seconds=9.5,
-    startup_seconds={"launch": 1.0},
+    startup_seconds={"launch": 1.0, "first_step": 9.0},
     minimum_warmup=1,
 )
+
+
+def figures(**changes: Any) -> dict[str, Any]:
+    return metrics(replace(MEASURED, **changes))[1]
 
 
 def test_figures_by_hand():
     warmup_steps, found = metrics(MEASURED)
     assert warmup_steps == 1
-    assert found["samples_per_second"] == pytest.approx(4 * 16 / 2.0)
-    assert found["tokens_per_second"] == pytest.approx(4096)
-    assert found["samples_per_second_per_device"] == pytest.approx(16)
-    assert found["tokens_per_second_per_device"] == pytest.approx(2048)
-    assert found["model_flops_per_second"] == pytest.approx(96e12)
-    assert found["mfu"] == pytest.approx(48 / 312)  # per device, of an A100's dense bf16 peak
-    assert found["mfu_reason"] is None
-    assert found["peak_memory_bytes"] == 300
-    assert found["first_step_seconds"] == 9.5
-    assert found["startup_seconds"] == {"launch": 1.0}
-    assert found["step_seconds"]["median"] == pytest.approx(0.375)
-    assert found["step_seconds"]["mean"] == pytest.approx(0.5)
+    expected = {
+        "samples_per_second": 4 * 16 / 2.0, "samples_per_second_per_device": 16, "tokens_per_second": 4096,
+        "tokens_per_second_per_device": 2048, "model_flops_per_second": 96e12,
+        "mfu": 48 / 312,  # per device, of an A100's dense bf16 peak
+        "first_step_seconds": 10.0,
+    }  # fmt: skip
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    assert (found["mfu_reason"], found["mfu_of_bf16"], found["peak_memory_bytes"]) == (None, None, 300)
+    assert found["startup_seconds"] == {"launch": 1.0, "first_step": 9.0}
+    times = found["step_seconds"]
+    assert (times["median"], times["mean"]) == (pytest.approx(0.375), pytest.approx(0.5))
 
 
 def test_causal_attention_by_half_has_an_mfu_of_its_own():
-    found = metrics(replace(MEASURED, masked_flops_per_sample=1e12))[1]
+    found = figures(masked_flops_per_sample=1e12)
     assert found["causal_flops_per_second"] == pytest.approx(64e12)
     assert (found["mfu"], found["mfu_causal"]) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
-    for unknown in (MEASURED, replace(MEASURED, flops_per_sample=None, masked_flops_per_sample=0.0)):
-        found = metrics(unknown)[1]
-        assert found["causal_flops_per_second"] is found["mfu_causal"] is None
-    without = metrics(replace(MEASURED, masked_flops_per_sample=0.0))[1]
+    for unknown in (figures(), figures(flops_per_sample=None, masked_flops_per_sample=0.0)):
+        assert unknown["causal_flops_per_second"] is unknown["mfu_causal"] is None
+    without = figures(masked_flops_per_sample=0.0)
     assert without["mfu_causal"] == without["mfu"]
 
 
 def test_fp8_is_compared_with_both_peaks():
-    found = metrics(replace(MEASURED, device_name="NVIDIA H200", dtype="fp8"))[1]
-    assert found["mfu"] == pytest.approx(48 / 1978.9)
-    assert found["mfu_of_bf16"] == pytest.approx(48 / 989.4)
-    assert metrics(MEASURED)[1]["mfu_of_bf16"] is None
+    found = figures(device_name="NVIDIA H200", dtype="fp8")
+    assert (found["mfu"], found["mfu_of_bf16"]) == (pytest.approx(48 / 1978.9), pytest.approx(48 / 989.4))
 
 
 def test_images_have_no_tokens():
-    _, found = metrics(replace(MEASURED, tokens_per_sample=None))
-    assert found["tokens_per_second"] is None
-    assert found["tokens_per_second_per_device"] is None
+    found = figures(tokens_per_sample=None)
+    assert found["tokens_per_second"] is found["tokens_per_second_per_device"] is None
     assert found["samples_per_second"] == pytest.approx(32)
 
 
@@ -85,39 +83,28 @@ def test_images_have_no_tokens():
     ],
 )
 def test_mfu_is_null_with_its_reason(change, reason):
-    _, found = metrics(replace(MEASURED, **change))
+    found = figures(**change)
     assert found["mfu"] is None
     assert reason in found["mfu_reason"]
 
 
 def test_a_run_without_a_step_has_all_names_and_no_rates():
     warmup_steps, found = metrics(replace(MEASURED, step_seconds=[], peak_memory_bytes=None))
-    assert warmup_steps == 0
-    assert set(found) == set(metrics(MEASURED)[1])
-    assert found["samples_per_second"] is None
-    assert found["peak_memory_bytes"] is None
-    assert found["step_seconds"]["median"] is None
+    assert (warmup_steps, set(found)) == (0, set(figures()))
+    assert found["samples_per_second"] is found["peak_memory_bytes"] is found["step_seconds"]["median"] is None
 
 
-def test_the_share_of_the_ceiling_by_hand():
-    _, found = metrics(replace(MEASURED, ceiling=(Measured(240e12, "8x8x8", beside_load=True), None)))
-    # 48 TFLOP/s on each device, see above.
-    assert (found["ceiling_flops_per_second"], found["ceiling_reason"]) == (240e12, None)
-    assert found["ceiling_beside_load"] is True
-    assert found["share_of_ceiling"] == pytest.approx(0.2)
+def test_the_share_of_the_ceiling_by_hand_and_why_there_is_none():
+    ceiling = (Measured(240e12, "8x8x8", beside_load=True), None)
 
+    def told(**changes: Any) -> tuple[Any, ...]:
+        found = figures(**changes)
+        names = ("ceiling_flops_per_second", "ceiling_beside_load", "ceiling_reason", "share_of_ceiling")
+        return tuple(found[name] for name in names)
 
-def test_without_a_ceiling_there_is_a_reason():
-    _, found = metrics(replace(MEASURED, ceiling=(None, "nobody has measured it")))
-    assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (None, None)
-    assert found["ceiling_beside_load"] is None
-    assert found["ceiling_reason"] == "nobody has measured it"
-
-
-def test_a_model_without_flops_has_no_share_of_a_known_ceiling():
-    ceiling = (Measured(240e12, "8x8x8"), None)
-    _, found = metrics(replace(MEASURED, flops_per_sample=None, flops_reason="it states none", ceiling=ceiling))
-    assert (found["ceiling_flops_per_second"], found["share_of_ceiling"]) == (240e12, None)
+    assert told(ceiling=ceiling) == (240e12, True, None, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
+    assert told(ceiling=(None, "nobody has measured it")) == (None, None, "nobody has measured it", None)
+    assert told(flops_per_sample=None, ceiling=ceiling) == (240e12, True, None, None)
 
 
 METRICS = {

@@ -1,9 +1,8 @@
-import json
-
 import pytest
 
 from ptdbench.profiling import trace
 from ptdbench.training.profile import kernel_kind
+from tests.profiling.made_trace import kernel, label, launched, write
 
 
 @pytest.mark.parametrize(
@@ -29,31 +28,15 @@ def test_what_a_kernel_is_for(name, expected):
     assert kernel_kind(name) == expected
 
 
-def event(name: str, category: str, start: float, duration: float, **facts) -> dict[str, object]:
-    return {"name": name, "cat": category, "ph": "X", "ts": start, "dur": duration, "tid": 1, "args": facts}
-
-
 def test_kernels_count_in_the_step_in_which_the_host_launched_them(tmp_path):
     """A device that falls behind the host comes to them later."""
-    (tmp_path / "trace.json").write_text(
-        json.dumps(
-            {
-                "traceEvents": [
-                    event("warm-up", "user_annotation", 0, 100),
-                    event("ProfilerStep#5", "user_annotation", 100, 100),
-                    *(event("cudaLaunchKernel", "cuda_runtime", at, 1, correlation=at) for at in (50, 150)),
-                    event("early", "kernel", 120, 5, correlation=50),
-                    event("ncclDevKernel_AllReduce", "kernel", 900, 5, correlation=150),
-                ]
-            }
-        )
-    )
-    assert [one.name for one in trace.launched_in_steps(tmp_path / "trace.json")[0]] == ["ncclDevKernel_AllReduce"]
+    labels = label("warm-up", 0, 1), label("ProfilerStep#5", 1, 2)
+    kernels = kernel("early", 1.2, 1.3, 1), kernel("ncclDevKernel_AllReduce", 9, 10, 2)
+    path = write(tmp_path / "trace.json", *labels, launched(0.5, 1), launched(1.5, 2), *kernels)
+    assert [one.name for one in trace.launched_in_steps(path)[0]] == ["ncclDevKernel_AllReduce"]
 
 
 def test_without_kernels_it_says_so(tmp_path):
-    (tmp_path / "trace.json").write_text(
-        json.dumps({"traceEvents": [event("ProfilerStep#5", "user_annotation", 1, 1)]})
-    )
+    path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
     with pytest.raises(ValueError, match="holds no kernels"):
-        trace.launched_in_steps(tmp_path / "trace.json")
+        trace.launched_in_steps(path)
