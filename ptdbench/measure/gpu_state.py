@@ -43,7 +43,7 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
         ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
         ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
     """
-    nothing = {"gpus": [], "links": []}
+    nothing: dict[str, Any] = {"gpus": [], "links": []}
     nvml, reason = connect(nvml)
     if reason:
         return {**nothing, "reason": reason}

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -85,31 +84,26 @@ def expected(trained: Path) -> dict[str, Any]:
     with torch.no_grad():
         outputs = model.eval()(inputs)
     in_order = outputs.argsort(dim=1, descending=True)
-    return {
-        "step": 20,
-        "samples": made_task.HELD_OUT,
-        "loss": pytest.approx(F.cross_entropy(outputs.double(), targets).item(), rel=1e-6),
-        "top1": (in_order[:, 0] == targets).sum().item() / made_task.HELD_OUT,
-        "top5": (in_order[:, :5] == targets[:, None]).any(1).sum().item() / made_task.HELD_OUT,
-        "bits_per_byte": None,
-    }
+    top1, top5 = ((in_order[:, :k] == targets[:, None]).any(1).sum().item() / made_task.HELD_OUT for k in (1, 5))
+    assert 0.3 < top1 < top5  # it has learned, and makes mistakes
+    loss = pytest.approx(F.cross_entropy(outputs.double(), targets).item(), rel=1e-6)
+    sizes = {"step": 20, "samples": made_task.HELD_OUT}
+    return {**sizes, "loss": loss, "top1": top1, "top5": top5, "bits_per_byte": None}
 
 
 @pytest.mark.ranks
-class TestOnRanks:
-    def test_one_rank_says_what_a_plain_loop_says(self, shared_run, trained, expected):
-        found = judged(shared_run, trained, "parallel=single", "eval.micro_batch=1000")
-        assert found == expected
-        assert 0.3 < found["top1"] < found["top5"]  # it has learned, and makes mistakes
-
-    @cases(("strategy", "ranks"), LAYOUTS, daily=[("ddp", 3), ("fsdp parallel.pipeline=2", 4)])
-    def test_every_layout_comes_to_the_same_number(self, shared_run, trained, expected, strategy, ranks):
-        layout = (*f"parallel={strategy}".split(), f"cluster.ranks_per_node={ranks}")
-        assert judged(shared_run, trained, *layout, "eval.micro_batch=10") == expected
-
-    def test_a_rank_for_which_no_sample_is_left_takes_part(self, shared_run, trained, expected):
-        found = judged(shared_run, trained, "parallel=fsdp", "cluster.ranks_per_node=3", "eval.micro_batch=60")
-        assert found == expected
+@cases(
+    ("strategy", "ranks", "micro_batch"),
+    [
+        ("single", 1, 1000),
+        *((*layout, 10) for layout in LAYOUTS),
+        ("fsdp", 3, 60),
+    ],  # in the last one rank has no sample
+    daily=[("single", 1, 1000), ("ddp", 3, 10), ("fsdp parallel.pipeline=2", 4, 10), ("fsdp", 3, 60)],
+)
+def test_every_layout_says_what_a_plain_loop_says(shared_run, trained, expected, strategy, ranks, micro_batch):
+    options = (*f"parallel={strategy}".split(), f"cluster.ranks_per_node={ranks}", f"eval.micro_batch={micro_batch}")
+    assert judged(shared_run, trained, *options) == expected
 
 
 @pytest.mark.ranks
@@ -150,8 +144,7 @@ def test_data_that_keep_nothing_are_refused(shared_run):
     assert "eval.every=2: data=synthetic_vectors has no held-out part" in record["error"]["message"]
 
 
-@dataclass
-class Seen:
+class Seen(NamedTuple):
     """What a run of two ranks has done, in which rank 1 gets a signal while it evaluates."""
 
     stopped: str | None
@@ -186,29 +179,19 @@ def interrupted(directory: Path, composed: DictConfig, evaluation: int) -> Seen:
 
 
 @pytest.mark.ranks
-class TestInterrupted:
-    OPTIONS = (
+@cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
+def test_all_ranks_stop_after_a_batch_with_the_checkpoint_and_without_the_evaluation(tmp_path, strategy):
+    """After a step, and after the last one; what goes on evaluates first."""
+    options = (
         *TASK, "cluster.ranks_per_node=2", "train.steps=5", "eval.every=2", "eval.micro_batch=10",
-        "checkpoint.every_steps=2", "checkpoint.asynchronous=false", "train.ema=0.5",
-        "profile.steps=0",
+        "checkpoint.every_steps=2", "checkpoint.asynchronous=false", "train.ema=0.5", "profile.steps=0",
     )  # fmt: skip
-
-    @cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
-    def test_all_ranks_stop_after_a_batch_with_the_checkpoint_and_without_the_evaluation(self, tmp_path, strategy):
-        options = composed(*self.OPTIONS, f"parallel={strategy}")
-        for of_rank in on_ranks(2, interrupted, tmp_path / "run", options, 2):
-            assert of_rank.stopped == "SIGTERM after step 4 of 5"
-            assert of_rank.evaluated == [2]
-            assert of_rank.batches == 2 < made_task.HELD_OUT / 20
-            assert of_rank.saved == ["step-00000002", "step-00000004"]  # both, ahead of the evaluation
-
-        (gone_on, *_) = on_ranks(2, interrupted, tmp_path / "run", options, 0)
-        assert (gone_on.stopped, gone_on.evaluated) == (None, [2, 4, 5])
-
-    def test_at_the_end_too_and_what_goes_on_evaluates(self, tmp_path):
-        options = composed(*self.OPTIONS, "parallel=ddp")
-        (first, _) = on_ranks(2, interrupted, tmp_path / "run", options, 3)
-        assert (first.stopped, first.evaluated) == ("SIGTERM after step 5 of 5", [2, 4])
-        assert first.saved == ["step-00000002", "step-00000004", "step-00000005"]
-        (gone_on, _) = on_ranks(2, interrupted, tmp_path / "run", options, 0)
-        assert (gone_on.stopped, gone_on.evaluated) == (None, [2, 4, 5])
+    assert made_task.HELD_OUT / 20 > 2
+    made = composed(*options, f"parallel={strategy}")
+    saved = ["step-00000002", "step-00000004"]  # both, ahead of the evaluation
+    for of_rank in on_ranks(2, interrupted, tmp_path / "run", made, 2):
+        assert of_rank == ("SIGTERM after step 4 of 5", [2], 2, saved)
+    (at_end, *_) = on_ranks(2, interrupted, tmp_path / "run", made, 2)
+    assert at_end == ("SIGTERM after step 5 of 5", [2, 4], 2, [*saved, "step-00000005"])
+    (gone_on, *_) = on_ranks(2, interrupted, tmp_path / "run", made, 0)
+    assert (gone_on.stopped, gone_on.evaluated) == (None, [2, 4, 5])

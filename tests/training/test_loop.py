@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from ptdbench.data.protocol import Data
 from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
@@ -57,24 +57,25 @@ def data() -> SyntheticVectors:
 def test_who_still_reads_weights_is_told_before_they_change():
     """By a step, and by their averages for an evaluation."""
     model, told = toy(), list[Tensor]()
-    plan = BatchPlan(Dims(), 8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = step_loop(Accumulating(LaidOutModule(model, model), 8), optimizer, data(), plan, ema=0.5)
-    loop.update.before_change = lambda: told.append(nn.utils.parameters_to_vector(model.parameters()).detach())
-    weights = [nn.utils.parameters_to_vector(model.parameters()).detach()]
+
+    def weights() -> Tensor:
+        return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+    loop = loop_over(model, ema=0.5)
+    loop.update.before_change = lambda: told.append(weights())
+    before = [weights()]
     for _ in range(2):
         loop.step()
-        weights.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        before.append(weights())
     with loop.update.averaged():
-        assert not torch.equal(nn.utils.parameters_to_vector(model.parameters()), weights[2])
-    assert [torch.equal(*pair) for pair in zip(told, weights, strict=True)] == [True] * 3
+        assert not torch.equal(weights(), before[2])
+    assert [torch.equal(*pair) for pair in zip(told, before, strict=True)] == [True] * 3
 
 
-def loop_over(model: Toy, where: BatchPlan, replica: int = 0, source: Data | None = None) -> StepLoop:
+def loop_over(model: Toy, micro_batch: int = 8, **train: Any) -> StepLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return step_loop(
-        Accumulating(LaidOutModule(model, model), where.micro_batch), optimizer, source or data(), where, replica
-    )
+    where = BatchPlan(Dims(), 8, micro_batch, 1, 8 // micro_batch)
+    return step_loop(Accumulating(LaidOutModule(model, model), micro_batch), optimizer, data(), where, **train)
 
 
 def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -91,11 +92,10 @@ def by_hand(steps: int, batch: int) -> tuple[list[Tensor], list[Tensor]]:
     return losses, list(model.parameters())
 
 
-@pytest.mark.parametrize("micro_batch", ["auto", 2])
+@pytest.mark.parametrize("micro_batch", [8, 2])
 def test_it_trains_as_a_loop_by_hand_does(micro_batch):
     model = toy()
-    size = 8 if micro_batch == "auto" else micro_batch
-    loop = loop_over(model, BatchPlan(Dims(), 8, size, 1, 8 // size))
+    loop = loop_over(model, micro_batch)
     for _ in range(5):
         loop.step()
     losses, weights = by_hand(5, 8)
@@ -107,7 +107,7 @@ def test_it_trains_as_a_loop_by_hand_does(micro_batch):
 def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use_and_no_graph_or_gradients(monkeypatch):
     read, model = iter([100, 300, 200]), toy()
     monkeypatch.setattr(module.memory, "in_use", lambda device: lambda: next(read))
-    loop = loop_over(model, BatchPlan(Dims(), 8, 8))
+    loop = loop_over(model)
     for _ in range(3):
         loop.step()
     assert len(loop.losses) == len(loop.clock.seconds()) == 3
@@ -117,25 +117,9 @@ def test_each_step_leaves_a_loss_a_time_and_the_memory_in_use_and_no_graph_or_gr
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_each_replica_takes_its_own_rows():
-    taken = []
-
-    class Watched(SyntheticVectors):
-        def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-            taken.append((start, stop))
-            return super().samples(start, stop)
-
-    where = BatchPlan(Dims(replicate=2), 8, 4)
-    for replica in (0, 1):
-        loop = loop_over(toy(), where, replica, Watched(inputs=6, outputs=4, seed=0))
-        loop.step()
-        loop.step()
-    assert taken == [(0, 4), (8, 12), (4, 8), (12, 16)]
-
-
 def test_garbage_is_collected_between_steps_now_and_then_and_never_inside_one(monkeypatch):
     monkeypatch.setattr(module, "COLLECT_EVERY", 3)
-    loop = loop_over(toy(), BatchPlan(Dims(), 8, 8))
+    loop = loop_over(toy())
     stopped_before_collecting = []
 
     def watch(phase: str, _: dict) -> None:

@@ -24,7 +24,8 @@ class Rank:
         self.done, self.finished = 0, 0
         self.followed: list[int] = []
         self.clock = SimpleNamespace(over=lambda step: step < self.finished, follow=self.followed.append)
-        self.engine, self.replica = SimpleNamespace(owns_loss=rank == pipeline - 1), 0
+        self.engine = SimpleNamespace(owns_loss=rank % pipeline == pipeline - 1)
+        self.replica = rank // pipeline
         self.err = io.StringIO()
         heading = Heading("toy pdp") if rank == 0 else None
         display = Display(heading, stream=self.err, clock=lambda: wall.now)
