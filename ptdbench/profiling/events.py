@@ -230,9 +230,7 @@ def is_of_nccl(event: Event) -> bool:
 def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Call]:
     """The operations that kernels of NCCL carry out; one that carries out several messages has each of them.
 
-    Args:
-        events: All of a trace, in the order of their start.
-        kernels: Some of NCCL's.
+    The events are all of a trace, in the order of their start.
     """
     launches, groups = launches_of(events), list(_nccl_groups(events))
     begins = [group.start for group, _ in groups]

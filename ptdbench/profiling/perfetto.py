@@ -77,7 +77,8 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
         if "id" in event:
             changed["id"] = rank * _ARROWS + int(event["id"])
         if what == "process_name":
-            changed["args"] = {"name": name if processes[pid] % _PROCESSES == 0 else f"{name}, {_label(event)}"}
+            label = f", {'GPU ' * str(pid).isdecimal()}{pid}" if processes[pid] % _PROCESSES else ""
+            changed["args"] = {"name": name + label}
         elif what == "process_sort_index":
             changed["args"] = {"sort_index": processes[pid]}
         if what != "process_labels":
@@ -98,7 +99,3 @@ def _messages_apart(events: Iterable[dict[str, Any]], rank: int) -> Iterable[dic
         begin = {**event, "ph": "b", "id": rank * _ARROWS + number}
         yield begin
         yield {**begin, "ph": "e", "ts": event["ts"] + duration, "args": {}}
-
-
-def _label(event: Mapping[str, Any]) -> str:
-    return f"GPU {event['pid']}" if str(event.get("pid")).isdecimal() else str(event.get("pid"))

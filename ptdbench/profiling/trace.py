@@ -268,16 +268,12 @@ def _of_device(
         if event.end > end:
             phases[phase].append((max(event.start, end), event.end))
             end = event.end
-    idle = subtract(inside, union([*busy, *sent, *_after_the_last([*busy, *sent], steps)]))
+    worked = union([*busy, *sent])
+    ends = [(max((stop for _, stop in intersect(worked, [step])), default=step[0]), step[1]) for step in steps]
+    idle = subtract(inside, union([*worked, *ends]))  # what is left of a step after the last of its work is no wait
     phases["data"] += intersect(idle, by_phase["data"])
     phases["host"] = subtract(idle, by_phase["data"])
     return _trace(steps, phases, subtract(sent, busy), calls)
-
-
-def _after_the_last(times: Sequence[Interval], steps: Sequence[Interval]) -> Iterator[Interval]:
-    """Of each step what is left of it after the last of these times in it."""
-    for begin, end in steps:
-        yield max((stop for _, stop in intersect(union(times), [(begin, end)])), default=begin), end
 
 
 def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:

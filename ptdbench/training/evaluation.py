@@ -71,13 +71,9 @@ class Evaluator:
         return at_end or steps % every == 0
 
     def __call__(self, stopped: Callable[[int], str | None]) -> bool:
-        """Evaluate now; called in all ranks, between two steps.
+        """Evaluate now, and return whether it came to its end; called in all ranks, between two steps.
 
-        Args:
-            stopped: Asked after each batch, with the number of batches, whether to stop; the same answer on all ranks.
-
-        Returns:
-            Whether it came to its end; one that is interrupted leaves nothing.
+        ``stopped`` is asked after each batch, with their number, whether to stop, and answers the same on all ranks.
         """
         with self._job.watchdog.paused(), self._job.display.during("evaluating"):
             found = self._evaluate(stopped)

@@ -73,7 +73,9 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     per_device = 1 / measured.world_size
     rate = _times(flops_per_second, per_device)
     mfu, mfu_reason = _mfu(measured, rate, measured.dtype)
-    causal = _times(flops_per_second, _unmasked(measured))
+    full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
+    causal = _times(flops_per_second, 1 - masked / full if full and masked is not None else None)
+    waited = measured.wait_seconds[warmup_steps:]
     return warmup_steps, {
         "step_seconds": summary(timed),
         "tokens_per_second": tokens_per_second,
@@ -85,7 +87,7 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
         "mfu_reason": mfu_reason,
         "mfu_of_bf16": _mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
         **against_ceiling(*measured.ceiling, rate),
-        "data_wait_share": _share(measured.wait_seconds[warmup_steps:], own),
+        "data_wait_share": sum(waited) / sum(own) if waited and own else None,
         "peak_memory_bytes": measured.peak_memory_bytes,
         "peak_reserved_bytes": measured.peak_reserved_bytes,
         "first_step_seconds": sum(measured.startup_seconds.values()),
@@ -95,22 +97,12 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     }
 
 
-def _unmasked(measured: Measurement) -> float | None:
-    """The share of the model's FLOPs that causal attention does not mask."""
-    full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
-    return None if not full or masked is None else 1 - masked / full
-
-
 #: The figures of a run on virtual GPUs, which compute nothing: its memory, and how long the host took to begin.
 _OF_VIRTUAL = ("peak_memory_bytes", "peak_reserved_bytes", "first_step_seconds", "startup_seconds")
 
 
 def _times(quantity: float | None, factor: float | None) -> float | None:
     return None if quantity is None or factor is None else quantity * factor
-
-
-def _share(part: Sequence[float], whole: Sequence[float]) -> float | None:
-    return sum(part) / sum(whole) if part and whole else None
 
 
 def _mfu(

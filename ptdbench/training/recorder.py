@@ -70,11 +70,14 @@ class Recorder:
         if not self._job.world.is_first:
             return
         self._job.note({"steps": steps or None})  # of an earlier start, those after its checkpoint count no longer
-        if (known := self._take_over(steps, source)) < steps:
+        if source is None or source == self._job.directory:
+            known = series.keep(self.path, steps)
+        else:
+            known = series.copy(source / series.NAME, self.path, steps)
+        if known < steps:
             series.append(self.path, series.unknown(steps - known))
-            lost = (
-                f"{source}/{series.NAME} holds {known} of the {steps} steps before: the numbers of the others are lost"
-            )
+            lost = f"{source}/{series.NAME} holds {known} of the {steps} steps before"
+            lost += ": the numbers of the others are lost"
             self.warnings.append(lost)
             echo(f"warning: {lost}", sys.stderr)
 
@@ -134,13 +137,9 @@ class Recorder:
                     log.show(known, self._loop.done - len(rows), rows, evaluations)
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
-        """The measured fields of the record; called in all ranks, between two steps.
+        """The measured fields of the record on rank 0, if its disk has taken all steps so far; else nothing.
 
-        Args:
-            if_quick: Whether to leave it out where it would take too much of the run's time.
-
-        Returns:
-            The fields on rank 0, if its disk has taken all steps so far; else nothing.
+        Called in all ranks, between two steps. ``if_quick`` leaves out what would take too much of the run's time.
         """
         peaks = (of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes))
         outside, size = memory.outside_and_size(self._job.device)
@@ -181,12 +180,6 @@ class Recorder:
         """
         self.drain()
         self._write()
-
-    def _take_over(self, steps: int, source: Path | None) -> int:
-        """Start the file with the first steps of another one, or of itself; returns how many were found."""
-        if source is None or source == self._job.directory:
-            return series.keep(self.path, steps)
-        return series.copy(source / series.NAME, self.path, steps)
 
     def _gathered(self) -> np.ndarray:
         """The rows of the steps since the last drain, the same on every rank."""

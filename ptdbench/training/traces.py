@@ -151,12 +151,9 @@ def in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
 
 
 def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
-    """Return when each call of this rank could begin; called in all ranks.
+    """Return when each call of this rank could begin; called in all ranks, with calls in the order of their start.
 
-    Args:
-        calls: Those of this rank, in the order of their start.
-        groups: Its groups, see :meth:`ptdbench.parallel.mesh.Mesh.groups`.
-        ahead: Seconds by which this rank's clock is ahead of that of rank 0.
+    The groups are those of :meth:`ptdbench.parallel.mesh.Mesh.groups`, ``ahead`` is as in :func:`clock_ahead`.
     """
     found = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
