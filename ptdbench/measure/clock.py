@@ -37,7 +37,7 @@ class Clock(Protocol):
         """Forget the steps so far: the next one is step 0."""
 
 
-class HostClock(Clock):
+class _HostClock(Clock):
     """Wall-clock time of the host, for devices that work synchronously."""
 
     def __init__(self) -> None:
@@ -45,23 +45,18 @@ class HostClock(Clock):
         self._started = 0.0
 
     def start(self) -> None:
-        """A step begins."""
         self._started = time.perf_counter()
 
     def stop(self) -> None:
-        """The step is over."""
         self._seconds.append(time.perf_counter() - self._started)
 
     def finished(self) -> int:
-        """Count the steps that are timed."""
         return len(self._seconds)
 
     def seconds(self) -> list[float]:
-        """Return the seconds of every step that is not forgotten."""
         return list(self._seconds)
 
     def forget(self) -> None:
-        """Forget the steps so far."""
         self._seconds.clear()
 
 
@@ -87,7 +82,7 @@ class DeviceCount:
         return int(self._read[0])
 
 
-class DeviceClock(Clock):
+class _DeviceClock(Clock):
     """Time between CUDA events in the GPU's stream, so that timing does not synchronize."""
 
     def __init__(self) -> None:
@@ -97,12 +92,10 @@ class DeviceClock(Clock):
         self._forgotten = 0
 
     def start(self) -> None:
-        """A step begins."""
         self._begin = torch.cuda.Event(enable_timing=True)
         self._begin.record()
 
     def stop(self) -> None:
-        """The step's work has been queued."""
         assert self._begin
         end = torch.cuda.Event(enable_timing=True)
         end.record()
@@ -110,27 +103,23 @@ class DeviceClock(Clock):
         self._count.mark(self._forgotten + len(self._steps))
 
     def follow(self, step: int) -> None:
-        """Let the current stream wait for the end of the step."""
         torch.cuda.current_stream().wait_event(self._steps[step][1])
 
     def finished(self) -> int:
-        """Count the steps that the device has passed the end of, in the order of its stream."""
         return max(0, self._count.number() - self._forgotten)
 
     def seconds(self) -> list[float]:
-        """Return the seconds of every step that is not forgotten; waits for the device."""
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) / 1e3 for begin, end in self._steps]
 
     def forget(self) -> None:
-        """Forget the steps so far."""
         self._forgotten += len(self._steps)
         self._steps = []
 
 
 def for_device(device: torch.device) -> Clock:
     """Return the clock that suits the device."""
-    return DeviceClock() if device.type == "cuda" else HostClock()
+    return _DeviceClock() if device.type == "cuda" else _HostClock()
 
 
 class Stopwatch:

@@ -91,19 +91,11 @@ class Counter(ABC):
 
     @abstractmethod
     def _read(self) -> Sequence[float]:
-        """Joules since some time, of each part of the device.
-
-        Raises:
-            Unreadable: They cannot be read.
-        """
+        """Joules since some time, of each part of the device; raises :class:`Unreadable`."""
 
     @abstractmethod
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
-        """Joules between two readings.
-
-        Raises:
-            Unreadable: They cannot be told from these.
-        """
+        """Joules between two readings; raises :class:`Unreadable` where these do not tell."""
 
 
 class Packages(Counter):

@@ -9,7 +9,7 @@ from ptdbench.measure import clock
 def test_only_what_lies_between_start_and_stop_counts(monkeypatch):
     now = iter([100.0, 102.0, 150.0, 150.25, 160.0, 161.0])
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
-    host = clock.HostClock()
+    host = clock.for_device(torch.device("cpu"))
     for done in range(2):
         host.start()
         assert (host.over(done), host.finished()) == (False, done), "a step that is under way"
@@ -56,12 +56,12 @@ class Count:
 
 
 @pytest.fixture
-def device(monkeypatch) -> clock.DeviceClock:
+def device(monkeypatch) -> clock.Clock:
     """A clock of a GPU that a test moves."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(clock, "DeviceCount", Count)
     Event.device_now, Event.reached = 0.0, 0.0
-    return clock.DeviceClock()
+    return clock.for_device(torch.device("cuda", 0))
 
 
 def test_a_gpu_is_asked_without_waiting_and_answers_in_seconds(monkeypatch, device):

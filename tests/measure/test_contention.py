@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -51,55 +52,45 @@ def test_taken_is_what_the_ranks_did_not_take_themselves(ranks, expected):
     assert taken(ranks) == expected
 
 
-class TestBusy:
-    @pytest.mark.parametrize(
-        ("cores", "others", "is_busy"),
-        [(2, 0.09, False), (2, 0.11, True), (2, None, False), (128, 0.6, False), (128, 0.7, True)],
-    )
-    def test_from_a_tenth_of_a_core_on_or_half_a_percent_of_many(self, cores, others, is_busy):
-        assert load(cores, others).is_busy == load(cores, others).slows(0) == is_busy
-
-    def test_on_gpus_the_gpus_count_and_the_cores_do_not(self):
-        assert not load(taken=2.0, on_gpu=True).is_busy
-        shared = load(gpu_ranks=[3], on_gpu=True)
-        assert (shared.is_busy, shared.slows(3), shared.slows(2)) == (True, True, False)
-
-    def test_in_words(self):
-        assert str(load(taken=1.14)) == "other processes took 1.1 of 2 cores"
-        assert str(load(gpu_ranks=[3], on_gpu=True)) == "other processes use the GPU of rank 3"
-        assert str(load(gpu_ranks=[3, 4], on_gpu=True)) == "other processes use the GPUs of ranks 3, 4"
+@pytest.mark.parametrize(
+    ("cores", "others", "is_busy"),
+    [(2, 0.09, False), (2, 0.11, True), (2, None, False), (128, 0.6, False), (128, 0.7, True)],
+)
+def test_a_node_is_busy_from_a_tenth_of_a_core_on_or_half_a_percent_of_many(cores, others, is_busy):
+    assert load(cores, others).is_busy == load(cores, others).slows(0) == is_busy
 
 
-class TestWatch:
-    @pytest.fixture
-    def stat(self, tmp_path, monkeypatch):
-        """One rank on cores 0 and 1, whose counters are in this file, while its own CPU time stands still."""
-        monkeypatch.setattr(contention, "STAT", tmp_path / "stat")
-        monkeypatch.setattr(contention, "gather", lambda value: [value])
-        monkeypatch.setattr(contention, "node", lambda environ: "n1")
-        monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
-        clock = iter([100.0, 110.0])
-        monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
-        return tmp_path / "stat"
+def test_on_gpus_the_gpus_count_and_the_cores_do_not():
+    assert not load(taken=2.0, on_gpu=True).is_busy
+    shared = load(gpu_ranks=[3], on_gpu=True)
+    assert (shared.is_busy, shared.slows(3), shared.slows(2)) == (True, True, False)
+    assert str(shared) == "other processes use the GPU of rank 3"
+    assert str(load(gpu_ranks=[3, 4], on_gpu=True)) == "other processes use the GPUs of ranks 3, 4"
+    assert str(load(taken=1.14)) == "other processes took 1.1 of 2 cores"
 
-    @staticmethod
-    def watched(stat, before, after):
-        if before is not None:
-            stat.write_text(before)
-        stop = contention.watch(torch.device("cpu"))
-        if after is not None:
-            stat.write_text(after)
-        (found,) = stop()
-        return found
 
-    def test_the_difference_over_the_seconds_between(self, stat):
-        ten = 10 * HERTZ
-        found = self.watched(stat, "cpu0 5 0 0 7\ncpu1 0 0 0 0\n", f"cpu0 {5 + ten} 0 0 7\ncpu1 0 0 {ten // 2} {ten}\n")
-        assert found == OtherLoad("n1", 2, pytest.approx(1.5), [], False)
+TEN = 10 * HERTZ
+BEGAN = "cpu0 5 0 0 7\ncpu1 0 0 0 0\n"
 
-    @pytest.mark.parametrize("counters", ["cpu0 0 0 0 0\ncpu1 0 0 0 0\n", None], ids=["stand still", "none"])
-    def test_without_counters_that_move_nothing_is_said(self, stat, counters):
-        assert self.watched(stat, counters, None).taken is None
+
+@pytest.mark.parametrize(
+    ("texts", "taken"),
+    [
+        ((BEGAN, f"cpu0 {5 + TEN} 0 0 7\ncpu1 0 0 {TEN // 2} {TEN}\n"), pytest.approx(1.5)),
+        ((BEGAN, BEGAN), None),  # they stand still
+        (FileNotFoundError, None),
+    ],
+)
+def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between(monkeypatch, texts, taken):
+    """One rank on cores 0 and 1, whose own CPU time stands still."""
+    monkeypatch.setattr(contention, "STAT", SimpleNamespace(read_text=mock.Mock(side_effect=texts)))
+    monkeypatch.setattr(contention, "gather", lambda value: [value])
+    monkeypatch.setattr(contention, "node", lambda environ: "n1")
+    monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
+    clock = iter([100.0, 110.0])
+    monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
+    stop = contention.watch(torch.device("cpu"))
+    assert stop() == [OtherLoad("n1", 2, taken, [], False)]
 
 
 def test_a_gpu_with_more_processes_than_ranks_is_shared():

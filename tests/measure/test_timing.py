@@ -20,15 +20,10 @@ def test_sizes_end_with_the_largest(asked, sizes):
     assert timing.sizes(*asked) == sizes
 
 
-def test_repetitions_fill_the_time_within_bounds():
-    effort = Effort(seconds=0.1, min_repetitions=5, max_repetitions=200)
+def test_repetitions_fill_the_time_within_bounds_and_what_takes_too_long_is_not_afforded():
+    effort = Effort(seconds=0.1, min_repetitions=5, max_repetitions=200, max_seconds=1.0)
     assert [effort.repetitions(once) for once in (0.001, 0.01, 0.02, 3.0, 1e-5, 0.0)] == [100, 10, 5, 5, 200, 200]
-
-
-def test_what_takes_too_long_is_not_afforded():
-    effort = Effort(min_repetitions=5, max_seconds=1.0)
-    assert effort.affords(0.2)
-    assert not effort.affords(0.21)
+    assert (effort.affords(0.2), effort.affords(0.21)) == (True, False)
 
 
 @pytest.fixture
@@ -38,21 +33,13 @@ def alone(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda values, op, group: None)
 
 
-def test_a_step_is_called_for_warmup_and_each_repetition(alone):
+def test_steps_take_turns_in_warmup_and_each_repetition(alone):
     calls = []
-    effort = Effort(seconds=1e-12, min_repetitions=7, max_repetitions=9, warmup=3, max_seconds=1e9)
-    seconds = timing.repeat(lambda: calls.append(1), CPU, effort)
-    assert (len(calls), len(seconds)) == (10, 7)
-    assert all(second > 0 for second in seconds)
-
-
-def test_steps_that_are_compared_take_turns(alone):
-    calls = []
-    effort = Effort(seconds=1e-12, min_repetitions=2, max_repetitions=2, warmup=1, max_seconds=1e9)
-    seconds = timing.repeat_in_turns([lambda: calls.append("a"), None, lambda: calls.append("b")], CPU, effort)
-    assert "".join(calls) == "ababab"
-    assert [len(of_step) for of_step in seconds] == [2, 2, 2]
-    assert seconds[1] == [0.0, 0.0]
+    effort = Effort(seconds=1e-12, min_repetitions=2, max_repetitions=9, warmup=3, max_seconds=1e9)
+    a, idle, b = timing.repeat_in_turns([lambda: calls.append("a"), None, lambda: calls.append("b")], CPU, effort)
+    assert "".join(calls) == "ab" * (3 + 2)
+    assert (len(a), idle, len(b)) == (2, [0.0, 0.0], 2)
+    assert all(second > 0 for second in (*a, *b))
 
 
 def test_nothing_is_timed_where_it_would_take_too_long(alone):

@@ -1,13 +1,14 @@
 """What memory is for: from made allocations, and from real ones of known size."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import pytest
 import torch
 from torch.autograd.profiler import record_function
 
 from ptdbench.profiling import allocations, trace
-from ptdbench.profiling.allocations import Change, Seen, Sent, Surroundings
+from ptdbench.profiling.allocations import Change, Seen, Sent, Surroundings, Usage
 from ptdbench.profiling.phases import KINDS
 from ptdbench.training.profile import profiled
 
@@ -15,26 +16,33 @@ FORWARD = Surroundings("forward", "activations")
 BACKWARD = Surroundings("backward", "activations")
 FSDP = Surroundings("forward", "communication")
 REDUCING = Surroundings("backward", "communication", reduces=True)
-UPDATE = Surroundings("optimizer")
 BEGIN, INVENTORY, END = 100, 200, 300
 
 
-def seen(*changes: Change, sent: Iterable[Sent] = (), all_counted: bool = False) -> Seen:
-    return Seen(BEGIN, END, INVENTORY, sorted(changes), sorted(sent), all_counted)
+def used(
+    *changes: Change,
+    known: Mapping[int, tuple[str, int]] = MappingProxyType({}),
+    sent: Iterable[Sent] = (),
+    all_counted: bool = False,
+) -> Usage:
+    return allocations.usage(Seen(BEGIN, END, INVENTORY, sorted(changes), sorted(sent), all_counted), known)
 
 
 def change(time: int, address: int, size: int, place: Surroundings = FORWARD, allocated: int = 0) -> Change:
     return Change(time, address, size, allocated, place)
 
 
-def at_peak(found: allocations.Usage) -> dict[str, int]:
-    return {kind: size for kind, size in zip(KINDS, found.bytes[found.peak], strict=True) if size}
+def by_kind(amounts: tuple[int, ...]) -> dict[str, int]:
+    return {kind: size for kind, size in zip(KINDS, amounts, strict=True) if size}
+
+
+def at_peak(found: Usage) -> dict[str, int]:
+    return by_kind(found.bytes[found.peak])
 
 
 def test_the_peak_is_the_moment_with_the_most_memory_of_all_kinds():
     blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
-    state = {9: ("weights", 1000), 8: ("optimizer", 2000)}
-    found = allocations.usage(seen(*blocks, change(140, 3, 40, BACKWARD)), state)
+    found = used(*blocks, change(140, 3, 40, BACKWARD), known={9: ("weights", 1000), 8: ("optimizer", 2000)})
     assert at_peak(found) == {"weights": 1000, "optimizer": 2000, "activations": 120}
     assert (found.times[found.peak], found.moments[found.peak]) == (120, "forward")
     assert [sum(one) - 3000 for one in found.bytes] == [0, 50, 120, 70, 110, 40]
@@ -42,43 +50,39 @@ def test_the_peak_is_the_moment_with_the_most_memory_of_all_kinds():
 
 
 def test_what_was_allocated_in_the_step_before_is_there_until_it_is_freed():
-    found = allocations.usage(seen(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30)), {})
+    found = used(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30))
     assert [sum(one) for one in found.bytes] == [30, 0]
 
 
 def test_what_happens_after_the_step_does_not_count_and_a_step_without_allocations_has_its_state():
-    found = allocations.usage(seen(change(150, 1, 10), change(301, 2, 1000)), {})
-    assert at_peak(found) == {"activations": 10}
-    assert at_peak(allocations.usage(seen(), {9: ("weights", 1000)})) == {"weights": 1000}
+    assert at_peak(used(change(150, 1, 10), change(301, 2, 1000))) == {"activations": 10}
+    assert at_peak(used(known={9: ("weights", 1000)})) == {"weights": 1000}
 
 
 def test_a_gradient_is_told_by_its_address_when_the_gradients_are_there():
     """Another block may have had that address before."""
     blocks = [change(110, 1, 500), change(120, 1, -500), change(130, 1, 80, BACKWARD)]
-    found = allocations.usage(seen(*blocks), {1: ("gradients", 80)})
-    assert at_peak(found) == {"activations": 500}
-    assert dict(zip(KINDS, found.bytes[-1], strict=True))["gradients"] == 80
+    found = used(*blocks, known={1: ("gradients", 80)})
+    assert (at_peak(found), by_kind(found.bytes[-1])) == ({"activations": 500}, {"gradients": 80})
 
 
 def test_what_is_sent_or_allocated_by_fsdp_is_for_communication():
     sent = [Sent(125, 2, 7), Sent(126, 3, 11), Sent(127, 3, 9), Sent(128, 4, 1000)]
-    found = allocations.usage(seen(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent), {4: ("weights", 1000)})
+    found = used(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent, known={4: ("weights", 1000)})
     assert at_peak(found) == {"weights": 1000, "communication": 5 + 7 + 11}
 
 
 def test_a_gradient_that_fsdp_frees_when_it_is_reduced_is_one():
     blocks = [change(110, 1, 60, BACKWARD), change(111, 2, 8, REDUCING), change(112, 1, -60, REDUCING)]
-    assert at_peak(allocations.usage(seen(*blocks), {})) == {"gradients": 60, "communication": 8}
+    assert at_peak(used(*blocks)) == {"gradients": 60, "communication": 8}
 
 
 def test_a_free_that_the_profiler_does_not_see_happened_before_the_address_is_used_again():
-    found = allocations.usage(seen(change(110, 1, 50), change(120, 1, 20)), {})
-    assert [sum(one) for one in found.bytes][-1] == 20
-    assert at_peak(found) == {"activations": 50}
+    assert [sum(one) for one in used(change(110, 1, 50), change(120, 1, 20)).bytes] == [0, 50, 0, 20]
 
 
 def test_what_was_there_before_and_nobody_knows_is_other_where_all_is_counted():
-    found = allocations.usage(seen(change(110, 1, 50, allocated=1450), all_counted=True), {9: ("weights", 1000)})
+    found = used(change(110, 1, 50, allocated=1450), all_counted=True, known={9: ("weights", 1000)})
     assert at_peak(found) == {"weights": 1000, "activations": 50, "other": 400}
 
 
@@ -123,9 +127,10 @@ def test_real_allocations_are_found_in_their_part_of_the_step():
     assert peak["other"] == 1200  # the batch
     # The kept block, the one in the backward pass, and gradients of 100 numbers: of the result, and what torch makes.
     assert 24000 + 400 <= peak["activations"] <= 24000 + 3 * 400
-    in_update = [one for one, moment in zip(found.bytes, found.moments, strict=True) if moment == "optimizer"]
-    assert max(dict(zip(KINDS, one, strict=True))["other"] for one in in_update) == 1200 + 800
-    assert {dict(zip(KINDS, one, strict=True))["gradients"] for one in in_update} == {400}
+    at = zip(found.bytes, found.moments, strict=True)
+    in_update = [by_kind(amounts) for amounts, moment in at if moment == "optimizer"]
+    assert max(amounts["other"] for amounts in in_update) == 1200 + 800
+    assert {amounts["gradients"] for amounts in in_update} == {400}
 
 
 @pytest.mark.parametrize(

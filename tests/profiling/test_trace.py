@@ -101,12 +101,6 @@ def test_of_two_operations_of_one_size_each_has_its_own_message(read):
     assert [times(call) for call in found.calls] == [(1, 3), (2, 4)]
 
 
-def test_a_message_knows_its_other_rank(read):
-    events = [called("send", 1, 2, [10], **{"Concrete Inputs": ["", "", "3", "0"]}), sent("send", 1.5, 3, [10])]
-    (call,) = read(*step(0, 1, 8, 9), *events).calls
-    assert (call.operation, call.peer) == ("send", 3)
-
-
 def test_waits_outside_of_the_steps_do_not_count(read):
     events = [label(trace.WAITING, 0, 12), called("allreduce_", 1, 2, [4]), sent("all_reduce", 1, 3, [4])]
     found = read(*step(10, 11, 18, 19), *events)
@@ -208,13 +202,13 @@ def test_what_waits_for_a_message_waits_for_no_other_whose_end_is_not_yet_noted(
     assert [call.operation for call in (send, recv) if call.holds(sum(recv.held[1]) / 2)] == ["recv"]
 
 
-def test_messages_are_told_from_each_other_though_they_have_one_size(read):
+def test_messages_are_told_from_each_other_though_they_have_one_size_and_know_their_other_rank(read):
     events = [
-        called("recv_", 1, 1.1, [10]), called("send", 2, 2.1, [10]), sent("send", 2, 3, [10]),
-        called("allreduce_", 4, 4.1, [10]), sent("all_reduce", 4, 5, [10]),
+        called("recv_", 1, 1.1, [10]), called("send", 2, 2.1, [10], **{"Concrete Inputs": ["", "", "3", "0"]}),
+        sent("send", 2, 3, [10]), called("allreduce_", 4, 4.1, [10]), sent("all_reduce", 4, 5, [10]),
     ]  # fmt: skip
-    calls = read(*step(0, 1, 8, 9), *events).calls
-    assert [(call.operation, times(call)) for call in calls] == [("send", (2, 3)), ("all_reduce", (4, 5))]
+    calls = [(call.operation, call.peer, times(call)) for call in read(*step(0, 1, 8, 9), *events).calls]
+    assert calls == [("send", 3, (2, 3)), ("all_reduce", None, (4, 5))]
 
 
 WRONG = event("ncclDevKernel_AllReduce", 1, 2, "kernel", **{"In msg nelems": None})

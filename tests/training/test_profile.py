@@ -158,24 +158,34 @@ def slowed(directory: Path, *overrides: str, place: str, ranks: list[int]) -> li
 #: On a busy machine a rank learns late that it need not wait any longer.
 MOST = 0.6
 
-COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter")
+COLLECTIVE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+STAGES = " ".join([*PIPELINE, "parallel.microbatches=2"])
 
 
 @cases(
-    ("parallel", "place", "rank", "phase"),
+    ("layout", "place", "rank", "phase"),
     [
-        ("ddp", "data", 1, "data"),
-        ("ddp", "optimizer", 0, "optimizer"),
-        ("ddp", "forward", 1, "forward"),
-        ("fsdp", "forward", 0, "forward"),
+        ("parallel=ddp", "data", 1, "data"),
+        ("parallel=ddp", "optimizer", 0, "optimizer"),
+        ("parallel=ddp", "forward", 1, "forward"),
+        ("parallel=fsdp", "forward", 0, "forward"),
+        ("parallel=ddp parallel.context=2 parallel.context_method=ring", "ring", 1, None),
+        (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
+        (f"{STAGES} parallel.schedule=interleaved1f1b", "stage", 1, "forward"),  # messages are awaited long after
     ],
-    daily=[("ddp", "data", 1, "data"), ("fsdp", "forward", 0, "forward")],
+    daily=[
+        ("parallel=ddp", "data", 1, "data"),
+        ("parallel=fsdp", "forward", 0, "forward"),
+        (f"{STAGES} parallel.schedule=1f1b", "stage", 1, "forward"),
+    ],
 )
-def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_path, parallel, place, rank, phase):
-    found = slowed(tmp_path, f"parallel={parallel}", place=place, ranks=[rank])
-    assert found[rank].share(found[rank].phases[phase]) > 0.99
+def test_what_sleeps_on_one_rank_is_found_there_and_the_other_waits_for_it(tmp_path, layout, place, rank, phase):
+    found = slowed(tmp_path, *layout.split(), place=place, ranks=[rank])
+    if phase:
+        assert found[rank].share(found[rank].phases[phase]) > 0.99
     other = found[1 - rank]
-    assert other.waited(True, COLLECTIVE, last=rank) > MOST * other.waits
+    operations = ("recv", "send") if place == "stage" else COLLECTIVE
+    assert other.waited(True, operations, last=rank) > MOST * other.waits
 
 
 def test_a_slow_link_is_exposed_communication(tmp_path):
@@ -185,13 +195,6 @@ def test_a_slow_link_is_exposed_communication(tmp_path):
         rank.slept = both
         assert rank.waits > MOST
         assert rank.waited(False, ["all_reduce"]) > 0.9 * rank.waits
-
-
-@pytest.mark.thorough
-def test_a_ring_waits_for_its_slowest_rank(tmp_path):
-    layout = ["parallel=ddp", "parallel.context=2", "parallel.context_method=ring"]
-    found = slowed(tmp_path, *layout, place="ring", ranks=[1])
-    assert found[0].waited(True, ["all_gather", "all_to_all"], last=1) > MOST * found[0].waits
 
 
 def test_slow_experts_are_waited_for_where_they_combine(tmp_path):
@@ -205,15 +208,6 @@ def test_slow_experts_are_waited_for_where_they_combine(tmp_path):
     for operation in ("dispatch", "combine"):
         low, high = record["communication"][operation]["formula_range"]
         assert low <= record["communication"][operation]["bytes"] <= high
-
-
-@cases("schedule", ["1f1b", "interleaved1f1b"], daily=["1f1b"])  # of the latter messages are awaited long after
-def test_a_slow_stage_is_a_bubble_on_the_others(tmp_path, schedule):
-    found = slowed(
-        tmp_path, *PIPELINE, "parallel.microbatches=2", f"parallel.schedule={schedule}", place="stage", ranks=[1]
-    )
-    assert found[1].share(found[1].phases["forward"]) > 0.99
-    assert found[0].waited(True, ["recv", "send"], last=1) > MOST * found[0].waits
 
 
 @pytest.mark.thorough
@@ -247,9 +241,12 @@ def test_every_layout_is_divided_without_rest(shared_run):
             assert sent["formula_bytes"] in (None, sent["bytes"]), (layout, operation)
 
 
-def test_bytes_are_those_of_the_formula(shared_run):
+def test_bytes_are_those_of_the_formula_and_timed_steps_those_without_a_pass(shared_run):
     """DDP averages all gradients once; FSDP gathers the first of two layers twice and the rest once."""
-    record = shared_run(*TINY, "parallel=ddp")
+    record, without = shared_run(*TINY, "parallel=ddp"), shared_run(*TINY, "parallel=ddp", "profile.steps=0")
+    assert record["losses"] == without["losses"]
+    assert record["steps"] == without["steps"] == 3
+    assert without["phases"] is None
     size = 4 * record["parameters"]
     sent = record["phases"]["communication"]["all_reduce"]
     assert sent["bytes"] == sent["formula_bytes"] == size
@@ -279,13 +276,6 @@ def test_the_lines_of_the_collectives_are_applied_to_what_was_sent(shared_run, t
     path.write_text(json.dumps({**kept, "lines": {"all_reduce fp32 sum async": line}}))
     after = shared_run(*TINY, "parallel=ddp")["phases"]["communication"]["all_reduce"]
     assert after["fit_seconds"] == pytest.approx(after["calls"] * line["alpha"] + after["bytes"] * line["beta"])
-
-
-def test_the_timed_steps_are_the_same_with_a_pass_and_without(shared_run):
-    with_pass, without = shared_run(*TINY), shared_run(*TINY, "profile.steps=0")
-    assert with_pass["losses"] == without["losses"]
-    assert with_pass["steps"] == without["steps"] == 3
-    assert without["phases"] is None
 
 
 @pytest.mark.parametrize(("timed", "count"), [(0.1, 5), (None, 5), (25.0, 2), (100.0, 1)])

@@ -8,9 +8,10 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
-from ptdbench.measure.clock import HostClock
+from ptdbench.measure import clock
 from ptdbench.records import series
 from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
@@ -23,6 +24,7 @@ from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
 
+CPU = torch.device("cpu")
 TOY = ("model=toy", "device=cpu", "parallel=ddp", "train.global_batch=4", "profile.steps=0")
 
 
@@ -41,7 +43,7 @@ def drained(directory: Path) -> tuple[list[int], int, list[float], list[list[flo
 
     take = StepLoop.step
     seldom = mock.patch.multiple(recorder, DRAIN_EVERY=3, DRAIN_SECONDS=math.inf)
-    timed = mock.patch.object(HostClock, "seconds", lambda self: [mine] * self.finished())
+    timed = mock.patch.object(type(clock.for_device(CPU)), "seconds", lambda self: [mine] * self.finished())
     with seldom, timed, mock.patch.object(StepLoop, "step", step):
         blocks = blocks_of(directory, TOY)
     losses, seconds = (series.column(blocks, name).tolist() for name in ("loss", "step_seconds"))
