@@ -7,8 +7,7 @@ CUDA or changes a setting.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -93,33 +92,33 @@ def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
 
 def reasons_now(nvml: Any, handle: Any) -> list[str] | None:
     """Return what limits the clocks of a GPU now, in words; ``None`` if it does not tell."""
-    bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle))
+    bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:  # drivers before 535 have only the older name
-        bits = answer(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     return None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit]
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
-    def ask(question: str, *arguments: Any) -> Any:
-        return answer(lambda: getattr(nvml, question)(handle, *arguments))
+    def of(question: str, *arguments: Any) -> Any:
+        return ask(nvml, question, handle, *arguments)
 
-    processes = ask("nvmlDeviceGetComputeRunningProcesses")
-    mask = ask("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
+    processes, place = of("nvmlDeviceGetComputeRunningProcesses"), of("nvmlDeviceGetPciInfo")
+    mask = of("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
+    near = mask and [core for core in range(_MOST_CORES) if mask[core // _WORD_BITS] >> core % _WORD_BITS & 1]
     return {
-        "uuid": _text(ask("nvmlDeviceGetUUID")),
-        "bus": answer(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
-        "name": _text(ask("nvmlDeviceGetName")),
-        "sm_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        "sm_clock_most_mhz": ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": ask("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        "uuid": _text(of("nvmlDeviceGetUUID")),
+        "bus": _text(place.busId) if place else None,
+        "name": _text(of("nvmlDeviceGetName")),
+        "sm_clock_mhz": of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        "sm_clock_most_mhz": of("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
         "clock_reasons": reasons_now(nvml, handle),
-        "temperature_celsius": ask("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        "power_watts": _watts(ask("nvmlDeviceGetPowerUsage")),
-        "power_limit_watts": _watts(ask("nvmlDeviceGetEnforcedPowerLimit")),
-        "power_limit_default_watts": _watts(ask("nvmlDeviceGetPowerManagementDefaultLimit")),
+        "temperature_celsius": of("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        "power_watts": _watts(of("nvmlDeviceGetPowerUsage")),
+        "power_limit_watts": _watts(of("nvmlDeviceGetEnforcedPowerLimit")),
+        "power_limit_default_watts": _watts(of("nvmlDeviceGetPowerManagementDefaultLimit")),
         "processes": None if processes is None else len(processes),
-        "near_cores": mask
-        and [core for core in range(_MOST_CORES) if mask[core // _WORD_BITS] >> core % _WORD_BITS & 1],
+        "near_cores": near,
     }
 
 
@@ -133,10 +132,10 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
         if direct:
             return f"NV{direct}"
         pair = handles[one], handles[other]
-        over = answer(lambda: nvml.nvmlDeviceGetP2PStatus(*pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK))
+        over = ask(nvml, "nvmlDeviceGetP2PStatus", *pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
         if ends[one] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which takes all links of both
             return f"NV{min(len(ends[one]), len(ends[other]))}"
-        ancestor = answer(lambda: nvml.nvmlDeviceGetTopologyCommonAncestor(*pair))
+        ancestor = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", *pair)
         return None if ancestor is None else _ANCESTORS.get(ancestor)
 
     return [[between(one, other) for other in range(len(handles))] for one in range(len(handles))]
@@ -144,19 +143,16 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
 
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
     """List the bus address of the remote end of each NVLink that is up."""
-    up = [
-        number
-        for number in range(nvml.NVML_NVLINK_MAX_LINKS)
-        if answer(partial(nvml.nvmlDeviceGetNvLinkState, handle, number))
-    ]
-    others = [answer(partial(nvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, number)) for number in up]
+    links = range(nvml.NVML_NVLINK_MAX_LINKS)
+    up = [number for number in links if ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)]
+    others = [ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number) for number in up]
     return [_text(other.busId) if other else "unknown" for other in others]
 
 
-def answer(question: Callable[[], Any]) -> Any:
-    """Return NVML's answer, or ``None`` if this GPU or driver does not support the query."""
+def ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """Return NVML's answer, or ``None`` if this GPU, driver or version of ``pynvml`` does not support the query."""
     try:
-        return question()
+        return getattr(nvml, question)(*arguments)
     except Exception:
         return None
 

@@ -219,7 +219,7 @@ class Gpu(Counter):
         return {words: status.violationTime for words, status in told.items() if status is not None}
 
     def _ask(self, question: str, *arguments: Any) -> Any:
-        return gpu_state.answer(lambda: getattr(self._nvml, question)(self._handle, *arguments))
+        return gpu_state.ask(self._nvml, question, self._handle, *arguments)
 
 
 def energy(
