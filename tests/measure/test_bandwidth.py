@@ -82,11 +82,14 @@ def fitted(operation: str, dtype: str = "fp32", calls: float = 2, size: float = 
     return bandwidth.fitted_seconds(of, operation, dtype, calls, size)
 
 
-def test_calls_and_bytes_take_alpha_and_beta():
+def test_calls_and_bytes_take_alpha_and_beta_up_to_the_size_that_was_fitted():
     assert fitted("all_gather") is None
     bandwidth.keep_fits(KEY, {"all_gather fp32 blocking": LINE})
     assert fitted("all_gather", calls=2, size=1e6) == pytest.approx(2e-3 + 1e-3)
     assert fitted("all_to_all") is None
+    assert fitted("all_gather", calls=3, size=3 * 2**20) is not None
+    assert fitted("all_gather", calls=3, size=3 * 2**20 + 1) is None
+    assert fitted("all_gather", calls=0, size=0) is None
 
 
 def test_sums_are_of_one_dtype_and_copies_of_any():
@@ -97,19 +100,6 @@ def test_sums_are_of_one_dtype_and_copies_of_any():
     assert fitted("all_gather", "bf16") is not None
 
 
-def test_a_line_does_not_reach_beyond_what_it_was_fitted_to():
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
-    assert fitted("all_gather", calls=3, size=3 * 2**20) is not None
-    assert fitted("all_gather", calls=3, size=3 * 2**20 + 1) is None
-    assert fitted("all_gather", calls=0, size=0) is None
-
-
-def test_the_newest_line_of_a_series_counts_and_others_stay():
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": SLOWER, "broadcast fp32 async": LINE})
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
-    assert fitted("all_gather", calls=1, size=1e6) == fitted("broadcast", calls=1, size=1e6) == pytest.approx(2e-3)
-
-
 def test_any_difference_makes_it_another():
     bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
     ranks = ([peer(0)], [peer(0), peer(1, host="b")], [peer(0), peer(1, device="cuda:0 H200")])
@@ -118,11 +108,12 @@ def test_any_difference_makes_it_another():
         assert fitted("all_gather", of=other) is None
 
 
-@pytest.mark.parametrize("worse", [{"alpha": -1e-3}, {"beta": -1e-9}, {"beta": 0.0}, {"largest": 2**10}])
-def test_a_line_that_no_time_follows_or_of_smaller_sizes_takes_no_place(worse):
+def test_the_newest_line_counts_unless_no_time_follows_it_or_its_sizes_are_smaller_and_other_series_stay():
+    bandwidth.keep_fits(KEY, {"all_gather fp32 async": SLOWER, "broadcast fp32 async": LINE})
     bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
-    bandwidth.keep_fits(KEY, {"all_gather fp32 async": SLOWER | worse, "broadcast fp32 async": LINE})
-    assert fitted("all_gather", calls=1, size=1e6) == pytest.approx(2e-3)
+    for worse in ({"alpha": -1e-3}, {"beta": -1e-9}, {"beta": 0.0}, {"largest": 2**10}):
+        bandwidth.keep_fits(KEY, {"all_gather fp32 async": SLOWER | worse})
+        assert fitted("all_gather", calls=1, size=1e6) == fitted("broadcast", calls=1, size=1e6) == pytest.approx(2e-3)
 
 
 @pytest.mark.parametrize("line", [{}, None, [1], {**LINE, "beta": "fast"}])

@@ -60,21 +60,16 @@ def last_loss(text: str) -> str | None:
     return found[0] if found else None
 
 
-def test_one_stage_shows_what_it_knows_itself(wall):
-    alone = Rank(wall, dist.HashStore())
-    assert alone.report([3.0]) == ""  # it is not time yet
-    wall.now = 60.0
-    line = alone.report([3.0, 2.5])
-    assert "toy pdp  step 2/3  0.0667 samples/s" in line
-    assert last_loss(line) == "2.5000"
-
-
-def test_a_run_that_was_cut_short_ends_at_the_new_last_step(wall):
+def test_one_stage_shows_what_it_knows_itself_and_ends_where_it_is_cut_short(wall):
     alone = Rank(wall, dist.HashStore(), steps=100)
-    alone.report([3.0], 100)
-    wall.now = 0.1
-    line = alone.report([3.0, 2.5], 2)
-    assert "step 2/2" in line
+    assert alone.report([3.0], 100) == ""  # it is not time yet
+    wall.now = 60.0
+    line = alone.report([3.0, 2.5], 100)
+    assert "toy pdp  step 2/100  0.0667 samples/s" in line
+    assert last_loss(line) == "2.5000"
+    wall.now = 60.1
+    line = alone.report([3.0, 2.5, 2.0], 3)
+    assert "step 3/3" in line
     assert "0:00 left" in line
 
 
