@@ -54,15 +54,10 @@ def elsewhere(runs, directory):
     return [{**one, "directory": f"{directory}/{one['directory'].rpartition('/')[2]}"} for one in runs]
 
 
-def test_it_is_found_again():
+def test_sweeps_add_up_and_of_the_same_one_the_latest_table_counts():
     keep(sweep())
     found = noise.look_up([on(MACHINE, run())])
     assert found == variation.noise([one.sample for one in alternatives.group(sweep())])
-    assert (found.unpaired.deviation, found.unpaired.freedom, found.paired.freedom) == (pytest.approx(0.1), 4, 2)
-
-
-def test_sweeps_add_up_and_of_the_same_one_the_latest_table_counts():
-    keep(sweep())
     keep([*noisy("ddp", 0.02), *noisy("fsdp", 0.02)])
     assert deviation([on(MACHINE, run())]) == pytest.approx(0.02)
     keep(elsewhere([*noisy("ddp", 0.04, runs=5), *noisy("fsdp", 0.04, runs=5)], "outputs/another"))
@@ -103,12 +98,8 @@ def test_pairs_of_each_model_are_judged_together_and_by_the_past():
     earlier = noise.look_up(tiny[0].runs)
     assert here == Pool([one.sample for one in tiny[:2]], earlier).difference(tiny[0].sample, tiny[1].sample)
     assert there == Pool([one.sample for one in toy[:2]]).difference(toy[0].sample, toy[1].sample)
-
-
-def test_pairs_of_few_runs_are_not_judged_by_the_past_alone():
-    keep(sweep())
     few = alternatives.group(elsewhere([*noisy("ddp", 0.1, runs=2), *noisy("fsdp", 0.1, runs=2)], "outputs/now"))
-    assert noise.differences([(few[0], few[1])]) == [None]
+    assert noise.differences([(few[0], few[1])]) == [None]  # not by the past alone
 
 
 @pytest.mark.parametrize(
@@ -137,9 +128,7 @@ def test_each_size_in_a_sweep_has_its_own_and_of_several_the_noisiest_counts():
     assert noise.look_up([long[0], short[0]]) == noise.look_up([short[0], long[0]]) == noise.look_up(short)
 
 
-@pytest.mark.parametrize(
-    "runs", [[], sweep(blocks=2), sweep(names=["ddp"]), sweep(blocks=1), noisy("ddp", 0.0) + noisy("fsdp", 0.0)]
-)
+@pytest.mark.parametrize("runs", [[], sweep(blocks=2), sweep(names=["ddp"]), noisy("ddp", 0.0) + noisy("fsdp", 0.0)])
 def test_too_few_runs_or_equal_ones_say_nothing(runs):
     keep(runs)
     assert noise.look_up([on(MACHINE, run())]) is None
@@ -162,32 +151,29 @@ def test_a_full_disk_costs_nothing(monkeypatch):
     keep(sweep())
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sweeps": {"a": 1}}'])
-def test_a_damaged_file_is_none(tmp_path, text):
+KNOWN = {kind: {"squares": 0.1, "freedom": 4} for kind in ("paired", "unpaired")}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "[]", "{}", '{"sweeps": {"a": 1}}',
+        *(
+            json.dumps({"sweeps": {"a": KNOWN | {kind: KNOWN[kind] | worse}}})
+            for kind, worse in [
+                ("unpaired", {"squares": "0.1"}), ("unpaired", {"squares": -0.1}), ("paired", {"squares": math.inf}),
+                ("unpaired", {"squares": 0.0}), ("unpaired", {"freedom": 3}), ("paired", {"freedom": None}),
+                ("paired", {"another": 1}),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_and_figures_that_cannot_be_are_none(tmp_path, text):
     keep(sweep())
     (path,) = tmp_path.rglob("*.json")
+    path.write_text(json.dumps({"sweeps": {"a": KNOWN}}))
+    assert noise.look_up([on(MACHINE, run())])
     path.write_text(text)
     assert noise.look_up([on(MACHINE, run())]) is None
     keep(sweep())
     assert noise.look_up([on(MACHINE, run())])
-
-
-@pytest.mark.parametrize(
-    ("kind", "worse"),
-    [
-        ("unpaired", {"squares": "0.1"}),
-        ("unpaired", {"squares": -0.1}),
-        ("paired", {"squares": math.inf}),
-        ("unpaired", {"squares": 0.0}),
-        ("unpaired", {"freedom": 3}),
-        ("paired", {"freedom": None}),
-        ("paired", {"another": 1}),
-    ],
-)
-def test_figures_that_cannot_be_are_none(tmp_path, kind, worse):
-    keep(sweep())
-    (path,) = tmp_path.rglob("*.json")
-    kept = json.loads(path.read_text())
-    kept["sweeps"]["earlier"][kind] |= worse
-    path.write_text(json.dumps(kept))
-    assert noise.look_up([on(MACHINE, run())]) is None

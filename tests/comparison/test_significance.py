@@ -80,19 +80,6 @@ def test_of_identical_configurations_one_in_twenty_is_told_apart_at_most():
     assert wrong > 0
 
 
-def test_looking_several_times_finds_no_more():
-    random, sweeps, most = RANDOM(2), 400, 20
-    level, wrong = significance.level_of_look(most), 0
-    for _ in range(sweeps):
-        one, other = sample(random, most), sample(random, most)
-        seen = [
-            significance.differing([between({b: one[b] for b in range(n)}, {b: other[b] for b in range(n)})], level)
-            for n in significance.interim_looks(most)
-        ]
-        wrong += any(sign for (sign,) in seen)
-    assert 0 < wrong <= stats.binom.ppf(0.999, sweeps, LEVEL)
-
-
 @pytest.mark.parametrize("most", [3, 4, 5, 20, 100])
 def test_looks_end_with_the_last_block_and_begin_when_enough_is_there(most):
     looks = significance.interim_looks(most)
@@ -103,17 +90,14 @@ def test_looks_end_with_the_last_block_and_begin_when_enough_is_there(most):
 
 
 @pytest.mark.parametrize("runs", [3, 5, 12])
-def test_what_is_said_to_be_detectable_is_seen_in_nine_of_ten_cases(runs):
-    deviation, tries = 0.03, 1500
-    # of two samples with these deviations the differences have this standard error
-    error = deviation * math.sqrt(2 / runs)
-    share = significance._detectable(error, runs - 1, LEVEL)
-    random = RANDOM(runs)
-    true = math.log1p(share)
-    pairs = [between(sample(random, runs, deviation, true), sample(random, runs, deviation)) for _ in range(tries)]
-    seen = sum(chance <= LEVEL for chance in p_values(pairs))
-    low, high = stats.binom.ppf([0.0005, 0.9995], tries, significance.POWER)
-    assert low <= seen <= high
+def test_what_is_said_to_be_detectable_is_seen_with_a_chance_of_ninety_percent(runs):
+    """By the noncentral t distribution, for an error that the true one exceeds with a chance of 20 %."""
+    freedom, error = runs - 1, 0.03
+    found = significance.compare(Difference(0.0, error, freedom, runs, is_paired=True), pairs=3)
+    largest = error * math.sqrt(freedom / stats.chi2.ppf(0.2, freedom))
+    critical = stats.t.ppf(1 - LEVEL / 3 / 2, freedom)
+    seen = stats.nct.sf(critical, freedom, math.log1p(found.detectable) / largest)
+    assert seen == pytest.approx(significance.POWER)
 
 
 def test_the_margin_is_that_of_a_mean():

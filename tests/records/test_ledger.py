@@ -1,7 +1,5 @@
 """What a sweep was asked for and its jobs can be read again, and a damaged file is told in a line."""
 
-import json
-
 import pytest
 from msgspec.structs import replace
 
@@ -18,17 +16,11 @@ def job(number, **changes):
         id=f"12_{number}",
         label="gpt_tiny_ddp",
         shape=f"{number} nodes x 2 ranks",
-        overrides=["model=gpt_tiny", "data.path='my books'", "label=ä"],
+        overrides=["data.path='my books'", "label=ä"],
         directory=f"{number}_gpt_tiny_ddp",
         log=f"/scratch/logs/12_{number}",
     )
     return replace(made, **changes)
-
-
-def test_a_ledger_comes_back_as_it_was_written(tmp_path):
-    written = Ledger(["model=a,b"], [job(1), job(0, element=None, id=None)])
-    ledger.write(tmp_path, written)
-    assert ledger.read(tmp_path) == written
 
 
 def test_where_nothing_was_asked_for_there_is_nothing(tmp_path):
@@ -36,18 +28,13 @@ def test_where_nothing_was_asked_for_there_is_nothing(tmp_path):
     assert ledger.read(tmp_path / "not there") == Ledger([], [])
 
 
-def test_jobs_of_other_runs_stay_and_the_last_one_of_a_run_counts(tmp_path):
+def test_the_last_job_of_each_run_is_kept_also_when_the_sweep_goes_on(tmp_path):
     ledger.begin(tmp_path, ["model=toy", "seed=0,1,2"])
-    ledger.add(tmp_path, [job(2), job(0)])
+    ledger.add(tmp_path, [job(2), first := job(0, element=None, id=None)])
     ledger.add(tmp_path, [again := job(2, id="13"), job(1)])
-    assert ledger.read(tmp_path) == Ledger(["model=toy", "seed=0,1,2"], [job(0), job(1), again])
-
-
-def test_a_sweep_that_goes_on_keeps_its_jobs(tmp_path):
+    assert ledger.read(tmp_path) == Ledger(["model=toy", "seed=0,1,2"], [first, job(1), again])
     ledger.begin(tmp_path, ["model=toy"])
-    ledger.add(tmp_path, [job(0)])
-    ledger.begin(tmp_path, ["model=toy", "cluster.time_minutes=60"])
-    assert ledger.read(tmp_path) == Ledger(["model=toy", "cluster.time_minutes=60"], [job(0)])
+    assert ledger.read(tmp_path) == Ledger(["model=toy"], [first, job(1), again])
 
 
 def test_an_id_that_is_known_later_names_the_log_too(tmp_path):
@@ -58,9 +45,8 @@ def test_an_id_that_is_known_later_names_the_log_too(tmp_path):
 @pytest.mark.parametrize(
     "content",
     [
-        b"", b"\xff\x00", b"{", b"5", b"[1]", b"{}", b'{"jobs": []}', b'{"overrides": null, "jobs": []}',
-        b'{"overrides": [5], "jobs": []}', b'{"overrides": [], "jobs": [{}]}', b'{"overrides": [], "jobs": 5}',
-        json.dumps({"overrides": [], "jobs": [{"number": "0"}]}).encode(),
+        b"", b"\xff\x00", b"[1]", b'{"jobs": []}', b'{"overrides": [5], "jobs": []}',
+        b'{"overrides": [], "jobs": [{"number": "0"}]}',
     ],
 )  # fmt: skip
 def test_a_damaged_one_is_told_in_a_line(tmp_path, content):

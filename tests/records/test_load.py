@@ -25,6 +25,14 @@ def made(directory: Path, steps: int | None = 3, **changes: object) -> Path:
     return directory
 
 
+def the_sound_one(folder: Path, warning: str) -> None:
+    """One run beside what is left out with a warning."""
+    made(folder / "sound")
+    with pytest.warns(UserWarning, match=warning):
+        (run,) = ptdbench.load(folder)
+    assert run.directory == folder / "sound"
+
+
 def test_a_run(tmp_path):
     run = ptdbench.load(made(tmp_path / "run"))
     assert (run["status"], run["schema"], run.get("nothing"), len(run)) == ("ok", 2, None, len(record.FIELDS))
@@ -78,11 +86,8 @@ def test_results_in_the_order_of_their_ends_and_where_the_sweep_lies_now(tmp_pat
 
 
 def test_damaged_records_are_left_out_with_a_warning(tmp_path):
-    made(tmp_path / "0")
     (made(tmp_path / "1") / store.RECORD).write_text("{")
-    with pytest.warns(UserWarning, match=r"record\.json is damaged: not JSON"):
-        (run,) = ptdbench.load(tmp_path)
-    assert run.directory == tmp_path / "0"
+    the_sound_one(tmp_path, r"record\.json is damaged: not JSON")
     with pytest.raises(store.Damaged):
         ptdbench.load(tmp_path / "1")
 
@@ -91,17 +96,13 @@ def test_damaged_records_are_left_out_with_a_warning(tmp_path):
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
 def test_what_is_no_file_is_left_out_with_a_warning(tmp_path, name, make):
     """A pipe would keep its reader waiting for ever, and a device fill its memory."""
-    made(tmp_path / "0")
     (tmp_path / "1").mkdir()
     make(tmp_path / "1" / name)
-    with pytest.warns(UserWarning, match=f"{name}( is damaged|: cannot be read): Not a regular file"):
-        (run,) = ptdbench.load(tmp_path)
-    assert run.directory == tmp_path / "0"
+    the_sound_one(tmp_path, f"{name}( is damaged|: cannot be read): Not a regular file")
 
 
 def test_a_record_that_cannot_be_read_today_is_left_out_with_a_warning(tmp_path, monkeypatch):
     """As of another user, or while a disk of the network is away: it is not damaged, and nobody may move it away."""
-    made(tmp_path / "0")
     away = made(tmp_path / "1") / store.RECORD
 
     def read(path: Path) -> bytes:
@@ -110,9 +111,7 @@ def test_a_record_that_cannot_be_read_today_is_left_out_with_a_warning(tmp_path,
         return path.read_bytes()
 
     monkeypatch.setattr(store, "read_bytes", read)
-    with pytest.warns(UserWarning, match=r"record\.json: cannot be read: Permission denied"):
-        (run,) = ptdbench.load(tmp_path)
-    assert run.directory == tmp_path / "0"
+    the_sound_one(tmp_path, r"record\.json: cannot be read: Permission denied")
     with pytest.raises(PermissionError):
         store.earlier_record(away.parent)
 
@@ -120,10 +119,7 @@ def test_a_record_that_cannot_be_read_today_is_left_out_with_a_warning(tmp_path,
 @pytest.mark.parametrize("directory", ["a\0b", "\ud800", "9" * 5000, "x/" * 3000])
 def test_a_directory_that_no_file_can_have_is_damage(tmp_path, directory):
     store.append_result(tmp_path, record.begin(CONFIG, Path(directory), {}))
-    made(tmp_path / "0")
-    with pytest.warns(UserWarning, match="line 1 is damaged and skipped: directory is no path"):
-        (run,) = ptdbench.load(tmp_path)
-    assert run.directory == tmp_path / "0"
+    the_sound_one(tmp_path, "line 1 is damaged and skipped: directory is no path")
 
 
 def test_more_steps_than_a_file_can_have_lost_are_damage(tmp_path):

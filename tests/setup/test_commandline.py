@@ -21,7 +21,6 @@ from ptdbench.setup import commandline
         (["repeat.runs=auto", "experiment=digits_resnet18"], ["hydra.mode=MULTIRUN"]),
         (["repeat.runs=auto", "sweep.resume=outputs/sweep"], ["hydra.mode=MULTIRUN"]),
         (["parallel=ddp"], []),
-        ([], []),
     ],
 )
 def test_what_a_launcher_means_by_itself(typed, added):
@@ -30,7 +29,7 @@ def test_what_a_launcher_means_by_itself(typed, added):
 
 def line(typed, **flags):
     plain = {"multirun": False, "config_dir": None, "config_name": None, "config_path": None}
-    return argparse.Namespace(overrides=list(typed), **{**plain, **flags})
+    return argparse.Namespace(overrides=typed, **{**plain, **flags})
 
 
 @pytest.mark.parametrize("flag", ["config_dir", "config_name", "config_path"])

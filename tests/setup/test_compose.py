@@ -49,18 +49,12 @@ class TestJobs:
         assert Path(hydra.sweep.subdir).name == hydra.sweep.subdir
 
     def test_a_sweep_is_every_combination_the_last_list_running_fastest(self):
-        composed = compose("model=toy,gpt_tiny", "parallel=ddp,pdp", "train.steps=5", multirun=True)
+        options = ["model=toy,gpt_tiny", "parallel=ddp,pdp", "train.steps=5", "hydra.sweep.dir=here"]
+        composed = compose(*options, multirun=True)
         assert labels(composed) == [
             ("toy", "ddp", 5), ("toy", "pdp", 5), ("gpt_tiny", "ddp", 5), ("gpt_tiny", "pdp", 5),
         ]  # fmt: skip
-        assert composed.is_sweep
-
-    @pytest.mark.parametrize(
-        ("override", "steps"),
-        [("train.steps=1,2,3", [1, 2, 3]), ("train.steps=range(1,4)", [1, 2, 3]), ("train.steps=choice(4,2)", [4, 2])],
-    )
-    def test_every_form_of_a_list(self, override, steps):
-        assert [job.train.steps for job in compose(override, multirun=True).jobs] == steps
+        assert (composed.is_sweep, composed.first.hydra.sweep.dir) == (True, "here")
 
     def test_they_are_those_that_hydra_will_run_in_its_order(self):
         words = ["seed=1,2", "+model.depth=choice(4,5)", "parallel=ddp,pdp", "~eval", "data@x=range(0,2)", "seed=3,4"]
@@ -71,11 +65,6 @@ class TestJobs:
         found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).jobs}
         assert found == {path.stem for path in (CONF / "parallel").iterdir()} >= {"single", "ddp", "fsdp", "pdp"}
 
-    def test_options_of_hydra_do_not_multiply_runs(self):
-        composed = compose("hydra.sweep.dir=here", "train.steps=1,2", multirun=True)
-        assert composed.first.hydra.sweep.dir == "here"
-        assert len(composed.jobs) == 2
-
     def test_models_bring_the_data_that_suit_them_and_the_command_line_wins(self):
         assert compose("model=resnet18").jobs[0].data.name == "synthetic_images"
         assert compose("model=toy", "data=text").jobs[0].data.name == "text"
@@ -85,13 +74,10 @@ class TestMisspellings:
     @pytest.mark.parametrize(
         ("override", "meant"),
         [
-            ("model.tie_weight=false", "model.tie_weights"),
-            ("parralel=ddp", "parallel"),
+            ("optimizer.fusd=true", "optimizer.fused"),
             ("Precision=bf16", "precision"),
-            ("lr=1e-4", "optimizer.lr"),
             ("train.lr=1e-4", "optimizer.lr"),
             ("steps=3", "train.steps"),
-            ("model.n_layer=3", "model.layers"),
             ("n_layers=3", "model.layers"),
             ("batch_size=8", "train.global_batch"),
             ("optimiser.lr=1", "optimizer.lr"),
@@ -108,8 +94,6 @@ class TestMisspellings:
             ("model=gpt_tyny", "gpt_tiny"),
             ("model=resnet", "resnet50"),
             ("parallel=DDP", "ddp"),
-            ("optimizer=adam", "adamw"),
-            ("data=txt", "text"),
         ],
     )
     def test_a_choice_of_a_group(self, override, meant):
@@ -117,16 +101,12 @@ class TestMisspellings:
         assert re.fullmatch(rf"{override}: there is no such choice; try (\w+, )*{meant}(, \w+)*", line)
 
     def test_parts_that_a_person_does_not_set_are_not_offered(self):
-        for override in ("model.nam=x", "optimizer.partial=true", "parallel.target=x"):
+        for override in ("optimizer.nam=x", "optimizer.partial=true", "optimizer.target=x"):
             assert not re.search(r"name\b|_target_|_partial_", refused(override)[0].partition(": ")[2])
 
-    def test_all_at_once(self):
-        found = refused("model=gpt_tyny", "parallel=pddp", "train.stepz=3", "precision=bf16")
+    def test_all_at_once_also_in_the_middle_of_a_sweep(self):
+        found = refused("model=toy,gpt_tyny,gpt_tiny", "parallel=pddp", "train.stepz=3", "seed=1", multirun=True)
         assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pddp", "train.stepz=3"]
-
-    def test_in_the_middle_of_a_sweep(self):
-        found = refused("model=toy,gpt_tyny,gpt_tiny", "parallel=ddp,pdpp", multirun=True)
-        assert [line.partition(":")[0] for line in found] == ["model=gpt_tyny", "parallel=pdpp"]
 
 
 #: What is typed, and the whole answer; ``-m``: of a sweep.
@@ -230,9 +210,9 @@ class TestFolderOfOnesOwn:
         assert line.removeprefix("command line=model=mine: ")
 
     def test_a_broken_file_that_nobody_chose_hides_no_misspelling(self, tmp_path):
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "mine.yaml").write_text("[")
-        assert self.refused(tmp_path, "model.wdth=3").startswith("model.wdth=3: there is no such option")
+        (tmp_path / "optimizer").mkdir()
+        (tmp_path / "optimizer" / "mine.yaml").write_text("[")
+        assert self.refused(tmp_path, "optimizer.lrr=3").startswith("optimizer.lrr=3: there is no such option")
 
     def test_a_key_that_is_a_number(self, tmp_path):
         (tmp_path / "model").mkdir()

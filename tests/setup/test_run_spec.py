@@ -2,6 +2,8 @@
 
 import re
 from dataclasses import replace
+from functools import partial
+from typing import NoReturn
 
 import pytest
 import torch
@@ -18,13 +20,13 @@ from tests.conftest import composed
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
-def make(*overrides: str, world: World | None = None) -> run_spec.RunSpec:
-    return run_spec.specify(config.read(composed("device=cpu", *overrides)), world)
+def make(*overrides: str, device: str = "cpu", world: World | None = None) -> run_spec.RunSpec:
+    return run_spec.specify(config.read(composed(f"device={device}", *overrides)), world)
 
 
-def refused(*overrides: str, world: World | None = None) -> list[str]:
+def refused(*overrides: str, device: str = "cpu", world: World | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        make(*overrides, world=world)
+        make(*overrides, device=device, world=world)
     return str(caught.value).splitlines()
 
 
@@ -50,13 +52,10 @@ class TestSound:
         assert made.training.parameters > 1e12
         assert all(tensor.is_meta for tensor in made.training.model.state_dict().values())
 
-    def test_flops_are_the_models_own(self):
-        made = make("model=toy", "model.inputs=6", "model.width=5", "model.outputs=4", "model.layers=3")
-        assert made.training.flops_per_sample == 4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4
-        assert made.training.flops_reason is None
-        assert made.training.masked_flops_per_sample == 0.0
-
-    def test_a_model_need_not_say_what_is_masked(self, monkeypatch):
+    def test_flops_are_the_models_own_which_need_not_say_what_is_masked(self, monkeypatch):
+        training = make("model=toy", "model.inputs=6", "model.width=5", "model.outputs=4", "model.layers=3").training
+        assert training.flops_per_sample == 4 * 6 * 5 + 6 * 5 * 5 + 6 * 5 * 4
+        assert (training.flops_reason, training.masked_flops_per_sample) == (None, 0.0)
         monkeypatch.delattr(Toy, "masked_flops")
         assert make("model=toy").training.masked_flops_per_sample is None
 
@@ -76,13 +75,6 @@ class TestSound:
     def test_ranks_without_a_gpu(self, strategy, ranks):
         assert make(f"parallel={strategy}").world_size == ranks
 
-    def test_optimizer_and_options_arrive(self):
-        optimizer = make("optimizer=sgd", "optimizer.lr=0.25").training.optimizer(
-            [("head.norm.bias", nn.Parameter(torch.ones(2)))]
-        )
-        assert isinstance(optimizer, torch.optim.SGD)
-        assert (optimizer.defaults["lr"], optimizer.defaults["momentum"]) == (0.25, 0.9)
-
 
 class TestRefused:
     @pytest.mark.parametrize(
@@ -97,14 +89,7 @@ class TestRefused:
                 ["parallel=pdp", "cluster.ranks_per_node=8", "parallel.pipeline=8"],
                 "parallel.pipeline=8: must not exceed the number of the model's layers, 4; try 2, 4",
             ),
-            (
-                ["parallel=single", "cluster.ranks_per_node=2"],
-                "parallel.replicate=1: all degrees of parallelism are 1, and there are 2 ranks; "
-                "try 2, auto, or cluster.ranks_per_node=1",
-            ),
             (["data.path=/no/such/books"], "data.path=/no/such/books: there is no such file or folder"),
-            (["model.vocabulary=100"], "data.vocabulary=100: must be a whole number of at least 256"),
-            (["optimizer.lr=fast"], "optimizer.lr=fast: must be a number"),
             (["optimizer.lr=-1"], "optimizer=(its options): cannot be built: Invalid learning rate: -1"),
             (
                 ["parallel=ddp", "offload=optimizer_and_weights"],
@@ -115,11 +100,6 @@ class TestRefused:
                 ["parallel.gradients=powersgd", "precision=fp16"],
                 "parallel.gradients=powersgd: is not for scaled losses: a step that overflows is skipped, and its "
                 "infinite error would be kept; try auto, or precision=bf16",
-            ),
-            (["offload=weights"], "offload=weights: must be none or optimizer_and_weights"),
-            (
-                ["parallel=fsdp", "parallel.reshard_after_forward=half"],
-                "parallel.reshard_after_forward=half: must be true or false or a whole number",
             ),
             (
                 ["cluster.nodes=2"],
@@ -136,8 +116,6 @@ class TestRefused:
                 "optimizer=muon: is for matrices, and model=resnet18 has none but in embeddings, head and kernels; "
                 "try adamw",
             ),
-            (["+model.unknown=1"], "model.unknown=1: there is no such option"),
-            (["~model.heads"], "model.heads=(not set): must be given"),
         ],
         ids=lambda value: value[-1] if isinstance(value, list) else "message",
     )
@@ -172,14 +150,12 @@ class TestRefused:
     def test_more_ranks_than_gpus(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        with pytest.raises(ConfigError) as caught:
-            run_spec.specify(config.read(composed("cluster.ranks_per_node=4")), None)
-        assert str(caught.value) == (
+        assert refused("cluster.ranks_per_node=4", device="auto") == [
             "cluster.ranks_per_node=4: must not exceed the number of GPUs, 2: one rank, one GPU; "
             "try auto, 2, or device=cpu"
-        )
-        assert run_spec.specify(config.read(composed()), None).world_size == 2
-        assert run_spec.specify(config.read(composed()), None).backend == "nccl"
+        ]
+        made = make(device="auto")
+        assert (made.world_size, made.backend) == (2, "nccl")
 
     def test_another_number_of_ranks_than_the_launcher_started(self):
         assert refused("cluster.ranks_per_node=3", world=rank_of(4)) == [
@@ -195,21 +171,12 @@ class TestRefused:
         (line,) = refused(f"data={data}")
         assert line.startswith(f"data={data}: does not suit model=gpt_tiny: ")
 
-    @pytest.mark.parametrize("override", ["train=3", "train=null", "~train"])
-    def test_a_group_that_is_none_is_one_message(self, override):
-        lines = refused(override)
-        assert lines[0].startswith(f"train={'3' if '3' in override else 'null'}: is a group of options")
-
-    def test_everything_at_once_across_all_parts(self):
-        found = refused(
-            "precision=fp4", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1", "data.path=/no/such/books",
-            "train.steps=3", "cluster.cpus_per_rank=0",
-        )  # fmt: skip
-        assert [line.partition("=")[0] for line in found] == [
-            "precision", "cluster.cpus_per_rank", "data.path", "model.heads", "optimizer",
-        ]  # fmt: skip
-        found = refused("precision=fp4", "train.global_batch=17", "model.heads=3")
-        assert [line.partition("=")[0] for line in found] == ["precision", "model.heads", "train.global_batch"]
+    def test_everything_at_once_as_far_as_it_can_be_judged(self):
+        wrong = ["precision=fp4", "train.global_batch=17", "model.heads=3", "optimizer.lr=-1"]
+        names = ["precision", "model.heads", "optimizer"]
+        assert [line.partition("=")[0] for line in refused(*wrong)] == [*names, "train.global_batch"]
+        names.insert(1, "cluster.cpus_per_rank")  # with which the ranks cannot be counted
+        assert [line.partition("=")[0] for line in refused(*wrong, "cluster.cpus_per_rank=0")] == names
 
     @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
     def test_what_is_offered_really_would_do(self, strategy):
@@ -224,25 +191,14 @@ class TestModelsOfTheUser:
     @pytest.mark.parametrize(
         ("target", "told"),
         [
-            ("no_such_package.Net", "{}: cannot be imported: No module named 'no_such_package'; it is looked for in "
-             "the current directory, in PYTHONPATH and among what is installed"),
-            ("torch.nn.Linearr", "{}: cannot be imported: "),
-            ("tests.setup.test_run_spec.Moody", "model=(its options): cannot be built: not today"),
-            ("tests.setup.test_run_spec.Mute", "model=(its options): cannot be built: (no message: the exception's own "
-             "__str__ raised"),
-            ("math.pi", "{}: "),
-            ("os", "{}: "),
+            ("no_such_package.Net", "._target_=no_such_package.Net: cannot be imported: No module named"),
+            ("tests.setup.test_run_spec.moody", "=(its options): cannot be built: not today"),
+            ("tests.setup.test_run_spec.mute", "=(its options): cannot be built: (no message: the exception's own "),
         ],
-    )  # fmt: skip
+    )
     def test_one_that_cannot_be_built(self, target, told):
         (line,) = refused("model=custom", f"model._target_={target}", *VECTORS)
-        assert line.startswith(told.format(f"model._target_={target}"))
-
-    def test_one_that_raises_while_it_is_imported(self, tmp_path, monkeypatch):
-        (tmp_path / "broken_package.py").write_text("raise OSError('no license')")
-        monkeypatch.syspath_prepend(tmp_path)
-        (line,) = refused("model=custom", "model._target_=broken_package.Net", *VECTORS)
-        assert "no license" in line
+        assert line.startswith(f"model{told}")
 
     @pytest.mark.parametrize("target", ["no_such_package.Net", "torch.nn.Linear"])
     def test_one_under_the_options_of_another(self, target):
@@ -274,30 +230,27 @@ class Unfathomable(nn.Linear):
         return super().forward(inputs) * (2 if inputs.sum().item() > 0 else 1)
 
 
-class Mute(nn.Module):
-    def __init__(self) -> None:
-        class Silent(Exception):
-            def __str__(self) -> str:
-                raise LookupError
-
-        raise Silent
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise LookupError
 
 
-class Moody(nn.Module):
-    def __init__(self) -> None:
-        raise RuntimeError("not today")
+def mute() -> NoReturn:
+    raise Silent
+
+
+def moody() -> NoReturn:
+    raise RuntimeError("not today")
 
 
 class TestVirtual:
     """GPUs that are not there: what is refused, and how many there are."""
 
-    def made(self, *overrides: str, world: World | None = None) -> run_spec.RunSpec:
-        return run_spec.specify(config.read(composed(*overrides)), world)
+    made = staticmethod(partial(make, device="auto"))
 
     def refused(self, *overrides: str, world: World | None = None) -> str:
-        with pytest.raises(ConfigError) as caught:
-            self.made(*overrides, world=world)
-        return str(caught.value)
+        (line,) = refused(*overrides, device="auto", world=world)
+        return line
 
     def test_there_are_as_many_as_are_asked_for_and_else_two(self):
         made = self.made("virtual=h100")
@@ -321,15 +274,13 @@ class TestVirtual:
                 ("train.micro_batch=best",),
                 "train.micro_batch=best: is found by times, and virtual GPUs have none; try max",
             ),
-            (
-                ("virtual.ranks=[0,2]",),
-                "virtual.ranks=[0, 2]: must be different ranks of the run, which has 2 ranks; try numbers from 0 "
-                "to 1, or null for all",
-            ),
-            (
-                ("virtual.ranks=[]",),
-                "virtual.ranks=[]: must be different ranks of the run, which has 2 ranks; try numbers from 0 to "
-                "1, or null for all",
+            *(
+                (
+                    (f"virtual.ranks={ranks}",),
+                    f"virtual.ranks={ranks}: must be different ranks of the run, which has 2 ranks; try numbers from 0 "
+                    "to 1, or null for all",
+                )
+                for ranks in ([0, 2], [])
             ),
             (
                 ("checkpoint.every_steps=1", "virtual.ranks=[0]"),
@@ -345,10 +296,8 @@ class TestVirtual:
         assert self.refused("virtual=h100", *overrides) == expected
 
     def test_formats_are_those_of_the_gpu(self):
-        assert self.refused("virtual=v100", "precision=bf16") == (
-            "precision=bf16: virtual Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 units, and torch "
-            "emulates it slowly; try fp16"
-        )
+        said = "precision=bf16: virtual Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 units, and "
+        assert self.refused("virtual=v100", "precision=bf16").startswith(said)
         assert self.made("virtual=a100", "precision=bf16").virtual.capability == (8, 0)
 
     def test_its_memory_is_that_of_the_gpu(self):
