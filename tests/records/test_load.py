@@ -44,20 +44,19 @@ def test_a_run(tmp_path):
     assert "model=toy" in repr(run)
 
 
-def test_a_workload_that_does_not_train_has_no_steps(tmp_path):
-    run = ptdbench.load(str(made(tmp_path / "run", steps=None)))
-    assert (run.series("losses").shape, run.series("step_seconds").shape) == ((0,), (0, 0))
-
-
 def test_a_run_that_goes_on_has_the_steps_that_are_on_the_disk(tmp_path):
-    directory = made(tmp_path / "run", steps=None, status="failed")
-    series.write(directory / series.NAME, [rows(0, 2)])
-    assert ptdbench.load(directory).series("losses").tolist() == [0, 1]
+    run = ptdbench.load(str(made(tmp_path / "run", steps=None, status="failed")))
+    assert (run.series("losses").shape, run.series("step_seconds").shape) == ((0,), (0, 0))
+    series.write(tmp_path / "run" / series.NAME, [rows(0, 2)])
+    assert run.series("losses").tolist() == [0, 1]
 
 
 def test_steps_that_a_damaged_file_has_lost_are_nan_and_a_missing_file_is_an_error(tmp_path):
     run = ptdbench.load(made(tmp_path / "run"))
     path = tmp_path / "run" / series.NAME
+    store.write_record(tmp_path / "run", dict(run) | {"steps": 3_000_000_000})
+    with pytest.raises(store.Damaged, match=r"series\.npy is damaged: it holds 3 of the 3,000,000,000 steps on record"):
+        ptdbench.load(tmp_path / "run").series("losses")
     path.write_bytes(path.read_bytes()[:-1])
     assert np.isnan(run.series("losses")).tolist() == [True] * 3
     path.unlink()
@@ -122,22 +121,14 @@ def test_a_directory_that_no_file_can_have_is_damage(tmp_path, directory):
     the_sound_one(tmp_path, "line 1 is damaged and skipped: directory is no path")
 
 
-def test_more_steps_than_a_file_can_have_lost_are_damage(tmp_path):
-    run = ptdbench.load(made(tmp_path / "run"))
-    store.write_record(tmp_path / "run", dict(run) | {"steps": 3_000_000_000})
-    damaged = ptdbench.load(tmp_path / "run")
-    with pytest.raises(store.Damaged, match=r"series\.npy is damaged: it holds 3 of the 3,000,000,000 steps on record"):
-        damaged.series("losses")
-
-
 class TestFrame:
-    """Records as a table of pandas."""
-
     def test_a_row_for_each_run_and_a_column_for_each_field(self, tmp_path):
         metrics = {"tokens_per_second": 5.0, "step_seconds": {"median": 0.5}}
         made(tmp_path / "0", metrics=metrics, layout={"shard": 2}, overrides=["seed=1", "a=b"])
         made(tmp_path / "1", status="oom", metrics=None, nodes=["a", "b"])
-        frame = ptdbench.load(tmp_path).frame()
+        runs = ptdbench.load(tmp_path)
+        assert runs[1:].frame()["directory"].tolist() == [str(runs[-1].directory)]
+        frame = runs.frame()
         assert frame["status"].tolist() == ["ok", "oom"]
         assert frame["directory"].tolist() == [str(tmp_path / "0"), str(tmp_path / "1")]
         assert frame["config.train.global_batch"].tolist() == [16, 16]
@@ -149,26 +140,12 @@ class TestFrame:
         empty = {"environment", "remarks"}
         assert {name.partition(".")[0] for name in frame} == set(record.FIELDS) - empty
 
-    def test_some_of_the_runs_have_a_table_too(self, tmp_path):
-        for number in range(3):
-            made(tmp_path / str(number))
-        runs = ptdbench.load(tmp_path)
-        assert runs[1:].frame()["directory"].tolist() == [str(tmp_path / "1"), str(tmp_path / "2")]
-        assert runs[-1].directory == tmp_path / "2"
-
-    def test_what_a_failed_run_has_none_of_is_no_column_beside_its_fields(self, tmp_path):
-        made(tmp_path / "0", metrics={"step_seconds": {"median": 0.5}})
-        alone = ptdbench.load(tmp_path).frame().columns
+    def test_what_a_failed_run_has_none_of_is_no_column_and_a_value_beside_a_group_is(self, tmp_path):
+        made(tmp_path / "0", metrics={"step_seconds": {"median": 0.5}}, config={"seed": 1})
+        alone = {*ptdbench.load(tmp_path).frame().columns}
         for name, metrics in (("1", None), ("2", {"step_seconds": None})):
-            made(tmp_path / name, metrics=metrics)
-            assert set(ptdbench.load(tmp_path).frame().columns) == set(alone)
-
-    def test_what_is_a_value_in_one_run_and_a_group_in_another_stays(self, tmp_path):
-        made(tmp_path / "0", config={"seed": 1})
-        made(tmp_path / "1", config={"seed": {"data": 2}})
-        frame = ptdbench.load(tmp_path).frame()
-        assert frame["config.seed"][0] == 1
-        assert frame["config.seed.data"][1] == 2
+            made(tmp_path / name, metrics=metrics, config={"seed": {"data": 2}})
+            assert {*ptdbench.load(tmp_path).frame().columns} == {*alone, "config.seed.data"}
 
 
 @pytest.mark.parametrize("name", ["", "nowhere", "notes.txt"])

@@ -62,13 +62,10 @@ def test_a_record_that_was_taken_away_or_damaged_meanwhile_is_written_from_what_
 def test_the_record_of_a_later_start_is_left_alone(tmp_path, capsys):
     opened(tmp_path, "another")
     before = (tmp_path / "record.json").read_bytes()
+    assert Attempt(tmp_path, "one").failures != Attempt(tmp_path, "another").failures
     assert Attempt(tmp_path, "one").amend(lambda written: {**written, "status": "ok"}) is None
     assert (tmp_path / "record.json").read_bytes() == before
     assert capsys.readouterr().err == f"{tmp_path}: the run was started again; its record is left unchanged\n"
-
-
-def test_each_start_has_failures_of_its_own(tmp_path):
-    assert Attempt(tmp_path, "one").failures != Attempt(tmp_path, "another").failures
 
 
 def draft(directory, launch, **changes):
@@ -97,15 +94,11 @@ def test_a_process_that_lives_keeps_its_run(tmp_path, process):
     assert store.load_record(tmp_path)["owner"]["launch"] == "second"
 
 
-def test_a_process_id_that_was_given_again_is_another_process(tmp_path, process):
+def test_a_process_id_that_was_given_again_is_another_process_and_a_run_that_has_ended_is_free(tmp_path, process):
     ownership.open_record(tmp_path, draft(tmp_path, "first", pid=process.pid, started=1.0))
     ownership.open_record(tmp_path, draft(tmp_path, "second"))
-
-
-def test_a_run_that_has_ended_is_free(tmp_path):
-    ownership.open_record(tmp_path, draft(tmp_path, "first"))
     store.write_record(tmp_path, store.load_record(tmp_path) | {"status": "ok", "error": None})
-    ownership.open_record(tmp_path, draft(tmp_path, "second"))
+    ownership.open_record(tmp_path, draft(tmp_path, "third"))
 
 
 @pytest.mark.parametrize(

@@ -32,18 +32,15 @@ def path(tmp_path):
     return path
 
 
-def test_what_is_appended_is_read(path):
+def test_what_is_appended_is_read_also_by_numpy_alone(path):
+    with path.open("rb") as file:
+        assert [len(np.load(file, allow_pickle=False)) for _ in range(3)] == [2, 3, 1]
     assert losses(path) == [0, 1, 2, 3, 4, 5]
     assert series.column(series.blocks(path), "memory_bytes").tolist() == [4000, 4001, 4002, 4003, 4004, 4005]
     times = series.column(series.blocks(path), "step_seconds")
     assert times.shape == (6, 3)
     assert np.isnan(times[:5, 2]).all()
     np.testing.assert_allclose(series.column(series.blocks(path), "slowest_seconds"), [0.1, 1.1, 2.1, 3.1, 4.1, 5.2])
-
-
-def test_numpy_reads_it_without_this_package(path):
-    with path.open("rb") as file:
-        assert [len(np.load(file, allow_pickle=False)) for _ in range(3)] == [2, 3, 1]
 
 
 def test_a_file_that_is_missing_has_no_steps(tmp_path):
@@ -72,7 +69,7 @@ def test_a_torn_block_is_none_and_the_next_writer_cuts_it_off(path):
     whole = path.read_bytes()
     series.keep(path, 5)
     ends = path.stat().st_size
-    for size in (ends + 1, ends + 8, ends + 60, len(whole) - 1):
+    for size in (ends + 1, ends + 60, len(whole) - 1):
         path.write_bytes(whole[:size])
         assert losses(path) == [0, 1, 2, 3, 4]
         assert series.keep(path, 6) == 5

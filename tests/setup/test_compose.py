@@ -101,8 +101,8 @@ class TestMisspellings:
         assert re.fullmatch(rf"{override}: there is no such choice; try (\w+, )*{meant}(, \w+)*", line)
 
     def test_parts_that_a_person_does_not_set_are_not_offered(self):
-        for override in ("optimizer.nam=x", "optimizer.partial=true", "optimizer.target=x"):
-            assert not re.search(r"name\b|_target_|_partial_", refused(override)[0].partition(": ")[2])
+        found = refused("optimizer.nam=x", "optimizer.partial=true", "optimizer.target=x")
+        assert not re.search(r": .*(name\b|_target_|_partial_)", "\n".join(found))
 
     def test_all_at_once_also_in_the_middle_of_a_sweep(self):
         found = refused("model=toy,gpt_tyny,gpt_tiny", "parallel=pddp", "train.stepz=3", "seed=1", multirun=True)
@@ -143,7 +143,7 @@ class TestSyntax:
         found = refused("model=[toy", "seed=1", "train.steps={")
         assert [line.partition(": cannot be read (")[0] for line in found] == ["model=[toy", "train.steps={"]
 
-    @pytest.mark.parametrize("override", ["parallel=null", "parallel=5", "model="])
+    @pytest.mark.parametrize("override", ["parallel=null", "model="])
     def test_a_group_wants_a_name(self, override):
         assert refused(override)[0].startswith(f"{override}: there is no such choice; try ")
 
@@ -188,7 +188,6 @@ class TestFolderOfOnesOwn:
         ("text", "told"),
         [
             ("name: x\n  a: [1\n", 'cannot be read: mapping values are not allowed here in "{path}", line 2, column 4'),
-            (f"{TOY}x: !mine 1\n", "cannot be read: could not determine a constructor for the tag '!mine' in"),
             (f"{TOY}name: y\n", 'cannot be read: while constructing a mapping in "{path}"'),
             (f"{TOY}x: \x00\n", "cannot be read: unacceptable character #x0000"),
             (f"defaults:\n  - mine\n  - _self_\n{TOY}", "includes itself"),

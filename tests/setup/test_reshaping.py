@@ -30,11 +30,6 @@ def checkpoint(world_size: int, *layouts: dict[str, Any]) -> Manifest:
     ("was", "now", "change"),
     [
         (checkpoint(4, layout(replicate=2, shard=2)), layout(replicate=2, shard=2), None),
-        (
-            checkpoint(4, layout(replicate=2, shard=2)),
-            layout(replicate=2),
-            "2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2)",
-        ),
         (checkpoint(2, layout(shard=2)), layout(tensor=2), "2 ranks (tensor=2) instead of 2 ranks (shard=2)"),
         (checkpoint(2, layout(shard=2)), layout(), "1 rank instead of 2 ranks (shard=2)"),
         (checkpoint(2, layout(), layout(shard=2)), layout(shard=2), None),  # by the last start
@@ -46,32 +41,22 @@ def test_a_change_is_named_with_both_shapes(was, now, change):
     assert run_spec.change_of_shape(was, math.prod(now[degree] for degree in Dims.order()), now) == change
 
 
-@pytest.fixture
-def begun(tmp_path):
-    """The directory of a run with a checkpoint of four ranks."""
-    path = tmp_path / "checkpoints" / "step-00000003"
-    path.mkdir(parents=True)
-    checkpoint_dir.write_manifest(path, checkpoint(4, layout(replicate=2, shard=2)))
-    return tmp_path
-
-
 def summary(**degrees: int) -> Summary:
     size = Dims(**degrees).world_size
     return Summary(size, True, {"world_size": size, "layout": layout(**degrees)})
 
 
-class TestInPlace:
-    def test_it_is_refused_with_what_to_type(self, begun):
-        with pytest.raises(ConfigError) as refused:
-            run_spec.require_same_shape(begun, summary(replicate=2), allowed=False)
-        assert str(refused.value) == (
-            f"reshape=false: {begun} would go on with 2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2), "
-            "which may change its numbers; start it as before, try reshape=true, or give more options for a run of its "
-            "own"
-        )
-
-    def test_it_may_be_asked_for_or_have_the_same_shape_or_nothing_to_go_on_with_or_no_layout(self, begun, tmp_path):
-        run_spec.require_same_shape(begun, summary(replicate=2), allowed=True)
-        run_spec.require_same_shape(begun, summary(replicate=2, shard=2), allowed=False)
-        run_spec.require_same_shape(tmp_path / "elsewhere", summary(replicate=2), allowed=False)
-        run_spec.require_same_shape(begun, Summary(2, False, {"world_size": 2}), allowed=False)
+def test_in_its_own_place_it_is_refused_with_what_to_type(tmp_path):
+    path = tmp_path / "checkpoints" / "step-00000003"
+    path.mkdir(parents=True)
+    checkpoint_dir.write_manifest(path, checkpoint(4, layout(replicate=2, shard=2)))
+    with pytest.raises(ConfigError) as refused:
+        run_spec.require_same_shape(tmp_path, summary(replicate=2), allowed=False)
+    assert str(refused.value) == (
+        f"reshape=false: {tmp_path} would go on with 2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2), "
+        "which may change its numbers; start it as before, try reshape=true, or give more options for a run of its own"
+    )
+    run_spec.require_same_shape(tmp_path, summary(replicate=2), allowed=True)
+    run_spec.require_same_shape(tmp_path, summary(replicate=2, shard=2), allowed=False)
+    run_spec.require_same_shape(tmp_path / "elsewhere", summary(replicate=2), allowed=False)
+    run_spec.require_same_shape(tmp_path, Summary(2, False, {"world_size": 2}), allowed=False)
