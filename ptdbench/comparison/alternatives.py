@@ -35,8 +35,7 @@ def group(records: Iterable[Written]) -> list[Alternative]:
 def of_sweeps(runs: Iterable[Written]) -> list[Alternative]:
     """Those of each sweep, of each side of a comparison, and of each single run: later it may be another program.
 
-    Args:
-        runs: Runs that train; their fields ``directory`` say where they are now.
+    The runs train; their fields ``directory`` say where they are now.
     """
     sweeps: dict[Path, list[Written]] = {}
     is_sweep: dict[Path, bool] = {}
@@ -54,10 +53,8 @@ def by_identity(
 ) -> dict[Hashable, Alternative]:
     """The alternatives among runs by what their runs have in common and no others have.
 
-    Args:
-        records: The runs.
-        ignored: Dotted names of options that make no difference, besides those that never do.
-        others: Further runs, with which these will be compared.
+    Options of the dotted names ``ignored`` make no difference, besides those that never do. With ``others`` these runs
+    will be compared.
     """
 
     def identity(run: Written) -> Hashable:

@@ -7,16 +7,17 @@ ones, and a large model less than a small one, so that it holds for runs of the 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+import msgspec
+
 from ptdbench import cache
 from ptdbench.comparison import variation
 from ptdbench.comparison.alternatives import Alternative, sweep_of
-from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool, Spread
+from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool
 from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Written, part
 
@@ -73,13 +74,9 @@ def keep(found: Sequence[Alternative]) -> None:
 
 
 def look_up(runs: Iterable[Written]) -> Noise | None:
-    """Return what other sweeps measured with runs as large as these on their machine.
+    """Return what other sweeps measured with runs as large as these on their machine; only runs that are ok count.
 
-    Args:
-        runs: Those that will be compared; only the ones that are ok count.
-
-    Returns:
-        Of runs of several sizes that of the size whose runs differ most; ``None`` if one of them is not known.
+    Of runs of several sizes that of the size whose runs differ most; ``None`` if one of them is not known.
     """
     runs = [run for run in runs if run["status"] == "ok"]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
@@ -94,17 +91,12 @@ def _sweeps(key: Mapping[str, Any]) -> dict[str, Noise]:
     """Return what each sweep found, the latest one last; without those whose figures cannot be."""
     found = cache.look_up(_KIND, key).get("sweeps")
     noises = {}
-    for sweep, noise in (found if isinstance(found, dict) else {}).items():
-        with suppress(KeyError, TypeError):
-            paired, unpaired = (Spread(**noise[kind]) for kind in ("paired", "unpaired"))
-            if _is_sound(paired) and _is_sound(unpaired) and unpaired.squares and unpaired.freedom >= _LEAST_FREEDOM:
-                noises[sweep] = Noise(paired, unpaired)
+    for sweep, written in (found if isinstance(found, dict) else {}).items():
+        with suppress(ValueError):
+            noise = msgspec.convert(written, Noise)
+            if noise.unpaired.squares and noise.unpaired.freedom >= _LEAST_FREEDOM:
+                noises[sweep] = noise
     return noises
-
-
-def _is_sound(spread: Spread) -> bool:
-    figures = (spread.squares, spread.freedom)
-    return all(isinstance(figure, int | float) and 0 <= figure < math.inf for figure in figures)
 
 
 def _key(run: Written) -> dict[str, Any]:

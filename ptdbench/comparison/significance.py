@@ -38,12 +38,9 @@ class Comparison:
 
 
 def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparison:
-    """Return the interval of a difference, and what it would have shown.
+    """Return the interval of a difference, which has the ratio with a chance of ``1 - level``, and what it would show.
 
-    Args:
-        found: The difference.
-        level: The interval has the ratio with a chance of ``1 - level``.
-        pairs: How many are compared by :func:`differing`: each has to show more than if it were alone.
+    So many ``pairs`` are compared by :func:`differing`: each has to show more than if it were alone.
     """
     margin = found.error * _quantile(found.freedom, 1 - level / 2)
     return Comparison(

@@ -16,8 +16,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from ptdbench.records.schema import Quantity
 
 #: Fewer runs of one side say nothing unless earlier sweeps do: with two, one lucky run decides.
 MIN_RUNS = 3
@@ -35,8 +37,8 @@ Sample = Mapping[Hashable, float]
 class Spread:
     """An estimated variance of logarithms of figures."""
 
-    squares: float = 0.0  #: The sum of the squared residuals.
-    freedom: float = 0.0  #: Their degrees of freedom; with none nothing is known.
+    squares: Quantity = 0.0  #: The sum of the squared residuals.
+    freedom: Quantity = 0.0  #: Their degrees of freedom; with none nothing is known.
 
     @property
     def deviation(self) -> float:
@@ -64,9 +66,8 @@ class Spread:
 class Noise:
     """The random difference between runs of the same configuration."""
 
-    paired: Spread = field(default_factory=Spread)  #: By what neither their configuration nor their block explains.
-    #: By what their configuration does not explain, a drift of the machine included.
-    unpaired: Spread = field(default_factory=Spread)
+    paired: Spread = Spread()  #: By what neither their configuration nor their block explains.
+    unpaired: Spread = Spread()  #: By what their configuration does not explain, a drift of the machine included.
 
     def __add__(self, other: Noise) -> Noise:
         return Noise(self.paired + other.paired, self.unpaired + other.unpaired)
@@ -91,12 +92,7 @@ class _Moments(NamedTuple):
 
 
 class Pool:
-    """Configurations of one model that are compared with each other, and what is known of how much their runs differ.
-
-    Args:
-        samples: The runs of each.
-        earlier: What earlier sweeps say of runs like these.
-    """
+    """Configurations of one model that are compared, each by its runs, and how much these and earlier ones vary."""
 
     def __init__(self, samples: Sequence[Sample], earlier: Noise | None = None) -> None:
         self._samples = samples  # the keys below are good as long as these are there

@@ -88,9 +88,9 @@ class Failure:
     rank: int  #: The rank; -1 for the process that starts the ranks.
     type: str  #: The exception's class, or the signal's name.
     message: str  #: The error message to show.
-    traceback: str  #: The traceback as text; empty if the process could not write one.
-    time: float  #: Seconds since the epoch, by the clock of ``host``.
-    host: str  #: The machine it ran on; empty where that is not known.
+    traceback: str = ""  #: The traceback as text; empty if the process could not write one.
+    time: float = field(default_factory=time.time)  #: Seconds since the epoch, by the clock of ``host``.
+    host: str = field(default_factory=socket.gethostname)  #: The machine it ran on; empty where that is not known.
     #: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
     exit_code: int | None = None
     #: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something later, it was
@@ -119,8 +119,6 @@ def describe(exception: BaseException, rank: int) -> Failure:
         type=type(telling).__name__,
         message=_shortened(said(telling), _LONGEST_MESSAGE),
         traceback=_shortened("".join(traceback.format_exception(exception)), _LONGEST_TRACEBACK),
-        time=time.time(),
-        host=socket.gethostname(),
         where=user_frame(telling) or user_frame(exception),
     )
 
@@ -139,44 +137,41 @@ def describe_exit(rank: int, exit_code: int) -> Failure:
         message = _signal_message(kind)
     else:
         kind, message = "ExitStatus", f"ended with exit status {exit_code} and without a report"
-    return Failure(rank, kind, message, "", time.time(), socket.gethostname(), exit_code)
+    return Failure(rank, kind, message, exit_code=exit_code)
 
 
 def of_launcher(kind: str, message: str) -> Failure:
     """Report a failure of the launcher, with its own message."""
-    return Failure(-1, kind, message, "", time.time(), socket.gethostname())
+    return Failure(-1, kind, message)
 
 
 def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: int = 0) -> list[Failure]:
-    """Report, as their parent, the ranks that have ended, before any is signaled.
+    """Report, as their parent, the ranks that have ended, by rank, before any is signaled.
 
-    One that ended early with status 0 is not reported: its peers report a lost connection.
-
-    Args:
-        exit_codes: By rank, of those that have ended.
-        world_size: Ranks of the run.
-        oom_kills: Processes that the kernel has killed for lack of memory since the ranks were started.
+    One that ended early with status 0 is not reported: its peers report a lost connection. ``oom_kills`` are processes
+    that the kernel has killed for lack of memory since the ranks were started.
     """
     found = []
     for rank, code in exit_codes.items():
         if code:
             failure = describe_exit(rank, code)
-            others = [other for other in range(world_size) if exit_codes.get(other) != code]
             if failure.type == "SIGKILL" and oom_kills:
                 failure = replace(failure, message="killed by SIGKILL: the kernel ran out of memory meanwhile")
-            found.append(replace(failure, unheard=others) if failure.type in STOP_SIGNALS else failure)
+            if failure.type in STOP_SIGNALS:
+                others = [other for other in range(world_size) if exit_codes.get(other) != code]
+                failure = replace(failure, unheard=others)
+            found.append(failure)
     return found
 
 
 def without_result() -> Failure:
     """Report that all ranks ended with status 0 without closing the record."""
-    message = "every rank ended with exit status 0 and without a result"
-    return replace(of_launcher("ExitStatus", message), exit_code=0)
+    return Failure(-1, "ExitStatus", "every rank ended with exit status 0 and without a result", exit_code=0)
 
 
 def stuck(rank: int, message: str, stacks: str) -> Failure:
     """Report a rank that hangs and so cannot do it itself."""
-    return Failure(rank, "TimeoutError", message, stacks, time.time(), socket.gethostname())
+    return Failure(rank, "TimeoutError", message, stacks)
 
 
 def crash_file(folder: Path, rank: int) -> Path:
@@ -213,18 +208,6 @@ def amend_failure(folder: Path, failure: Failure) -> None:
 
 def read_failures(folder: Path) -> list[Failure]:
     """Return the reports in a folder, by time; for a rank without one what it left when native code ended it."""
-    reports = {failure.rank: failure for failure in map(_read, folder.glob("rank-*.json"))}
-    return sorted((_crashes(folder) | reports).values(), key=lambda failure: failure.time)
-
-
-def reporters(folder: Path) -> set[int]:
-    """Return the ranks that have a report in a folder, or have left their stacks there."""
-    paths = [*folder.glob("rank-*.json"), *filter(_has_content, folder.glob(_CRASH.format("*")))]
-    return set(map(_rank, paths))
-
-
-def _crashes(folder: Path) -> dict[int, Failure]:
-    """Return the ranks that native code has ended."""
     found = {}
     for path in folder.glob(_CRASH.format("*")):
         with suppress(OSError):  # removed by a rank that has just ended well
@@ -232,7 +215,14 @@ def _crashes(folder: Path) -> dict[int, Failure]:
                 rank = _rank(path)
                 message, at, where = _signal_message(ended.signal), path.stat().st_mtime, last_frame(ended.calls)
                 found[rank] = Failure(rank, ended.signal, message, ended.stack, at, "", where=where)
-    return found
+    found |= {failure.rank: failure for failure in map(_read, folder.glob("rank-*.json"))}
+    return sorted(found.values(), key=lambda failure: failure.time)
+
+
+def reporters(folder: Path) -> set[int]:
+    """Return the ranks that have a report in a folder, or have left their stacks there."""
+    paths = [*folder.glob("rank-*.json"), *filter(_has_content, folder.glob(_CRASH.format("*")))]
+    return set(map(_rank, paths))
 
 
 def _rank(path: Path) -> int:
@@ -263,8 +253,6 @@ def _signal_message(name: str) -> str:
     }
     return remarks.get(name, f"stopped by {name}" if name in STOP_SIGNALS else f"killed by {name}")
 
-
-_STOPPED = {*STOP_SIGNALS, "Stopped", "SignalException", "KeyboardInterrupt"}
 
 _COMMUNICATION_TYPES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
 _TIMEOUT_TEXTS = ("timed out waiting", "timed out after", "wait timeout", "operation timeout", "application timeout")
@@ -338,7 +326,7 @@ def status_of(failure: Failure) -> str:
 
 def is_stop(failure: Failure) -> bool:
     """Return whether a signal asked the rank to end, which is not a failure of its own."""
-    return failure.type in _STOPPED
+    return failure.type in {*STOP_SIGNALS, "Stopped", "SignalException", "KeyboardInterrupt"}
 
 
 def _is_communication(failure: Failure) -> bool:
@@ -362,11 +350,5 @@ def _singled_out(failure: Failure) -> Failure:
 
 def _silence(silent: Sequence[int], witness: Failure) -> Failure:
     ranks = "rank " + str(silent[0]) if len(silent) == 1 else "ranks " + ", ".join(map(str, silent))
-    return Failure(
-        rank=silent[0],
-        type="Silent",
-        message=f"{ranks} left no report; rank {witness.rank} then saw: {witness.message}",
-        traceback=witness.traceback,
-        time=witness.time,
-        host=witness.host,
-    )
+    message = f"{ranks} left no report; rank {witness.rank} then saw: {witness.message}"
+    return Failure(silent[0], "Silent", message, witness.traceback, witness.time, witness.host)

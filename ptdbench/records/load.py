@@ -131,10 +131,7 @@ def _as_it_lies(run: Run) -> Run:
 
 
 def load(path: str | Path) -> Run | Runs:
-    """Read results.
-
-    Args:
-        path: The directory of a run or a sweep, a folder that contains such at any depth, or a ``results.jsonl``.
+    """Read the directory of a run or a sweep, a folder that contains such at any depth, or a ``results.jsonl``.
 
     Returns:
         One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which

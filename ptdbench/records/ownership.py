@@ -140,8 +140,7 @@ def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | 
     if not owner or not record.is_open(earlier) or (mine and owner["launch"] == mine["launch"]):
         return
     who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']} on {owner['host']}"
-    goes_on = _goes_on(owner)
-    if goes_on:
+    if goes_on := _goes_on(owner):
         rule = f"{who} is writing its results there"
         raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
     if goes_on is None:
@@ -182,9 +181,7 @@ class Progress(Struct, frozen=True):
 class ProgressFile:
     """``progress.json``, kept up to date: soon after the first steps, every ten seconds and at the end.
 
-    Args:
-        directory: The run's directory.
-        unit: What throughput counts: ``tokens`` or ``samples``.
+    ``unit`` is what throughput counts: ``tokens`` or ``samples``.
     """
 
     def __init__(self, directory: Path, unit: str) -> None:

@@ -22,8 +22,6 @@ from ptdbench.terminal import command, under
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
 
-_OPEN = "the run is still running, or was killed before it could record how it ended"
-
 #: Fields of every record, in the order in which they are written.
 FIELDS = schema.Record.__struct_fields__
 
@@ -41,15 +39,10 @@ def begin(
     """Return the record of a run before its start: its status is ``failed``, in case nothing can be written later.
 
     It is written before the ranks start, so that every run directory has a record, even if all processes are killed
-    at once.
-
-    Args:
-        config: The resolved configuration.
-        directory: The run's directory.
-        environment: Versions and hardware.
-        overrides: Those typed for the run, for :mod:`ptdbench.setup.resume`; ``None`` if unknown.
-        owner: The process that starts the run; ``None`` if it waits to be started.
+    at once. ``config`` is resolved, ``environment`` has versions and hardware; ``overrides`` were typed for the run,
+    and are ``None`` if unknown; ``owner`` starts it, and is ``None`` if it waits to be started.
     """
+    message = "the run is still running, or was killed before it could record how it ended"
     record: dict[str, Any] = dict.fromkeys(FIELDS) | {"config": strict(config, str)}
     return record | {
         "status": "failed",
@@ -66,7 +59,7 @@ def begin(
         "owner": msgspec.to_builtins(owner),
         "remarks": {},
         "environment": dict(environment),
-        "error": schema.NO_ERROR | {"type": UNFINISHED, "message": _OPEN},
+        "error": schema.NO_ERROR | {"type": UNFINISHED, "message": message},
     }
 
 

@@ -37,19 +37,14 @@ Quantity = Annotated[float, Meta(ge=0, le=1e30)]
 Positive = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
-class _Cause(Struct):
-    """The fields of every error."""
+class Error(Struct):
+    """Why a run did not end well."""
 
     rank: Whole  #: The rank that failed first; -1 for the process that starts the ranks.
     type: str  #: The class of the exception, or the name of the signal.
     message: str  #: The error message.
     #: The traceback as text, of a crash in native code the stack; empty if the process could not write one.
     traceback: str
-
-
-class Error(_Cause):
-    """Why a run did not end well."""
-
     #: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in ptdbench; or empty.
     where: str | None = None
 
@@ -119,8 +114,11 @@ class Metrics(Struct):
     mfu_causal: Quantity | None = None  #: The MFU by these FLOP/s.
 
 
-class _Counted(Struct):
-    """What ranks are seen to send with an operation."""
+class Communication(Struct):
+    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks.
+
+    ``dispatch`` is what goes to the ranks with the experts of tokens, and ``combine`` what comes back, in both passes.
+    """
 
     calls: Amount  #: How often a rank calls it.
     bytes: Amount  #: Size of what a rank hands over, or receives where that is larger.
@@ -129,14 +127,6 @@ class _Counted(Struct):
     seconds: Amount
     #: The part of them in which the rank computed nothing: a share of the phase ``communication``.
     exposed_seconds: Amount
-
-
-class Communication(_Counted):
-    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks.
-
-    ``dispatch`` is what goes to the ranks with the experts of tokens, and ``combine`` what comes back, in both passes.
-    """
-
     #: What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is known.
     formula_bytes: Amount | None = None
     #: The least and the most that ``bytes`` can be, where what is sent is in the data; null otherwise.

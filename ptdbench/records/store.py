@@ -91,8 +91,7 @@ def append_result(sweep_directory: Path, record: Written) -> None:
     Raises:
         OSError: The line could not be written; the file is as it was before.
     """
-    path = sweep_directory / RESULTS
-    name = below(sweep_directory, record["directory"])
+    path, name = sweep_directory / RESULTS, below(sweep_directory, record["directory"])
     line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
     with _locked_results(path) as descriptor:
         end = _cut_torn_line(descriptor)
@@ -221,13 +220,9 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
 def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, Path], None]) -> Path:
     """Create a directory of this process alone: ``name``, else ``name-2``, ``name-3``, ...
 
-    It appears with its first files in it, so that a killed process never leaves an unidentified directory.
-
-    Args:
-        parent: The parent directory; created if missing.
-        name: The preferred name; see :func:`file_name`.
-        option: The option that ``parent`` came from, for the message.
-        fill: Called with a folder to write the first files into, at least one, and the name that it will have.
+    It appears with its first files in it, so that a killed process never leaves an unidentified directory. ``parent``
+    is created if missing; ``option`` is where it came from, for the message. ``fill`` is called with a folder to write
+    the first files into, at least one, and the path that it will have.
 
     Raises:
         ConfigError: It is not writable.

@@ -32,17 +32,16 @@ _OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",)} | dict.fromkeys(fp8.RECI
 
 def check_precision(precision: object, device_type: str) -> None:
     """Raise ConfigError for a precision that this kind of device lacks, or that the environment overrides."""
-    override = os.environ.get(TF32_OVERRIDE)
-    if precision in fp8.RECIPES and device_type == "cpu":
-        require(Problem("precision", precision, "FP8 is a format of GPUs", "try fp32, bf16"))
+    if device_type == "cpu":
+        if precision == "tf32" or precision in fp8.RECIPES:
+            units = "TF32" if precision == "tf32" else "FP8"
+            require(Problem("precision", precision, f"{units} is a format of GPUs", "try fp32, bf16"))
+        return
     if precision in fp8.RECIPES and not fp8.is_installed():
         rule = "needs the package torchao, which is not installed"
         require(Problem("precision", precision, rule, "try pip install 'ptdbench[fp8]', or bf16"))
-    if precision == "tf32" and device_type == "cpu":
-        require(Problem("precision", precision, "TF32 is a format of GPUs", "try fp32, bf16"))
-    if override is None or device_type == "cpu" or precision not in ("fp32", "tf32"):
-        return
-    if (override == "0") != (precision == "fp32"):
+    override = os.environ.get(TF32_OVERRIDE)
+    if override is not None and precision in ("fp32", "tf32") and (override == "0") != (precision == "fp32"):
         other = "fp32" if override == "0" else "tf32"
         rule = f"is overridden in NVIDIA's libraries by {TF32_OVERRIDE}={override} in the environment"
         require(Problem("precision", precision, rule, f"unset it, or try {other}"))
@@ -134,13 +133,10 @@ def in_job(cluster: Slurm, ranks: int) -> Room | None:
 
 
 def check_memory(training: TrainingSpec, room: Room) -> str | None:
-    """Compare the training state of a run with the memory for it.
-
-    Returns:
-        A warning if most of the memory is taken.
+    """Return a warning if the training state of a run takes most of the memory for it.
 
     Raises:
-        ConfigError: The training state does not fit; with figures, and what to try.
+        ConfigError: It does not fit; with figures, and what to try.
     """
     dims, model = training.layout.dims, training.config.call("model").name
     weights = 4 * parameter_count(module_of(training.model))

@@ -184,32 +184,29 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
     return parsed
 
 
-def _jobs(overrides: list[Override]) -> list[list[str]]:
-    """List the overrides of each job as Hydra's own sweeper does; raises HydraException for no list of values."""
-    choices = {}  # of an option that was given twice the last counts
-    for override in overrides:
-        name = override.get_key_element()
-        if not override.is_sweep_override():
-            choices[name] = [f"{name}={override.get_value_element_as_str()}"]
-        elif override.is_discrete_sweep():
-            choices[name] = [f"{name}={value}" for value in override.sweep_string_iterator()]
-        else:
-            raise HydraException(f"{_line(override)}: a sweep needs values, as in {name}=1,2")
-    return [list(job) for job in itertools.product(*choices.values())]
-
-
-def _corner(overrides: Sequence[Override], place: int) -> list[str]:
-    """List the overrides of one run: of each list its first value (``place`` 0) or its last one (-1)."""
+def _values(overrides: Sequence[Override]) -> list[list[str]]:
+    """List each option with each of its values, of a range of numbers with its ends; of one given twice the last."""
     found = {}
     for override in overrides:
         name, value = override.get_key_element(), override.value()
         if isinstance(value, IntervalSweep):
-            found[name] = str((value.start, value.end)[place])
+            values = [str(value.start), str(value.end)]
         elif override.is_sweep_override():
-            found[name] = list(override.sweep_string_iterator())[place]
+            values = [*override.sweep_string_iterator()]
         else:
-            found[name] = override.get_value_element_as_str()
-    return [f"{name}={value}" for name, value in found.items()]
+            values = [override.get_value_element_as_str()]
+        found[name] = [f"{name}={value}" for value in values]
+    return [*found.values()]
+
+
+def _jobs(overrides: Sequence[Override]) -> list[list[str]]:
+    """List the overrides of each job as Hydra's own sweeper does."""
+    return [list(job) for job in itertools.product(*_values(overrides))]
+
+
+def _corner(overrides: Sequence[Override], place: int) -> list[str]:
+    """List the overrides of one run: of each list its first value (``place`` 0) or its last one (-1)."""
+    return [values[place] for values in _values(overrides)]
 
 
 def _is_hydras(override: Override) -> bool:

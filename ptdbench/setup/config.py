@@ -33,6 +33,19 @@ LEAST = {
     "seed": 0, "every": 1, "profile.steps": 0, "runs": 1, "max": 3, "block": 0,
 }  # fmt: skip
 
+#: What else a number must be, in words too, and what to try; NaN is never that.
+RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
+    "max_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
+    "timeout_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
+    "clip_norm": (lambda norm: norm > 0, "must be greater than 0, or null for no clipping", ""),
+    "memory_reserve": (
+        lambda part: 0 <= part < 1, "must be at least 0 and less than 1, or null to start a run whatever it needs",
+        "try 0.1",
+    ),
+    "tied_within": (lambda share: 0 <= share < 1, "must be at least 0 and less than 1", "try 0.02"),
+    "ema": (lambda decay: 0 < decay < 1, "must be between 0 and 1, or null for no average", "try 0.999"),
+}  # fmt: skip
+
 #: Ranks on a node without GPUs: the fewest that have something to say to each other.
 RANKS_WITHOUT_GPU = 2
 
@@ -330,23 +343,13 @@ def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> 
 
 def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
     """Find numbers that cannot be right, whatever the rest says."""
-    least = {option: LEAST.get(f"{group}.{option}", LEAST.get(option)) for option in options}
-    found = [
-        Problem(option, value, f"must be at least {lowest}")
-        for option, value in options.items()
-        if (lowest := least[option]) is not None and isinstance(value, int) and value < lowest
-    ]
-    for limit in ("max_minutes", "timeout_minutes"):
-        minutes = options.get(limit)
-        if minutes is not None and not minutes > 0:  # NaN is no limit either
-            found.append(Problem(limit, minutes, "must be greater than 0, or null for no limit"))
-    if (norm := options.get("clip_norm")) is not None and not norm > 0:
-        found.append(Problem("clip_norm", norm, "must be greater than 0, or null for no clipping"))
-    if (part := options.get("memory_reserve")) is not None and not 0 <= part < 1:
-        rule = "must be at least 0 and less than 1, or null to start a run whatever it needs"
-        found.append(Problem("memory_reserve", part, rule, "try 0.1"))
-    if (share := options.get("tied_within")) is not None and not 0 <= share < 1:
-        found.append(Problem("tied_within", share, "must be at least 0 and less than 1", "try 0.02"))
-    if (decay := options.get("ema")) is not None and not 0 < decay < 1:
-        found.append(Problem("ema", decay, "must be between 0 and 1, or null for no average", "try 0.999"))
+    found = []
+    for option, value in options.items():
+        least = LEAST.get(f"{group}.{option}", LEAST.get(option))
+        if least is not None and isinstance(value, int) and value < least:
+            found.append(Problem(option, value, f"must be at least {least}"))
+    for option, (fits, rule, remedy) in RANGES.items():
+        value = options.get(option)
+        if value is not None and not fits(value):
+            found.append(Problem(option, value, rule, remedy))
     return found

@@ -100,9 +100,8 @@ def _check_launcher(composed: Composed, cluster: Cluster, world: World | None) -
     if submits and not composed.is_sweep:
         require(Problem("hydra.mode", "RUN", f"cluster={cluster.name} submits jobs, which is a sweep", "omit it"))
     if world and launcher.startswith("submitit"):
-        rule = (
-            f"this is rank {world.rank} of {world.size} that {world.launcher} started; each would submit the jobs again"
-        )
+        who = f"rank {world.rank} of {world.size} that {world.launcher} started"
+        rule = f"this is {who}; each would submit the jobs again"
         remedy = "start it with plain python, or omit cluster and launcher to run on these ranks"
         name, value = ("cluster", cluster.name) if submits else (LAUNCHER, launcher)
         require(Problem(name, value, rule, remedy))

@@ -46,11 +46,8 @@ def command(directory: Path) -> str:
 def read(typed: Sequence[str], multirun: bool, world: World | None, config_name: str = "config") -> Line:
     """Expand a command line that goes on with an earlier one.
 
-    Args:
-        typed: The overrides.
-        multirun: Whether it is a sweep.
-        world: This process's place, if it is one of a launcher's ranks.
-        config_name: The file that is composed.
+    ``typed`` are its overrides, ``multirun`` says whether it is a sweep; ``world`` is this process's place if it is one
+    of a launcher's ranks, and ``config_name`` the file that is composed.
 
     Raises:
         ConfigError: There is nothing to go on with, not from here, or not with this file.
@@ -151,9 +148,13 @@ def _typed(directory: Path, written: Written) -> list[str]:
         return list(written["overrides"])
     path = directory / ".hydra" / "overrides.yaml"
     if not path.exists():
-        rule = f"there is no run (no {store.RECORD})"
-        raise ConfigError([Problem(RUN, directory, rule, "give the directory of a run below outputs")])
+        raise _no_run(RUN, directory)
     return _words(path, RUN, directory, lambda saved: saved)
+
+
+def _no_run(asked: str, directory: Path) -> ConfigError:
+    rule = f"there is no run (no {store.RECORD})"
+    return ConfigError([Problem(asked, directory, rule, "give the directory of a run below outputs")])
 
 
 def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
@@ -216,9 +217,8 @@ def _submitted_by(directory: Path) -> Path | None:
     """Return the sweep whose job on SLURM the run in a directory is, if it is one."""
     place = directory.resolve()
     sweep = ledger.sweep_of(place)
-    if sweep and str(place.relative_to(sweep)) in {job.directory for job in _ledger(sweep).jobs}:
-        return sweep
-    return None
+    is_known = sweep and str(place.relative_to(sweep)) in {job.directory for job in _ledger(sweep).jobs}
+    return sweep if is_known else None
 
 
 def startable(directory: Path, world: World | None) -> Config:
@@ -226,8 +226,7 @@ def startable(directory: Path, world: World | None) -> Config:
     try:
         written = store.load_record(directory)
     except FileNotFoundError:
-        rule = f"there is no run (no {store.RECORD})"
-        raise ConfigError([Problem("run", directory, rule, "give the directory of a run below outputs")]) from None
+        raise _no_run("run", directory) from None
     _refuse_complete(directory, written, "run")
     if world is None:
         if record.option(written, "cluster.submit", str):
@@ -254,13 +253,9 @@ def _refuse_elsewhere(directory: Path, written: Written) -> None:
 def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> None:
     done, wanted = written.get("steps") or 0, record.option(written, "train.steps", int)
     if written.get("status") == "ok" and done == wanted:
-        rule = f"is complete, with {done} of {wanted} steps"
-        more = (
-            f"train.steps={2 * done}"
-            if asked == RUN
-            else f"{terminal.command()} {RUN}={directory} train.steps={2 * done}"
-        )
-        raise ConfigError([Problem(asked, directory, rule, f"try {more}, to train on from there")])
+        rule, again = f"is complete, with {done} of {wanted} steps", f"{terminal.command()} {RUN}={directory} "
+        remedy = f"try {again * (asked != RUN)}train.steps={2 * done}, to train on from there"
+        raise ConfigError([Problem(asked, directory, rule, remedy)])
 
 
 def _path(value: str | None) -> Path | None:

@@ -66,15 +66,12 @@ class RunSpec:
     def summary(self) -> Summary:
         """The part that a process keeps which carries out none of the ranks."""
         fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
-        if self.training is None:
+        if (training := self.training) is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
         else:
-            fields |= {
-                "parameters": self.training.parameters,
-                "tokens_per_sample": self.training.data.tokens_per_sample,
-                "layout": self.training.layout.as_dict(),
-            }
-        return Summary(self.world_size, trains=self.training is not None, fields=fields)
+            layout, tokens = training.layout.as_dict(), training.data.tokens_per_sample
+            fields |= {"parameters": training.parameters, "tokens_per_sample": tokens, "layout": layout}
+        return Summary(self.world_size, trains=training is not None, fields=fields)
 
     def device(self, local_rank: int) -> torch.device:
         """Return the device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
@@ -86,11 +83,8 @@ class RunSpec:
 def specify(config: Config, world: World | None, gpus: int | None = None) -> RunSpec:
     """Specify a run.
 
-    Args:
-        config: The run's configuration.
-        world: This process's place among ranks that a launcher started or will start, or ``None`` where the run
-            will start its own.
-        gpus: GPUs of a node; ``None`` for those that torch finds here, or as many as virtual ones are needed.
+    ``world`` is this process's place among ranks that a launcher started or will start, or ``None`` where the run will
+    start its own. ``gpus`` are those of a node; ``None``: those that torch finds here, or as many virtual ones as fit.
 
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
@@ -119,7 +113,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     trains = workload is not None and workload.trains
     found.catch(lambda: _check_requeue(config))
     found.catch(lambda: _check_evaluated(config))
-    if workload and not workload.trains:
+    if workload and not trains:
         found.catch(lambda: _check_check(config))
     found.catch(lambda: _check_logger(config, trains))
     is_tried = world is not None and world.launcher == "local"  # by the process that has started this rank
@@ -332,14 +326,10 @@ def _world_size(
     available: int,
     virtual_nodes: int | Literal["auto"] | None,
 ) -> int:
-    """Return how many ranks there are or will be.
+    """Return how many ranks there are or will be: those of ``world`` must be those that are asked for.
 
-    Args:
-        config: Says how many are asked for.
-        world: The ranks that exist; they must be those that are asked for.
-        rule: How many of the available devices are taken where nothing is said.
-        available: Devices of this machine.
-        virtual_nodes: Nodes of a run that starts its own ranks on virtual ones; ``None`` where they are real.
+    ``rule`` says how many of the ``available`` devices of this machine are taken where nothing is said;
+    ``virtual_nodes`` are those of a run that starts its own ranks on virtual ones, ``None`` where nodes are real.
     """
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if world:

@@ -69,15 +69,8 @@ class TrainingSpec:
         """
         recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
         gathers = getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
-        return self.strategy.volume(
-            self.model,
-            self.layout,
-            self.data.example(),
-            precision,
-            recomputes=recomputes,
-            gathers=gathers,
-            forced=forced,
-        )
+        options: dict[str, Any] = {"recomputes": recomputes, "gathers": gathers, "forced": forced}
+        return self.strategy.volume(self.model, self.layout, self.data.example(), precision, **options)
 
     @property
     def communicators(self) -> int:
@@ -90,7 +83,7 @@ class TrainingSpec:
 
     def prepare_data(self) -> None:
         """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""
-        _prepare(self.data)
+        under("data", self.data.prepare)
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """Lay the model out over the mesh; called in every rank."""
@@ -116,10 +109,8 @@ def specify(
 ) -> TrainingSpec:
     """Specify what is trained.
 
-    Args:
-        config: The run's configuration.
-        world_size: Says how many ranks there are, given the strategy's own rule of how many it takes.
-        is_tried: Whether another process of this run has tried the model on a sample, which may take a second.
+    ``world_size`` says how many ranks there are, given the strategy's own rule of how many it takes. ``is_tried``:
+    another process of this run has tried the model on a sample, which may take a second.
 
     Raises:
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
@@ -159,7 +150,7 @@ def specify(
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
 
-    flops, reason = None, None
+    flops = reason = None
     try:
         flops = sum(model.train_flops().values())
     except FlopsUnknown as error:
@@ -203,14 +194,7 @@ def _checks(
 
 def prepare_data(config: Config) -> None:
     """Do what the data of a configuration need once a node; see :meth:`TrainingSpec.prepare_data`."""
-    _prepare(choices.build(config, "data"))
-
-
-def _prepare(data: Data) -> None:
-    try:
-        data.prepare()
-    except ConfigError as error:
-        raise error.under("data") from None
+    under("data", choices.build(config, "data").prepare)
 
 
 def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
@@ -253,10 +237,9 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
         with torch.no_grad():
             module.eval()(*data.example())
     except Exception as error:  # whatever a model may raise
-        name, reason = config.call("model").name, said(error).partition("\n")[0]
-        raise ConfigError(
-            [Problem("data", config.call("data").name, f"does not suit model={name}: {reason}")]
-        ) from None
+        reason = said(error).partition("\n")[0]
+        rule = f"does not suit model={config.call('model').name}: {reason}"
+        raise ConfigError([Problem("data", config.call("data").name, rule)]) from None
 
 
 def _check_activations(config: Config, activations: Activations, model: Model) -> None:

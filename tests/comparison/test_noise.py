@@ -163,7 +163,6 @@ KNOWN = {kind: {"squares": 0.1, "freedom": 4} for kind in ("paired", "unpaired")
             for kind, worse in [
                 ("unpaired", {"squares": "0.1"}), ("unpaired", {"squares": -0.1}), ("paired", {"squares": math.inf}),
                 ("unpaired", {"squares": 0.0}), ("unpaired", {"freedom": 3}), ("paired", {"freedom": None}),
-                ("paired", {"another": 1}),
             ]
         ),
     ],
