@@ -72,6 +72,7 @@ ALONE = "rank {} was stopped by SIGTERM, which its peers did not receive"
         # Exceptions, exits and lost peers.
         ([raised(1, 1.0), raised(0, 2.0)], 2, 1, "failed", "bad input"),
         ([report(0, 1.0), raised(1, 2.0), exited(0, 3.0, 1), exited(1, 3.0, 1)], 2, 1, "failed", "bad input"),
+        ([exited(1, 1.0, 1), raised(1, 2.0)], 2, 1, "failed", "bad input"),  # by the clock of another machine
         ([report(0, 1.0), report(1, 2.0, "DistBackendError", NCCL_MEMORY)], 2, 1, "oom", NCCL_MEMORY),
         ([report(0, 2.0), report(1, 1.0)], 2, 1, "failed", CLOSED),
         ([report(0, 2.0), report(2, 1.0)], 4, 1, "failed", f"ranks 1, 3 left no report; rank 2 then saw: {CLOSED}"),
@@ -81,7 +82,7 @@ ALONE = "rank {} was stopped by SIGTERM, which its peers did not receive"
         ([exited(0, 2.0, -signal.SIGTERM), report(1, 1.0)], 2, 1, "failed", CLOSED),
         # All were stopped, in whatever order, and whatever some of them lost then.
         ([stopped(0, 1.0), stopped(1, 2.0)], 2, 0, "preempted", "stopped by"),
-        ([stopped(0, 1.0), report(1, 2.0)], 2, 0, "preempted", "stopped by"),
+        ([stopped(0, 1.0), report(1, 2.0)], 3, 0, "preempted", "stopped by"),
         # Stopped before they all had met: nobody can know.
         ([stopped(0, 1.0)], 2, 0, "preempted", "stopped by"),
         # One was stopped, and its peers worked on until it left; whether the launcher stopped them or they lost it.
