@@ -63,7 +63,7 @@ class TestJobs:
 
     def test_a_glob_is_every_choice_there_is(self):
         found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).jobs}
-        assert found == {path.stem for path in (CONF / "parallel").iterdir()} >= {"single", "ddp", "fsdp", "pdp"}
+        assert found == {path.stem for path in (CONF / "parallel").iterdir()}
 
     def test_models_bring_the_data_that_suit_them_and_the_command_line_wins(self):
         assert compose("model=resnet18").jobs[0].data.name == "synthetic_images"
@@ -178,11 +178,12 @@ class TestFolderOfOnesOwn:
         folder.touch()
         assert self.refused(folder, "model=toy") == told
 
-    def test_a_glob_finds_choices_there(self, tmp_path):
+    def test_a_glob_finds_choices_there_and_a_key_may_be_a_number(self, tmp_path):
         (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "to_mine.yaml").write_text(TOY)
+        (tmp_path / "model" / "to_mine.yaml").write_text(f"{TOY}3: x\n")
         found = compose_all(["model=glob(to*)"], True, Source(CONF, extra=str(tmp_path)))
         assert found.overrides == [["model=to_mine"], ["model=toy"]]
+        assert config.resolve(found.jobs[0])["model"]["3"] == "x"
 
     @pytest.mark.parametrize(
         ("text", "told"),
@@ -206,18 +207,11 @@ class TestFolderOfOnesOwn:
         line = self.refused(tmp_path, "model=mine")
         assert line.startswith("command line=model=mine: ")
         assert told.replace("{path}", str(path)) in line
-        assert line.removeprefix("command line=model=mine: ")
 
     def test_a_broken_file_that_nobody_chose_hides_no_misspelling(self, tmp_path):
         (tmp_path / "optimizer").mkdir()
         (tmp_path / "optimizer" / "mine.yaml").write_text("[")
         assert self.refused(tmp_path, "optimizer.lrr=3").startswith("optimizer.lrr=3: there is no such option")
-
-    def test_a_key_that_is_a_number(self, tmp_path):
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "mine.yaml").write_text(f"{TOY}3: x\n")
-        found = compose_all(["model=mine"], False, Source(CONF, extra=str(tmp_path)))
-        assert config.resolve(found.jobs[0])["model"]["3"] == "x"
 
 
 class TestWhatHydraFailsOn:
