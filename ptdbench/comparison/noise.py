@@ -34,8 +34,7 @@ _SWEEPS = 8
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
     """Return the distances of alternatives, those of each model judged together, with the noise of earlier sweeps.
 
-    Returns:
-        ``None`` for a pair of which one has less than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    ``None`` for a pair of which one has less than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
     models: dict[Any, dict[int, Alternative]] = {}
     for pair in pairs:

@@ -110,9 +110,7 @@ class Pool:
 
         The variance is that of this pair, and as a prior that of all others: those of quiet configurations are not
         taken for that of a noisy one (P. Games and J. Howell, Journal of Educational Statistics 1, 1976).
-
-        Returns:
-            ``None`` where there are too few runs, and nothing is known from earlier ones.
+        ``None`` where there are too few runs, and nothing is known from earlier ones.
         """
         if not (self.is_enough(one) and self.is_enough(other)):
             return None
@@ -134,10 +132,9 @@ class Pool:
         return Difference(mean, known.deviation * math.sqrt(scale), known.freedom, runs, is_paired)
 
     def mean_error(self, sample: Sample) -> tuple[float, float] | None:
-        """The standard error of the mean logarithm of a configuration, and its degrees of freedom.
+        """Return the standard error of the mean logarithm of a configuration, and its degrees of freedom.
 
-        Returns:
-            ``None`` with fewer than :data:`MIN_RUNS` runs.
+        ``None`` with fewer than :data:`MIN_RUNS` runs.
         """
         if len(sample) < MIN_RUNS:
             return None
@@ -204,7 +201,7 @@ def _unconnected(rows: Sequence[Sample]) -> int:
 def _welch(one: _Moments, other: _Moments) -> Spread:
     """The variance of a run, from two configurations each with its own, with Welch's degrees of freedom."""
     sides = (one, other)
-    if min(side.runs for side in sides) < 2:
+    if min(one.runs, other.runs) < 2:
         return Spread()
     parts = [side.spread.deviation**2 / side.runs for side in sides]
     squared = sum(part**2 / side.spread.freedom for part, side in zip(parts, sides, strict=True))

@@ -72,10 +72,8 @@ class Attempt:
         """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
         ``change`` returns the new record for the one on disk, or ``None`` to leave it unchanged; calls of several ranks
-        are serialized. If ``durable``, the new record survives a crash of the machine.
-
-        Returns:
-            The record written, or ``None``.
+        are serialized. If ``durable``, the new record survives a crash of the machine. Returns the record written, or
+        ``None``.
 
         Raises:
             OSError: There is no record, or it cannot be written.

@@ -160,13 +160,13 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
     wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
 
     def make() -> str:
-        if not any(override.startswith(f"{option}=") for override in overrides):
-            claimed = store.claim_directory(wish.parent, wish.name, option, fill)
-            if composed.is_sweep:
-                store.point_latest(claimed)
-            return str(claimed)
-        store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
-        return str(wish)
+        if any(override.startswith(f"{option}=") for override in overrides):
+            store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
+            return str(wish)
+        claimed = store.claim_directory(wish.parent, wish.name, option, fill)
+        if composed.is_sweep:
+            store.point_latest(claimed)
+        return str(claimed)
 
     def fill(folder: Path, directory: Path) -> None:
         """Write what it is, for whoever finds it after the program was killed."""
