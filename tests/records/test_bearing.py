@@ -12,12 +12,10 @@ from tests.conftest import composed
     [
         ("optimizer.lr", "layout", False),
         ("parallel.bucket_mb", "layout", True),
-        ("parallel.bucket_mb", "degree", False),
         ("parallel.tensor", "degree", True),
         ("parallels", "layout", False),
         ("cluster.partition", "queue", True),
         ("cluster.nodes", "queue", False),
-        ("repeat.block", "start", True),
         ("sweep.same_nodes", "start", False),
         ("sweep.resume", "start", True),
         ("logger.project", "nothing", True),
