@@ -83,6 +83,8 @@ TOLD = {
     "optimizer.lr=-1": "optimizer=(its options): cannot be built: Invalid learning rate: -1",
     "offload=optimizer_and_weights": "offload=optimizer_and_weights: is for sharded weights, and these degrees of "
     "parallelism shard none; try parallel=fsdp,hsdp",
+    "parallel=fsdp parallel.reshard_after_forward=half": "parallel.reshard_after_forward=half: must be true or false "
+    "or a whole number",
     "parallel.gradients=powersgd precision=fp16": "parallel.gradients=powersgd: is not for scaled losses: a step that "
     "overflows is skipped, and its infinite error would be kept; try auto, or precision=bf16",
     "cluster.nodes=2": "cluster.nodes=2: this machine is one node; try 1, cluster=slurm, or srun, mpirun or torchrun "
