@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from ptdbench.launch import hostlist
+from ptdbench.launch import hostlist, lifetime
 from ptdbench.launch.world import World
 
 #: Seconds that a command may take. A busy controller answers late; one that is down makes some commands wait for ever.
@@ -328,7 +328,7 @@ class JobSteps:
         """Have the ranks carry out the run of a directory, and wait for them; the exit status of srun."""
         step = subprocess.Popen([*self.command, str(directory)])
         try:
-            return step.wait()
+            return lifetime.wait_for(step)
         except BaseException:
             step.terminate()  # srun ends its tasks
             step.wait()

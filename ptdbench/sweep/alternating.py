@@ -9,14 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import mkdtemp
 
 import psutil
 
-from ptdbench.launch import local
+from ptdbench.launch import lifetime, local
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
 from ptdbench.report import versus
@@ -254,10 +254,7 @@ def _wait_for(command: Sequence[str], side: Side) -> int:
         )
         for number in noted:  # those that came before there was whom to pass them on to
             child.send_signal(number)
-        while (status := child.poll()) is None:
-            # Where another thread took the signal, as while a process is being started, nothing interrupts this one.
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(1.0)
+        status = lifetime.wait_for(child)
     if noted:
         raise (StoppedSide if status == 128 + noted[0] else local.Stopped)(noted[0])
     return status

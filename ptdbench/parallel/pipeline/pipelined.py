@@ -131,7 +131,8 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
 
         # torch would split the group, which takes all of its ranks.
         ranks = dist.get_process_group_ranks(group)
-        _PP_DIRECTION_GROUP_CACHE[group] = (dist.new_group(ranks), dist.new_group(ranks))
+        groups: Any = (dist.new_group(ranks), dist.new_group(ranks))
+        _PP_DIRECTION_GROUP_CACHE[group] = groups
     return links
 
 
