@@ -123,7 +123,7 @@ def process_group(
     Args:
         world: This rank's place.
         backend: ``gloo``, ``nccl``, or both, each with its kind of device.
-        device: This rank's.
+        device: This rank's device.
         key: See :func:`own_store`.
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
         patience: How long a rank waits for its peers in a collective, see :func:`patience_for`.

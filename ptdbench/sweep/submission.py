@@ -192,7 +192,7 @@ def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobS
     """Carry out the run of a directory, in every task of the job.
 
     Args:
-        directory: The run's.
+        directory: The run's directory.
         environment: Variables that the run must see; ``None`` for one that it must not.
         steps: How the job's script, which calls this before, starts ranks that try a micro-batch.
 
