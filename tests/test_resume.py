@@ -57,10 +57,11 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout, int], d
 #: tests/checkpoints/test_state.py has the state of each layout under others.
 LAYOUTS: list[Layout] = [
     ("ddp", 2), ("fsdp", 3), ("pdp", 2), ("ddp", 3), ("tp parallel.sequence=true", 4), ("fsdp parallel.context=2", 4),
+    ("hsdp", 4), ("ddp parallel.optimizer=zero1", 2), ("pdp", 3), ("fsdp parallel.pipeline=2", 4),
 ]  # fmt: skip
 CHANGES: list[tuple[Layout, Layout]] = [
     (("ddp", 2), ("fsdp", 2)), (("hsdp", 4), ("pdp", 2)), (("tp", 2), ("fsdp", 4)), (("3d", 8), ("single", 1)),
-    (("fsdp parallel.context=2", 4), ("tp", 4)),
+    (("fsdp parallel.context=2", 4), ("tp", 4)), (("ddp", 2), ("hsdp parallel.pipeline=2", 8)),
 ]  # fmt: skip
 
 
