@@ -111,7 +111,10 @@ MODELS: dict[str, Any] = {
         partial(Llama, layers=2, heads=4, key_value_heads=2, width=16, hidden=20, sequence_length=8, vocabulary=42),
         _TOKENS,
     ),
-    "stages of two layers": (partial(GPT, layers=4, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
+    **dict.fromkeys(
+        ("stages of two layers", "both ends on a rank"),
+        (partial(GPT, layers=4, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
+    ),
     "": (partial(GPT, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
 }  # fmt: skip
 
