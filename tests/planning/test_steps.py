@@ -1,5 +1,7 @@
 """Steps of other micro-batches, and steps that stand for longer ones."""
 
+import pytest
+
 from ptdbench.planning.micro_batch import layouts, stand_in
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
@@ -22,8 +24,10 @@ def test_a_pipeline_has_as_many_as_it_has_stages() -> None:
     assert {size: layout.microbatches for size, layout in found.items()} == {1: 12, 2: 6, 3: 4, 4: 3, 6: 2}
 
 
-def test_a_batch_that_is_free_grows_with_the_micro_batch() -> None:
-    found = layouts(training("parallel=pdp"), is_free=True)
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_a_batch_that_is_free_grows_with_the_micro_batch(schedule: str) -> None:
+    """With as many micro-batches as ranks, also of a schedule that could run one, and would hold one."""
+    found = layouts(training("parallel=pdp", f"parallel.schedule={schedule}"), is_free=True)
     assert [found[size].global_batch for size in (1, 4)] == [2, 8]
 
 
