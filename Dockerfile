@@ -3,7 +3,7 @@
 #   docker build -t ptdbench .
 #   docker run --rm ptdbench                                    # make bench: ddp, pdp and fsdp on two CPU ranks
 #   docker run --rm --gpus all --ipc host ptdbench python train.py model=gpt_xl parallel=fsdp
-#   docker build --build-arg BASE=nvcr.io/nvidia/pytorch:25.10-py3 -t ptdbench-ngc .
+#   docker build --build-arg BASE=<an image with PyTorch 2.11 or newer> -t ptdbench-own .
 ARG BASE=python:3.12-slim
 FROM ${BASE}
 
@@ -11,7 +11,7 @@ RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git make \
     && rm -rf /var/lib/apt/lists/*
 
-# Nobody's own rights are needed; outputs belong to whoever runs it.
+# An unprivileged user; mount a volume at /home/bench/ptdbench/outputs to keep results.
 RUN useradd --create-home bench
 COPY --chown=bench . /home/bench/ptdbench
 USER bench

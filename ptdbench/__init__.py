@@ -1,4 +1,4 @@
-"""ptdbench: which way of parallelizing a PyTorch model is fastest on the machine at hand."""
+"""Find the fastest way to parallelize a PyTorch model; :func:`load` reads the results."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -38,12 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-if-slower",
         type=_share,
         metavar="PERCENT",
-        help="exit status 1 only for what is slower by at least so much, and 3 where that cannot be ruled out",
+        help="exit with 1 only if a configuration is slower by at least PERCENT, and with 3 if that cannot be ruled out",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
     parser.epilog = (
         "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails; with --fail-if-slower "
-        "also one whose losses are others. 3: too few runs to tell; try repeat=5 or more. 2: the input cannot be "
+        "also if its final loss differs. 3: too few runs to tell; try repeat=5 or more. 2: the input cannot be "
         "compared."
     )
 

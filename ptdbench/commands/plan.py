@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "does it fit, and with which micro-batch: what each rank of a run will need of memory, before it is run"
+HELP = "predict the memory of each rank, whether it fits, and the largest micro-batch that fits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

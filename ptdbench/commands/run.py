@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-HELP = "carry out the run of a directory, or go on with it; also under torchrun, srun and mpirun"
+HELP = "start or continue the run in a directory; also under torchrun, srun and mpirun"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -77,7 +77,7 @@ def of_degrees(how: Options) -> list[Row]:
          "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches",
          "try auto"),
         (has_shards and compresses,
-         "gradients", "is made of whole gradients, and here are shards of them", "try auto, bf16, or parallel=ddp"),
+         "gradients", "needs whole gradients, and this layout shards them", "try auto, bf16, or parallel=ddp"),
         *(
             (is_one["shard"] and averages and not compresses and is_set[option],
              option, "has no effect without parallel.gradients=powersgd", "omit it")

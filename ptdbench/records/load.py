@@ -131,11 +131,11 @@ def _as_it_lies(run: Run) -> Run:
 
 
 def load(path: str | Path) -> Run | Runs:
-    """Read the directory of a run or a sweep, a folder that contains such at any depth, or a ``results.jsonl``.
+    """Load the records of a run, a sweep, a folder of either, or a ``results.jsonl``.
 
     Returns:
         One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
-        they ended, those of a folder in natural order of their paths; its ``frame()`` is a table of pandas. Damaged
+        they ended, those of a folder in natural order of their paths; its ``frame()`` returns a pandas DataFrame. Damaged
         records are skipped with a warning.
 
     Raises:

@@ -63,7 +63,7 @@ def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Pa
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
     """Yield what Hydra would do in a program that it runs, and cannot here."""
     if hydra.callbacks:
-        rule, remedy = "nothing of Hydra's runs a job, and would call them", "omit them"
+        rule, remedy = "ptdbench runs the jobs, not Hydra, so they would never be called", "omit them"
         yield Problem("hydra.callbacks", "{...}", rule, remedy)
     if hydra.job.chdir:
         yield Problem("hydra.job.chdir", as_typed(True), "runs start in the current directory", "omit it")

@@ -68,8 +68,8 @@ def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batc
         ({"shard": 4, "sequence": True}, f"sequence=true: {NO_EFFECT}=tp,3d"),
         ({"shard": 4, "context_method": "ring"}, f"context_method=ring: {NO_EFFECT}.context=2"),
         ({"shard": 4, "optimizer": "zero1"}, f"optimizer=zero1: {NO_EFFECT}=ddp,pdp"),
-        ({"shard": 4, "gradients": "powersgd"}, "gradients=powersgd: is made of whole gradients, and here are shards "
-         "of them; try auto, bf16, or parallel=ddp"),
+        ({"shard": 4, "gradients": "powersgd"}, "gradients=powersgd: needs whole gradients, and this layout shards "
+         "them; try auto, bf16, or parallel=ddp"),
         *(({degree: 2, other: 2, "powersgd_rank": 2}, f"powersgd_rank=2: {NO_EFFECT}=ddp,pdp")
           for degree, other in (("replicate", "shard"), ("pipeline", "tensor"), ("pipeline", "pipeline"))),
         *(({degree: 2, "powersgd_rank": 3}, f"powersgd_rank=3: {WITHOUT_POWERSGD}")

@@ -23,8 +23,8 @@ TOLD = {
     "hydra.verbose=true": "hydra.verbose=true: nothing is logged through Hydra; omit it",
     "hydra/job_logging=default": "hydra.job_logging={...}: nothing is logged through Hydra; omit it",
     "hydra/hydra_logging=default": "hydra.hydra_logging={...}: nothing is logged through Hydra; omit it",
-    "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: nothing of Hydra's runs a job, and would "
-    "call them; omit them",
+    "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: ptdbench runs the jobs, not "
+    "Hydra, so they would never be called; omit them",
     "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: runs are started by ptdbench; try basic, submitit_local, "
     "submitit_slurm",
 }
