@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -181,7 +182,11 @@ def assemble(job: Job) -> StepLoop:
     if (every := job.spec.config.eval.every) is not None and training.data.held_out is None:
         rule = f"data={job.spec.config.call('data').name} has no held-out part"
         require(Problem("eval.every", every, rule, "try null, or data with a held-out part"))
-    mesh = Mesh(training.layout.dims, job.spec.device_type)
+    dims = training.layout.dims
+    mesh = Mesh(dims, job.spec.device_type)
+    # For dropout: ranks that share each product, which are neighbors in the mesh, draw alike, and no others do.
+    place = job.world.rank // dims.ways("products")
+    torch.manual_seed(random.Random(f"{job.spec.config.general.seed} {place}").getrandbits(63))
     engine = training.engine(mesh, job.device)
     engine.module.train()
     rendezvous.be_patient(rendezvous.patience_for(job.spec.config.general.timeout_minutes))

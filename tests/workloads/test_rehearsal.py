@@ -61,7 +61,6 @@ def gradients_of(directory: Path, composed: DictConfig, **options: Any) -> list[
             seen[-1][name] = Gradient(memory, numbers.storage_offset(), numbers.clone())
         update(self, step)
 
-    torch.manual_seed(0)  # as a process of its own begins
     with mock.patch.object(Update, "__call__", watched):
         Train()(job(directory, composed))
     return seen

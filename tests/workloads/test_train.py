@@ -39,6 +39,24 @@ def test_a_run_without_time_is_cut_short_with_a_remark(shared_run):
     assert record["remarks"]["cut_short"] == f"{PROBE_STEPS} of 50 steps: more would exceed train.max_minutes=1e-09"
 
 
+def drawn(directory: Path, seeds: list[int]) -> list[float]:
+    """What dropout would begin with on this rank, for runs of these seeds."""
+    found = []
+    for number, seed in enumerate(seeds):
+        options = ("model=gpt_tiny", "parallel=tp", "parallel.tensor=2", "parallel.replicate=2", f"seed={seed}")
+        assemble(job(directory / str(number), composed(*options)))
+        found.append(torch.rand(1).item())
+    return found
+
+
+def test_chance_follows_the_seed_and_is_shared_by_those_who_share_each_product(tmp_path):
+    first, second, third, fourth = on_ranks(4, drawn, tmp_path, [0, 0, 1])
+    assert (first, third) == (second, fourth)
+    for again, once, other in (first, third):
+        assert again == once != other
+    assert not {*first} & {*third}
+
+
 def affordable() -> list[int]:
     """What two ranks find that measured different times: 2 s and 4 s for their fastest step."""
     mine: Any = [[9.0, 2.0, 3.0], [8.0, 5.0, 4.0]][dist.get_rank()]
