@@ -126,7 +126,7 @@ class Offload(Activations):
         """Let the layers offload."""
         offloading = Offloading()
         for number, layer in enumerate(layers):
-            wrap_forward(layer, partial(offloading.of_layer, number == 0))
+            wrap_forward(layer, partial(offloading.of_layer, layer, number == 0))
 
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional

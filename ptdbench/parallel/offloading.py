@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from ptdbench.local_part import local_part
+
 
 class Offloading:
     """Offloads what the layers of a model, or of a stage of it, save."""
@@ -24,14 +26,14 @@ class Offloading:
         self._latest: _Run | None = None
         self._on_device: list[_Run] = []
 
-    def of_layer(self, is_first: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def of_layer(self, layer: nn.Module, is_first: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
         """``forward`` of a layer whose saved tensors are offloaded; ``is_first``: no layer comes before it."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*arguments, **named)
-            mine = self._latest = _Run(None if is_first else self._latest, self.begin)
+            mine = self._latest = _Run(layer, None if is_first else self._latest, self.begin)
             self.begin(mine)
             with saved_tensors_hooks(mine.pack, lambda fetch: fetch()):
                 return forward(*arguments, **named)
@@ -50,10 +52,11 @@ class Offloading:
 class _Run:
     """What one forward pass of a layer has saved; ``begin`` is called before each use of it."""
 
-    def __init__(self, before: _Run | None, begin: Callable[[_Run], None]) -> None:
+    def __init__(self, layer: nn.Module, before: _Run | None, begin: Callable[[_Run], None]) -> None:
+        self._layer = layer
         self.before = before  #: The pass of the layer before it, whose backward pass comes next.
         self._begin = begin
-        self._copies: dict[object, _Copy] = {}
+        self._copies: dict[object, _Copy] = {}  #: By storage, which a copy keeps while the pass goes on.
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Return what fetches a saved tensor. A weight or a narrow copy of one, and a view of it, stays where it is.
@@ -61,13 +64,18 @@ class _Run:
         :class:`torch.autograd.graph.save_on_cpu` would move weights too.
         """
         whole = tensor._base if tensor._is_view() and tensor._base is not None else tensor
-        if isinstance(whole, nn.Parameter) or _is_copy(whole):
+        if _is_copy(whole) or self._is_of_weight(tensor):
             return tensor.detach
         if isinstance(tensor, DTensor):
             local, mesh, placements = self._offload(tensor.to_local()), tensor.device_mesh, tensor.placements
             size, stride = tensor.size(), tensor.stride()
             return lambda: DTensor.from_local(local(), mesh, placements, run_check=False, shape=size, stride=stride)
         return self._offload(tensor.detach())
+
+    def _is_of_weight(self, tensor: Tensor) -> bool:
+        """Whether its memory is a weight's, be it a parameter or what FSDP has gathered, and frees before a copy ends."""
+        own = local_part(tensor).untyped_storage()._cdata
+        return any(local_part(weight).untyped_storage()._cdata == own for weight in self._layer.parameters())
 
     def leave(self) -> None:
         """Free the device's memory of what is saved, when it is copied."""
@@ -90,7 +98,7 @@ class _Run:
         storage, count = tensor.untyped_storage(), part.numel()
         if fills := count > 0 and storage.nbytes() == count * part.itemsize:
             part = part.as_strided((count,), (1,), 0)
-        key = (storage.data_ptr(), tensor.dtype) if fills else object()
+        key = (storage._cdata, tensor.dtype) if fills else object()
         copy = self._copies[key] = self._copies.get(key) or _Copy(part)
         copy.uses += 1
 

@@ -132,7 +132,7 @@ def test_what_is_fetched_has_the_strides_it_had():
         whole, whole.transpose(0, 1), whole.unflatten(-1, (3, 4)).permute(2, 0, 1, 3)[1], whole[:, :1].expand(2, 5, 12),
         whole[0, 0, 0], torch.tensor(3), torch.empty(2, 0, 3),
     )  # fmt: skip
-    run = _Run(None, lambda _: None)
+    run = _Run(nn.Module(), None, lambda _: None)
     fetches = [run.pack(saved) for saved in tensors]
     run.leave()
     found = [fetch() for fetch in fetches]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from ptdbench.local_part import local_part
 from ptdbench.models.moe import MoE
+from ptdbench.parallel.activations import Offload
+from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
@@ -43,10 +48,10 @@ def model(kind: str = "loss") -> MoE:
     )  # fmt: skip
 
 
-def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[float]]:
+def by_layout(layout: str, kind: str, precision: Name = "fp32", **setting: Any) -> list[list[float]]:
     """In each of four ranks: losses and norms of gradients."""
     strategy = Strategy(**LAYOUTS[layout])
-    engine, plan, replica = laid_out(strategy, model(kind), SAMPLES, precision=precision)
+    engine, plan, replica = laid_out(strategy, model(kind), SAMPLES, precision=precision, **setting)
     foreseen = strategy.footprints(model(kind), plan, sgd, average=False)[plan.dims.stage(dist.get_rank())]
     held = [*engine.module.parameters(), *engine.module.buffers()]
     assert foreseen.weights == sum(local_part(tensor.detach()).nbytes for tensor in held)
@@ -87,6 +92,29 @@ def test_every_layout_has_the_losses_and_norms_of_one_rank(of_first, case):
     exact = [pytest.approx(step, rel=1e-5) for step in expected(kind)]
     assert (of_first[case] == exact) == (precision == "fp32")
     assert of_first[case] == [pytest.approx(step, rel=2e-2) for step in expected(kind)]
+
+
+def offloaded(layout: str) -> tuple[list[list[float]], int, set[tuple[int, ...]]]:
+    """In each of four ranks: losses and norms, how much went to the host, and of what somebody else freed the shapes."""
+    moved: list[Tensor] = []
+    offload = _Run._offload
+
+    def watched(run: _Run, tensor: Tensor) -> Callable[[], Tensor]:
+        moved.append(tensor)
+        return offload(run, tensor)
+
+    with mock.patch.object(_Run, "_offload", watched):
+        found = by_layout(layout, "loss", activations=Offload())
+    return found, len(moved), {(*one.shape,) for one in moved if one.numel() and not one.untyped_storage().nbytes()}
+
+
+@pytest.mark.ranks
+def test_weights_that_fsdp_gathers_are_not_offloaded():
+    """It frees them before the backward pass, those of experts in the middle of a layer."""
+    for losses, moved, freed in on_ranks(4, each, offloaded, ["shards", "tensor"])[0].values():
+        assert losses == [pytest.approx(step, rel=1e-5) for step in expected("loss")]
+        assert moved > 100
+        assert not freed
 
 
 def test_no_two_kinds_have_the_same_losses():
