@@ -64,7 +64,8 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     of_commands = {}
     for name in _commands():
         command = import_module(f"{commands.__name__}.{name}")
-        of_commands[name] = choices.add_parser(name, help=command.HELP, description=(command.__doc__ or "").replace("``", ""))
+        about = (command.__doc__ or "").replace("``", "")
+        of_commands[name] = choices.add_parser(name, help=command.HELP, description=about)
         command.add_arguments(of_commands[name])
         of_commands[name].set_defaults(main=command.main)
     return parser, of_commands

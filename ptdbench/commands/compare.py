@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-if-slower",
         type=_share,
         metavar="PERCENT",
-        help="exit with 1 only if a configuration is slower by at least PERCENT, and with 3 if that cannot be ruled out",
+        help="exit with 1 only if a configuration is slower by at least PERCENT, with 3 if that cannot be ruled out",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
     parser.epilog = (

@@ -73,7 +73,7 @@ class _Run:
         return self._offload(tensor.detach())
 
     def _is_of_weight(self, tensor: Tensor) -> bool:
-        """Whether its memory is a weight's, be it a parameter or what FSDP has gathered, and frees before a copy ends."""
+        """Whether its memory is that of a parameter, or of what FSDP has gathered and frees before a copy ends."""
         own = local_part(tensor).untyped_storage()._cdata
         return any(local_part(weight).untyped_storage()._cdata == own for weight in self._layer.parameters())
 

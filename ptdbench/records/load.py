@@ -135,8 +135,8 @@ def load(path: str | Path) -> Run | Runs:
 
     Returns:
         One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
-        they ended, those of a folder in natural order of their paths; its ``frame()`` returns a pandas DataFrame. Damaged
-        records are skipped with a warning.
+        they ended, those of a folder in natural order of their paths; its ``frame()`` returns a pandas DataFrame.
+        Damaged records are skipped with a warning.
 
     Raises:
         FileNotFoundError: There are no records.

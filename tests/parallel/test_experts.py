@@ -95,7 +95,7 @@ def test_every_layout_has_the_losses_and_norms_of_one_rank(of_first, case):
 
 
 def offloaded(layout: str) -> tuple[list[list[float]], int, set[tuple[int, ...]]]:
-    """In each of four ranks: losses and norms, how much went to the host, and of what somebody else freed the shapes."""
+    """In each of four ranks: losses and norms, how much went to the host, and the shapes of what FSDP freed of it."""
     moved: list[Tensor] = []
     offload = _Run._offload
 
