@@ -174,7 +174,7 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
 
 
 def _trained(folder: Path) -> list[Run]:
-    """The runs that train; raises FileNotFoundError where there is none."""
+    """The runs that train and are measured; raises FileNotFoundError where there is none."""
     from ptdbench.records.load import load_telling
 
     found = load_telling(folder, lambda damage: echo(damage, sys.stderr))
@@ -182,4 +182,7 @@ def _trained(folder: Path) -> list[Run]:
     trained = [run for run in runs if run.get("model")]
     if not trained:
         raise FileNotFoundError(f"{folder}: has no run that trains; give runs of workload=train")
-    return trained
+    measured = [run for run in trained if not run.get("kind")]
+    if not measured:
+        raise FileNotFoundError(f"{folder}: its runs are {trained[0]['kind']}, and take no time; give measured ones")
+    return measured

@@ -16,7 +16,7 @@ import msgspec
 
 from ptdbench import cache
 from ptdbench.comparison import variation
-from ptdbench.comparison.alternatives import Alternative, sweep_of
+from ptdbench.comparison.alternatives import Alternative, sweep_of, throughput
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool
 from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Written, part
@@ -73,11 +73,11 @@ def keep(found: Sequence[Alternative]) -> None:
 
 
 def look_up(runs: Iterable[Written]) -> Noise | None:
-    """Return what other sweeps measured with runs as large as these on their machine; only runs that are ok count.
+    """Return what other sweeps measured with runs as large as these on their machine; only runs with a throughput count.
 
     Of runs of several sizes that of the size whose runs differ most; ``None`` if one of them is not known.
     """
-    runs = [run for run in runs if run["status"] == "ok"]
+    runs = [run for run in runs if throughput(run)]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
     own = {sweep_of(run).name for run in runs}  # what they say themselves is known
     found = [[noise for sweep, noise in _sweeps(key).items() if sweep not in own] for key in keys.values()]

@@ -124,10 +124,10 @@ def _percent(name: str) -> Callable[[Row], str]:
 
 
 def _joules(row: Row) -> float | None:
-    """Energy of a sample, of the GPUs if there are any and else of the CPUs."""
+    """Energy of a sample, of the GPUs if the run used any and else of the CPUs."""
     hardware = part(row.run, Hardware)
-    energies = (one.joules_per_sample for one in (hardware.gpu, hardware.cpu) if one)
-    return next((energy for energy in energies if energy is not None), None)
+    energy = hardware.gpu if hardware.clocks else hardware.cpu
+    return energy.joules_per_sample if energy else None
 
 
 def _last_evaluation(row: Row) -> tuple[str, float | None]:
@@ -200,9 +200,10 @@ class Block:
     def title(self, moved: Sequence[str] = ()) -> str:
         """The model, what all its runs have in common, and what has no column."""
         records = [run for place in self.ranking.places for run in place.alternative.runs]
-        parameters = next((r["parameters"] for r in records if r.get("parameters")), None)
+        sizes = sorted({r["parameters"] for r in records if r.get("parameters")})
+        parameters = " to ".join(f"{size:,}" for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))
         precisions = dict.fromkeys(str(r["precision"]) for r in records if r.get("precision"))
-        parts = [records[0]["model"], figure_text(parameters, ",", " parameters"), ", ".join(precisions), *moved]
+        parts = [records[0]["model"], parameters and f"{parameters} parameters", ", ".join(precisions), *moved]
         return " · ".join(part for part in parts if part and part != MISSING)
 
     def columns(self) -> dict[str, Column]:

@@ -147,6 +147,8 @@ class TestRefused:
         for path in (empty, tmp_path / "missing"):
             assert refused(sides[0], path) == f"{path}: {rule}; {remedy}"
         assert refused(hello, sides[0]) == f"{hello}: has no run that trains; give runs of workload=train"
+        virtual = keep(tmp_path / "virtual", run(kind="virtual", metrics=None))
+        assert refused(sides[0], virtual) == f"{virtual}: its runs are virtual, and take no time; give measured ones"
 
     def test_another_model(self, refused, sides, tmp_path):
         toy = keep(tmp_path / "toy", *repeated("ddp", STEADY, model="toy"))

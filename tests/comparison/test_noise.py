@@ -140,6 +140,12 @@ def test_a_run_that_knew_of_no_machine_does_not_hide_it():
     assert noise.look_up([broken]) is None
 
 
+def test_a_run_that_measures_nothing_does_not_hide_it():
+    keep(sweep())
+    virtual = on({**MACHINE, "cpu": "another"}, run(kind="virtual", metrics=None))
+    assert noise.look_up([virtual, on(MACHINE, run())])
+
+
 def test_a_full_disk_costs_nothing(monkeypatch):
     monkeypatch.setattr(cache, "keep", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     keep(sweep())

@@ -112,6 +112,8 @@ def test_models_have_tables_of_their_own():
     text = render([run("fsdp"), images, run("ddp")])
     first, second = text.split("\n\n")
     assert first.startswith("gpt_tiny · 1,234,567 parameters · fp32\n")
+    large = run("ddp", parameters=7_000_000)
+    assert render([large, run("fsdp")]).startswith("gpt_tiny · 1,234,567 to 7,000,000 parameters · fp32\n")
     assert "tokens/s" in first
     assert len(cells(first)) == 2
     assert second.startswith("resnet18 ·")
