@@ -73,9 +73,10 @@ def keep(found: Sequence[Alternative]) -> None:
 
 
 def look_up(runs: Iterable[Written]) -> Noise | None:
-    """Return what other sweeps measured with runs as large as these on their machine; only runs with a throughput count.
+    """Return what other sweeps measured with runs as large as these on their machine.
 
-    Of runs of several sizes that of the size whose runs differ most; ``None`` if one of them is not known.
+    Runs without throughput do not count. Of runs of several sizes that of the size whose runs differ most; ``None`` if
+    one of them is not known.
     """
     runs = [run for run in runs if throughput(run)]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}

@@ -152,6 +152,21 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
     return first + int(np.argmin(mser[first : last + 1]))
 
 
+def warmup_ends(starts: Sequence[Sequence[float]], minimum: int = 0) -> list[int]:
+    """The number of leading warm-up steps of each start of a run, whose other steps are timed together.
+
+    One start alone has that of :func:`warmup_end`. Beside others a short one has its warm-up in full, if that is all of
+    it: its slow first steps would count among theirs.
+
+    Args:
+        starts: Seconds of every step of each start.
+        minimum: Minimum number of warm-up steps.
+    """
+    found = [warmup_end(one, minimum) for one in starts]
+    full = [min(len(one), max(1, minimum, end)) for one, end in zip(starts, found, strict=True)]
+    return full if sum(map(len, starts)) > sum(full) and sum(len(one) > 0 for one in starts) > 1 else found
+
+
 def summary(step_seconds: Sequence[float]) -> dict[str, Any]:
     """Summarize location and spread of step times.
 

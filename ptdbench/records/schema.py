@@ -373,11 +373,12 @@ class Evaluation(Struct):
 
 
 class SegmentLayout(Layout):
-    """What must be equal for the times of steps to be comparable: the layout, the launcher and the nodes."""
+    """What must be equal for the times of steps to be comparable: the layout, the work, the launcher and the nodes."""
 
     parallel: dict[str, Any] | None = None  #: The options of ``parallel``.
     launcher: str | None = None  #: The launcher.
     nodes: list[str] | None = None  #: The nodes, sorted.
+    work: str | None = None  #: A digest of all options that a step may take longer by, such as ``compile``.
 
 
 class Segment(Struct):

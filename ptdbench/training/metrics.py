@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured, known_ceiling
 from ptdbench.measure.hardware import dense_peak
-from ptdbench.measure.timing import summary, warmup_end
+from ptdbench.measure.timing import summary, warmup_ends
 from ptdbench.parallel import precision
 from ptdbench.problems import ConfigError
 from ptdbench.records import series
@@ -41,7 +42,7 @@ class Measurement:
     #: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
     peak_reserved_bytes: int | None = None
     startup_seconds: Mapping[str, float]  #: Seconds of each phase up to the end of the first step, by name.
-    minimum_warmup: int  #: Minimum number of warm-up steps.
+    warmup_steps: int  #: Number of warm-up steps among them.
     earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
     #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
@@ -51,8 +52,8 @@ class Measurement:
     masked_flops_per_sample: float | None = None
 
 
-def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
-    """The number of warm-up steps, and the figures of the steps after them.
+def metrics(measured: Measurement) -> dict[str, Any]:
+    """The figures of the steps after the warm-up.
 
     A step takes as long as its slowest rank. Throughput is all timed samples over all timed seconds, not a mean of
     rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's dense peak
@@ -60,11 +61,10 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     FLOPs for what causal attention masks.
 
     Returns:
-        ``(warmup_steps, figures)``. The figures have the same names for every run; unknown ones are ``None``, such
-        as all rates of a run that finished no step.
+        Figures of the same names for every run; unknown ones are ``None``, such as all rates of a run that finished no
+        step.
     """
-    warmup_steps = warmup_end(measured.step_seconds, measured.minimum_warmup)
-    own = measured.step_seconds[warmup_steps:]
+    own = measured.step_seconds[measured.warmup_steps :]
     timed = [*measured.earlier_seconds, *own]
 
     samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
@@ -75,8 +75,8 @@ def metrics(measured: Measurement) -> tuple[int, dict[str, Any]]:
     mfu, mfu_reason = _mfu(measured, rate, measured.dtype)
     full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
     causal = _times(flops_per_second, 1 - masked / full if full and masked is not None else None)
-    waited = measured.wait_seconds[warmup_steps:]
-    return warmup_steps, {
+    waited = measured.wait_seconds[measured.warmup_steps :]
+    return {
         "step_seconds": summary(timed),
         "tokens_per_second": tokens_per_second,
         "samples_per_second": samples_per_second,
@@ -155,20 +155,22 @@ def figures(
         series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
     )
     of_starts = [_of(one, seconds) for one in segments]
-    for one, own in zip(segments, of_starts, strict=True):
-        one.setdefault("warmup_steps", warmup_end(own[np.isfinite(own)], job.spec.config.train.warmup_steps))
     last, own = segments[-1], of_starts[-1]
-    timed = [
-        earlier[one["warmup_steps"] :]
-        for one, earlier in zip(segments[:-1], of_starts[:-1], strict=True)
-        if one["layout"] == last["layout"]
-    ]
+    groups: dict[str, list[int]] = {}
+    for place, one in enumerate(segments):
+        groups.setdefault(json.dumps(one["layout"], sort_keys=True), []).append(place)
+    for places in groups.values():
+        finite = [of_starts[place][np.isfinite(of_starts[place])].tolist() for place in places]
+        for place, end in zip(places, warmup_ends(finite, job.spec.config.train.warmup_steps), strict=True):
+            segments[place]["warmup_steps"] = end
+    alike = next(places for places in groups.values() if len(segments) - 1 in places)
+    timed = (of_starts[place][segments[place]["warmup_steps"] :] for place in alike[:-1])
     before = np.concatenate([np.empty(0), *timed])
-    warmup, found = metrics(_measurement(job, last, own, _of(last, waits), before, peaks, ceiling))
+    found = metrics(_measurement(job, last, own, _of(last, waits), before, peaks, ceiling))
     if job.spec.virtual:
         found = {name: value if name in _OF_VIRTUAL else None for name, value in found.items()}
     return {
-        "warmup_steps": warmup,
+        "warmup_steps": last["warmup_steps"],
         "metrics": found,
         "steps": len(losses),
         "final_loss": losses[-1] if len(losses) else None,
@@ -204,7 +206,7 @@ def _measurement(
     """
     spec, training = job.spec, job.training
     return Measurement(
-        step_seconds=own[np.isfinite(own)].tolist(),  # virtual GPUs have none
+        step_seconds=own[np.isfinite(own)].tolist(),
         samples_per_step=training.layout.global_batch,
         tokens_per_sample=training.data.tokens_per_sample,
         flops_per_sample=training.flops_per_sample,
@@ -216,7 +218,7 @@ def _measurement(
         peak_memory_bytes=peaks[0],
         peak_reserved_bytes=peaks[1] or None,
         startup_seconds=last["startup_seconds"],
-        minimum_warmup=spec.config.train.warmup_steps,
+        warmup_steps=last["warmup_steps"],
         earlier_seconds=earlier[np.isfinite(earlier)].tolist(),
         wait_seconds=waits.tolist(),
         ceiling=ceiling,

@@ -21,7 +21,7 @@ import torch
 from ptdbench.job import Job
 from ptdbench.launch.collect import barrier, gather, most, total
 from ptdbench.measure import memory
-from ptdbench.records import series, store
+from ptdbench.records import record, series, store
 from ptdbench.report.loggers import Log, TensorBoard
 from ptdbench.setup import choices
 from ptdbench.terminal import echo
@@ -211,12 +211,17 @@ class Recorder:
             del self._unwritten[0]
 
 
+#: Options of the work that no step's time depends on: a run that goes on may have others.
+_TIMELESS = ("train.steps", "train.max_minutes", "eval.every", "checkpoint.every_steps", "checkpoint.keep")
+
+
 def _layout(job: Job) -> dict[str, Any]:
     """What must be equal for the times of steps to be comparable."""
     return {
         "parallel": job.spec.config.resolved["parallel"],
         "launcher": job.world.launcher,
         "nodes": sorted({peer.node for peer in job.peers}),
+        "work": record.work(job.spec.config.resolved, _TIMELESS),
         **job.training.layout.as_dict(),
     }
 

@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from benchmarks.ratio import median_of_ratios, paired_ratio
-from ptdbench.measure.timing import median_interval, summary, warmup_end
+from ptdbench.measure.timing import median_interval, summary, warmup_end, warmup_ends
 
 
 def mser_by_definition(values: list[float]) -> int:
@@ -41,6 +41,15 @@ def test_warmup_follows_the_definition(seed):
 )  # fmt: skip
 def test_warmup_bounds(values, minimum, expected):
     assert warmup_end(values, minimum) == expected
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [([1], [0]), ([0, 1], [0, 0]), ([100, 1], [3, 1]), ([2, 100, 4], [2, 3, 3]), ([1, 2], [0, 1]), ([3, 4], [3, 3])],
+)
+def test_a_short_start_beside_others_is_all_warmup(lengths, expected):
+    """It compiles in its first step; where nothing else would be left, half of it counts."""
+    assert warmup_ends([[9.0, *[1.0] * length][:length] for length in lengths], 3) == expected
 
 
 def test_summary_by_hand():

@@ -26,17 +26,16 @@ MEASURED = Measurement(
     dtype="bf16",
     peak_memory_bytes=300,
     startup_seconds={"launch": 1.0, "first_step": 9.0},
-    minimum_warmup=1,
+    warmup_steps=1,
 )
 
 
 def figures(**changes: Any) -> dict[str, Any]:
-    return metrics(replace(MEASURED, **changes))[1]
+    return metrics(replace(MEASURED, **changes))
 
 
 def test_figures_by_hand():
-    warmup_steps, found = metrics(MEASURED)
-    assert warmup_steps == 1
+    found = metrics(MEASURED)
     expected = {
         "samples_per_second": 4 * 16 / 2.0, "samples_per_second_per_device": 16, "tokens_per_second": 4096,
         "tokens_per_second_per_device": 2048, "model_flops_per_second": 96e12,
@@ -89,8 +88,8 @@ def test_mfu_is_null_with_its_reason(change, reason):
 
 
 def test_a_run_without_a_step_has_all_names_and_no_rates():
-    warmup_steps, found = metrics(replace(MEASURED, step_seconds=[], peak_memory_bytes=None))
-    assert (warmup_steps, set(found)) == (0, set(figures()))
+    found = metrics(replace(MEASURED, step_seconds=[], warmup_steps=0, peak_memory_bytes=None))
+    assert set(found) == set(figures())
     assert found["samples_per_second"] is found["peak_memory_bytes"] is found["step_seconds"]["median"] is None
 
 

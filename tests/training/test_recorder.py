@@ -122,3 +122,7 @@ def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(t
     assert found["error"] is None
     assert (found["losses"][:6], len(found["losses"])) == (whole, 7)
     assert [(one["first_step"], one["steps"]) for one in found["segments"]] == [(0, 4), (4, 3)]
+    assert found["segments"][0]["layout"] == found["segments"][1]["layout"]
+    carry_out(composed(*TOY, "train.steps=9", "train.clip_norm=1e3", "checkpoint.every_steps=4"), begun)
+    *_, before, last = record_of(begun)["segments"]
+    assert before["layout"] != last["layout"]
