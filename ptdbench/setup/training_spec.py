@@ -230,6 +230,12 @@ def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Mode
 
 def _check_data(config: Config, model: Model, data: Data) -> None:
     """Try one sample on the meta device, where it costs nothing; a model that lives elsewhere cannot be tried."""
+    built, given = config.call("model"), config.call("data")
+    for name in ("sequence_length", "image_size") if built.target.startswith("ptdbench.") else ():
+        size, asked = built.options.get(name), given.options.get(name)
+        if None not in (size, asked) and size != asked:
+            rule = f"must be {size}, that of model={built.name}, of which FLOPs are counted"
+            require(Problem(f"data.{name}", asked, rule, f"try model.{name}={asked}"))
     module = module_of(model)
     if not all(parameter.is_meta for parameter in module.parameters()):
         return
@@ -238,8 +244,8 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
             module.eval()(*data.example())
     except Exception as error:  # whatever a model may raise
         reason = said(error).partition("\n")[0]
-        rule = f"does not suit model={config.call('model').name}: {reason}"
-        raise ConfigError([Problem("data", config.call("data").name, rule)]) from None
+        rule = f"does not suit model={built.name}: {reason}"
+        raise ConfigError([Problem("data", given.name, rule)]) from None
 
 
 def _check_activations(config: Config, activations: Activations, model: Model) -> None:

@@ -91,6 +91,8 @@ TOLD = {
     "on every node",
     "data.sequence_length=${model.length}": "data.sequence_length=${model.length}: refers to an option that does not "
     "exist; give data.sequence_length a value, or choose another data",
+    "data.sequence_length=64": "data.sequence_length=64: must be 128, that of model=gpt_tiny, of which FLOPs are "
+    "counted; try model.sequence_length=64",
     "optimizer=muon model=resnet18": "optimizer=muon: is for matrices, and model=resnet18 has none but in embeddings, "
     "head and kernels; try adamw",
     "virtual=h100 device=cpu": "device=cpu: virtual=h100 is a GPU; try auto, or virtual=none",

@@ -208,7 +208,7 @@ def test_powersgd_takes_no_workspaces_of_further_streams(start: Start, environ, 
 @pytest.mark.thorough
 def test_batch_norms_over_ranks_ask_the_gpu_nothing(start: Start, environ, tmp_path):
     """torch's own looks for ranks without samples by a mask, which a virtual GPU cannot answer."""
-    words = ("model=resnet18", "data.image_size=32", "parallel=ddp", "parallel.sync_batchnorm=true", "virtual=h100")
+    words = ("model=resnet18", "model.image_size=32", "parallel=ddp", "parallel.sync_batchnorm=true", "virtual=h100")
     done = train(environ, tmp_path, *words, "train.global_batch=4", "train.steps=2", "train.warmup_steps=0")
     assert done.returncode == 0, done.stderr
     assert "virtual ok" in done.stdout
