@@ -171,6 +171,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_data_remarks(by_name),
         *_clock_remarks(by_name),
         *_each_once(records, Remarks, "check"),
+        *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
         *virtual.remarks(records),
     ]
 

@@ -45,6 +45,9 @@ _SHAPES = {"cpu": Shape.of(1024), "cuda": Shape.of(8192)}
 _DTYPES = ("fp32", "bf16")
 _SECONDS = 0.5
 _MESSAGE_BYTES = 2**24
+
+#: Seconds that a link may take for its messages: one of 3 MB/s is still measured, though others reach gigabytes.
+_LONGEST = 60.0
 #: From this many ranks on, each sends to the next one only: the number of pairs grows quadratically.
 _MOST_RANKS_IN_PAIRS = 8
 
@@ -151,7 +154,8 @@ class Check:
         if job.world.size == 1:
             return None
         pairs = "all" if job.world.size <= _MOST_RANKS_IN_PAIRS else "ring"
-        short = PointToPoint(pairs=pairs, min_bytes=_MESSAGE_BYTES, max_bytes=_MESSAGE_BYTES, overlap_bytes=[])
+        size = {"min_bytes": _MESSAGE_BYTES, "max_bytes": _MESSAGE_BYTES}
+        short = PointToPoint(pairs=pairs, **size, overlap_bytes=[], max_seconds=_LONGEST)
         return point_to_point.measure(job, short)
 
     def _until_sound(
@@ -227,8 +231,8 @@ def _product_rates(job: Job, found: Figures) -> Rates[tuple[str, int]]:
 def _link_rates(facts: Sequence[Figures], found: Figures) -> Rates[tuple[int, int]]:
     """Return bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
 
-    Not the bandwidth without latency, which has the errors of both; and not the latency: a few microseconds depend
-    on which cores two ranks happen to run on.
+    One that was too slow to be measured has a rate of 0. Not the bandwidth without latency, which has the errors of
+    both; and not the latency: a few microseconds depend on which cores two ranks happen to run on.
     """
 
     def kind(source: int, target: int) -> Hashable:
@@ -240,9 +244,10 @@ def _link_rates(facts: Sequence[Figures], found: Figures) -> Rates[tuple[int, in
         return gpu_state.link(one["seen"], one["gpu"]["uuid"], other["gpu"]["uuid"])
 
     rates = {
-        (pair["source"], pair["target"]): pair["sizes"][-1]["bytes"] / pair["sizes"][-1]["seconds"]["median"]
+        (pair["source"], pair["target"]): max(
+            (size["bytes"] / size["seconds"]["median"] for size in pair["sizes"][-1:]), default=0.0
+        )
         for pair in found["pairs"]
-        if pair["sizes"]
     }
     return rates, {pair: kind(*pair) for pair in rates}
 

@@ -280,6 +280,8 @@ def held_back(*ranks):
         (of(share_of_ceiling=2.0, ceiling_flops_per_second=None, ceiling_beside_load=True), []),
         *((of(data_wait_share=share), []) for share in (None, 0.0, 0.049)),
         (of(data_wait_share=0.125), ["fsdp: 12% of the steps' time was spent waiting for data"]),
+        ({"remarks": {"cut_short": "70 of 100 steps: more would exceed train.max_minutes=10"}},
+         ["fsdp: took 70 of 100 steps: more would exceed train.max_minutes=10"]),
         ({"hardware": None}, []),
         (held_back(None, {"power limit": 0.01}), []),
         (held_back({}, {"power limit": 0.12, "sync boost": 0.0}),

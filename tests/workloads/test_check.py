@@ -14,6 +14,7 @@ import torch
 from msgspec.structs import replace
 
 from ptdbench.job import Outcome
+from ptdbench.measure import diagnosis
 from ptdbench.measure.contention import OtherLoad
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
@@ -141,6 +142,15 @@ class TestAttempts:
 
     def test_what_is_not_there_is_not_slow(self):
         assert Check()._until_sound(lambda: None, lambda found: ({}, {})) == (None, {}, 1)
+
+
+def test_a_link_that_is_too_slow_to_be_measured_is_slow():
+    facts = [{"node": f"n{rank}", "gpu": None} for rank in range(3)]
+    size = {"bytes": 100, "seconds": {"median": 2.0}}
+    pairs = [{"source": a, "target": b, "sizes": [size] if b else []} for a in range(3) for b in range(3) if a != b]
+    rates, peers = check._link_rates(facts, {"pairs": pairs})
+    assert rates == {(a, b): 50.0 if b else 0.0 for a in range(3) for b in range(3) if a != b}
+    assert diagnosis.slow(rates, peers, 0.05) == {(1, 0): 0.0, (2, 0): 0.0}
 
 
 UNSOUND = {
