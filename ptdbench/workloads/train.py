@@ -184,11 +184,12 @@ def assemble(job: Job) -> StepLoop:
         require(Problem("eval.every", every, rule, "try null, or data with a held-out part"))
     dims = training.layout.dims
     mesh = Mesh(dims, job.spec.device_type)
-    # For dropout: ranks that share each product, which are neighbors in the mesh, draw alike, and no others do.
-    place = job.world.rank // dims.ways("products")
-    torch.manual_seed(random.Random(f"{job.spec.config.general.seed} {place}").getrandbits(63))
     engine = training.engine(mesh, job.device)
     engine.module.train()
+    # For dropout: ranks that share each product, which are neighbors in the mesh, draw alike, and no others do. Laying
+    # the model out may have drawn.
+    place = job.world.rank // dims.ways("products")
+    torch.manual_seed(random.Random(f"{job.spec.config.general.seed} {place}").getrandbits(63))
     rendezvous.be_patient(rendezvous.patience_for(job.spec.config.general.timeout_minutes))
     update = Update(
         engine,
