@@ -56,16 +56,25 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def trying(module: nn.Module) -> Iterator[None]:
-    """Run the module without gradients, and leave its modes, its statistics and the random numbers as they are."""
-    modes = {one: one.training for one in module.modules()}
-    module.eval()  # no dropout, and batch norms that keep their statistics
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Run the module, and leave its attributes as they are: a mask that it keeps is on the device of the trial."""
+    attributes = [vars(one) for one in module.modules()]
+    held = [*attributes, *(value for own in attributes for value in own.values() if type(value) is dict)]
+    before = [dict(mapping) for mapping in held]  # with those of buffers and submodules
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        for one, mode in modes.items():
-            one.training = mode
+        for mapping, content in zip(held, before, strict=True):
+            mapping.clear()
+            mapping.update(content)
+
+
+@contextmanager
+def trying(module: nn.Module) -> Iterator[None]:
+    """As :func:`unchanged`, without gradients; modes, statistics and the random numbers stay as they are too."""
+    with unchanged(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        module.eval()  # no dropout, and batch norms that keep their statistics
+        yield
 
 
 def has_weights(module: nn.Module, recurse: bool = True) -> bool:
@@ -160,7 +169,8 @@ class Chain:
             self._observe()
             self._front = self._with_slots({})
             self._back = self._with_slots(self._stubs(0.0))
-            self._require_independence()
+            with unchanged(self._back):  # it has modules of its own
+                self._require_independence()
 
     def parts(self, prefix: str = "") -> dict[str, nn.Module]:
         """The pieces in order; the last one is called with ``(hidden, targets)``.

@@ -269,7 +269,7 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     # Counted on two samples, as batch norm refuses to train on one.
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
     # The counter has no formula for some fused attention kernels and would count them as zero.
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    with chain.unchanged(module), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss = functional_call(module, tensors, tuple(two))
         forward = {
             name: sum(flops for operation, flops in by_operation.items() if operation in _BATCHED)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ptdbench.models.chain import Finish, NoChain, has_weights, trying
+from ptdbench.models.chain import Finish, NoChain, has_weights, trying, unchanged
 from ptdbench.models.protocol import Piece
 from ptdbench.problems import said
 
@@ -82,7 +82,8 @@ def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     if own:
         raise NoChain(f"has a weight, {own[0][0]}, outside of its submodules")
     try:
-        return _Tracer(blocks).trace(called)
+        with unchanged(called.module):  # it may keep what stands for a tensor
+            return _Tracer(blocks).trace(called)
     except Exception as error:  # the code of a stranger, with proxies in the place of tensors
         reason = said(error).partition("\n")[0] or type(error).__name__
         raise NoChain(f"cannot be traced: {reason}") from error

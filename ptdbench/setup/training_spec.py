@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
+from ptdbench.models.chain import trying
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, module_of
 from ptdbench.optim.groups import DECAYED, in_groups
@@ -240,8 +241,8 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
     if not all(parameter.is_meta for parameter in module.parameters()):
         return
     try:
-        with torch.no_grad():
-            module.eval()(*data.example())
+        with trying(module):
+            module(*data.example())
     except Exception as error:  # whatever a model may raise
         reason = said(error).partition("\n")[0]
         rule = f"does not suit model={built.name}: {reason}"

@@ -182,6 +182,32 @@ def test_each_piece_runs_where_its_weights_are(number):
     assert part(torch.empty(3, 6 if number == 0 else WIDTH, device="meta")).is_meta
 
 
+class Remembers(Net):
+    """Makes a table when it is first called, and so do its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = None
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda block, _: setattr(block, "seen", True))
+
+    def forward(self, inputs):
+        if self.scale is None:
+            self.scale = torch.ones(4, device=inputs.device)
+        return super().forward(inputs) * self.scale
+
+
+def test_a_trial_leaves_nothing_in_the_module_and_in_the_pieces():
+    """The run may be on another device."""
+    model = adapt(Remembers(), example)
+    *_, last = model.parts().values()
+    assert model.module.scale is None
+    assert not any(hasattr(block, "seen") for block in model.module.blocks)
+    for module in members("", last).values():
+        module.to("meta")
+    assert last(torch.empty(3, WIDTH, device="meta")).is_meta
+
+
 def test_what_has_no_weights_is_no_stage_of_its_own():
     assert [len(members("", part)) for part in adapt(sequential(), example).parts().values()] == [3, 2]
 

@@ -115,6 +115,32 @@ def test_flops_are_counted_for_one_sample():
     assert all(parameter.grad is None for parameter in module.parameters())
 
 
+class Remembers(Plain):
+    """Makes what it needs when it is first called: an attribute, a buffer and an entry of a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.table = None, {}
+        self.register_buffer("shift", None, persistent=False)
+
+    def forward(self, x):
+        if self.scale is None:
+            self.scale, self.shift = (torch.ones(4, device=x.device) for _ in range(2))
+            self.table[x.shape[1:]] = torch.ones(4, device=x.device)
+        return super().forward(x) * self.scale * self.table[x.shape[1:]] + self.shift
+
+
+@pytest.mark.parametrize("ask", [Adapted.train_flops, Adapted.parts])
+def test_a_trial_leaves_nothing_in_the_module(ask):
+    """A tensor that it kept would have no values, or be on another device than the run."""
+    module = Remembers()
+    model = adapt(module, example)
+    ask(model)
+    assert (module.scale, module.shift, module.table, module.training) == (None, None, {}, True)
+    model(*batch())
+    assert module.scale.device == module.shift.device == torch.device("cpu")
+
+
 @pytest.mark.parametrize("window", [None, 4, 99])
 def test_of_attention_with_a_window_and_grouped_heads_the_flops_are_those_of_its_pairs(window):
     """Scores and mixing of all heads, backward twice: of T positions with W, of which a causal mask leaves out W²/2.
