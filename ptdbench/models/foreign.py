@@ -6,8 +6,8 @@ more. It may define these methods, all of them optional:
 
 ``loss(outputs, targets)``
     The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point
-    ones. A module whose ``forward`` itself takes ``targets`` returns the loss from there, and needs no
-    ``loss``.
+    ones. A module whose ``forward`` itself takes ``targets`` returns the loss from there, alone, with outputs in a
+    tuple or as ``.loss``, and needs no ``loss``.
 ``layers()``
     The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the unit of
     sharding (fsdp), recomputation and compilation. Default: the members of the longest ``ModuleList`` or
@@ -109,8 +109,16 @@ class Adapted(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """The module's outputs, or with ``targets`` its mean loss in fp32."""
         if self._takes_targets and targets is not None:
-            found = self.module(inputs, targets)
-            return getattr(found, "loss", found).float()
+            found = _alone(self.module(inputs, targets), lambda one: one.dim() == 0)
+            loss = getattr(found, "loss", found)
+            if not isinstance(loss, Tensor) or loss.numel() != 1:
+                told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(found).__name__
+                kind = type(self.module).__name__
+                raise TypeError(
+                    f"{kind}.forward(inputs, targets) must return the mean loss, a scalar, or an object "
+                    f"with .loss, and returns {told}"
+                )
+            return loss.float()
         return self._finish(self._call(self.module, inputs), targets)
 
     def layers(self) -> list[nn.Module]:
@@ -156,6 +164,7 @@ class Adapted(nn.Module):
 
     def _finish(self, found: Any, targets: Tensor | None) -> Tensor:
         """The outputs, or with targets the loss, of what the module has returned."""
+        found = _alone(found, lambda one: one.dim() > 0)
         outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
         if targets is not None and outputs is None and getattr(found, "loss", None) is not None:
             return found.loss.float()
@@ -313,6 +322,12 @@ def _window(attention: nn.Module) -> int | None:
     where = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
     window = getattr(where, "sliding_window", None)
     return window if isinstance(window, int) else None
+
+
+def _alone(found: Any, fits: Callable[[Tensor], bool]) -> Any:
+    """Of a tuple, as many return outputs and loss, the only tensor that fits; whatever else is found as it is."""
+    fitting = [one for one in found if isinstance(one, Tensor) and fits(one)] if isinstance(found, tuple) else []
+    return fitting[0] if len(fitting) == 1 else found
 
 
 def _prefixed(by_part: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,29 @@ class TakesTargets(Plain):
         return outputs if targets is None else F.cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
+class WithBoth(Plain):
+    """As nanoGPT."""
+
+    def forward(self, x, targets=None):
+        outputs = super().forward(x)
+        return outputs, None if targets is None else F.cross_entropy(outputs, targets, label_smoothing=0.1)
+
+
+class WithoutMean(Plain):
+    def forward(self, x, targets=None):
+        return F.cross_entropy(super().forward(x), targets, reduction="none")
+
+
+class InDict(Plain):
+    def forward(self, x, targets=None):
+        return {"loss": super().forward(x).mean()}
+
+
+class WithNoLoss(Plain):
+    def forward(self, x, targets=None):
+        return SimpleNamespace(loss=None, logits=super().forward(x))
+
+
 class Talkative(TakesTargets):
     """Says everything but ``train_flops``."""
 
@@ -81,12 +104,21 @@ def test_a_plain_module_gets_the_default_losses():
     torch.testing.assert_close(model(inputs, numbers), F.mse_loss(outputs, numbers))
 
 
-@pytest.mark.parametrize("kind", [WithLoss, WithLossModule, TakesTargets])
+@pytest.mark.parametrize("kind", [WithLoss, WithLossModule, TakesTargets, WithBoth])
 def test_a_module_may_bring_its_loss(kind):
     inputs, classes = batch()
     model = adapt(kind(), example)
     expected = F.cross_entropy(model(inputs), classes, label_smoothing=0.1)
     torch.testing.assert_close(model(inputs, classes), expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(WithoutMean, r"a tensor of shape \(8,\)"), (InDict, "dict"), (WithNoLoss, "SimpleNamespace")]
+)
+def test_what_is_no_loss_is_named(kind, told):
+    rule = rf"^{kind.__name__}\.forward\(inputs, targets\) must return the mean loss, .*, and returns {told}$"
+    with pytest.raises(TypeError, match=rule):
+        adapt(kind(), example)(*batch())
 
 
 def test_the_loss_is_computed_in_fp32_from_narrow_outputs():
