@@ -53,7 +53,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import chain, traced
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
-from ptdbench.problems import said
+from ptdbench.problems import Problem, require, said
 
 Example = tuple[Tensor, Tensor]
 
@@ -73,14 +73,24 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
     Raises:
         hydra.errors.InstantiationException: If the constructor raises; its cause is what was raised.
+        ConfigError: If a weight is not fp32.
     """
     target = hydra.utils.get_object(config["_target_"])
     if callable(getattr(target, "reset", None)):
         with torch.device("meta"):
-            return adapt(hydra.utils.instantiate(config), example)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return adapt(hydra.utils.instantiate(config), example)
+            module = hydra.utils.instantiate(config)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = hydra.utils.instantiate(config)
+    for name, weight in module.named_parameters():
+        if weight.is_floating_point() and weight.dtype != torch.float32:
+            dtype = str(weight.dtype).removeprefix("torch.")
+            loads = config["_target_"].endswith(".from_pretrained")  # of transformers, in the dtype of the file
+            remedy = "try +model.dtype=float32" if loads else "return it as .float()"
+            rule = f"has a weight in {dtype}, {name}, and weights are fp32 under every precision"
+            require(Problem("_target_", config["_target_"], rule, remedy))
+    return adapt(module, example)
 
 
 def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:

@@ -8,6 +8,7 @@ from torch import nn
 from ptdbench.models.foreign import Adapted, adapt, build
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model
+from ptdbench.problems import ConfigError
 
 
 def example():
@@ -119,6 +120,24 @@ def test_what_is_no_loss_is_named(kind, told):
     rule = rf"^{kind.__name__}\.forward\(inputs, targets\) must return the mean loss, .*, and returns {told}$"
     with pytest.raises(TypeError, match=rule):
         adapt(kind(), example)(*batch())
+
+
+class Narrow(Plain):
+    def __init__(self):
+        super().__init__()
+        self.layers[2].bfloat16()
+
+    @classmethod
+    def from_pretrained(cls):
+        return cls()
+
+
+@pytest.mark.parametrize(
+    ("made_by", "remedy"), [("", r"return it as \.float\(\)"), (".from_pretrained", r"try \+model\.dtype=float32")]
+)
+def test_weights_that_are_not_fp32_are_refused(made_by, remedy):
+    with pytest.raises(ConfigError, match=rf"has a weight in bfloat16, layers\.2\.weight, and .*; {remedy}$"):
+        build({"_target_": target(Narrow) + made_by}, seed=1, example=example)
 
 
 def test_the_loss_is_computed_in_fp32_from_narrow_outputs():
