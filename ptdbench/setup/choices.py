@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from hydra.errors import InstantiationException
@@ -15,6 +16,9 @@ from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.machine import Machine
 
 T = TypeVar("T")
+
+#: What Hydra has of its own among the options, and does not pass on by name.
+_OF_HYDRA = ("_args_", "_convert_", "_recursive_")
 
 # Hydra logs what it cannot import; the problem that is raised here says it better, and once.
 logging.getLogger("hydra.utils").disabled = True
@@ -50,10 +54,28 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
         target: Callable[..., Any] = instantiate({"_target_": call.target, "_partial_": True}).func
     except Exception as error:  # whatever an import may raise
         raise ConfigError([_not_found(f"{group}._target_", call.target, error)]) from None
-    problems = signature.problems(target, call.options, given)
+    takes = signature.parameters(target)
+    args, in_order = call.options.get("_args_"), [name for name, one in takes.items() if one.kind in signature.IN_ORDER]
+    by_order = in_order[: len(args)] if isinstance(args, list) else []
+    held = _held_back(call, {name: one for name, one in takes.items() if name not in by_order})
+    options = {name: value for name, value in call.options.items() if name not in _OF_HYDRA}
+    given = (*given, *by_order, *(problem.option for problem in held))
+    problems = [*held, *signature.problems(target, options, given)]
     if problems:
         raise ConfigError(problems).under(group)
     return target
+
+
+def _held_back(call: Call, takes: Mapping[str, inspect.Parameter]) -> list[Problem]:
+    """Find parameters that have the names of what a choice is called by, and are given or must be."""
+    rule = "is what ptdbench calls the choice, and is not passed on"
+    remedy = "wrap the callable in a function with another argument name"
+    words = {"name": (call.name, not call.is_custom), "label": (call.label or "(not set)", call.label is not None)}
+    return [
+        Problem(word, value, rule, remedy)
+        for word, (value, is_given) in words.items()
+        if word in takes and (is_given or takes[word].default is inspect.Parameter.empty)
+    ]
 
 
 def _description(call: Call, partial: bool = False) -> dict[str, Any]:

@@ -190,7 +190,8 @@ class Call:
 
     name: str
     target: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  #: With Hydra's ``_args_``, ``_convert_`` and ``_recursive_``, if they are given.
+    label: str | None = None  #: For directories, beside the name for people.
 
     @property
     def is_custom(self) -> bool:
@@ -261,13 +262,14 @@ class Config:
         if named and not (isinstance(name, str) and name.strip() and name != MISSING):
             remedy = f"""try "{group}.name='{as_typed(name)}'\"""" if isinstance(name, int | float) else ""
             raise ConfigError([Problem(f"{group}.name", name, "must be a name", remedy)])
+        label = options.get("label")
         for own in OF_CHOICE:
             options.pop(own, None)
         if not isinstance(target, str) or target == MISSING:
             rule = "must name a class or a function, as in my_package.MyModel"
             raise ConfigError([Problem(f"{group}._target_", target, rule)])
         require(*_unset(group, options))
-        return Call(str(name), target, options)
+        return Call(str(name), target, options, label)
 
     def _group(self, name: str) -> Mapping[str, Any]:
         options = self.resolved.get(name)

@@ -19,17 +19,26 @@ from ptdbench.problems import Problem, as_typed, nearest, try_these
 KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, type(None): type(None)}
 
 
+#: Kinds of parameters that can be given without their names.
+IN_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters by name; what is written in C, and silent about what it takes, takes any option."""
+    try:
+        return inspect.signature(target).parameters
+    except ValueError:
+        return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
+
+
 def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = ()) -> list[Problem]:
     """Return what is wrong with calling ``target(**options)``, seen from outside.
 
     ``given`` are parameters that the program passes itself, for example a model's parameters to an optimizer.
     """
-    try:
-        parameters = inspect.signature(target).parameters
-    except ValueError:  # written in C, and silent about what it takes
-        return []
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {name: p for name, p in parameters.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    takes = parameters(target)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    named = {name: p for name, p in takes.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     try:
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
     except Exception:  # they are evaluated, and may be a stranger's

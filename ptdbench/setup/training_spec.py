@@ -262,7 +262,8 @@ def _check_activations(config: Config, activations: Activations, model: Model) -
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:
     """Say what is behind the problems of a model of the user's own that was put under another model's options."""
-    if call.target.startswith("ptdbench.") or call.is_custom:
+    is_named = any(problem.option == "model.name" for problem in error.problems)  # after what it was to be given
+    if call.target.startswith("ptdbench.") or call.is_custom or is_named:
         return error
     rule = f"does not go with the options of model={call.name}"
     remedy = f"try model=custom model._target_={call.target}, which has no options but those you add"

@@ -2,6 +2,7 @@
 
 import pytest
 from hydra.utils import instantiate
+from torch import nn
 
 from ptdbench.problems import ConfigError
 from ptdbench.setup import choices, config
@@ -28,6 +29,47 @@ def test_what_an_optimizer_is_given_is_held_to_the_same():
     read = config.Config({"optimizer": {"name": "mine", "_target_": "builtins.dict", "more": [nested]}})
     with pytest.raises(ConfigError, match=r"optimizer=.* cannot be built: Target 'os.system' is blocklisted"):
         choices.bound(read, "optimizer", "params")
+
+
+def optional(width=8, name=None, label="x"): ...
+
+
+def required(name, width): ...
+
+
+TAKEN = "is what ptdbench calls the choice, and is not passed on; wrap the callable in a function with another"
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "told"),
+    [
+        (optional, {"name": "optional"}, []),  # as model=custom is called
+        (optional, {"name": "mine"}, [f"model.name=mine: {TAKEN} argument name"]),
+        (optional, {"name": "optional", "label": 3}, [f"model.label=3: {TAKEN} argument name"]),
+        (required, {"name": "required", "width": 3}, [f"model.name=required: {TAKEN} argument name"]),
+        (dict, {"name": "mine", "label": 3}, []),
+        # What Hydra has of its own.
+        (optional, {"name": "optional", "_args_": [3], "_convert_": "none", "_recursive_": False}, []),
+        (required, {"name": "mine", "_args_": ["mine"], "width": 3}, []),
+        (required, {"name": "mine", "_args_": ["mine"]}, ["model.width=(not set): must be given"]),
+        (nn.Sequential, {"name": "mine", "_args_": [{"_target_": "torch.nn.Flatten"}]}, []),
+    ],
+)
+def test_what_is_beside_the_options_is_held_back(target, options, told):
+    call = config.Config({"model": {"_target_": f"{target.__module__}.{target.__name__}", **options}}).call("model")
+    if not told:
+        choices.check(call, "model")
+        return
+    with pytest.raises(ConfigError) as caught:
+        choices.check(call, "model")
+    assert [str(problem) for problem in caught.value.problems] == told
+
+
+def test_arguments_without_names_and_conversion_are_those_that_are_given():
+    described = {"name": "mine", "_target_": "builtins.dict", "_args_": [{"a": [1]}], "_convert_": "none"}
+    assert type(choices.build(config.Config({"data": described}), "data")["a"]) is not list
+    made = choices.build(config.Config({"data": {**described, "_convert_": "all", "b": 2}}), "data")
+    assert (made, type(made["a"])) == ({"a": [1], "b": 2}, list)
 
 
 @pytest.mark.parametrize(
