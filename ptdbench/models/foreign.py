@@ -7,7 +7,8 @@ more. It may define these methods, all of them optional:
 ``loss(outputs, targets)``
     The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point
     ones. A module whose ``forward`` itself takes ``targets`` returns the loss from there, alone, with outputs in a
-    tuple or as ``.loss``, and needs no ``loss``.
+    tuple or as ``.loss``, and needs no ``loss``. Held-out samples are judged by the same loss; by an accuracy only if
+    ``forward`` returns outputs without ``targets`` too.
 ``layers()``
     The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the unit of
     sharding (fsdp), recomputation and compilation. Default: the members of the longest ``ModuleList`` or
@@ -112,6 +113,8 @@ class Adapted(nn.Module):
         self._example = example
         takes = inspect.signature(module.forward).parameters
         self._takes_targets = "targets" in takes
+        #: See :func:`ptdbench.models.protocol.only_loss`.
+        self.only_loss = self._takes_targets and takes["targets"].default is inspect.Parameter.empty
         name = getattr(module, "main_input_name", None)  # Hugging Face
         self._input_name = name if name in takes else None
         self._options = {"use_cache": False} if "use_cache" in takes else {}  # a cache is for generating text
@@ -130,6 +133,11 @@ class Adapted(nn.Module):
                 )
             return loss.float()
         return self._finish(self._call(self.module, inputs), targets)
+
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """See :func:`ptdbench.models.protocol.loss_of_outputs`."""
+        return None if self._takes_targets else self._finish
 
     def layers(self) -> list[nn.Module]:
         """The module's own blocks, else those that are repeated, see :func:`ptdbench.models.chain.repeated`."""

@@ -144,6 +144,20 @@ def masked_flops(model: Model) -> float | None:
     return None if stated is None else stated()
 
 
+def loss_of_outputs(model: Model) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """What makes the mean loss of outputs and targets, where it depends on nothing else; ``None`` if it is not known.
+
+    A model may have it as a method ``loss``, which spares an evaluation a second forward pass.
+    """
+    loss = getattr(model, "loss", None)
+    return loss if callable(loss) else None
+
+
+def only_loss(model: Model) -> bool:
+    """Whether ``forward`` needs targets, and so gives no outputs; the models of the protocol do."""
+    return getattr(model, "only_loss", False)
+
+
 def module_of(model: Model) -> nn.Module:
     """The model as an ``nn.Module``: Python has no intersection types."""
     return cast(nn.Module, model)

@@ -10,7 +10,7 @@ import torchvision
 from torch import Generator, Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
-from ptdbench.models.protocol import Role
+from ptdbench.models.protocol import Role, default_loss
 from ptdbench.problems import Problem, at_least, require, try_these
 
 # He et al. 2015 (https://arxiv.org/abs/1512.03385), table 1: the kind of block, and how many in each of four
@@ -82,6 +82,10 @@ class ResNet(torchvision.models.ResNet):
         for part in chain:
             x = part(x)
         return last(x, targets)
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of logits, without label smoothing."""
+        return default_loss(logits, targets)
 
     def layers(self) -> list[nn.Module]:
         """The residual blocks, in order."""

@@ -47,6 +47,10 @@ class Toy(nn.Module):
             x = layer(x)
         return self.chain[-1](x, targets)
 
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of outputs."""
+        return default_loss(outputs, targets)
+
     def layers(self) -> list[nn.Module]:
         """The linear layers, in order."""
         return list(self.chain)

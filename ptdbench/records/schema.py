@@ -349,8 +349,8 @@ class Evaluation(Struct):
 
     step: Count  #: Number of optimizer steps done before it.
     samples: Count  #: Samples of the held-out part, each counted once.
-    loss: float | None  #: Mean loss per target, without label smoothing; null if it was not finite.
-    top1: Amount | None  #: Top-1 accuracy, 0 to 1; null if samples have no classes.
+    loss: float | None  #: The model's mean loss per target, in evaluation mode; null if it was not finite.
+    top1: Amount | None  #: Top-1 accuracy, 0 to 1; null if samples have no classes, or outputs are not one for each.
     top5: Amount | None  #: Top-5 accuracy, 0 to 1.
     bits_per_byte: Amount | None  #: Loss in bits per byte of text; null if samples are not text.
     seconds: Amount  #: Duration.

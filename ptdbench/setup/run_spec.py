@@ -19,7 +19,7 @@ import torch
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch.world import LAUNCHERS, THIS_MACHINE, Place, World
-from ptdbench.models.protocol import module_of
+from ptdbench.models.protocol import module_of, only_loss
 from ptdbench.parallel import fp8
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ErrorCollector, Problem, require
@@ -297,6 +297,9 @@ def _check_classified(config: Config, training: TrainingSpec) -> None:
     if config.general.objective == "held_out_accuracy" and (targets.dim() != 1 or targets.is_floating_point()):
         rule = f"the samples of data={config.call('data').name} have no classes"
         require(Problem("objective", "held_out_accuracy", rule, "try held_out_loss"))
+    if config.general.objective == "held_out_accuracy" and only_loss(training.model):
+        rule = f"forward() of model={config.call('model').name} takes targets and returns a loss alone"
+        require(Problem("objective", "held_out_accuracy", rule, "try held_out_loss, or give targets the default None"))
 
 
 def _check_fp8(config: Config, training: TrainingSpec) -> None:

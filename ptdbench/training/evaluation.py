@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from msgspec import convert, to_builtins
 from torch import Tensor
 
 from ptdbench.data.protocol import HeldOut
 from ptdbench.job import Job
 from ptdbench.launch.collect import total
+from ptdbench.models.protocol import loss_of_outputs, only_loss
 from ptdbench.records.schema import Evaluation
 from ptdbench.training.loop import StepLoop
 
@@ -33,8 +33,11 @@ class Evaluator:
         self._told = 0
         self._job = job
         self._loop = loop
-        targets = job.training.data.example()[1]
-        self._classifies = targets.dim() == 1 and not targets.is_floating_point()
+        targets, model = job.training.data.example()[1], job.training.model
+        has_classes = targets.dim() == 1 and not targets.is_floating_point()
+        self._classifies = has_classes and not only_loss(model)
+        # Of outputs, which are needed for an accuracy: without it the forward pass is done twice, for the loss too.
+        self._loss = loss_of_outputs(model) if self._classifies else None
 
     @property
     def best(self) -> Evaluation | None:
@@ -98,18 +101,22 @@ class Evaluator:
         loss, top1, top5 = (math.fsum(of_blocks) for of_blocks in zip(*sums.tolist(), strict=True))
         samples, example = len(held_out), self._job.training.data.example()[1]
         loss /= samples * example.numel()
+        has_accuracy = self._classifies and not math.isnan(top1)
         return Evaluation(
             step=self._loop.done,
             samples=samples,
             loss=loss if math.isfinite(loss) else None,
-            top1=top1 / samples if self._classifies else None,
-            top5=top5 / samples if self._classifies else None,
+            top1=top1 / samples if has_accuracy else None,
+            top5=top5 / samples if has_accuracy else None,
             bits_per_byte=loss / math.log(2) / held_out.bytes_per_token if held_out.bytes_per_token else None,
             seconds=time.perf_counter() - started,
         )
 
     def _sums(self, held_out: HeldOut, stopped: Callable[[int], str | None]) -> Tensor | None:
-        """``[blocks, 3]`` in float64: each block's sum of losses, its top-1 hits and its top-5 hits."""
+        """``[blocks, 3]`` in float64: each block's sum of losses, its top-1 hits and its top-5 hits.
+
+        NaN for hits if the outputs are not one for each class.
+        """
         size, replicas = self._job.spec.config.eval.micro_batch, self._job.training.layout.replicas
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
@@ -129,12 +136,15 @@ class Evaluator:
     def _evaluate_block(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
         """A block's three sums, on a rank that owns the loss; else ``None``."""
         engine = self._loop.engine
-        if not self._classifies:
-            loss = engine.outputs(inputs, targets)  # the logits of a language model may not fit into memory
-            return None if loss is None else F.pad(loss.double().reshape(1) * targets.numel(), (0, 2))
-        outputs = engine.outputs(inputs)
-        if outputs is None:
+        outputs = engine.outputs(inputs) if self._classifies else None  # those of a language model may not fit
+        if self._loss is None:
+            loss = engine.outputs(inputs, targets)
+        else:
+            loss = None if outputs is None else self._loss(outputs.float(), targets)
+        if loss is None:
             return None
-        loss = F.cross_entropy(outputs.float(), targets, reduction="sum")
-        hits = outputs.topk(min(5, outputs.size(1))).indices == targets.unsqueeze(1)
-        return torch.stack([loss.double(), hits[:, 0].sum().double(), hits.sum().double()])
+        hits = torch.full((2,), math.nan, dtype=torch.float64, device=loss.device)
+        if outputs is not None and outputs.dim() == 2 and outputs.size(1) > 1:
+            found = outputs.topk(min(5, outputs.size(1))).indices == targets.unsqueeze(1)
+            hits = torch.stack([found[:, 0].sum(), found.sum()]).double()
+        return torch.cat([loss.double().reshape(1) * targets.numel(), hits])

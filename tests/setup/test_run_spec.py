@@ -15,6 +15,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
+from tests.workloads import made_task
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -196,6 +197,12 @@ class TestModelsOfTheUser:
             f"model._target_={target}: does not go with the options of model=toy; "
             f"try model=custom model._target_={target}, which has no options but those you add"
         )
+
+    def test_one_that_has_no_accuracy(self):
+        options = (f"model._target_={made_task.__name__}.OnlyLoss", "eval.every=5", "objective=held_out_accuracy")
+        (line,) = refused(*made_task.TASK, *options)
+        rule = "forward() of model=OnlyLoss takes targets and returns a loss alone"
+        assert line.startswith(f"objective=held_out_accuracy: {rule}; try held_out_loss")
 
     def test_one_that_needs_options(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.launch.stop_signal import StopSignal
+from ptdbench.models import foreign
 from ptdbench.training.evaluation import Evaluation
 from ptdbench.workloads import train
 from tests.conftest import Record, composed, run_on_shared_ranks
@@ -135,6 +136,27 @@ def test_what_is_said_of_the_last_weights_is_what_one_rank_says_of_their_checkpo
     here = shared_run(*TASK, *steps, "parallel=single", f"resume={there['directory']}")
     (again,) = here["evaluations"]
     assert (again["top1"], again["loss"]) == (evaluation["top1"], pytest.approx(evaluation["loss"], rel=1e-6))
+
+
+@pytest.mark.ranks
+@cases("kind", ["Margin", "OneLogit", "WithTargets", "OnlyLoss"], daily=["OneLogit", "OnlyLoss", "WithTargets"])
+def test_a_model_is_judged_by_its_own_loss_and_by_an_accuracy_if_it_tells_classes(shared_run, kind):
+    options = (f"model._target_={made_task.__name__}.{kind}", "optimizer.lr=0", "train.steps=1", "eval.every=1")
+    record = shared_run(*TASK, *options, "parallel=ddp", "eval.micro_batch=10")
+    assert record["error"] is None
+    (found,) = record["evaluations"]
+    model = foreign.build(
+        {"_target_": f"{made_task.__name__}.{kind}"}, seed=record["config"]["seed"], example=lambda: ()
+    )
+    inputs, targets = made_task.Kept().samples(0, made_task.HELD_OUT)
+    with torch.no_grad():
+        assert found["loss"] == pytest.approx(model(inputs, targets).item(), rel=1e-6)
+        if kind in ("Margin", "WithTargets"):
+            in_order = model(inputs).argsort(dim=1, descending=True)
+            hits = [(in_order[:, :k] == targets[:, None]).any(1).sum().item() for k in (1, 5)]
+            assert (found["top1"], found["top5"]) == (hits[0] / made_task.HELD_OUT, hits[1] / made_task.HELD_OUT)
+        else:
+            assert (found["top1"], found["top5"]) == (None, None)
 
 
 @pytest.mark.ranks

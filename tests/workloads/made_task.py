@@ -136,6 +136,41 @@ class Last(nn.Linear):
         return outputs if targets is None else F.cross_entropy(outputs, targets)
 
 
+class Margin(nn.Linear):
+    """A model with a loss of its own."""
+
+    def __init__(self, outputs: int = CLASSES) -> None:
+        super().__init__(CLASSES, outputs)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.multi_margin_loss(outputs, targets)
+
+
+class OneLogit(Margin):
+    """Tells only whether the largest number is among the first three."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(outputs.squeeze(1), (targets < 3).float())
+
+
+class WithTargets(Margin):
+    """Returns its loss from forward, and has outputs too."""
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+        outputs = super().forward(inputs)
+        return outputs if targets is None else self.loss(outputs, targets)
+
+
+class OnlyLoss(WithTargets):
+    """Needs targets."""
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        return super().forward(inputs, targets)
+
+
 class Unlearning:
     """A learning rate that makes a model better for four steps, and worse for ever after."""
 
