@@ -33,26 +33,37 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of a module, by name.
 
     They are of the class of the longest ``ModuleList`` or ``Sequential`` whose members are all of one class and made of
-    several modules. Those of shorter lists count too, as in a ResNet.
+    several modules. Those of shorter lists count too, as in a ResNet. Lists within a
+    block, such as heads and experts, do not: what is in them need not be called in order, nor on every rank.
     """
     longest: list[nn.Module] = []
-    lists = [
-        list(one.children())
+    lists = {
+        one: list(one.children())
         for one in module.modules()
         if isinstance(one, nn.ModuleList | nn.Sequential) and len({type(child) for child in one.children()}) == 1
-    ]
-    for children in lists:
-        if len(children) > max(1, len(longest)) and next(children[0].children(), None) is not None:
+    }
+    within = {
+        part for children in lists.values() if _are_blocks(children) for one in children for part in one.modules()
+    }
+    for one, children in lists.items():
+        is_outer = one not in within and next(children[0].children(), None) is not None
+        if is_outer and len(children) > max(1, len(longest)):
             longest = children
     if not longest:
         return {}
-    of_lists = {child for children in lists for child in children if type(child) is type(longest[0])}
+    of_lists = {child for children in lists.values() for child in children if type(child) is type(longest[0])}
     found: dict[str, nn.Module] = {}
     for name, one in module.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if one in of_lists and not inside:
             found[name] = one
     return found
+
+
+def _are_blocks(members: Sequence[nn.Module]) -> bool:
+    """Whether members of a list repeat each other, unlike stages of a network of images, whose blocks grow wider."""
+    shapes = {tuple(weight.shape for weight in one.parameters()) for one in members}
+    return len(shapes) < len(members) and type(members[0]) not in (nn.ModuleList, nn.Sequential)
 
 
 @contextmanager
@@ -357,7 +368,7 @@ def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
         NoChain: One of them is around the blocks.
     """
     found: dict[str, nn.Module] = {}
-    for name, one in module.named_modules():
+    for name, one in module.named_modules(remove_duplicate=False):  # a block may run again, under another name
         inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*blocks, *found))
         if inside or not has_weights(one, recurse=False):
             continue
@@ -369,9 +380,17 @@ def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
 
 
 def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> dict[str, nn.Module]:
-    """An ``nn.Sequential`` as a chain; what has no weights goes with what is before it. Arguments as above."""
+    """An ``nn.Sequential`` as a chain; what has no weights goes with what is before it. Arguments as above.
+
+    Raises:
+        NoChain: It runs something with weights twice, which would be in two stages.
+    """
     groups: list[dict[str, nn.Module]] = [{}]
-    for name, child in module.named_children():
+    seen: dict[nn.Module, str] = {}
+    for name, child in zip(module._modules, module, strict=True):  # one that is there twice runs twice
+        for part in child.modules():
+            if has_weights(part, recurse=False) and seen.setdefault(part, name) != name:
+                raise NoChain(f"has no parts(), and runs {type(part).__name__} in both {seen[part]} and {name}")
         if has_weights(child) and any(map(has_weights, groups[-1].values())):
             groups.append({})
         groups[-1][prefix + name] = child

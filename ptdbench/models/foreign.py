@@ -157,7 +157,11 @@ class Adapted(nn.Module):
     def _found(self) -> dict[str, nn.Module] | None:
         """The chain of a module that names none."""
         if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
-            return chain.of_sequential(self.module, self._finish, PREFIX)
+            try:
+                return chain.of_sequential(self.module, self._finish, PREFIX)
+            except chain.NoChain as reason:
+                self.uncut = str(reason)
+                return None
         if self._takes_targets:
             self.uncut = "has no parts(), and computes its loss in forward()"
             return None

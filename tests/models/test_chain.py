@@ -119,6 +119,14 @@ class HeadOnStem(Net):
         return self.head(hidden + first)
 
 
+class Again(Net):
+    """Its first block runs a second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(self.blocks[0])
+
+
 def example():
     return torch.empty(1, 6, device="meta"), torch.empty(1, 4, device="meta")
 
@@ -132,6 +140,12 @@ def run(model, inputs, targets=None):
 
 def sequential():
     return nn.Sequential(nn.Flatten(), nn.Linear(6, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4), nn.Tanh())
+
+
+def activated_by_one():
+    """An activation without weights that is one module in two places."""
+    activation = nn.Tanh()
+    return nn.Sequential(nn.Linear(6, WIDTH), activation, nn.Linear(WIDTH, 4), activation)
 
 
 class Named(nn.Sequential):
@@ -167,7 +181,7 @@ def check_pieces(model):
     assert all(torch.equal(weight.grad, whole[name]) for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, Named, OfItsOwn])
+@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, activated_by_one, Named, OfItsOwn])
 def test_the_pieces_one_after_the_other_are_the_module(build):
     check_pieces(adapt(build(), example))
 
@@ -219,6 +233,7 @@ def test_what_has_no_weights_is_no_stage_of_its_own():
         (Residual, "does not call blocks.1 with what blocks.0 returns"),
         (Skips, "does not call blocks.0 to blocks.2 once each and in order"),
         (Bare, "has a weight, shift, in Bare, which is around the blocks"),
+        (Again, "calls blocks.3.norm between its blocks"),
         (HeadOnStem, "uses what comes before its blocks after them too"),
         (lambda: nn.Linear(6, 4), "has no parts(), and no list of blocks of one class to cut between"),
     ],
@@ -228,6 +243,21 @@ def test_what_is_no_chain_says_why(build, reason):
     with pytest.raises(chain.NoChain) as caught:
         chain.Chain(module, chain.repeated(module), lambda one, x: one(x), lambda found, _: found, example()[0])
     assert str(caught.value) == reason
+
+
+def test_a_sequential_that_runs_weights_twice_is_no_chain():
+    linear = nn.Linear(6, 6)
+    model = adapt(nn.Sequential(linear, nn.ReLU(), nn.Sequential(linear), nn.Linear(6, 4)), example)
+    assert model.parts() is None
+    assert model.uncut == "has no parts(), and runs Linear in both 0 and 2"
+
+
+class Heads(nn.Module):
+    """A block whose heads are more than there are blocks."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(8))
 
 
 class TestRepeated:
@@ -243,6 +273,13 @@ class TestRepeated:
         from torchvision.models import resnet18
 
         assert self.names(resnet18()) == [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
+
+    def test_the_members_of_a_list_in_each_block_are_none(self):
+        assert self.names(nn.ModuleList(Heads() for _ in range(4))) == ["0", "1", "2", "3"]
+
+    def test_stages_of_growing_width_are_none(self):
+        stages = nn.ModuleList(Heads(width) for width in (2, 4))
+        assert self.names(stages) == [f"{stage}.heads.{block}" for stage in (0, 1) for block in range(8)]
 
     def test_blocks_in_blocks_are_not_listed_twice(self):
         class Outer(nn.Module):
