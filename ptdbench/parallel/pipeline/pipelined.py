@@ -206,8 +206,8 @@ class Pipelined(Engine):
 
     def gradient_norm(self) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; a shared weight counts once."""
-        second = {one.second for one in self._shared}
-        square = norm_of(weight for weight in self.module.parameters() if weight not in second).square()
+        others = {copy for one in self._shared for copy in one.others}
+        square = norm_of(weight for weight in self.module.parameters() if weight not in others).square()
         square = square.to(self._device)  # a stage without gradients has its zero on the host
         dist.all_reduce(square, group=self._group)
         return square.sqrt()

@@ -149,66 +149,83 @@ Tied = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Shared:
-    """This rank's copies of a weight that is in two stages."""
+    """This rank's copies of a weight that is in several stages."""
 
-    #: The copy to use if the weight must be counted once, whole or in shards; ``None`` on another rank.
+    #: The copy to use if the weight must be counted once, whole or in shards; ``None`` on other ranks.
     first: nn.Parameter | None
-    second: nn.Parameter | None  #: The other copy; ``None`` on another rank.
-    #: Global rank of the process with the copy that is not here, or its shard of it, in the same replica.
-    peer: int | None
+    others: Sequence[nn.Parameter]
+    #: Global ranks of the processes, this one too, with a copy or their shard of it in the same replica.
+    ranks: Sequence[int]
+
+
+def _by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
+    """Of each weight that is in several stages, its names in each of them."""
+    first: dict[str, str] = {}
+    found: dict[str, dict[int, list[str]]] = {}
+    for one, other in tied:
+        first[other] = name = first.get(one, one)
+        stages = found.setdefault(name, {cut.owner(name): [name]})
+        stages.setdefault(cut.owner(other), []).append(other)
+    return [stages for stages in found.values() if len(stages) > 1]
 
 
 def untie(model: Model, tied: Tied, cut: Cut) -> None:
-    """Give the second of two stages of one rank its own copy of a weight that both use, on the same device."""
+    """Give each stage of a rank but the first its own copy of a weight that several use, on the same device."""
     module = module_of(model)
-    for first, second in tied:
-        one, other = cut.owner(first), cut.owner(second)
-        if one != other and cut.ranks[one] == cut.ranks[other]:
-            weight = module.get_parameter(first)
-            path, _, leaf = second.rpartition(".")
-            setattr(module.get_submodule(path), leaf, nn.Parameter(weight.detach().clone(), weight.requires_grad))
+    for stages in _by_stage(tied, cut):
+        has_one: set[int] = set()
+        for stage, names in stages.items():
+            if cut.ranks[stage] in has_one:
+                weight = module.get_parameter(names[0])
+                own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+                for name in names:
+                    path, _, leaf = name.rpartition(".")
+                    setattr(module.get_submodule(path), leaf, own)
+            has_one.add(cut.ranks[stage])
 
 
 def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
-    """Find the shared weights in a rank's part of a model, by its names; two copies of one are made equal."""
-    here = dict(module.named_parameters())
+    """Find the shared weights in a rank's part of a model, by its names; copies of one are made equal."""
     mine = dist.get_rank(group)
     found = []
-    for names in tied:
-        stages = [cut.owner(name) for name in names]
-        ranks = [cut.ranks[stage] for stage in stages]
-        if stages[0] == stages[1] or mine not in ranks:
+    for stages in _by_stage(tied, cut):
+        copies = [module.get_parameter(name) for stage, (name, *_) in stages.items() if cut.ranks[stage] == mine]
+        if not copies:
             continue
-        first, second = (here[name] if rank == mine else None for name, rank in zip(names, ranks, strict=True))
-        peer = next((dist.get_global_rank(group, rank) for rank in ranks if rank != mine), None)
-        found.append(Shared(first, second, peer))
-        if first is not None and second is not None:
-            local_part(second.detach()).copy_(local_part(first.detach()))
+        for other in copies[1:]:
+            local_part(other.detach()).copy_(local_part(copies[0].detach()))
+        first, others = (copies[0], copies[1:]) if cut.ranks[next(iter(stages))] == mine else (None, copies)
+        ranks = sorted({dist.get_global_rank(group, cut.ranks[stage]) for stage in stages})
+        found.append(Shared(first, others, ranks))
     return found
 
 
 def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
-    """Sum the two gradients of each shared weight, so that both copies take the same step."""
+    """Sum the gradients of each shared weight, in one order on all ranks, so that all copies take the same step."""
     for one in weights:
-        gradients = [_gradient(copy) for copy in (one.first, one.second) if copy is not None]
-        if one.peer is None:
-            total = gradients[0] + gradients[1]
-            for gradient in gradients:
-                gradient.copy_(total)
-        else:
-            gradients[0] += _exchange(gradients[0], one.peer, group)
+        gradients = [_gradient(copy) for copy in (one.first, *one.others) if copy is not None]
+        total, *others = _of_all(sum(gradients[1:], gradients[0]), one.ranks, group)
+        for other in others:
+            total += other
+        for gradient in gradients:
+            gradient.copy_(total)
 
 
-def _exchange(mine: Tensor, peer: int, group: dist.ProcessGroup) -> Tensor:
-    """What ``peer`` sends in exchange for ``mine``."""
-    theirs = torch.empty_like(mine)
-    exchange = [
-        dist.P2POp(dist.isend, mine.contiguous(), peer, group),
-        dist.P2POp(dist.irecv, theirs, peer, group),
+def _of_all(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+    """What each of the ranks has, of which this is one."""
+    found = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
+    messages = [
+        message
+        for rank, theirs in zip(ranks, found, strict=True)
+        if theirs is not mine
+        for message in (
+            dist.P2POp(dist.isend, mine.contiguous(), rank, group),
+            dist.P2POp(dist.irecv, theirs, rank, group),
+        )
     ]
-    for work in dist.batch_isend_irecv(exchange):
+    for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
-    return theirs
+    return found
 
 
 def _gradient(weight: nn.Parameter) -> Tensor:
