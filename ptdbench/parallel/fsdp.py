@@ -52,7 +52,7 @@ def shard(
     """
     narrow = DTYPES[precision] != torch.float32
     assert how.sent != "powersgd"  # refused
-    reduce_dtype = DTYPES[how.sent]
+    reduce_dtype = DTYPES[how.sent]  # in which FSDP also adds up micro-batches
     # Inputs are cast by precision.narrow(), as under every layout.
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
