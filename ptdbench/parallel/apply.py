@@ -133,7 +133,7 @@ def _completed(
     """With what begins a step, and what completes its gradients where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
     begins: list[Callable[[Tensor], None]] = []
-    settles: list[Callable[[], None]] = []
+    settles: list[Callable[[], None]] = [part.settle]
     if copies:
         begins.append(copies.begin)
         settles.append(copies.end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Zero1
+from ptdbench.problems import Problem, require
 
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -54,6 +56,8 @@ def replicate(
         replica,
         replica.no_sync,
         average=partial(_average, replica),
+        # A static graph knows which gradients are missing, and averaging after the backward pass takes zeros for them.
+        settle=partial(_require_all, [] if static_graph or how.pipeline_schedule.splits_backward else [module]),
         settles_after=(2 if static_graph else 1) + (compressor is not None),  # it has to see the last buckets
         division=Zero1(module, mesh.get_group()) if how.optimizer == "zero1" else None,
         compressor=compressor,
@@ -66,6 +70,15 @@ def _average(replica: DistributedDataParallel) -> None:
     zeros = [torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight) for weight in trained]
     replica.reducer.prepare_for_backward([])
     torch.autograd.backward(trained, zeros)
+
+
+def _require_all(modules: Sequence[nn.Module]) -> None:
+    """Refuse weights without a gradient: DDP waits for them, and in the next pass advises what is no option here."""
+    weights = [pair for module in modules for pair in module.named_parameters()]
+    names = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
+    if names:
+        rule = f"without a static graph DDP needs a gradient of each weight, and none came for {', '.join(names)}"
+        require(Problem("parallel.static_graph", False, rule, "freeze what is not used: requires_grad_(False)"))
 
 
 def bucket_size(module: nn.Module) -> float:

@@ -3,6 +3,11 @@ import torch
 from torch import nn
 
 from ptdbench.parallel.ddp import bucket_size
+from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
+from tests.parallel.made import gpt, laid_out
+from tests.parallel.ranks import on_ranks
+from tests.parallel.ten_steps import by_engine
 
 
 @pytest.mark.parametrize(("millions", "mebibytes"), [(1, 25), (124, 25), (355, 67.7), (1300, 100)])
@@ -17,3 +22,28 @@ def test_what_is_not_trained_is_in_no_bucket():
         model = nn.Linear(1000, 10**6)
     model.requires_grad_(False)
     assert bucket_size(model) == 25
+
+
+def said_of_an_unused_weight() -> list[str]:
+    """In each of two ranks: why DDP does not train a model with it, without and with a static graph."""
+    found = []
+    for micro_batch in (1, 2):
+        model = gpt(layers=2, vocabulary=20)
+        with torch.device("meta"):
+            model.unused = nn.LayerNorm(2, bias=False)
+        try:
+            by_engine(*laid_out(Strategy(replicate=2), model, 4, micro_batch))
+            found.append("")
+        except ConfigError as refused:
+            found.append(str(refused))
+    return found
+
+
+@pytest.mark.ranks
+def test_a_weight_without_a_gradient_is_named_where_ddp_waits_for_it():
+    (found, _) = on_ranks(2, said_of_an_unused_weight)
+    assert found == [
+        "parallel.static_graph=false: without a static graph DDP needs a gradient of each weight, and none came for "
+        "unused.weight; freeze what is not used: requires_grad_(False)",
+        "",
+    ]
