@@ -190,18 +190,24 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     else:
         prepare_ranks(list(map(config.read, composed.jobs)))
     shows = world is None or world.rank == 0
-    with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
-        from ptdbench.launch import devices
-        from ptdbench.setup import run_spec
-        from ptdbench.sweep import requests
-        from ptdbench.sweep.agenda import Agenda
+    try:
+        with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
+            from ptdbench.launch import devices, rendezvous
+            from ptdbench.setup import run_spec
+            from ptdbench.sweep import requests
+            from ptdbench.sweep.agenda import Agenda
 
-        if world:
-            for job in composed.jobs:
-                devices.check(world, str(job.get("device")), str(job.get("backend")))
-        runs = requests.of_machine(composed, world)
-    if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
-        run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
+            if world:
+                for job in composed.jobs:
+                    devices.check(world, str(job.get("device")), str(job.get("backend")))
+            runs = requests.of_machine(composed, world)
+        if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
+            run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
+    except ConfigError as refused:
+        if world:  # the others, who perhaps are not, would wait for this rank
+            with suppress(rendezvous.NotMet):
+                rendezvous.agree(hydra_output.DIRECTORY, world, str, refused)
+        raise
     directory = hydra_output.claim(composed, line.overrides, world, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only) if composed.is_sweep else None
     if not shows:

@@ -13,6 +13,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -46,6 +47,9 @@ from ptdbench.terminal import echo, transient
 #: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
 #: and with a checkpoint to save.
 STOP_GRACE, SAVE_GRACE = 10.0, 120.0
+
+#: Seconds that a rank which is refused the run gives rank 0 to be so too: that may have started later.
+REFUSED_WAIT = 30.0
 
 #: The runs of this process so far: the first one of a rank also pays for the imports.
 _RUNS: list[Path] = []
@@ -131,8 +135,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
         if known.trains and not world:  # what is wrong with the data shows before anything is started for them
             _prepare_data(config, heading)
     except ConfigError as refused:
-        if writes:
-            _fail(attempt, failure.describe(refused, rank=-1))
+        _leave(world, attempt, refused)
         return
     if writes:
         fields = {**known.fields, "launcher": world.launcher if world else "local"}
@@ -148,6 +151,22 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
             return
         config, known = found.config, found.summary
     _start_ranks(config, known.world_size, attempt, watch, heading)
+
+
+def _leave(world: World | None, attempt: Attempt, refused: ConfigError) -> None:
+    """Leave a run that is refused; raises SystemExit where rank 0 is not refused it, and would wait for this one."""
+    if world is None or world.is_first:
+        _fail(attempt, failure.describe(refused, rank=-1))
+        return
+    until = time.monotonic() + REFUSED_WAIT
+    while time.monotonic() < until:
+        with suppress(FileNotFoundError, store.Damaged):
+            written = store.load_record(attempt.directory)
+            if attempt.owns(written) and record.is_settled(written):
+                return
+        time.sleep(0.1)
+    ending.report(world, attempt, refused)
+    raise SystemExit(1) from refused
 
 
 def _find_micro_batch(

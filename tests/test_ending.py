@@ -1,11 +1,14 @@
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ptdbench import ending
+from ptdbench import run as product
 from ptdbench.launch import local
 from ptdbench.launch.world import KNOWN, World
+from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import record, store
 from ptdbench.records.failure import Failure, crash_file
 from ptdbench.records.ownership import Attempt
@@ -75,3 +78,14 @@ def test_nor_does_what_happens_to_the_launcher(directory, monkeypatch):
     carry_out(composed("model=toy", "device=cpu"), directory)
     written = store.load_record(directory)
     assert written["status"] == "ok", written["error"]
+
+
+@pytest.mark.parametrize("rank_0_too", [True, False])
+def test_what_only_another_rank_is_refused_is_in_the_record_too(directory, monkeypatch, rank_0_too):
+    monkeypatch.setattr(product, "REFUSED_WAIT", 0.1)
+    refused = ConfigError([Problem("device", "cuda", "n2 is half full")])
+    told = [Failure(-1, "ConfigError", "the first one says it"), Failure(1, "ConfigError", str(refused))]
+    store.write_record(directory, record.failed(OPEN, told[0]) if rank_0_too else OPEN)
+    with nullcontext() if rank_0_too else pytest.raises(SystemExit):
+        product._leave(world(1), attempt(directory), refused)
+    assert store.load_record(directory)["error"]["message"] == told[0 if rank_0_too else 1].message

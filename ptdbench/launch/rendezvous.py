@@ -11,6 +11,7 @@ import errno
 import os
 import pickle
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from concurrent.futures import Future, wait
@@ -41,6 +42,9 @@ ENDLESS = timedelta(days=1)
 #: torch from one cold file system do not get it at the same time. Who waits longer waits for somebody who has died or
 #: cannot be reached, and those who pay for the nodes should know soon.
 ARRIVAL = timedelta(minutes=2)
+
+#: Seconds that rank 0 waits until all ranks have heard that one is refused.
+HEARD = 5.0
 
 
 #: Stores of Python's, which torch does not hold, while a thread of NCCL's asks them until the process ends.
@@ -85,11 +89,35 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
         environ.update(torchrun_variables(world, *address.meeting_point(world, environ)))
 
 
-def agree(key: str, world: World, value: str | None) -> str:
-    """Broadcast from rank 0: it passes ``value``, and every other rank waits for it."""
-    if world.rank == 0:
-        store().set(key, value or "")
-    return store().get(key).decode()
+def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError | None = None) -> str:
+    """Broadcast what rank 0 finds, unless a rank is ``refused``: then rank 0 tells why, and no rank waits for another.
+
+    Raises:
+        ConfigError: This rank or another one is refused, or ``find`` raises it.
+    """
+    met = store()
+    if world.rank:
+        met.set(f"{key} {world.rank}", str(refused or ""))
+        found = met.get(key).decode()
+        met.add(f"{key} heard", 1)
+        if not found:
+            raise refused or ConfigError([Problem(key, f"rank {world.rank}", "is refused by another rank")])
+        return found
+    try:
+        if refused:
+            raise refused
+        for rank in range(1, world.size):
+            if said := met.get(f"{key} {rank}").decode():
+                raise ConfigError([Problem("rank", rank, said)])
+        found = find()
+    except ConfigError:
+        met.set(key, "")
+        until = time.monotonic() + HEARD  # the store ends with this rank
+        while met.add(f"{key} heard", 0) < world.size - 1 and time.monotonic() < until:
+            time.sleep(0.01)
+        raise
+    met.set(key, found)
+    return found
 
 
 @cache
@@ -101,7 +129,7 @@ def launch_name(world: World) -> str:
     if world.started_by.has_step:
         step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
         return f"slurm-{step}-{os.environ.get('SLURM_RESTART_COUNT') or 0}"
-    return agree("launch", world, uuid.uuid4().hex if world.rank == 0 else None)
+    return agree("launch", world, lambda: uuid.uuid4().hex)
 
 
 def own_store(key: str) -> dist.Store:

@@ -149,6 +149,10 @@ def _shown(job: Any, arguments: argparse.Namespace) -> str:
         return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)
 
 
+#: What ranks agree on here; one that is refused before says so in its place.
+DIRECTORY = "directory"
+
+
 def claim(composed: Composed, overrides: Sequence[str], world: World | None, goes_on: Path | None) -> Path:
     """Make the output directory, or occupy the one that was typed, or that of what ``goes_on`` in its place.
 
@@ -180,4 +184,4 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
         return Path(make())
     from ptdbench.launch import rendezvous
 
-    return Path(rendezvous.agree("directory", world, make() if world.rank == 0 else None))
+    return Path(rendezvous.agree(DIRECTORY, world, make))

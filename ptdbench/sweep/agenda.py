@@ -24,6 +24,9 @@ from ptdbench.sweep.blocks import StoppingRule
 from ptdbench.sweep.requests import Request
 from ptdbench.terminal import echo
 
+#: What ranks agree on when they open a run.
+OPENED = "opened"
+
 
 class SweepEta:
     """The headings of a sweep's runs, with the time left by the mean duration of those that ended well.
@@ -158,6 +161,7 @@ class Agenda:
             if writes and self._is_done(name, request) and name not in self._counted:
                 store.append_result(self.directory, store.load_record(directory))  # killed before it could add it
             return None
+        refusal: ConfigError | None = None
         try:
             if writes:
                 if request.summary:
@@ -165,9 +169,13 @@ class Agenda:
                 self._write(directory, request)
                 hydra_output.write_files(request.job(self.directory, number), directory)
         except ConfigError as refused:
-            if world:  # the other ranks have not asked
-                raise
-            echo(f"{refused}; skipped", sys.stderr)
+            refusal = refused
+        if world:  # the other ranks have not asked
+            from ptdbench.launch import rendezvous
+
+            rendezvous.agree(f"{OPENED} {directory}", world, lambda: OPENED, refusal)
+        elif refusal:
+            echo(f"{refusal}; skipped", sys.stderr)
             return None
         return None if request.refused else Opened(number, request, name)
 

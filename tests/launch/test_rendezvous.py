@@ -13,9 +13,11 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
+from ptdbench.problems import ConfigError, Problem
 from tests.ports import free_port
 
 #: A rank: it meets the others, agrees with them, and tells what it knows then.
@@ -26,7 +28,7 @@ from ptdbench.launch import rendezvous
 from ptdbench.launch.world import discover
 
 world = discover(os.environ)
-said = rendezvous.agree("word", world, f"from {os.getpid()}" if world.rank == 0 else None)
+said = rendezvous.agree("word", world, lambda: f"from {os.getpid()}")
 assert discover(os.environ) == world
 with rendezvous.process_group(world, "gloo", torch.device("cpu"), key="run"):
     total = torch.tensor([world.rank + 1])
@@ -173,6 +175,30 @@ def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_
         names.append(rendezvous.launch_name(discover(os.environ)))
     rendezvous.launch_name.cache_clear()
     assert names == [f"slurm-{job}.0-0", f"slurm-{job}.0-0", f"slurm-{job}.0-1"]
+
+
+@pytest.mark.parametrize("who", [0, 1, 2, None], ids=["rank 0", "rank 1", "rank 2", "what rank 0 looks for"])
+def test_where_a_rank_is_refused_no_rank_waits_for_another_and_rank_0_tells_why(monkeypatch, who):
+    shared = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "store", lambda: shared)
+    refused = ConfigError([Problem("device", "cuda", "is half full")])
+
+    def find():
+        if who is None:
+            raise refused
+        return pytest.fail("nothing is to be made")
+
+    def agree(rank):
+        with pytest.raises(ConfigError) as caught:
+            rendezvous.agree("word", World(rank, 3, rank, 3, "srun"), find, refused if rank == who else None)
+        return str(caught.value)
+
+    with ThreadPoolExecutor(3) as ranks:
+        told = list(ranks.map(agree, range(3)))
+    assert told[0] == (f"rank={who}: " if who else "") + "device=cuda: is half full"
+    assert told[1:] == [
+        str(refused) if rank == who else f"word=rank {rank}: is refused by another rank" for rank in (1, 2)
+    ]
 
 
 def test_export_changes_nothing_under_torchrun_and_leads_to_the_same_place_elsewhere(job):
