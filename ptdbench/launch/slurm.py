@@ -173,6 +173,14 @@ def submit(script: str) -> str:
 
 
 @cache
+def clusters() -> list[str]:
+    """Return the names of the clusters that commands here ask; raises SlurmError."""
+    if chosen := os.environ.get("SLURM_CLUSTERS"):
+        return chosen.split(",")
+    return re.findall(r"^ClusterName\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
+
+
+@cache
 def srun_says(flag: str) -> str:
     """Return what srun prints with ``--version`` or ``--help``: its flags and those of plugins; raises SlurmError."""
     return _output("srun", flag)

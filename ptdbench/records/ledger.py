@@ -33,6 +33,7 @@ class Job(Struct, frozen=True):
     directory: str  #: The run's directory, below the sweep's.
     log: str  #: Folder of the ranks' output, with ``%j`` for an id that is not known.
     step: int | None = None  #: The run's place among those of its job; ``None`` where it is the only one.
+    cluster: str | None = None  #: The cluster whose queue it is in, by its name in SLURM; ``None`` if it is not known.
 
 
 class Ledger(Struct, frozen=True):

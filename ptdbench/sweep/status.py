@@ -186,6 +186,9 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
 
     A job whose id nobody wrote down, because the process that submitted it was killed, is found by its array's name.
     """
+    named = {job.cluster for job in jobs if job.cluster}
+    if named and (others := named - {*slurm.clusters()}):  # there the same ids are other jobs, or none
+        raise SlurmError(f"its jobs are on cluster {', '.join(others)}, and this is {', '.join(slurm.clusters())}")
     known = [job for job in jobs if job.id]
     queue = slurm.queue(job.id for job in known if job.id)
     by_name = slurm.named(job.name for job in jobs if not job.id)

@@ -285,6 +285,9 @@ def _submit(
 
 def _to_note(name: str, array: Sequence[Sequence[Opened]], output: Path) -> Iterator[ledger.Job]:
     """What is noted down of the runs of an array before SLURM has its jobs."""
+    cluster = None
+    with suppress(SlurmError, ValueError):  # one of several takes the jobs
+        (cluster,) = slurm.clusters()
     for element, job in enumerate(array):
         for step, (run, log) in enumerate(zip(job, folders(output, len(job)), strict=True)):
             yield ledger.Job(
@@ -298,6 +301,7 @@ def _to_note(name: str, array: Sequence[Sequence[Opened]], output: Path) -> Iter
                 directory=run.subdirectory,
                 log=str(log),
                 step=step if len(job) > 1 else None,
+                cluster=cluster,
             )
 
 

@@ -236,6 +236,17 @@ class TestRealSlurm:
         assert {job.state for job in found.values()} == {"PENDING"}
 
 
+def test_the_clusters_that_are_asked(fake, monkeypatch):
+    fake(
+        "scontrol", "printf 'Configuration data as of now\\nCluster             = x\\nClusterName             = gpu\\n'"
+    )
+    for chosen, names in (("", ["gpu"]), ("one,two", ["one", "two"])):
+        monkeypatch.setenv("SLURM_CLUSTERS", chosen)
+        commands.clusters.cache_clear()
+        assert commands.clusters() == names
+    commands.clusters.cache_clear()
+
+
 @pytest.mark.parametrize("said", ["7;cluster", "auks: credential of user\\n7", "Welcome\\n\\n7;cluster\\n"])
 def test_what_a_site_says_before_the_id_is_not_the_id(fake, said):
     fake("sbatch", f"cat > /dev/null; printf '{said}'")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import asdict, replace
 
+from ptdbench.launch import slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import crash_file
@@ -449,6 +450,17 @@ def test_nothing_is_concluded_where_slurm_does_not_answer(sweep):
     assert store.load_record(sweep.path / jobs[2].directory)["error"]["type"] == "Unfinished"
     sweep.says(_2="RUNNING n1")  # it answers again
     assert [run.is_over for run in status.look(sweep.path).runs] == [True, True, False]
+
+
+def test_nor_where_another_cluster_has_the_jobs(sweep, monkeypatch):
+    (job,) = sweep.submit(1)
+    ledger.add(sweep.path, [replace(job, cluster="there")])
+    monkeypatch.setattr(slurm, "clusters", lambda: ["here"])
+    seen = status.look(sweep.path)
+    assert seen.silence == "its jobs are on cluster there, and this is here"
+    assert (seen.is_over, sweep.results()) == (False, [])
+    monkeypatch.setattr(slurm, "clusters", lambda: ["here", "there"])
+    assert status.look(sweep.path).is_over
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["told", "killed before it told the sweep"])

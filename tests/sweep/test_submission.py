@@ -127,6 +127,7 @@ class TestSubmission:
         noted = ledger.read(tmp_path).jobs
         assert [job.id for job in noted] == ["101", "102", "103"]
         assert len({job.name for job in noted}) == 3
+        assert {job.cluster for job in noted} == {"here"}
         assert [(tmp_path / "logs" / id / f"{id}_submitted.pkl").exists() for id in ("101", "102", "103")] == [True] * 3
         assert launch.canceled == []
 
