@@ -1,11 +1,14 @@
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from ptdbench import ending
 from ptdbench import run as product
+from ptdbench.job import Outcome
 from ptdbench.launch import local
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
@@ -89,3 +92,18 @@ def test_what_only_another_rank_is_refused_is_in_the_record_too(directory, monke
     with nullcontext() if rank_0_too else pytest.raises(SystemExit):
         product._leave(world(1), attempt(directory), refused)
     assert store.load_record(directory)["error"]["message"] == told[0 if rank_0_too else 1].message
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"), [(True, "it has saved: "), (False, "could not be saved (see remarks)"), (None, "begins anew: ")]
+)
+def test_a_run_that_is_asked_to_stop_says_what_it_saved_and_is_requeued_with_that_alone(
+    directory, monkeypatch, saved, says
+):
+    requeued = []
+    monkeypatch.setattr(ending, "_requeue", lambda *_: requeued.append(saved))
+    store.write_record(directory, {**OPEN, "directory": "run"})
+    spec = SimpleNamespace(config=SimpleNamespace(cluster=None))
+    ending.write_result(attempt(directory), spec, torch.device("cpu"), [], Outcome({}, stopped="SIGUSR2", saved=saved))
+    assert says in store.load_record(directory)["error"]["message"]
+    assert requeued == [True] * (saved is True)

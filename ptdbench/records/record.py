@@ -96,10 +96,17 @@ def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
-def stopped(record: Written, why: str, saved: bool = True) -> dict[str, Any]:
-    """Return the record of a run that was asked to stop, and has saved a checkpoint to resume from if ``saved``."""
-    how = "it has saved" if saved else "no checkpoint (see checkpoint.every_steps), so this begins anew"
-    message = f"stopped by {why}; {how}: {how_started(record)} resume={record['directory']}"
+#: What a run that was asked to stop says of its last step, by whether it is saved; ``None`` where a run saves nothing.
+_HOW_IT_GOES_ON = {
+    True: "it has saved",
+    False: "this step could not be saved (see remarks), so this goes on from an earlier one",
+    None: "no checkpoint (see checkpoint.every_steps), so this begins anew",
+}
+
+
+def stopped(record: Written, why: str, saved: bool | None = True) -> dict[str, Any]:
+    """Return the record of a run that was asked to stop; ``saved`` as in :class:`ptdbench.job.Outcome`."""
+    message = f"stopped by {why}; {_HOW_IT_GOES_ON[saved]}: {how_started(record)} resume={record['directory']}"
     return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
 
 

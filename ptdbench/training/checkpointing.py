@@ -36,6 +36,7 @@ class Checkpointing:
         self._every = job.spec.config.checkpoint.every_steps
         self._saver: Saver | None = None
         self._saved = -1
+        self._began = -1
         self._passed_over: list[str] = []
         self.resumed_from: str | None = None  #: Path of the checkpoint that this process resumed from.
         self.reshaped: str | None = None  #: How the ranks or the layout have changed since; ``None`` if they have not.
@@ -52,6 +53,11 @@ class Checkpointing:
     def saves(self) -> bool:
         """Whether this run writes checkpoints."""
         return self._saver is not None
+
+    @property
+    def saved(self) -> bool | None:
+        """Whether the last step is on disk, once :meth:`finish` has returned; ``None`` where this run saves nothing."""
+        return self._loop.done in (self._began, *self._saver.saved[-1:]) if self._saver else None
 
     @property
     def problems(self) -> list[str]:
@@ -131,7 +137,7 @@ class Checkpointing:
         self._loop.engine.load_own_state(own)
         self._loop.resume(found.manifest.step, facts.get("scaler", {}))
         source = found.path.parent.parent
-        self._saved = found.manifest.step if source == self._job.directory else -1
+        self._saved = self._began = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)
         layout = self._job.training.layout
         self.reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())

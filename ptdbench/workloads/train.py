@@ -144,7 +144,7 @@ def _outcome(
     if not stopped:
         fields = metrics.recheck_ceiling(job, fields)
     why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
-    return Outcome(fields, error, why, checkpointing.saves, recorder.logs)
+    return Outcome(fields, error, why, checkpointing.saved, recorder.logs)
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:

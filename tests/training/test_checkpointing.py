@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ptdbench.checkpoints.saver import Staging
+from ptdbench.checkpoints.saver import Saver, Staging
 from ptdbench.workloads import train
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
@@ -49,3 +50,23 @@ def test_weights_do_not_change_before_their_copies_are_settled(tmp_path):
     step = ["settle", "update"]
     assert order == [*step, *step, "copy", *step, "copy"]
     assert unsteady == [{"rng.cpu.0"}] * 2
+
+
+def stopped(directory: Path, *overrides: str) -> list[bool | None]:
+    """In a rank: whether a run says that it has saved the step after which it is asked to stop."""
+    told = []
+    with mock.patch.object(train.StopSignal, "received", return_value="SIGUSR2"):
+        for writes in (True, False):
+            failing = mock.patch.object(Saver, "_write", side_effect=OSError("No space left on device"))
+            with nullcontext() if writes else failing:
+                outcome = train.Train()(job(directory / str(writes), composed(*SAVING, *overrides)))
+            assert outcome.stopped == "SIGUSR2 after step 1 of 3"
+            told.append(outcome.saved)
+    return told
+
+
+@pytest.mark.ranks
+def test_a_run_that_is_asked_to_stop_has_saved_what_is_on_disk(tmp_path):
+    for name in ("True", "False"):
+        (tmp_path / name).mkdir()
+    assert on_ranks(1, stopped, tmp_path) == [[True, False]]
