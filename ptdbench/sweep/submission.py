@@ -238,8 +238,10 @@ def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) 
             with local.deferred():  # a signal in the middle of it would leave jobs that nobody knows
                 submitted += _submit(directory, name, array, options)
     except BaseException as error:
-        _take_back(names)
-        _write_off(directory, jobs, error)
+        with local.deferred():  # a second signal would leave jobs that nobody has taken back
+            echo("canceling what was submitted…", sys.stderr)
+            _take_back(names)
+            _write_off(directory, jobs, error)
         if isinstance(error, SlurmError):
             rule = f"nothing was submitted: {str(error).strip().splitlines()[-1]}"
             raise ConfigError([Problem("cluster", jobs[0].request.cluster.name, rule)]) from None

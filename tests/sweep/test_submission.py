@@ -166,11 +166,15 @@ class TestSubmission:
             "failed: NotSubmitted: nothing was submitted: Job violates accounting/QOS policy"
         ] * 3
 
-    def test_a_signal_in_the_middle_of_a_submission_waits_for_the_answer(self, launch, tmp_path):
+    def test_a_signal_in_the_middle_of_a_submission_waits_for_the_answer_and_another_for_what_is_canceled(
+        self, launch, tmp_path, monkeypatch
+    ):
         def answer(script):
             os.kill(os.getpid(), signal.SIGINT)
             return "101"
 
+        cancel = slurm.cancel_named
+        monkeypatch.setattr(slurm, "cancel_named", lambda names: os.kill(os.getpid(), signal.SIGINT) or cancel(names))
         with pytest.raises(local.Stopped):
             launch(answer)
         assert ledger.read(tmp_path).jobs[0].id == "101"
