@@ -25,17 +25,22 @@ _ALIKE = (
 #: Flags of sbatch that ``cluster.extra`` may not give, and what gives them.
 GIVEN_BY = {name: f"cluster.{name}" for name in _ALIKE} | {
     "array": "-m and lists of values: each run of a sweep is a job of its own",
+    "clusters": "SLURM_CLUSTERS, for all commands of SLURM",
     "cpus_per_gpu": "cluster.cpus_per_rank",
     "cpus_per_task": "cluster.cpus_per_rank",
     "error": "cluster.log",
     "gpus": "cluster.gpus_per_node",
     "gpus_per_task": "cluster.gpus_per_node",
+    "job_name": "workload.label",
     "mem": "cluster.mem_gb",
     "ntasks": "cluster.nodes and cluster.ranks_per_node",
     "ntasks_per_gpu": "cluster.ranks_per_node",
     "ntasks_per_node": "cluster.ranks_per_node",
+    "open_mode": "cluster.log",
     "output": "cluster.log",
+    "signal": "hydra.launcher.signal_delay_s",
     "time": "cluster.time_minutes",
+    "wait": "cluster.submit=wait",
 }
 
 #: Three ways to say how much memory; SLURM takes one of them.

@@ -186,6 +186,9 @@ class TestCheck:
             ("ntasks-per-node", 1, "would contradict what ptdbench passes to sbatch; use cluster.ranks_per_node"),
             ("mem", 1, "would contradict what ptdbench passes to sbatch; use cluster.mem_gb"),
             ("array", 1, "would contradict what ptdbench passes to sbatch; use -m and lists of values: "),
+            ("job-name", "x", "would contradict what ptdbench passes to sbatch; use workload.label"),
+            ("signal", "USR1@9", "would contradict what ptdbench passes to sbatch; use hydra.launcher.signal_delay_s"),
+            ("clusters", "other", "would contradict what ptdbench passes to sbatch; use SLURM_CLUSTERS"),
             *(("comment", value, "must be text, a number, or true for a flag without a value")
               for value in (["n1", "n2"], {"a": 1}, "two\nlines")),
         ],
