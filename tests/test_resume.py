@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from omegaconf import OmegaConf
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.launch.world import World
@@ -335,6 +336,21 @@ class TestLine:
         for wrong in ("cluster.nodes=4", "cluster.mem_gb=8", "model=gpt_tiny", "cluster=local"):
             with pytest.raises(ConfigError, match=f"goes on with the sweep as it was, and {wrong} would change it"):
                 self.line([f"sweep.resume={sweep}", wrong])
+
+    @pytest.mark.parametrize("more", [[], ["hydra.launcher.array_parallelism=4"]], ids=" ".join)
+    def test_what_was_typed_of_hydras_options_holds_unless_it_is_typed_anew(self, tmp_path, more):
+        run = self.submitted(tmp_path, "hydra.sweeper.n_trials=9")
+        environment = ["+hydra.job.env_set.NCCL_ALGO=Ring", "hydra.searchpath=[file:///own]"]
+        parallel = ["hydra.launcher.array_parallelism=2"]
+        typed = [*environment, *parallel, "hydra.sweep.dir=x", "hydra.mode=MULTIRUN", "hydra.sweeper.n_trials=9"]
+        (run / ".hydra").mkdir()
+        for path in (run / ".hydra" / "hydra.yaml", tmp_path / "sweep" / "multirun.yaml"):
+            OmegaConf.save({"hydra": {"overrides": {"hydra": typed}}}, path)
+        line = self.line([f"sweep.resume={tmp_path / 'sweep'}", *more])
+        assert line.overrides[3:-2] == [*environment, *(more or parallel)]
+        (tmp_path / "sweep" / "sweep.json").unlink()  # the run alone
+        assert self.line([f"resume={run}"], World(0, 2, 0, 2, "srun", 1)).overrides[1:-1] == environment
+        assert self.line([f"resume={run}", "seed=1"]).overrides[1:-2] == environment
 
     def test_a_repeat_goes_on_in_its_block_and_alone(self, tmp_path):
         typed = ["model=toy", "repeat.runs=auto", "repeat.max=9", "repeat.tied_within=0.1", "repeat.block=1"]

@@ -28,6 +28,10 @@ RUN, SWEEP = "resume", "sweep.resume"
 RESHAPE = "reshape"
 
 
+#: Hydra's own options that a run by itself goes on with: its variables, and where its choices lie.
+_OF_RUNS = ("hydra.job.env_", "hydra.searchpath")
+
+
 @dataclass(frozen=True)
 class Line:
     """A command line with what it takes over from an earlier one."""
@@ -82,18 +86,19 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)
     shape = _shape(directory, written, others, world)
+    hydras = [word for word in _hydras(directory / ".hydra/hydra.yaml", others) if option(word).startswith(_OF_RUNS)]
     if len(others) > len(place) or multirun or moves:
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
         kept = _without([*_without_place(_earlier(directory, written), "repeat.block"), *shape], others)
-        return Line([*kept, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
+        return Line([*kept, *hydras, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
         return _sweep(sweep, others, RUN, only=str(directory.resolve().relative_to(sweep.resolve())))
     if world is None:
         _refuse_elsewhere(directory, written)
     earlier = _without([*_without_place(_earlier(directory, written)), *shape], place)
-    return Line([*earlier, *place, f"hydra.run.dir={quoted(str(directory))}"], directory)
+    return Line([*earlier, *hydras, *place, f"hydra.run.dir={quoted(str(directory))}"], directory)
 
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
@@ -108,7 +113,17 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
         rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
     kept = [override for override in _without(task, others) if option(override) != RESHAPE]
-    return Line([*kept, *others, "hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"], directory, only)
+    place = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"]
+    hydras = _hydras(directory / "multirun.yaml", [*task, *others, *place])
+    return Line([*kept, *hydras, *others, *place], directory, only)
+
+
+def _hydras(path: Path, others: Iterable[str]) -> list[str]:
+    """Return what was typed of Hydra's own options, by a file of Hydra's, without what the others give."""
+    found: list[str] = []
+    with suppress(Exception):  # Hydra may have been told to write none, and what is damaged is said elsewhere
+        found = list(map(str, OmegaConf.select(OmegaConf.load(path), "hydra.overrides.hydra") or []))
+    return _without(found, others)
 
 
 def _may_change(name: str, swept: set[str]) -> bool:

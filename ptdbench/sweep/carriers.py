@@ -137,7 +137,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
             *hydra_options.search_overrides(composed),
         ]
         sweep = composed.sweep(instead=own)
-        hydra_output.write_multirun(sweep, agenda.directory)
+        hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed: it may go on
 
         def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:
