@@ -147,15 +147,17 @@ def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | 
 
 def _goes_on(owner: Mapping[str, Any]) -> bool | None:
     """Return whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
-    if owner["job"]:
-        if owner["job"] == slurm_job(os.environ):  # an earlier start of this same job, which was restarted
-            return False
+    is_here = owner["host"] == socket.gethostname()
+    is_in_this_job = owner["job"] == slurm_job(os.environ)
+    if owner["job"] and is_in_this_job and not is_here:  # an earlier start of this job, which was restarted elsewhere
+        return False
+    if owner["job"] and not is_in_this_job:
         try:
             state = slurm.queue([owner["job"]]).get(owner["job"])
         except SlurmError:
             return None
         return state is not None and state.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
-    if owner["host"] != socket.gethostname():
+    if not is_here:
         return None
     with suppress(psutil.Error):
         return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0

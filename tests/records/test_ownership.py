@@ -81,11 +81,14 @@ def process():
         opened.kill()
 
 
-def test_a_process_that_lives_keeps_its_run(tmp_path, process):
+@pytest.mark.parametrize("job", [None, "7"], ids=["outside of a job", "in the same job"])
+def test_a_process_that_lives_keeps_its_run(tmp_path, process, monkeypatch, job):
+    monkeypatch.setenv("SLURM_JOB_ID", job or "")
     started = psutil.Process(process.pid).create_time()
-    first = draft(tmp_path, "first", pid=process.pid, started=started)
+    first = draft(tmp_path, "first", pid=process.pid, started=started, job=job)
     ownership.open_record(tmp_path, first)
-    with pytest.raises(ConfigError, match=rf"process {process.pid} on .* is writing its results there; wait for it"):
+    who = "job 7" if job else rf"process {process.pid} on .*"
+    with pytest.raises(ConfigError, match=f"{who} is writing its results there; wait for it"):
         ownership.open_record(tmp_path, draft(tmp_path, "second"))
     assert store.load_record(tmp_path)["owner"]["launch"] == "first"
     process.kill()
