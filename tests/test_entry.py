@@ -57,7 +57,9 @@ class TestRefusals:
             assert refused(*words, cwd=tmp_path) == [line]
 
     @pytest.mark.parametrize(
-        "arguments", [["--foo"], ["--cfg"], ["--cfg", "nothing"], ["model=toy,gpt_tiny"]], ids=" ".join
+        "arguments",
+        [["--foo"], ["--cfg"], ["--cfg", "nothing"], ["--experimental-rerun=x"], ["model=toy,gpt_tiny"]],
+        ids=" ".join,
     )
     def test_flags_and_lists(self, arguments, tmp_path):
         assert len(refused(*arguments, cwd=tmp_path)) == 1

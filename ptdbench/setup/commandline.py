@@ -62,6 +62,8 @@ def parse() -> argparse.Namespace:
 
     parser.error = refuse  # type: ignore[method-assign]
     arguments = parser.parse_args()
+    if arguments.experimental_rerun:
+        refuse("--experimental-rerun would have no effect: resume=RUN goes on with a run")
     if arguments.resolve and not arguments.cfg:
         refuse("--resolve goes with --cfg")
     if arguments.run and arguments.multirun:
