@@ -22,7 +22,7 @@ from ptdbench.launch.stop_signal import noting_stop_signals
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.hardware import environment
-from ptdbench.records import failure, record
+from ptdbench.records import failure, ledger, record
 from ptdbench.records.failure import is_stop, root_cause
 from ptdbench.records.ownership import Attempt, slurm_job
 from ptdbench.records.schema import Written
@@ -73,6 +73,9 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: 
         return
     # Before it is requeued: SLURM leaves no time after.
     attempt.amend(lambda _: record.requeued(done, restarts + 1, cluster.max_requeues))
+    if cluster.container.image and (sweep := ledger.sweep_of(attempt.directory)):  # see submission.script
+        (sweep / f"{slurm.REQUEUE}{os.environ['SLURM_JOB_ID']}").touch()
+        return
     try:
         slurm.requeue(slurm_job(os.environ) or "")
     except SlurmError as error:

@@ -12,9 +12,10 @@ from ptdbench.job import Outcome
 from ptdbench.launch import local
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import record, store
+from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure, crash_file
 from ptdbench.records.ownership import Attempt
+from ptdbench.setup import config
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
 
@@ -107,3 +108,14 @@ def test_a_run_that_is_asked_to_stop_says_what_it_saved_and_is_requeued_with_tha
     ending.write_result(attempt(directory), spec, torch.device("cpu"), [], Outcome({}, stopped="SIGUSR2", saved=saved))
     assert says in store.load_record(directory)["error"]["message"]
     assert requeued == [True] * (saved is True)
+
+
+def test_in_a_container_the_script_of_the_job_is_asked_to_requeue_it(directory, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    ledger.begin(directory, [])
+    (run := directory / "run").mkdir()
+    store.write_record(run, OPEN)
+    asked = composed("cluster=slurm", "cluster.requeue=true", "cluster.container.image=/i.sqsh")
+    ending._requeue(attempt(run), config.read(asked).cluster, OPEN, "SIGUSR2 after step 1")
+    assert (directory / ".requeue-7").exists()
+    assert "saved and requeued (1 of 10)" in store.load_record(run)["error"]["message"]

@@ -40,6 +40,11 @@ _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_WCKEY")
 _SACCT = ("sacct", "--allocations", "--noheader", "--parsable2")
 
 
+#: How the file is called, ahead of the job's id, by which ranks in a container have its script requeue the job: images
+#: have no commands of SLURM.
+REQUEUE = ".requeue-"
+
+
 class SlurmError(RuntimeError):
     """SLURM could not be asked, or said no."""
 

@@ -116,7 +116,12 @@ def script(array: Sequence[Sequence[Request]], name: str, sweep: Path, options: 
         container.enter(_step(run, of_run, len(array)), cluster.container, shape, used, bundle)
         for run, of_run in zip(array[0], folders(output, len(array[0])), strict=True)
     ]
-    return resources.script(cluster, shape, name, steps, Output(out, {**flags, "error": errors}, setup))
+    after = []
+    if cluster.requeue and cluster.container.image:
+        asked = f"{shlex.quote(str(sweep.absolute()))}/{slurm.REQUEUE}$SLURM_JOB_ID"
+        job = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+        after.append(f'if rm {asked} 2> /dev/null; then scontrol requeue "{job}"; fi')
+    return resources.script(cluster, shape, name, steps, Output(out, {**flags, "error": errors}, setup, after))
 
 
 def _used(array: Sequence[Sequence[Request]], sweep: Path) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,32 @@ class TestSameNodes:
         assert number == 1
         assert "#SBATCH --output=/sweep/logs/%A_%a/%A_%a_0_log.out\n" in text
         assert text.endswith("\nexit $failed\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "asked_for", "requeued"),
+    [
+        ({"SLURM_JOB_ID": "7"}, True, "requeue 7\n"),
+        ({"SLURM_JOB_ID": "7"}, False, ""),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "0"}, True, "requeue 7_0\n"),
+    ],
+)
+def test_the_script_requeues_its_job_where_a_rank_in_a_container_asks_for_it(
+    asked, tmp_path, variables, asked_for, requeued
+):
+    image = ["cluster.container.image=/i.sif", "cluster.container.kind=apptainer"]
+    runs = asked("cluster.requeue=true", "checkpoint.every_steps=5", *image)
+    _, _, end = script([runs], "toy", tmp_path / "my sweep", {}).partition("failed=0\n")
+    (tmp_path / "my sweep").mkdir()
+    if asked_for:
+        (tmp_path / "my sweep" / f".requeue-{variables['SLURM_JOB_ID']}").touch()
+    commands = "set -e; failed=0; srun() { return 3; }; scontrol() { echo $*; }\n"
+    for said in (requeued, ""):  # once
+        done = subprocess.run(
+            ["bash", "-c", commands + end], env=variables | {"PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (3, said)
 
 
 class TestSubmission:
