@@ -6,6 +6,7 @@ Some at a time are carried out where there are more of them than cores; :func:`m
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from ptdbench.models.protocol import module_of
@@ -23,7 +24,7 @@ def classes(training: TrainingSpec) -> dict[int, int]:
     Copies of a shard, and ranks that share products, do the same. Each stage differs from the others. Of a long
     pipeline the second stage stands for those that follow, as none of them has more micro-batches under way, unless one
     of them has more weights. The last shard of a weight is smaller than the first where it cannot be cut evenly. Where
-    replicas divide the optimizer's state, each of them differs.
+    replicas, and ranks that share a sequence, divide the optimizer's state, each of them differs.
     """
     dims = training.layout.dims
     stages = _stages(training)
@@ -34,7 +35,8 @@ def classes(training: TrainingSpec) -> dict[int, int]:
         places.append({name: getattr(dims, name) - 1 for name in outer})
     divided = training.strategy.replicates(dims) and training.strategy.optimizer == "zero1"
     if divided and dims.ways("samples", "positions") > 1:
-        places = [{"replicate": number} for number in range(dims.replicate)]
+        names = dims.order("samples", "positions")
+        places = [dict(zip(names, at, strict=True)) for at in product(*(range(getattr(dims, name)) for name in names))]
     found = {}
     for stage, standing in stages.items():
         of_stage = dims.world_size // dims.pipeline * standing
