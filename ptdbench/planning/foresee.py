@@ -13,7 +13,7 @@ from typing import Any
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
-from ptdbench.planning.micro_batch import SHORT, CarryOut, layouts, stand_in
+from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.profiling.events import NCCL_BUFFERS
@@ -39,9 +39,6 @@ _SOURCES = {
     "CUDA context": "conf/virtual: an estimate, drivers differ",
     "NCCL": "an estimate, by NCCL's documented size of its buffers",
 }
-
-#: How a run is carried out to see what it needs: the optimizer's state is there from the second step on.
-_SHORT = SHORT | {"train.steps": 2, "memory_reserve": None}
 
 
 class Failed(Exception):
@@ -82,7 +79,7 @@ def plan(asked: Asked) -> dict[str, Any]:
     """
     name = asked.config.call("workload").name
     require(None if name == "train" else Problem("workload", name, "only training is planned", "omit it"))
-    short = asked.config.changed(_SHORT)
+    short = asked.config.changed(of_try(asked.config, 2) | {"memory_reserve": None})
     spec = run_spec.specify(_with_any_batch(short) if asked.sets_batch else short, None)
     assert spec.training
     if spec.virtual is None:

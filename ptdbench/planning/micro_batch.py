@@ -47,9 +47,8 @@ _TELLING = ("ok", "oom", "diverged")
 #: Blocks of the largest and the next smaller one at most, the steps of a run in them, and what counts as a tie.
 _BLOCKS, _STEPS, _TIED = 12, 10, 0.02
 
-#: A try: the optimizer's state is there from the second step on, and nothing new after the third.
-SHORT = {
-    "train.steps": 3,
+#: What a try leaves out of a run.
+_SHORT = {
     "train.warmup_steps": 0,
     "train.max_minutes": None,
     "eval.every": None,
@@ -61,6 +60,14 @@ SHORT = {
     "check": False,
     "logger": {"name": "none", "_target_": "ptdbench.report.loggers.none"},
 }
+
+
+def of_try(config: Config, steps: int = 3) -> dict[str, Any]:
+    """The options that make a try of a run; its optimizer's state is there from the second step on."""
+    found = _SHORT | {"train.steps": steps}
+    if isinstance(config.cluster, Slurm):
+        found["cluster.requeue"] = False  # it makes no checkpoint to go on after
+    return found
 
 
 def is_sought(config: Config) -> bool:
@@ -188,7 +195,7 @@ class Finder:
     def _tried(self, micro_batch: int) -> Try:
         """One short run."""
         started = time.monotonic()
-        record = self._carried_out(micro_batch, SHORT, "")
+        record = self._carried_out(micro_batch, of_try(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
             self._search.room = self._room(part(record, Metrics))
         needed = None if record["status"] == "oom" else self._needed(record)
@@ -262,7 +269,7 @@ class Finder:
         Raises:
             Broken: It has no times.
         """
-        options = SHORT | {"train.steps": _STEPS, "train.warmup_steps": 2}
+        options = of_try(self.config, _STEPS) | {"train.warmup_steps": 2}
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None

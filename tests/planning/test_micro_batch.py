@@ -12,11 +12,11 @@ import pytest
 from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
-from ptdbench.planning.micro_batch import Broken, Finder, Found, as_found
+from ptdbench.planning.micro_batch import Broken, Finder, Found, as_found, of_try
 from ptdbench.records import record, store
 from ptdbench.report.display import Heading
 from ptdbench.run import find_micro_batch, run
-from ptdbench.setup import config
+from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import Summary
@@ -170,6 +170,12 @@ def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):
     written = store.load_record(tmp_path)
     assert (written["status"], written["error"]["type"]) == ("failed", "Broken")
     assert "failed: Gone: its step ended with exit status 3 and without a result" in written["error"]["message"]
+
+
+def test_a_try_of_a_job_that_queues_up_again_needs_no_checkpoint():
+    words = [*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2"]
+    read = config.read(compose_all(words).jobs[0])
+    assert run_spec.specify(read.changed(of_try(read)), World(0, 2, 0, 2, "SLURM"))
 
 
 @pytest.mark.ranks
