@@ -67,6 +67,9 @@ def of_try(config: Config, steps: int = 3) -> dict[str, Any]:
     found = _SHORT | {"train.steps": steps}
     if isinstance(config.cluster, Slurm):
         found["cluster.requeue"] = False  # it makes no checkpoint to go on after
+    if config.call("parallel").options.get("gradients") == "powersgd":
+        # Two steps at least are averaged as they are, and what the third one leaves out is in memory in the fourth.
+        found |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
     return found
 
 

@@ -178,6 +178,13 @@ def test_a_try_of_a_job_that_queues_up_again_needs_no_checkpoint():
     assert run_spec.specify(read.changed(of_try(read)), World(0, 2, 0, 2, "SLURM"))
 
 
+def test_a_try_lasts_until_powersgd_has_all_its_state():
+    read = config.read(compose_all([*TOY, "parallel.gradients=powersgd", "parallel.powersgd_start=1000"]).jobs[0])
+    tries = [read.changed(of_try(read, steps)) for steps in (2, 10)]
+    assert [one.train.steps for one in tries] == [4, 10]
+    assert {one.call("parallel").options["powersgd_start"] for one in tries} == {2}
+
+
 @pytest.mark.ranks
 @pytest.mark.thorough
 @pytest.mark.parametrize("asked", ["max", "best"])
