@@ -17,7 +17,7 @@ from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.profiling.events import NCCL_BUFFERS
-from ptdbench.records import schema, store
+from ptdbench.records import failure, schema, store
 from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
@@ -42,7 +42,7 @@ _SOURCES = {
 
 
 class Failed(Exception):
-    """A run on virtual ranks failed for another reason than memory."""
+    """A run on virtual ranks failed for another reason than memory of a GPU."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         super().__init__(schema.error(record).message)
@@ -75,7 +75,7 @@ def plan(asked: Asked) -> dict[str, Any]:
 
     Raises:
         ConfigError: There is no such run.
-        Failed: It fails on virtual GPUs for another reason than memory.
+        Failed: It fails on virtual GPUs for another reason than their memory.
     """
     name = asked.config.call("workload").name
     require(None if name == "train" else Problem("workload", name, "only training is planned", "omit it"))
@@ -211,7 +211,7 @@ class _Virtual:
                 heading = Heading(f"{self._asked.title} · micro-batch {micro_batch}")
                 self._asked.carry_out(Path(folder), config, summary, heading)
                 found.append(store.load_record(Path(folder)))
-            if found[-1]["status"] == "oom":
+            if found[-1]["status"] == "oom" and failure.is_of_gpu(schema.error(found[-1])):
                 return found[-1] | {"virtual": None}
             if found[-1]["status"] != "ok":
                 raise Failed(found[-1])

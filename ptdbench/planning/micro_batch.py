@@ -19,7 +19,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import divisors
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import store
+from ptdbench.records import failure, schema, store
 from ptdbench.records.schema import Metrics, MicroBatch, part
 from ptdbench.report.display import Heading
 from ptdbench.report.remarks import reason
@@ -224,7 +224,8 @@ class Finder:
         heading = replace(self.heading, title=f"{self.heading.title} · trying micro-batch {micro_batch}{what}")
         self.carry_out(directory, config, self._summary(layout), heading)
         record = store.load_record(directory)
-        if record["status"] not in _TELLING:
+        is_told = record["status"] != "oom" or not self._spec.virtual or failure.is_of_gpu(schema.error(record))
+        if record["status"] not in _TELLING or not is_told:  # the memory of virtual GPUs is not this machine's
             raise Broken(f"the try of micro-batch {micro_batch} came to no result: {reason(record)}")
         return record
 

@@ -187,7 +187,8 @@ def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
     except ConfigError as refused:
         return _failed(refused)
     except foresee.Failed as failed:
-        return {"status": failed.record["status"], "error": failed.record["error"]}
+        status = failed.record["status"]  # out of memory was this machine, which tells nothing of the GPU
+        return {"status": "failed" if status == "oom" else status, "error": failed.record["error"]}
     if one.key and found["plan"].get("reason") is None:
         try:
             cache.keep(_KIND, one.key, {"fields": strict(found), "seconds": time.monotonic() - started})

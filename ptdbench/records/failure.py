@@ -270,6 +270,9 @@ _COMMUNICATION_TEXTS = (  # gloo, TCPStore and NCCL, in lower case
 )
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator: can't allocate memory", "alloc_failed")
 
+#: Who reports a lack of a GPU's memory beside torch's own exception, in lower case.
+_OF_GPU = ("cuda", "cublas", "cudnn", "nccl")
+
 
 def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
     """Return the failure that caused the others, of at least one: of the ranks, and of their parent.
@@ -322,6 +325,11 @@ def status_of(failure: Failure) -> str:
     if failure.type == "TimeoutError" or (_is_communication(failure) and _mentions(failure, _TIMEOUT_TEXTS)):
         return "timeout"
     return "failed"
+
+
+def is_of_gpu(error: Error) -> bool:
+    """Return whether the memory that a run was out of is that of a GPU, and not that of its host."""
+    return error.type == "OutOfMemoryError" or any(name in error.message.lower() for name in _OF_GPU)
 
 
 def is_stop(failure: Failure) -> bool:

@@ -18,8 +18,9 @@ import pytest
 from ptdbench.planning import foresee, plans
 from ptdbench.problems import ConfigError
 from ptdbench.profiling.events import NCCL_BUFFERS
-from ptdbench.records import store
+from ptdbench.records import record, store
 from ptdbench.setup import config
+from ptdbench.setup.config import Config
 from tests.conftest import ROOT, outputs
 from tests.programs import call
 
@@ -148,6 +149,19 @@ def test_a_layout_that_cannot_be_is_one_line(word, said):
         foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))
     (problem,) = refused.value.problems
     assert str(problem).startswith(said)
+
+
+@pytest.mark.parametrize(("kind", "status"), [("OutOfMemoryError", "oom"), ("MemoryError", "failed")])
+def test_the_memory_of_this_machine_tells_nothing_of_a_gpu(monkeypatch, kind, status):
+    monkeypatch.setattr("ptdbench.setup.run_spec.place", lambda *_: None)
+    (job,) = plans.composed([*SMALL, "virtual=h100", "parallel=ddp", "train.micro_batch=4"], None).jobs
+
+    def carry_out(where: Path, read: Config, *_: object) -> None:
+        error = {"rank": 0, "type": kind, "message": "", "traceback": ""}
+        store.write_record(where, record.begin(read.resolved, where, {}) | {"status": "oom", "error": error})
+
+    made = plans._fields(plans._Lacking(config.read(job), False, "toy", None), carry_out, 1)
+    assert (made["status"], "plan" in made) == (status, status == "oom")
 
 
 def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_path):

@@ -92,6 +92,15 @@ def test_what_fails_for_another_reason_is_no_matter_of_memory(tmp_path, room):
         found(tmp_path, lambda *_: {"status": "failed", "error": error}, "train.micro_batch=max")
 
 
+@pytest.mark.parametrize(("kind", "is_answer"), [("OutOfMemoryError", True), ("MemoryError", False)])
+def test_on_virtual_gpus_the_memory_of_this_machine_is_no_answer(tmp_path, kind, is_answer):
+    error = {"rank": 1, "type": kind, "message": "", "traceback": ""}
+    expected = MemoryError if is_answer else Broken
+    with pytest.raises(expected, match="not even micro-batch 1 fits" if is_answer else "came to no result"):
+        found(tmp_path, lambda *_: {"status": "oom", "error": error}, "train.micro_batch=max", "virtual=h100",
+              "device=auto")  # fmt: skip
+
+
 @pytest.mark.parametrize(("fastest", "expected"), [(8, 8), (4, 4), (2, 2)])
 def test_the_fastest_is_looked_for_from_the_largest_downward(tmp_path, room, fastest, expected):
     def made(size: int, number: int) -> dict[str, Any]:

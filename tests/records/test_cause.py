@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.records.failure import Failure, describe, describe_exit, describe_exits, root_cause, status_of
+from ptdbench.records.failure import Failure, describe, describe_exit, describe_exits, is_of_gpu, root_cause, status_of
+from ptdbench.records.schema import Error
 
 # As torch 2.15 words them when the peer of a gloo collective, of the store, or of an NCCL one is gone.
 CLOSED = (
@@ -152,6 +153,28 @@ def test_status_of_a_real_lack_of_memory():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert status_of(describe(caught.value, rank=0)) == "oom"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), True),
+        (dist.DistBackendError("NCCL error: unhandled cuda error, out of memory"), True),
+        (MemoryError(), False),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 2 bytes"), False),
+    ],
+)
+def test_whose_memory_has_run_out(error, expected):
+    found = describe(error, rank=0)
+    assert status_of(found) == "oom"
+    assert is_of_gpu(Error(**found.as_error())) == expected
+
+
+def test_the_memory_of_which_the_kernel_ran_out_is_the_hosts():
+    (found,) = describe_exits({0: -signal.SIGKILL}, 1, oom_kills=1)
+    assert status_of(found) == "oom"
+    assert not is_of_gpu(Error(**found.as_error()))
 
 
 @pytest.mark.parametrize(
