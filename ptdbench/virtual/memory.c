@@ -13,8 +13,10 @@
 #define PAGE (2 * MIB)     /* of a device's memory */
 #define GRANULE (64 * KIB) /* in which what the host backs is counted */
 #define BACKED (512 * MIB)
-/* Addresses of all devices: expandable segments take 9/8 of a device's memory for each pool and stream. */
+/* Addresses of all devices: expandable segments take 9/8 of a device's memory for each pool and stream. Half of them are
+ * for the first device that wants any, as a rank has no other. */
 #define SPACE ((size_t)64 << 40)
+#define FIRST (SPACE / 2)
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -30,9 +32,10 @@ struct range {
 static char *base;
 static uint8_t *backed; /* one flag a granule */
 static size_t backed_bytes;
+static int first_device;
 static struct range *gaps[MOST_DEVICES]; /* addresses that nobody has, of each device, in their order */
 
-static size_t stretch(void) { return SPACE / (machine_count() < 8 ? 8 : machine_count()) / PAGE * PAGE; }
+static size_t stretch(void) { return (SPACE - FIRST) / (machine_count() < 8 ? 8 : machine_count()) / PAGE * PAGE; }
 
 void *map(void *where, size_t bytes) {
     void *address = mmap(where, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -50,24 +53,22 @@ static void map_space(void) {
     }
     for (int i = 0; i < machine_count(); i++) {
         gaps[i] = malloc(sizeof *gaps[i]);
-        *gaps[i] = (struct range){space + stretch() * i, stretch(), i, NULL};
+        *gaps[i] = i == first_device ? (struct range){space, FIRST, i, NULL}
+                                     : (struct range){space + FIRST + stretch() * i, stretch(), i, NULL};
     }
     base = space;
 }
 
-static void need_space(void) {
-    static pthread_once_t once = PTHREAD_ONCE_INIT;
-    pthread_once(&once, map_space);
-}
-
 int device_of(const void *address) {
     const char *at = address;
-    return base && at >= base && at < base + SPACE ? (int)((size_t)(at - base) / stretch()) : -1;
+    if (!base || at < base || at >= base + SPACE) return -1;
+    return at < base + FIRST ? first_device : (int)((size_t)(at - base - FIRST) / stretch());
 }
 
-/* The first gap that is large enough. A page stays free behind, so that an overrun is in no one else's memory. */
-char *reserve_addresses(int on, size_t bytes) {
-    need_space();
+/* The first gap that is large enough. A page stays free behind, so that an overrun is in no one else's memory. The
+ * caller holds the lock. */
+static char *reserve_addresses(int on, size_t bytes) {
+    if (!base) first_device = on, map_space();
     bytes = round_up(bytes, PAGE) + PAGE;
     for (struct range **at = &gaps[on]; *at; at = &(*at)->next) {
         struct range *gap = *at;
@@ -84,7 +85,7 @@ char *reserve_addresses(int on, size_t bytes) {
     return NULL;
 }
 
-void release_addresses(char *address, size_t bytes) {
+static void release_addresses(char *address, size_t bytes) {
     int on = device_of(address);
     struct range *gap = malloc(sizeof *gap), **at = &gaps[on], *before = NULL;
     *gap = (struct range){address, round_up(bytes, PAGE) + PAGE, on, NULL};
@@ -170,13 +171,18 @@ API cudaError_t cudaMalloc(void **address, size_t bytes) {
     *address = NULL;
     if (error) return error;
     pthread_mutex_lock(&lock);
-    if (take(on, pages) && (*address = reserve_addresses(on, pages))) {
+    if (!take(on, pages)) {
+        error = cudaErrorMemoryAllocation;
+    } else if (!(*address = reserve_addresses(on, pages))) {
+        used[on] -= pages;
+        error = cudaErrorNotSupported; /* a device would have had addresses, and is not out of memory */
+    } else {
         struct range *new = malloc(sizeof *new);
         *new = (struct range){*address, pages, on, allocations};
         allocations = new;
     }
     pthread_mutex_unlock(&lock);
-    return *address ? cudaSuccess : cudaErrorMemoryAllocation;
+    return error;
 }
 
 API cudaError_t cudaFree(void *address) {
@@ -246,7 +252,7 @@ API CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alig
     pthread_mutex_lock(&lock);
     *address = (CUdeviceptr)reserve_addresses(current_device(), bytes);
     pthread_mutex_unlock(&lock);
-    return *address ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    return *address ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED; /* as above */
 }
 
 API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {

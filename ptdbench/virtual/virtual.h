@@ -65,8 +65,6 @@ bool writable(void *address, size_t bytes);       /* and may take memory of the 
 void zero(void *address, size_t bytes);           /* of a device; gives back what the host backs */
 void forget(char *address, size_t bytes);         /* the same of any memory that map made */
 void *map(void *where, size_t bytes);             /* memory of the host that costs nothing until it is written */
-char *reserve_addresses(int on, size_t bytes);
-void release_addresses(char *address, size_t bytes);
 
 /* streams.c */
 enum work_kind { KERNEL, COPY, SET };

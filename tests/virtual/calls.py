@@ -130,8 +130,17 @@ def names() -> dict[str, Any]:
     return {"statuses": statuses, "count": count.value, "name": name.value.decode()}
 
 
+def addresses() -> dict[str, int]:
+    """How often an expandable segment of the device finds addresses, and what is said when there are none left."""
+    count, status = 0, 0
+    while status == 0:
+        status = cuda.cuMemAddressReserve(byref(c_void_p()), c_size_t(20 * GIB // 8 * 9), c_size_t(0), None, c_size_t(0))
+        count += status == 0
+    return {"count": count, "status": status}
+
+
 if __name__ == "__main__":
-    asked = (memory, copies, clocks, names, fork)
+    asked = (memory, copies, clocks, names, fork, addresses)
     answers = {ask.__name__: ask() for ask in asked}
     answers["unanswered"] = [cuda.cudaGraphLaunch(None, None), cuda.cudaGraphLaunch(None, None), cuda.cublasDtrsm_v2(0)]
     print(json.dumps(answers))

@@ -31,6 +31,12 @@ def test_memory_comes_in_pages_and_ends_behind_what_the_context_takes(answers):
     assert memory["free_twice"] == INVALID
 
 
+def test_addresses_do_not_end_before_memory_and_are_not_taken_for_it(answers):
+    """An expandable segment takes 9/8 of a device's memory for each pool and stream: 163 of a GPU of 178 GiB."""
+    assert answers["addresses"]["count"] * DEVICE.memory > 160 * 178 * GIB
+    assert answers["addresses"]["status"] == NOT_SUPPORTED
+
+
 def test_memory_that_was_freed_reads_as_zeros_where_it_is_handed_out_again(answers):
     assert answers["memory"]["same_place"]
     assert answers["memory"]["read_again"] == 0
