@@ -4,6 +4,7 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,13 @@ def test_every_call_that_torch_may_make_is_answered_or_says_that_it_is_not(start
     assert 'cublasDtrsm_v2(void) { return unanswered("cublasDtrsm_v2", 15); }' in stubs
     assert 'cudaGraphLaunch(void) { return unanswered("cudaGraphLaunch", 801); }' in stubs
     assert not re.search(r"\b(cudaMalloc|ncclAllReduce|cudnnGetVersion)\(", stubs)
+
+
+def test_calls_that_a_macro_of_a_source_looks_up_are_wanted(tmp_path):
+    source = tmp_path / "driver.c"
+    source.write_text('define(getHandle, cuLaunchKernelEx);\ncuInit(0); dlsym(lib, "cuGraphLaunch"); /* CUresult, mycuInit2 */')
+    made = SimpleNamespace(libraries=[], looks_up=[], sources=[source])
+    assert library.wanted(made) == {"cuLaunchKernelEx", "cuInit", "cuGraphLaunch"}  # type: ignore[arg-type]
 
 
 def test_a_process_is_started_with_the_library_before_all_others(start: Start, monkeypatch):
