@@ -62,6 +62,12 @@ class RunSpec:
         """True if the training state is in the memory of hosts."""
         return self.device_type == "cpu" or self.config.general.offload != "none"
 
+    def ranks_here(self, world: World | None) -> int:
+        """Return how many ranks are on this machine; of virtual GPUs all that are carried out are, whatever their node."""
+        if self.virtual:
+            return len(self.virtual.ranks) if self.virtual.ranks else self.world_size
+        return world.local_size if world else self.world_size
+
     @property
     def summary(self) -> Summary:
         """The part that a process keeps which carries out none of the ranks."""
@@ -170,7 +176,7 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
     reserve, cluster = spec.config.general.memory_reserve, spec.config.cluster
     if spec.training is None or reserve is None:
         return None
-    ranks = world.local_size if world else spec.world_size
+    ranks = spec.ranks_here(world)
     if is_elsewhere:
         room = checks.in_job(cluster, ranks) if isinstance(cluster, Slurm) and spec.is_on_host else None
     elif world or spec.is_on_host or spec.virtual:

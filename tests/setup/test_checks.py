@@ -111,6 +111,22 @@ def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(host):
         run_spec.check_memory(spec, None)
 
 
+@pytest.mark.parametrize(("ranks", "world", "fits"), [("[0,9]", None, True), ("null", 2, False)])
+def test_of_virtual_gpus_the_ranks_count_that_are_carried_out_here(host, ranks, world, fits):
+    """Of 16 on 8 nodes of two, with 0.9 GiB each."""
+    host(total=4, available=4)
+    words = ("parallel=fsdp", "offload=optimizer_and_weights", "device=auto", "virtual=h100", "train.global_batch=16")
+    nodes = ("cluster.nodes=8", "cluster.ranks_per_node=2", "parallel.replicate=8", "parallel.shard=2")
+    read = config.read(composed(*SMALL, *words, *nodes, f"virtual.ranks={ranks}"))
+    local = World(0, 16, 0, world, "local", nodes=8) if world else None
+    spec = run_spec.specify(read, local)
+    if fits:
+        run_spec.check_memory(spec, local)
+    else:
+        with pytest.raises(ConfigError, match="on 16 ranks, and this machine has"):
+            run_spec.check_memory(spec, local)
+
+
 def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     properties = SimpleNamespace(name="NVIDIA L4", total_memory=2 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
