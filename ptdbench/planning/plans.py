@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ _KIND = "plans"
 #: Packages whose versions a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
-#: Bytes of the host that planning one layout takes, its server of ranks and a rank of a large model included.
+#: Bytes of the host that a rank of a large model takes while it is carried out, its part of what starts it included.
 _BYTES = 3_000_000_000
 
 #: Lets ranks of these configurations start sooner.
@@ -129,23 +129,40 @@ class _Lacking:
 
 
 def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:
-    """Make plans, and yield the fields of each: several at once as cores and memory allow, in processes of their own.
+    """Make plans, and yield the fields of each: several at once, in processes of their own.
 
-    Most of the time of a plan is that of one rank, which has one thread.
+    As many ranks are carried out at once as cores and memory allow: each has one thread.
     """
-    cores = len(os.sched_getaffinity(0))
-    processes = min(cores, len(lacking), host_memory().available // _BYTES)
+    at_once = max(1, min(len(os.sched_getaffinity(0)), host_memory().available // _BYTES))
+    processes = min(at_once, len(lacking))
+    rest = list(lacking)
     if processes <= 1:
         prepare([one.config for one in lacking])
         for one in lacking:
-            yield _fields(one, carry_out, cores)
+            yield _fields(one, carry_out, at_once)
         return
+    while rest:
+        try:
+            with closing(_in_pool([*rest], processes, prepare, carry_out, at_once // processes)) as made:
+                for found in made:
+                    del rest[0]
+                    yield found
+        except BrokenProcessPool as ended:
+            if processes == 1:  # it died of the first one that is left
+                yield _failed(ended)
+                del rest[0]
+            processes = 1  # of several nobody knows which plan one has died of, as of too little memory
+
+
+def _in_pool(
+    lacking: Sequence[_Lacking], processes: int, prepare: Prepare, carry_out: CarryOut, at_once: int
+) -> Generator[dict[str, Any]]:
+    """Make plans in so many processes; raises BrokenProcessPool where one of them dies."""
     context, others = get_context("spawn"), active_children()
     pool = ProcessPoolExecutor(processes, context, _begin, (prepare, [one.config for one in lacking]))
     try:
-        planned = [pool.submit(_planned, one, carry_out, cores // processes) for one in lacking]
-        for future in planned:
-            yield _outcome(future)
+        for future in [pool.submit(_planned, one, carry_out, at_once) for one in lacking]:
+            yield future.result()
     finally:
         for process in set(active_children()).difference(others):  # one that still plans would go on to its end
             process.terminate()
@@ -167,14 +184,6 @@ def _planned(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
             return _fields(one, carry_out, cores)
     except local.Stopped:
         os._exit(1)
-
-
-def _outcome(planned: Future[dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a plan, or that what planned it has ended."""
-    try:
-        return planned.result()
-    except BrokenProcessPool as ended:
-        return _failed(ended)
 
 
 def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:

@@ -8,13 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from ptdbench.measure.memory import HostMemory
 from ptdbench.planning import foresee, plans
 from ptdbench.problems import ConfigError
 from ptdbench.profiling.events import NCCL_BUFFERS
@@ -196,9 +198,35 @@ def test_a_plan_that_is_stopped_leaves_no_process(environ, tmp_path):
     assert not psutil.wait_procs(family, 10)[1]
 
 
-def test_a_process_that_plans_and_dies_costs_its_plan():
-    """As of the kernel, for want of memory."""
-    with ProcessPoolExecutor(1) as pool:
-        told = plans._outcome(pool.submit(os.kill, pool.submit(os.getpid).result(), signal.SIGKILL))
-    assert told["status"] == "failed"
-    assert told["error"]["type"] == "BrokenProcessPool"
+def lacking(*titles: str) -> list[plans._Lacking]:
+    nothing: Any = None
+    return [plans._Lacking(nothing, False, title, None) for title in titles]
+
+
+def test_a_process_that_plans_and_dies_costs_its_plan_and_no_other(monkeypatch):
+    """As of the kernel, for want of memory: the others are planned one by one, in processes of their own."""
+    pools = []
+
+    def in_pool(left: list[plans._Lacking], processes: int, *_: object) -> Iterator[dict[str, Any]]:
+        pools.append(([one.title for one in left], processes))
+        for one in left:
+            if one.title == "dies":
+                raise BrokenProcessPool("abruptly")
+            yield {"status": "ok"}
+
+    monkeypatch.setattr(plans, "host_memory", lambda: HostMemory(1 << 40, 1 << 40))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    monkeypatch.setattr(plans, "_in_pool", in_pool)
+    ok, died, *others = plans._made(lacking("a", "dies", "b", "c"), len, len)  # type: ignore[arg-type]
+    assert pools == [(["a", "dies", "b", "c"], 2), (["dies", "b", "c"], 1), (["b", "c"], 1)]
+    assert [one["status"] for one in (ok, died, *others)] == ["ok", "failed", "ok", "ok"]
+    assert died["error"]["type"] == "BrokenProcessPool"
+
+
+@pytest.mark.parametrize(("gigabytes", "expected"), [(200, 64), (16, 5), (1, 1)])
+def test_as_many_ranks_at_once_as_memory_allows(monkeypatch, gigabytes, expected):
+    monkeypatch.setattr(plans, "host_memory", lambda: HostMemory(200 * 10**9, gigabytes * 10**9))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    monkeypatch.setattr(plans, "_fields", lambda one, carry_out, cores: {"at once": cores})
+    (found,) = plans._made(lacking("toy"), len, len)  # type: ignore[arg-type]
+    assert found == {"at once": expected}
