@@ -13,7 +13,7 @@ from typing import Any
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
-from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in
+from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in, waiting
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.profiling.events import NCCL_BUFFERS
@@ -38,6 +38,7 @@ _POINTS = (8, 32)
 _SOURCES = {
     "CUDA context": "conf/virtual: an estimate, drivers differ",
     "NCCL": "an estimate, by NCCL's documented size of its buffers",
+    "samples": "exact: of the passes of a step that were not carried out",
 }
 
 
@@ -178,17 +179,23 @@ class _Virtual:
         self._records[micro_batch] = record
         if record["status"] == "oom":
             return Try(micro_batch, "oom", None, False, time.monotonic() - started)
-        allocated, needed = (self._most(record, kind) for kind in ("allocated_bytes", "reserved_bytes"))
+        allocated, needed = (self._most(micro_batch, record, kind) for kind in ("allocated_bytes", "reserved_bytes"))
         fits = needed <= self._room
         if not fits and allocated <= self._room:  # torch gives back what it keeps for later before it gives up
-            close = self._run(micro_batch, self._room - self._outside.get("NCCL", 0), profiled)
+            beside = sum(self._beside(micro_batch).values()) - self._gpu.context  # which the virtual GPU has itself
+            close = self._run(micro_batch, self._room - beside, profiled)
             fits = close["status"] == "ok"
             if fits:
-                self._records[micro_batch], needed = close, self._most(close, "reserved_bytes")
+                self._records[micro_batch], needed = close, self._most(micro_batch, close, "reserved_bytes")
         return Try(micro_batch, "ok" if fits else "oom", needed, fits, time.monotonic() - started)
 
-    def _most(self, record: Mapping[str, Any], kind: str) -> int:
-        return int(max(record["virtual"][kind])) + sum(self._outside.values())
+    def _most(self, micro_batch: int, record: Mapping[str, Any], kind: str) -> int:
+        return int(max(record["virtual"][kind])) + sum(self._beside(micro_batch).values())
+
+    def _beside(self, micro_batch: int) -> dict[str, int]:
+        """What a run of it has beside torch's allocator as it was carried out."""
+        samples = waiting(self._training, self._layouts[micro_batch])
+        return self._outside | ({"samples": samples} if samples else {})
 
     def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> dict[str, Any]:
         """The record of one micro-batch on ranks of each class, as many at once as may be."""
@@ -222,9 +229,9 @@ class _Virtual:
         record = self._records[shown]
         virtual, layout = record["virtual"], self._layouts[shown]
         most = virtual["reserved_bytes"].index(max(virtual["reserved_bytes"]))
-        needed = self._most(record, "reserved_bytes")
+        needed = self._most(shown, record, "reserved_bytes")
         fits = next(one.fits for one in reversed(search.tries) if one.micro_batch == shown)
-        found = self._common(search) | {
+        found = self._common(shown, search) | {
             "rank": virtual["ranks"][most],
             "stands_for": [self._classes[rank] for rank in virtual["ranks"]],
             "allocated_bytes": virtual["allocated_bytes"][most],
@@ -244,18 +251,19 @@ class _Virtual:
         """The fields of one that needs more than any GPU has."""
         layout = self._layouts[shown]
         needed = int(search.predicted(shown)) if sum(one.needed_bytes is not None for one in search.tries) > 1 else None
-        found = self._common(search) | {"needed_bytes": needed, "fits": False}
+        found = self._common(shown, search) | {"needed_bytes": needed, "fits": False}
         fields = {**self._spec.summary.fields, "layout": layout.as_dict(), "global_batch": layout.global_batch}
         return fields | {"kind": "planned", "plan": found} | _oom(self._lack(shown, needed, search))
 
-    def _common(self, search: Search) -> dict[str, Any]:
+    def _common(self, shown: int, search: Search) -> dict[str, Any]:
+        beside = self._beside(shown)
         return {
             "capacity_bytes": self._gpu.memory,
             "capacity_of": f"virtual {self._gpu.name}",
             "room_bytes": self._room,
             "state": self._state,
-            "outside": self._outside,
-            "sources": {name: _SOURCES[name] for name in self._outside},
+            "outside": beside,
+            "sources": {name: _SOURCES[name] for name in beside},
             "largest_micro_batch": search.best or 0,
             "tries": search.as_dicts(),
         }

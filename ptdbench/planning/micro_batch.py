@@ -186,14 +186,15 @@ class Finder:
     def _ranks_here(self) -> int:
         return self.steps.world.local_size if self.steps else self._spec.world_size
 
-    def _needed(self, record: dict[str, Any]) -> int | None:
-        """Bytes that a run took: of the ranks of this host, or of the GPU of the rank that took most."""
-        metrics = part(record, Metrics)
+    def _needed(self, micro_batch: int, record: dict[str, Any]) -> int | None:
+        """Bytes that a run would take: of the ranks of this host, or of the GPU of the rank that takes most."""
+        assert self._spec.training
+        metrics, waits = part(record, Metrics), waiting(self._spec.training, self._layouts[micro_batch])
         if self._spec.device_type == "cpu":
             peak = metrics.peak_memory_bytes
-            return None if peak is None else peak * self._ranks_here
+            return None if peak is None else (peak + waits) * self._ranks_here
         reserved = metrics.peak_reserved_bytes
-        return None if reserved is None else reserved + (metrics.outside_memory_bytes or 0)
+        return None if reserved is None else reserved + waits + (metrics.outside_memory_bytes or 0)
 
     def _tried(self, micro_batch: int) -> Try:
         """One short run."""
@@ -201,7 +202,7 @@ class Finder:
         record = self._carried_out(micro_batch, of_try(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
             self._search.room = self._room(part(record, Metrics))
-        needed = None if record["status"] == "oom" else self._needed(record)
+        needed = None if record["status"] == "oom" else self._needed(micro_batch, record)
         fits = record["status"] != "oom" and (needed or 0) <= self._search.room
         found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
         so_far = self._field(None)
@@ -321,9 +322,15 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
 
 
 def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
-    """A step with no more passes than it takes to see the peak of this one."""
+    """A step with no more passes than it takes to see the peak of this one, but for its samples: see :func:`waiting`."""
     if layout.accumulation <= _PASSES:
         return layout
     batch = layout.global_batch // layout.accumulation * _PASSES
     shorter = training.strategy.layout(layout.dims, batch, layout.micro_batch)
     return shorter if shorter.microbatches == layout.microbatches else layout
+
+
+def waiting(training: TrainingSpec, layout: BatchPlan) -> int:
+    """Bytes of a replica's samples that the step in its place lacks: a rank has all of a step's from its start on."""
+    missing = layout.replica_batch - stand_in(training, layout).replica_batch
+    return missing * sum(one.nbytes for one in training.data.example())

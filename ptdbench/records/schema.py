@@ -286,7 +286,7 @@ class Plan(Struct):
     #: The largest micro-batch that fits with this global batch; 0 if none does, null if unknown.
     largest_micro_batch: Count | None = None
     tries: list[Try] | None = None  #: The micro-batches that were carried out for that.
-    #: Passes of a step whose gradients were accumulated for these figures; the peak of more is the same.
+    #: Passes of a step whose gradients were accumulated for these figures; more only have more ``outside.samples``.
     accumulation: Degree | None = None
     reason: str | None = None  #: Why there are no more figures than those of the training state.
 

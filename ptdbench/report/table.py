@@ -187,9 +187,10 @@ def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator
     yield from (f"{', '.join(whose)}: {said}" for said, whose in alike.items())
     carried_out = [record for record in records if part(record, Plan).stands_for]
     for plan in (record["plan"] for record in carried_out):  # one line of those that are the same
+        samples = ", samples that wait for their pass" if "samples" in (plan.get("outside") or {}) else ""
         yield (
             f"left: of {gib_text(plan['room_bytes'])} of {gib_text(plan['capacity_bytes'])} ({plan['capacity_of']}), "
-            "after what torch reserves, the CUDA context and NCCL's buffers, the latter two by estimate"
+            f"after what torch reserves{samples}, the CUDA context and NCCL's buffers, the latter two by estimate"
         )
     if carried_out:
         yield (

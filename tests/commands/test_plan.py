@@ -166,6 +166,23 @@ def test_the_memory_of_this_machine_tells_nothing_of_a_gpu(monkeypatch, kind, st
     assert (made["status"], "plan" in made) == (status, status == "oom")
 
 
+def test_samples_that_wait_for_their_pass_are_in_what_is_needed(monkeypatch):
+    """Of a replica's 8, two are carried out, one a pass."""
+    monkeypatch.setattr("ptdbench.setup.run_spec.place", lambda *_: None)
+    (job,) = plans.composed([*SMALL, "virtual=h100", "parallel=ddp", "train.global_batch=16", "train.micro_batch=1"],
+                            None).jobs  # fmt: skip
+
+    def carry_out(where: Path, read: Config, *_: object) -> None:
+        virtual = {"ranks": [0], "allocated_bytes": [10], "reserved_bytes": [20]}
+        made = {"status": "ok", "error": None, "virtual": virtual, "memory": {"ranks": {}}}
+        store.write_record(where, record.begin(read.resolved, where, {}) | made)
+
+    found = foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))["plan"]
+    assert found["outside"]["samples"] == (8 - 2) * 2 * 32 * 8
+    assert found["needed_bytes"] == 20 + sum(found["outside"].values())
+    assert {*found["sources"]} == {*found["outside"]}
+
+
 def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_path):
     """A package installed editable has a version, which stays as its files change."""
     (tmp_path / "edited_by_somebody.py").touch()

@@ -64,6 +64,9 @@ def test_the_memory_of_all_ranks_of_the_machine_counts(tmp_path, room):
     assert made.summary.fields["layout"]["accumulation"] == 4096 // 2 // 128
     assert made.field["room_bytes"] == room
     assert [one["micro_batch"] for one in made.field["tries"]] == [1, 8, 128]
+    waiting = [one["needed_bytes"] / 2 - (100 + 3 * one["micro_batch"]) * MIB for one in made.field["tries"]]
+    assert waiting == [(2048 - 2 * size) * waiting[0] / 2046 for size in (1, 8, 128)]  # of a replica's 2,048
+    assert waiting[0] > 0
     assert [len(note["tries"]) for note in notes] == [1, 2, 3]
     written = [json.loads(path.read_text()) for path in tmp_path.glob("tries/*/record.json")]
     assert {one["layout"]["accumulation"] for one in written} == {2}
@@ -170,7 +173,7 @@ def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, roo
                    lambda _: None, steps)  # fmt: skip
     assert found.given(4)
     assert found._room(None) == 512 * MIB
-    assert found._needed({"metrics": {"peak_memory_bytes": 5 * MIB}}) == 10 * MIB
+    assert found._needed(4, {"metrics": {"peak_memory_bytes": 5 * MIB}}) == 10 * MIB
 
 
 def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):

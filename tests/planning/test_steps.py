@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.planning.micro_batch import layouts, stand_in
+from ptdbench.planning.micro_batch import layouts, stand_in, waiting
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.training_spec import TrainingSpec
@@ -41,3 +41,9 @@ def test_two_passes_stand_for_more() -> None:
     assert [(one.global_batch, one.accumulation) for one in shorter] == [
         (4, 2), (8, 2), (12, 2), (16, 2), (24, 2), (24, 1)
     ]  # fmt: skip
+
+
+def test_all_samples_of_a_step_are_there_from_its_start_on() -> None:
+    made = training("parallel=fsdp", "train.global_batch=24")
+    one = sum(of_one.nbytes for of_one in made.data.example())
+    assert [waiting(made, layout) // one for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]
