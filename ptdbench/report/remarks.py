@@ -16,7 +16,7 @@ from ptdbench.records import schema
 from ptdbench.records.bearing import bears
 from ptdbench.records.failure import TRACEBACK
 from ptdbench.records.record import option
-from ptdbench.records.schema import Environment, Hardware, Layout, Metrics, Remarks, Written, part
+from ptdbench.records.schema import Environment, Hardware, Layout, Metrics, MicroBatch, Remarks, Written, part
 from ptdbench.report import virtual
 from ptdbench.report.labels import options
 from ptdbench.terminal import plural
@@ -63,6 +63,8 @@ def _against_lack_of_memory(record: Written) -> Iterator[str]:
             yield "train.micro_batch=max, which finds what fits"
         else:  # what has started the ranks does so once
             yield "the train.micro_batch that ptdbench plan finds"
+    if part(record, MicroBatch).found and option(record, "eval.every", int):
+        yield "a smaller eval.micro_batch, as a search leaves evaluation out"
     if record.get("parallel") in ("single", "ddp"):
         yield "parallel=fsdp"
     if option(record, "activations.name", str) == "keep":

@@ -197,6 +197,8 @@ def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator
             "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "
             "that fits; carried out: " + "; ".join(dict.fromkeys(map(_stands_for, carried_out)))
         )
+    if any(option(record, "eval.every", int) for record in carried_out):
+        yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
     yield from (line for record in records if record.get("virtual") for line in virtual.of_experts(record))
     for known in (part(record, Plan) for record in records):
         if known.capacity_bytes and known.reason:

@@ -97,6 +97,8 @@ FRUGAL = {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
         ({"launcher": "srun", "config": {"cluster": {"submit": "wait"}}},
          "; try train.micro_batch=max, which finds what fits, parallel=fsdp, precision=bf16"),
         ({"launcher": "local", "micro_batch": {"asked": "max"}}, f"; try {OTHERS}"),
+        (FRUGAL | {"micro_batch": {"asked": "max", "found": 1}, "config": {"eval": {"every": 10}}},
+         "; try a smaller eval.micro_batch, as a search leaves evaluation out"),
         (FRUGAL, "; try activations=recompute"),
         (FRUGAL | {"config": {"activations": {"name": "recompute"}}}, ""),
     ],

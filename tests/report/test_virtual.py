@@ -104,3 +104,9 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
     assert told[0] == "ddp: only the training state is known: no GPU"
     assert told[1].startswith("left: of 9.0 GiB of 10.0 GiB (an H200), after what torch reserves")
     assert told[2].endswith("carried out: 0 for 128, 131 for 128 of 256 ranks")
+    assert "evaluation" not in "".join(told)
+    evaluates = {**planned, "config": {"eval": {"every": 100}}}
+    assert "evaluation (eval.every) is left out" in of_plans([evaluates], 300)
+    assert ", samples that wait for their pass, the CUDA" not in "".join(told)
+    waits = {**planned, "plan": {**found, "outside": {"samples": GIB}}}
+    assert "what torch reserves, samples that wait for their pass, the CUDA" in of_plans([waits], 300)
