@@ -322,7 +322,7 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
 
 
 def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
-    """A step with no more passes than it takes to see the peak of this one, but for its samples: see :func:`waiting`."""
+    """A step with no more passes than it takes to see the peak of this one without its :func:`waiting` samples."""
     if layout.accumulation <= _PASSES:
         return layout
     batch = layout.global_batch // layout.accumulation * _PASSES

@@ -63,7 +63,7 @@ class RunSpec:
         return self.device_type == "cpu" or self.config.general.offload != "none"
 
     def ranks_here(self, world: World | None) -> int:
-        """Return how many ranks are on this machine; of virtual GPUs all that are carried out are, whatever their node."""
+        """Return how many ranks are on this machine; those of virtual GPUs all are, whatever their node."""
         if self.virtual:
             return len(self.virtual.ranks) if self.virtual.ranks else self.world_size
         return world.local_size if world else self.world_size

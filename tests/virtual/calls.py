@@ -132,9 +132,9 @@ def names() -> dict[str, Any]:
 
 def addresses() -> dict[str, int]:
     """How often an expandable segment of the device finds addresses, and what is said when there are none left."""
-    count, status = 0, 0
+    count, status, size, nothing = 0, 0, c_size_t(20 * GIB // 8 * 9), c_size_t(0)
     while status == 0:
-        status = cuda.cuMemAddressReserve(byref(c_void_p()), c_size_t(20 * GIB // 8 * 9), c_size_t(0), None, c_size_t(0))
+        status = cuda.cuMemAddressReserve(byref(c_void_p()), size, nothing, None, nothing)
         count += status == 0
     return {"count": count, "status": status}
 

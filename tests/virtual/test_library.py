@@ -4,7 +4,6 @@ import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,7 +96,7 @@ def test_every_call_that_torch_may_make_is_answered_or_says_that_it_is_not(start
 
 def test_calls_that_a_macro_of_a_source_looks_up_are_wanted(tmp_path):
     source = tmp_path / "driver.c"
-    source.write_text('define(getHandle, cuLaunchKernelEx);\ncuInit(0); dlsym(lib, "cuGraphLaunch"); /* CUresult, mycuInit2 */')
+    source.write_text('define(get, cuLaunchKernelEx);\ncuInit(0); dlsym(lib, "cuGraphLaunch"); CUresult mycuInit2;')
     made = SimpleNamespace(libraries=[], looks_up=[], sources=[source])
     assert library.wanted(made) == {"cuLaunchKernelEx", "cuInit", "cuGraphLaunch"}  # type: ignore[arg-type]
 
