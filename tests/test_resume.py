@@ -342,7 +342,14 @@ class TestLine:
         run = self.submitted(tmp_path, "hydra.sweeper.n_trials=9")
         environment = ["+hydra.job.env_set.NCCL_ALGO=Ring", "hydra.searchpath=[file:///own]"]
         parallel = ["hydra.launcher.array_parallelism=2"]
-        typed = [*environment, *parallel, "hydra.sweep.dir=x", "hydra.mode=MULTIRUN", "hydra.sweeper.n_trials=9"]
+        typed = [
+            *environment,
+            *parallel,
+            "hydra.sweep.dir=x",
+            "hydra.mode=MULTIRUN",
+            "hydra/launcher=ptdbench",
+            "hydra.sweeper.n_trials=9",
+        ]
         (run / ".hydra").mkdir()
         for path in (run / ".hydra" / "hydra.yaml", tmp_path / "sweep" / "multirun.yaml"):
             OmegaConf.save({"hydra": {"overrides": {"hydra": typed}}}, path)
