@@ -29,7 +29,7 @@ def typed(text: str) -> list[str]:
     )
     found = [re.split(r"\s{2,}|\s#", line)[0].strip() for line in re.findall(starter, text, re.MULTILINE)]
     refused = {f"python train.py {command}" for command, _ in refusals(text)}
-    return [line for line in found if line not in refused and not line.startswith("ptdbench measures")]
+    return [line for line in found if line not in refused and not re.match(r"ptdbench (itself|measures)\b", line)]
 
 
 def refusals(text: str) -> list[tuple[str, list[str]]]:
