@@ -71,7 +71,5 @@ class Outcome:
     #: ``stopped``: what comes next depends on them.
     error: Exception | None = None
     stopped: str | None = None  #: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
-    saved: bool | None = (
-        None  #: Whether a run that ended early has saved its last step; ``None`` where it saves nothing.
-    )
+    saved: bool | None = None  #: Whether what ended early has saved its last step; ``None`` where it saves nothing.
     logs: Sequence[Log] = ()  #: What sends the run's curves to TensorBoard and a logging service, on rank 0.

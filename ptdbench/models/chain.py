@@ -33,8 +33,8 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks of a module, by name.
 
     They are of the class of the longest ``ModuleList`` or ``Sequential`` whose members are all of one class and made of
-    several modules. Those of shorter lists count too, as in a ResNet. Lists within a
-    block, such as heads and experts, do not: what is in them need not be called in order, nor on every rank.
+    several modules. Those of shorter lists count too, as in a ResNet. Lists within a block, such as heads and experts,
+    do not: what is in them need not be called in order, nor on every rank.
     """
     longest: list[nn.Module] = []
     lists = {
