@@ -49,7 +49,6 @@ class Start:
     swept: Collection[str]  #: Those of them that the sweep gives several values.
     metrics: Mapping[str, float | None]  #: Figures of the whole run; every run has the same.
     kind: str | None  #: What kind of run it is, if none that is measured.
-    evaluated: Sequence[Scalar] = ()  #: What an earlier start has found out about the weights before its first step.
 
 
 class Service(Protocol):
@@ -103,8 +102,6 @@ class TensorBoard:
         self._writer.file_writer.add_summary(session_start)
         if start.kind:
             self._writer.add_text("kind", start.kind)
-        for tag, value, step, at in start.evaluated:  # which stands at the first step, and is purged with it
-            self._writer.add_scalar(tag, value, step, walltime=at)
         return ""
 
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
@@ -290,6 +287,7 @@ class Log:
     def _send(self, record: Written, found: Sequence[Scalar], first: int) -> None:
         if not self._is_open:
             self._open(record, first)
+            found = [*scalars.evaluated_at(record, first), *found]  # a file of events is purged from there on
         summary = {tag: value for tag, value in scalars.summary(record).items() if value is not None}
         self._service.send(found, summary, scalars.last_step(record))
 
@@ -300,8 +298,7 @@ class Log:
         sweep = parent.name if (parent / LEDGER).exists() else None
         swept = scalars.swept(self._directory)
         hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
-        kind, evaluated = record.get("kind"), scalars.evaluated_at(record, first)
-        start = Start(self._directory, first, known, sweep, hparams, swept.values(), metrics, kind, evaluated)
+        start = Start(self._directory, first, known, sweep, hparams, swept.values(), metrics, record.get("kind"))
         name = self._service.begin(start)
         self._is_open = True
         if name:

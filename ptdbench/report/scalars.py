@@ -107,7 +107,7 @@ def _curves(
 
 
 def evaluated_at(record: Written, step: int) -> list[Scalar]:
-    """The evaluation that an earlier start of a run has made when it had done so many steps, if there is one."""
+    """The evaluation of a run after so many steps, by an earlier start or before this one's steps, if there is one."""
     before = [one for one in record.get("evaluations") or [] if one["step"] == step > 0]
     return [point for one in before for point in _evaluated(one, _started(record))]
 

@@ -67,6 +67,13 @@ def shown(service: Kept, directory: Path) -> Log:
     return log
 
 
+def test_the_evaluation_that_a_resumed_run_begins_with_is_sent(tmp_path):
+    series.write(tmp_path / series.NAME, [rows()])
+    service, segments = Kept(), [{"first_step": 0, "steps": 1}, {"first_step": 1, "steps": 2}]
+    Log(service, tmp_path).finish({**RECORD, "segments": segments})
+    assert [point.step for point in service.points if point.tag == "eval/top1"] == [1, 3]
+
+
 class TestLog:
     @pytest.mark.parametrize("left", [1, 0])  # steps that were not shown on the way
     def test_every_point_is_sent_once_and_as_to_tensorboard(self, tmp_path, left):
