@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
-from ptdbench.records import record, store
+from ptdbench.records import ledger, record, store
 from ptdbench.records.record import objective_value
 from ptdbench.records.schema import Written
 
@@ -88,8 +88,14 @@ def sweep_of(run: Written) -> Path:
 
     There each block of a side is a sweep of its own.
     """
-    parent = Path(run["directory"]).parent
-    return parent.parent if record.option(run, "repeat.series", str) else parent
+    sweep = _around(Path(run["directory"]).parent)
+    return sweep.parent if record.option(run, "repeat.series", str) else sweep
+
+
+@cache
+def _around(folder: Path) -> Path:
+    """The nearest folder of a sweep, this one or one around it: ``hydra.sweep.subdir`` may be nested; else this one."""
+    return next((one for one in (folder, *folder.parents) if ledger.is_ledger(one / ledger.LEDGER)), folder)
 
 
 def _block(run: Written) -> Hashable:

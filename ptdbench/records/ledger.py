@@ -51,11 +51,11 @@ def with_id(job: Job, identity: str) -> Job:
 def sweep_of(directory: Path) -> Path | None:
     """Return the sweep that a run's directory lies in, if it does; a run that only tries a micro-batch is in none."""
     directory = directory.absolute()
-    sweep = next((parent for parent in directory.parents if _is_ledger(parent / LEDGER)), None)
+    sweep = next((parent for parent in directory.parents if is_ledger(parent / LEDGER)), None)
     return None if sweep and TRIES in directory.relative_to(sweep).parts else sweep
 
 
-def _is_ledger(path: Path) -> bool:
+def is_ledger(path: Path) -> bool:
     """Whether a file may be a ledger, if a damaged one: other programs have files of this name, too."""
     try:
         found = json.loads(read_bytes(path))

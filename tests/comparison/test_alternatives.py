@@ -1,11 +1,13 @@
 """Which runs are repeats of each other, and which of them stands for all."""
 
+from pathlib import Path
+
 import pytest
 
 from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.comparison.ranking import rank
-from ptdbench.records import store
+from ptdbench.records import ledger, store
 from ptdbench.records.bearing import leaves
 from ptdbench.report.labels import names
 from tests.report.made import failed, repeated, run
@@ -37,6 +39,22 @@ def test_single_runs_in_one_folder_are_no_repeats_and_those_of_a_sweep_are(tmp_p
     assert [len(one.runs) for one in of_sweeps(runs)] == [1, 1]
     (tmp_path / "multirun.yaml").touch()
     assert [len(one.runs) for one in of_sweeps(runs)] == [2]
+
+
+def test_runs_of_a_sweep_in_nested_folders_share_their_blocks(tmp_path):
+    """``hydra.sweep.subdir='${parallel.name}/${repeat.block}'``."""
+    ledger.begin(tmp_path, ["parallel=ddp,fsdp"])
+    runs = [
+        {**one, "directory": str(tmp_path / name / str(block))}
+        for name in ("ddp", "fsdp")
+        for block, one in enumerate(repeated(name, [1.0, 2.0, 3.0]))
+    ]
+    for one in runs:
+        Path(one["directory"]).mkdir(parents=True)
+        store.write_record(Path(one["directory"]), one)
+    ddp, fsdp = of_sweeps(runs)
+    assert ddp.sample.keys() == fsdp.sample.keys()
+    assert len(ddp.runs) == len(fsdp.runs) == 3
 
 
 def test_every_run_counts_that_has_no_block_or_shares_one():
