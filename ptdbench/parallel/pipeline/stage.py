@@ -186,10 +186,11 @@ def untie(model: Model, tied: Tied, cut: Cut) -> None:
 
 def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
     """Find the shared weights in a rank's part of a model, by its names; copies of one are made equal."""
+    here = dict(module.named_parameters(remove_duplicate=False))  # reading one may give its local part
     mine = dist.get_rank(group)
     found = []
     for stages in _by_stage(tied, cut):
-        copies = [module.get_parameter(name) for stage, (name, *_) in stages.items() if cut.ranks[stage] == mine]
+        copies = [here[name] for stage, (name, *_) in stages.items() if cut.ranks[stage] == mine]
         if not copies:
             continue
         for other in copies[1:]:
