@@ -34,12 +34,14 @@ def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float
     middle values it takes the lower, so that a single fast peer does not make the others slow.
 
     Returns:
-        The slow ones, with their rate as a share of that median.
+        The slow ones, with their rate as a share of that median; a rate of 0, of what could not be measured, is slow.
     """
     found = {}
     for one, rate in rates.items():
         others = [rates[other] for other in rates if other != one and peers[other] == peers[one]]
-        if others and rate < (1 - tolerance) * (usual := statistics.median_low(others)):
+        if rate == 0:
+            found[one] = 0.0
+        elif others and rate < (1 - tolerance) * (usual := statistics.median_low(others)):
             found[one] = rate / usual
     return found
 

@@ -155,8 +155,8 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
 def warmup_ends(starts: Sequence[Sequence[float]], minimum: int = 0) -> list[int]:
     """The number of leading warm-up steps of each start of a run, whose other steps are timed together.
 
-    One start alone has that of :func:`warmup_end`. Beside others a short one has its warm-up in full, if that is all of
-    it: its slow first steps would count among theirs.
+    One start alone has that of :func:`warmup_end`. Beside others a short one has its warm-up in full, even if that is
+    all of it: its slow first steps would count among theirs.
 
     Args:
         starts: Seconds of every step of each start.

@@ -151,6 +151,7 @@ def test_a_link_that_is_too_slow_to_be_measured_is_slow():
     rates, peers = check._link_rates(facts, {"pairs": pairs})
     assert rates == {(a, b): 50.0 if b else 0.0 for a in range(3) for b in range(3) if a != b}
     assert diagnosis.slow(rates, peers, 0.05) == {(1, 0): 0.0, (2, 0): 0.0}
+    assert diagnosis.slow({(0, 1): 0.0, (1, 0): 0.0}, peers, 0.05) == {(0, 1): 0.0, (1, 0): 0.0}  # as all others
 
 
 UNSOUND = {
