@@ -1,10 +1,10 @@
 """The workload ``p2p``: latency and bandwidth from every rank to every other, one pair at a time.
 
-*One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip, timed on
-``a`` alone, so that no clocks are compared. The latency is half a round trip of two such short messages, and the
-one-way time of a message is its round trip minus that latency.
+*One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip, each time
+between two readings of one clock. Both ranks time it, and the slower one counts. The latency is half a round trip of
+two such short messages, and the one-way time of a message is its round trip minus that latency.
 
-*Both at once.* Each of the two sends and receives (``isend``, ``irecv``); timed on both, the slower one counts.
+*Both at once.* Each of the two sends and receives (``isend``, ``irecv``); again the slower one counts.
 
 *Overlap.* The same, with a computation between post and wait that alone takes about as long as the exchange.
 """
@@ -197,7 +197,7 @@ def _too_long(options: PointToPoint) -> str:
 
 
 def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:
-    """Return the seconds of each round trip of a message and its answer, by the clock of ``source``."""
+    """Return the seconds of each round trip of a message and its answer, on the slower of the two ranks."""
     rank, device = job.world.rank, job.device
     if rank not in (source, target):
         return timing.repeat(None, device, options)
