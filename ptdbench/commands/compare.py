@@ -185,4 +185,6 @@ def _trained(folder: Path) -> list[Run]:
     measured = [run for run in trained if not run.get("kind")]
     if not measured:
         raise FileNotFoundError(f"{folder}: its runs are {trained[0]['kind']}, and take no time; give measured ones")
+    if left := len(trained) - len(measured):
+        echo(f"{folder}: {plural(left, 'run')} that took no time, virtual or planned: left out", sys.stderr)
     return measured

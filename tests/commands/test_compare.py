@@ -150,6 +150,11 @@ class TestRefused:
         virtual = keep(tmp_path / "virtual", run(kind="virtual", metrics=None))
         assert refused(sides[0], virtual) == f"{virtual}: its runs are virtual, and take no time; give measured ones"
 
+    def test_virtual_runs_beside_measured_ones_are_left_out_with_a_word(self, compare, sides):
+        keep(sides[0], run(kind="virtual", metrics=None, directory="outputs/virtual"))
+        status, _, err = compare(*sides)
+        assert (status, err) == (1, [f"{sides[0]}: 1 run that took no time, virtual or planned: left out"])
+
     def test_another_model(self, refused, sides, tmp_path):
         toy = keep(tmp_path / "toy", *repeated("ddp", STEADY, model="toy"))
         assert refused(sides[0], toy) == (
