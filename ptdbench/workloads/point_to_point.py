@@ -1,8 +1,8 @@
 """The workload ``p2p``: latency and bandwidth from every rank to every other, one pair at a time.
 
 *One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip. Both
-time it, each by its own clock, and the slower one counts. The latency is half a round trip of two such short messages, and
-the one-way time of a message is its round trip minus that latency.
+time it, each by its own clock, and the slower one counts. The latency is half a round trip of two such short messages,
+and the one-way time of a message is its round trip minus that latency.
 
 *Both at once.* Each of the two sends and receives (``isend``, ``irecv``); again the slower one counts.
 
