@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.launch import address
+from ptdbench.launch import address, gloo
 from ptdbench.launch.collect import Circle, through
 from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, torchrun_variables
@@ -156,6 +156,7 @@ def process_group(
         limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
         patience: How long a rank waits for its peers in a collective, see :func:`patience_for`.
     """
+    gloo.give_one_thread()
     own = own_store(key)
     meeting = own
     if world.present:

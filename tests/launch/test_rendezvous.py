@@ -219,6 +219,16 @@ def test_ranks_wait_longer_for_each_other_than_the_watchdog_waits_for_them(minut
     assert rendezvous.patience_for(minutes).total_seconds() == 60 * waits
 
 
+@pytest.mark.parametrize(("named", "devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
+def test_gloo_takes_the_interfaces_that_are_named_for_it_and_one_thread(monkeypatch, named, devices):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+    monkeypatch.setattr(rendezvous, "own_store", lambda key: dist.HashStore())
+    alone, patience = World(0, 1, 0, 1, "local"), timedelta(seconds=33)
+    with rendezvous.process_group(alone, "gloo", torch.device("cpu"), "key", patience=patience):
+        options = dist.group.WORLD._get_backend(torch.device("cpu")).options
+        assert (options._threads, options._timeout, len(options._devices)) == (1, patience, devices)
+
+
 @pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1")])
 def test_only_groups_of_nccl_are_bound_to_a_device(monkeypatch, backend, bound):
     """Groups of gloo that are bound to a GPU cannot be split, and torch 2.11 tries to."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptdbench.launch import crash, local
+from ptdbench.launch import crash, gloo, local
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.mesh import Mesh
 
@@ -53,6 +53,7 @@ def each(body: Callable[..., Any], cases: Iterable[Any]) -> dict[Any, Any]:
 def _in_rank(environ: Mapping[str, str], folder: Path, body: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     gc.unfreeze = lambda: None  # as tests/shared_ranks.py, where several runs follow each other
+    gloo.give_one_thread()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     with crash.kept(folder / "crashes" / f"{rank}.txt"):
