@@ -246,10 +246,13 @@ def _carried(session: Session, name: str, reference: Sequence[float], *overrides
 
 def silent(session: Session) -> None:
     """The host never waits for the device within a step: torch's synchronization guard raises where it would."""
-    for precision in ("fp32", "bf16", "fp16"):
-        options = (*_small(session), f"device={session.device}", f"precision={precision}", "train.clip_norm=1")
+    of_experts = {
+        f"experts {balance}": f"model=moe_tiny model.router.balance={balance}" for balance in ("loss", "forced")
+    }
+    for name, words in {**{one: f"precision={one}" for one in ("fp32", "bf16", "fp16")}, **of_experts}.items():
+        options = (*_small(session), f"device={session.device}", "train.clip_norm=1", *words.split())
         done = _script("silent_steps.py", *options)
-        session.tell(precision, not done.returncode, _last_line(done.stdout or done.stderr))
+        session.tell(name, not done.returncode, _last_line(done.stdout or done.stderr))
 
 
 def _script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -120,7 +120,7 @@ class Checks:
         overrides = (
             "model=custom", "model._target_=benchmarks.gpu_cluster.victim.Victim", f"+model.how={how}",
             f"+model.rank={victim}", f"+model.begun={begun}", "data=synthetic_vectors", "data.inputs=8",
-            "data.outputs=4", "parallel=ddp", "train.steps=1000000", "timeout_minutes=0.05",
+            "data.outputs=4", "parallel=ddp", "train.steps=1000000", "timeout_minutes=0.1",
             f"hydra.run.dir={folder / 'run'}",
         )  # fmt: skip
         with (folder / "output.txt").open("w") as output:

@@ -293,8 +293,11 @@ class Saver:
             task()
             return
         before = self._thread
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def aside() -> None:
+            if device is not None:  # a thread begins on device 0, where waiting for an event may create a context
+                torch.cuda.set_device(device)
             if before:
                 before.join()
             _stand_back()

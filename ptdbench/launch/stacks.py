@@ -16,7 +16,11 @@ _TORCH = Path(torch.__file__).parent
 
 #: Code of torch that waits for other ranks when it does not return: collectives, FSDP and pipeline schedules; the
 #: backward pass, whose hooks reduce gradients; DDP itself; and what waits for the GPU, whose collectives wait.
-_WAITING = tuple(str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/", "cuda/"))
+#: And code of ours that asks the GPU what a collective brought: how many tokens others send to this rank's experts.
+_WAITING = (
+    *(str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/", "cuda/")),
+    str(Path(__file__).parents[1] / "parallel/experts.py"),
+)
 
 #: Code of torch that only passes calls on.
 _PASSING = tuple(str(_TORCH / part) for part in ("_ops.py", "utils/_contextlib.py", "_dynamo/"))

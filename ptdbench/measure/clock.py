@@ -127,15 +127,10 @@ class Stopwatch:
 
     def __init__(self, started: float) -> None:
         self.laps: dict[str, float] = {}  #: Seconds by milestone.
-        self._started = self._last = started
+        self._last = started
 
     def lap(self, name: str, now: float | None = None) -> None:
         """Record the time since the last lap under ``name``; it ended ``now``."""
         now = time.time() if now is None else now
         self.laps[name] = now - self._last
         self._last = now
-
-    @property
-    def total(self) -> float:
-        """Seconds from the start to the last lap."""
-        return self._last - self._started

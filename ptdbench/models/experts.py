@@ -98,8 +98,8 @@ class Router(nn.Module):
         #: these choices were dropped: ``[experts + 1]`` in fp32. Whoever takes them clears the list.
         self.counts: list[Tensor] = []
         self.share: Tensor | float = 1.0  #: Weight of a micro-batch's auxiliary loss in the gradients of a step.
-        #: Whether experts are taken in turn, which the host knows without asking the device.
-        self.forced = routing.balance == "forced"
+        #: Whether experts are taken in turn, and the host works out how: for devices that compute nothing.
+        self.on_host = False
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose experts.
@@ -110,7 +110,7 @@ class Router(nn.Module):
         Returns:
             The weights of the choices, ``[tokens, active]`` in fp32; the numbers of the choices, ``token * active +
             place``, in the order of their experts, without those that were dropped; and how many each expert got,
-            ``[experts]`` in int64, on the CPU where the host knows it.
+            ``[experts]`` in int64, on the CPU where the host works it out.
         """
         scores = F.linear(tokens.flatten(0, 1).float(), self.weight.float()).softmax(dim=-1)
         chosen = self._choose(scores.detach(), *tokens.shape[:2])
@@ -124,7 +124,9 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor, batch: int, length: int) -> Tensor:
         """The experts of each token, ``[tokens, active]``."""
         if self.forced:
-            turns = self.positions(torch.arange(length))[:, None] * self.active + torch.arange(self.active)
+            where = torch.device("cpu") if self.on_host else scores.device
+            places = self.positions(torch.arange(length, device=where))
+            turns = places[:, None] * self.active + torch.arange(self.active, device=where)
             return (turns % self.experts).repeat(batch, 1)
         return (scores + self.bias if self.routing.balance == "bias" else scores).topk(self.active, dim=-1).indices
 
@@ -138,6 +140,11 @@ class Router(nn.Module):
         most = math.ceil(self.capacity * len(flat) / self.experts)
         within = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
         return order[within < most], counts, counts.clamp(max=most)
+
+    @property
+    def forced(self) -> bool:
+        """Whether experts are taken in turn."""
+        return self.on_host or self.routing.balance == "forced"
 
     @property
     def balances(self) -> bool:

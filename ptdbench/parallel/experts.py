@@ -102,7 +102,7 @@ def force(module: nn.Module) -> None:
     """Let experts take turns where devices compute nothing to choose by."""
     for part in module.modules():
         if isinstance(part, Router):
-            part.forced = True
+            part.on_host = True
         if isinstance(part, Experts):
             part.product = "loop"  # the kernel for all of them wants to be told by a device where its matrices are
 
@@ -113,7 +113,7 @@ Forward = Callable[[Tensor, Tensor], Tensor]
 def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Forward) -> Forward:
     group, ranks = mesh.get_group(), mesh.size()
 
-    def forward(tokens: Tensor, counts: Tensor) -> Tensor:
+    def dispatch(tokens: Tensor, counts: Tensor) -> Tensor:
         if virtual:  # where nothing is computed; FSDP moves what its root is called with, as in a recomputation
             counts = counts.cpu()
         leaving = counts.unflatten(0, (ranks, -1))
@@ -133,7 +133,7 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
         computed = compute(take(dispatched, order, places), arriving.sum(0))
         return _Sent.apply(take(computed, places, order), sent, received, group, (COMBINE, DISPATCH))
 
-    return forward
+    return dispatch
 
 
 class _Sent(torch.autograd.Function):

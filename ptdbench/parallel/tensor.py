@@ -219,7 +219,7 @@ class _Tokens(_Each):
 
     @staticmethod
     def _of_all(mesh: DeviceMesh, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (torch.arange(len(arguments[0]) * mesh.size()),)
+        return (torch.arange(len(arguments[0]) * mesh.size(), device=arguments[0].device),)
 
     @staticmethod
     def _own(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, positions: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext, suppress
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,12 @@ class ProgressReporter:
         return float(self._store.get(key)) if key else None
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all copies: torch has 32 in turns, among them those of collectives, behind which a copy would wait."""
+    return torch.cuda.Stream(device)
+
+
 def _finished(loop: StepLoop) -> float | None:
     """The loss of the latest undrained step that the device has finished, without waiting for queued steps."""
     known = next((step for step in reversed(range(len(loop.losses))) if loop.clock.over(step)), None)
@@ -92,6 +99,6 @@ def _finished(loop: StepLoop) -> float | None:
         return None
     loss = loop.losses[known]
     # On the stream of the steps the copy would wait for them.
-    with torch.cuda.stream(torch.cuda.Stream(loss.device)) if loss.is_cuda else nullcontext():
+    with torch.cuda.stream(_stream(loss.device)) if loss.is_cuda else nullcontext():
         loop.clock.follow(known)  # so that a sanitizer sees their order, too
         return loss.item()

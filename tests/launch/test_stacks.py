@@ -5,6 +5,7 @@ import sys
 import torch
 
 from ptdbench.launch import stacks
+from ptdbench.parallel import experts
 
 
 def test_torch_code_waits_and_ones_own_is_named_with_its_line():
@@ -18,6 +19,14 @@ def test_torch_code_waits_and_ones_own_is_named_with_its_line():
     theirs, own = map(stacks.place, frames)
     assert (str(theirs), theirs.waits) == ("jacobian", True)
     assert (str(own), own.waits) == (f"square (test_stacks.py:{frames[1].f_lineno})", False)
+
+
+def test_the_exchange_of_experts_waits_for_how_many_tokens_others_send():
+    """By asking the GPU, which no Python of torch's does."""
+    code = {"here": sys._getframe}
+    exec(compile("def dispatch(): return here()", experts.__file__, "exec"), code)
+    place = stacks.place(code["dispatch"]())
+    assert (str(place), place.waits) == ("dispatch", True)
 
 
 def test_decorators_of_torch_say_nothing():

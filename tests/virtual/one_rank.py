@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ptdbench.checkpoints.saver import Staging
 from ptdbench.measure import clock, operations
+from ptdbench.models.experts import Balance, Router, Routing
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Offload
 from tests.virtual.calls import resident
@@ -201,6 +203,20 @@ def counted() -> list[int]:
     return found
 
 
+def routed() -> list[str]:
+    """The ways of choosing experts for which the host does not wait: torch's guard raises where it would."""
+    found = []
+    for balance in get_args(Balance):
+        with torch.device("cuda"):
+            router, tokens = Router(64, 4, 2, None, Routing(balance)), torch.ones(2, 8, 64)
+        torch.cuda.set_sync_debug_mode("error")
+        with suppress(RuntimeError):
+            router(tokens)[0].sum().backward()
+            found.append(balance)
+        torch.cuda.set_sync_debug_mode("default")
+    return found
+
+
 def unanswered() -> str:
     """The error of an operation that nothing answers, a decomposition by cuSOLVER."""
     try:
@@ -213,6 +229,6 @@ def unanswered() -> str:
 if __name__ == "__main__":
     asked = (
         device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, attention, staged, offloaded,
-        uncompared, counted, unanswered,
+        uncompared, counted, routed, unanswered,
     )  # fmt: skip
     print(json.dumps({ask.__name__: ask() for ask in asked}))

@@ -46,6 +46,7 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
         # Messages are not verified: the pattern that they are held against is computed by kernels.
         ("uncompared", None),
         ("counted", [3, 0]),  # steps, without a question to the device
+        ("routed", ["none", "loss", "micro_batch_loss", "bias", "forced"]),  # without waiting for the device
     ],
 )  # fmt: skip
 def test_torch_finds_what_it_would_on_the_device(answers, asked, expected):

@@ -6,6 +6,7 @@ They meet over the file that ``MEETING`` names, and print answers as JSON.
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from ptdbench.checkpoints.saver import Saver
 from ptdbench.launch import rendezvous
 
 
@@ -43,13 +45,23 @@ def patience(rank: int) -> list[float]:
     return [*found, minutes(None), minutes(mesh)]
 
 
+def saving(rank: int) -> int:
+    """The device of the thread that saves."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        saver = Saver(Path(folder), keep=1)
+        saver._begin(lambda: found.append(torch.cuda.current_device()))
+        saver.close()
+    return found[0]
+
+
 def main(rank: int, meeting: Path) -> None:
     """Meet the other rank over a file, and ask."""
     torch.cuda.set_device(rank)
     dist.init_process_group(
         "nccl", init_method=meeting.as_uri(), rank=rank, world_size=2, device_id=torch.device("cuda", rank)
     )
-    answers = {ask.__name__: ask(rank) for ask in (objects, patience)}
+    answers = {ask.__name__: ask(rank) for ask in (objects, patience, saving)}
     dist.destroy_process_group()
     print(json.dumps(answers))
 
