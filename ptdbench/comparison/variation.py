@@ -145,8 +145,13 @@ class Pool:
 
     @staticmethod
     def _moderated(own: Spread, others: Spread, earlier: Spread) -> Spread:
-        """Smyth's moderated variance: all that is known, weighted by degrees of freedom."""
-        return own + others.as_prior() + earlier.as_prior()
+        """Smyth's moderated variance: all that is known, weighted by degrees of freedom.
+
+        Earlier sweeps do not count where runs differ more today: they may be of a quieter day, and the small variance
+        would show differences where there are none.
+        """
+        today = own + others.as_prior()
+        return today if today.deviation > earlier.deviation else today + earlier.as_prior()
 
 
 def noise(samples: Sequence[Sample]) -> Noise:

@@ -61,7 +61,7 @@ class Run(Mapping[str, Any]):
                 - ``losses``: mean loss of the global batch; NaN if it was not finite;
                 - ``learning_rates``: ``optimizer.lr`` times the factor of the schedule;
                 - ``gradient_norms``: before clipping; NaN without clipping;
-                - ``wait_seconds``: how long the step waited for its batch, maximum over ranks;
+                - ``wait_seconds``: the wait for its batch, 0 if the GPU still had steps to do; maximum over ranks;
                 - ``memory_bytes``: memory in use after the step, maximum over ranks;
                 - ``step_seconds``: how long it took each rank, ``[steps, ranks]``; NaN for ranks that were not there;
                 - ``slowest_seconds``: how long it took the slowest rank.

@@ -95,7 +95,8 @@ class Metrics(Struct):
     #: Model FLOP/s of a device over that ceiling; ``remarks.ceiling`` says why where it is above 1.
     share_of_ceiling: Quantity | None = None
     ceiling_reason: str | None = None  #: Why there is no ceiling.
-    data_wait_share: Quantity | None = None  #: Share of the timed steps' seconds spent waiting for batches.
+    #: Share of the timed steps' seconds spent waiting for batches; on a GPU by waits at whose end it had nothing to do.
+    data_wait_share: Quantity | None = None
     #: Peak memory, the maximum over ranks: what torch allocated on the device, or of the process on a CPU.
     peak_memory_bytes: Count | None = None
     #: Peak of what torch's allocator took from the device, the maximum over ranks: with what it keeps for later, which

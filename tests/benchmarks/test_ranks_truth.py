@@ -37,10 +37,11 @@ def test_without_errors_runs_differ_by_layout_and_drift():
 
 
 def test_a_past_has_the_noise_of_its_sweeps():
-    found = ranks_truth.past(RANDOM(2), ERRORS["normal"])
+    found, quiet = (ranks_truth.past(RANDOM(2), ERRORS["normal"], scale) for scale in (1.0, 0.1))
     assert (found.paired.freedom, found.unpaired.freedom) == (3 * 4, 3 * 6)
     assert ranks_truth.is_told_apart([{"a": 1.0}, {"b": 9.0}], found)
     assert not ranks_truth.is_told_apart([{"a": 1.0}, {"b": 9.0}], None)
+    assert quiet.paired.deviation < found.paired.deviation / 5  # what is left is drift
 
 
 @pytest.mark.parametrize(("seen", "is_met"), [(5, True), (9, True), (20, False)])

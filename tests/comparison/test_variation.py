@@ -119,14 +119,19 @@ def test_others_of_the_sweep_are_a_prior_of_the_pair():
 def test_earlier_sweeps_are_a_prior_too_of_the_kind_of_the_pair():
     one, other = LAYOUTS[:2]
     table = np.log([[*one.values()], [*other.values()]])
-    earlier, share = Noise(Spread(0.08, 12), Spread(0.8, 12)), PRIOR_FREEDOM / (PRIOR_FREEDOM + 12)
+    earlier, share = Noise(Spread(0.2, 12), Spread(0.8, 12)), PRIOR_FREEDOM / (PRIOR_FREEDOM + 12)
     paired = between(one, other, earlier=earlier)
-    squares = squares_about_means(table) + share * 0.08
+    squares = squares_about_means(table) + share * 0.2
     assert paired.freedom == pytest.approx(2 + share * 12)
     assert paired.error == pytest.approx(math.sqrt(squares / paired.freedom * 2 / 3))
     apart = between({"a": 1.1}, {"b": 1.0}, earlier=earlier)
     expected = (pytest.approx(math.log(1.1)), pytest.approx(math.sqrt(0.8 / 12 * 2)), pytest.approx(share * 12))
     assert apart == (*expected, 1, False)
+
+
+def test_earlier_sweeps_of_a_quieter_day_do_not_count():
+    one, other = LAYOUTS[:2]
+    assert between(one, other, earlier=Noise(Spread(1e-6, 12), Spread(1e-6, 12))) == between(one, other)
 
 
 def test_a_prior_is_never_worth_more_than_its_limit():

@@ -72,6 +72,14 @@ def test_who_still_reads_weights_is_told_before_they_change():
     assert [torch.equal(*pair) for pair in zip(told, before, strict=True)] == [True] * 3
 
 
+def test_a_gpu_that_has_steps_to_do_waits_for_no_batch(monkeypatch):
+    loop = loop_over(toy())
+    for finished in (0, 0, 2, 2):
+        monkeypatch.setattr(loop.clock, "finished", lambda count=finished: count)
+        loop.step()
+    assert [seconds > 0 for seconds in loop.feed.wait_seconds] == [True, False, True, False]
+
+
 def loop_over(model: Toy, micro_batch: int = 8, **train: Any) -> StepLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     where = BatchPlan(Dims(), 8, micro_batch, 1, 8 // micro_batch)
