@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -96,19 +96,30 @@ def has_weights(module: nn.Module, recurse: bool = True) -> bool:
 #: A block's first argument, the others and those by name.
 _Given = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
 
+#: The others and those by name.
+_Beside = tuple[tuple[Any, ...], dict[str, Any]]
+
+#: What is done in the place of a block: ``act(name, given)`` returns what the block would.
+_Act = Callable[[str, _Given], Any]
+
 
 class _Reached(Exception):
-    """The pass has come to the first block, which is given this."""
+    """The pass need go no further than to a block that is given this hidden state."""
 
-    def __init__(self, given: _Given) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         super().__init__()
-        self.given = given
+        self.hidden = hidden
+
+
+def _stop(_: str, given: _Given) -> NoReturn:
+    """Go no further than to this block."""
+    raise _Reached(given[0])
 
 
 class _Slot(nn.Module):
     """Stands where a block is, and has the block's attributes, which the code around it may ask for."""
 
-    def __init__(self, block: nn.Module, act: Callable[..., Any]) -> None:
+    def __init__(self, block: nn.Module, act: Callable[[_Given], Any]) -> None:
         super().__init__()
         self.__dict__["block"] = block  # not a submodule
         self._act = act
@@ -124,7 +135,7 @@ class _Slot(nn.Module):
 class _Stub(nn.Module):
     """Stands where a module before the blocks is, and returns zeros of its shape: what they are does not matter."""
 
-    def __init__(self, shape: Sequence[int], dtype: Callable[[], torch.dtype], fill: float = 0.0) -> None:
+    def __init__(self, shape: Sequence[int], dtype: Callable[[], torch.dtype], fill: float) -> None:
         super().__init__()
         self._shape = tuple(shape)
         self._dtype = dtype
@@ -171,17 +182,23 @@ class Chain:
         self._after: dict[str, nn.Module] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._in_tuple = False
-        self._end: Tensor | None = None
+        self._act: _Act = _stop
         self._hidden_shape = torch.Size()
-        self._options: dict[Any, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self._known: dict[Any, dict[str, _Beside]] = {}
         if any(weight.is_meta for weight in module.parameters()):
             raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
-        with trying(module):
-            self._observe()
-            self._front = self._with_slots({})
-            self._back = self._with_slots(self._stubs(0.0))
-            with unchanged(self._back):  # it has modules of its own
-                self._require_independence()
+        try:
+            with trying(module):
+                self._front = self._with_slots({})
+                with unchanged(self._front):  # it has modules of its own
+                    self._observe()
+                self._back = self._with_slots(self._stubs(0.0))
+                with unchanged(self._back):
+                    self._require_independence()
+        except NoChain:
+            raise
+        except Exception as error:  # a stranger's code may raise anything
+            raise NoChain(f"cannot be tried between its blocks: {said(error)}".partition("\n")[0]) from None
 
     def parts(self, prefix: str = "") -> dict[str, nn.Module]:
         """The pieces in order; the last one is called with ``(hidden, targets)``.
@@ -198,46 +215,65 @@ class Chain:
 
         found: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin)}
         for name, block in self._blocks.items():
-            found[name] = Piece(full({name: block}), partial(self._through, block))
+            found[name] = Piece(full({name: block}), partial(self._through, name))
         return found | {"(after the blocks)": Piece(full(self._after), last)}
 
     def _begin(self, inputs: Tensor) -> Tensor:
         """The first block's input."""
         _train(self._front, like=self._before)
-        return self._given_by(self._front, inputs)[0]
+        try:
+            self._run(self._front, inputs, _stop)
+        except _Reached as reached:
+            return reached.hidden
+        raise AssertionError("no block was reached")
 
-    def _through(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        arguments, options = self._others(hidden)
-        found = block(hidden, *arguments, **options)
-        return found[0] if self._in_tuple else found
+    def _through(self, name: str, hidden: Tensor) -> Tensor:
+        arguments, options = self._others(hidden)[name]
+        return self._hidden(self._blocks[name](hidden, *arguments, **options))
 
     def _rest(self, shell: nn.Module, hidden: Tensor) -> Any:
         """What the module returns after the last block has returned ``hidden``."""
         _train(shell, like=self._after)
-        self._place(hidden.device)
-        self._end, self._dtype = hidden, hidden.dtype
-        try:
-            return self._call(shell, self._inputs(hidden))
-        finally:
-            self._end = None
+        self._dtype = hidden.dtype
+        return self._run(shell, self._inputs(hidden), lambda *_: self._returned(hidden))
 
-    def _others(self, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the blocks are called with beside the hidden state; computed once for each size of batch."""
+    def _others(self, hidden: Tensor) -> dict[str, _Beside]:
+        """What each block is called with beside the hidden state; found out once for each size of batch."""
         key = (hidden.shape, hidden.dtype, hidden.device)
         self._dtype = hidden.dtype
-        if key not in self._options:
+        if key not in self._known:
             with torch.no_grad():
-                self._options[key] = self._given_by(self._back, self._inputs(hidden))[1:]
-        return self._options[key]
+                self._known[key] = self._beside(self._back, self._inputs(hidden))
+        return self._known[key]
 
-    def _given_by(self, shell: nn.Module, inputs: Tensor) -> _Given:
-        """What the first block is given."""
+    def _beside(self, shell: nn.Module, inputs: Tensor) -> dict[str, _Beside]:
+        """What each block is given beside the hidden state, by name: not all get the same mask."""
+        found: dict[str, _Beside] = {}
+
+        def act(name: str, given: _Given) -> Any:
+            found[name] = given[1:]
+            return self._returned(given[0]) if len(found) < len(self._blocks) else _stop(name, given)
+
+        with suppress(_Reached):  # what comes after the last block has weights that may be elsewhere
+            self._run(shell, inputs, act)
+        return found
+
+    def _run(self, shell: nn.Module, inputs: Tensor, act: _Act) -> Any:
+        """Run a shell whose slots do this."""
         self._place(inputs.device)
+        self._act = act
         try:
-            self._call(shell, inputs)
-        except _Reached as reached:
-            return reached.given
-        raise AssertionError("no block was reached")
+            return self._call(shell, inputs)
+        finally:
+            self._act = _stop  # it may hold a hidden state
+
+    def _hidden(self, returned: Any) -> Tensor:
+        """Of what a block has returned, the hidden state."""
+        return returned[0] if self._in_tuple else returned
+
+    def _returned(self, hidden: Tensor) -> Any:
+        """As a block would return it."""
+        return (hidden,) if self._in_tuple else hidden
 
     def _place(self, device: torch.device) -> None:
         """Move tables of positions and the like to the device: they belong to no piece, so nobody else does."""
@@ -253,14 +289,13 @@ class Chain:
         shape = (hidden.shape[0], *self._example.shape[1:])
         return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
 
-    def _act(self, _: str, given: _Given) -> Any:
-        if self._end is None:
-            raise _Reached(given)
-        return (self._end,) if self._in_tuple else self._end
-
-    def _with_slots(self, stubs: Mapping[str, nn.Module], act: Callable[[str, _Given], Any] | None = None) -> nn.Module:
+    def _with_slots(self, stubs: Mapping[str, nn.Module]) -> nn.Module:
         """The module with slots and stubs; the modules around them are copies, all others the same."""
-        slots = {name: _Slot(block, partial(act or self._act, name)) for name, block in self._blocks.items()}
+
+        def act(name: str, given: _Given) -> Any:
+            return self._act(name, given)
+
+        slots = {name: _Slot(block, partial(act, name)) for name, block in self._blocks.items()}
         replaced = {**slots, **stubs}
 
         def rebuilt(module: nn.Module, prefix: str) -> nn.Module:
@@ -291,10 +326,10 @@ class Chain:
             if not returned:
                 found = self._blocks[name](hidden, *arguments, **options)
                 self._in_tuple = isinstance(found, tuple)
-                hidden = found[0] if self._in_tuple else found
+                hidden = self._hidden(found)
                 self._hidden_shape = hidden.shape
             returned.append(hidden.clone())
-            return (returned[-1],) if self._in_tuple else returned[-1]
+            return self._returned(returned[-1])
 
         def note(name: str) -> Callable[..., None]:
             def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -304,14 +339,8 @@ class Chain:
             return hook
 
         handles = [one.register_forward_hook(note(name)) for name, one in owners.items()]
-        shell = self._with_slots({}, act)
         try:
-            self._call(shell, torch.zeros((2, *self._example.shape[1:]), dtype=self._example.dtype))
-        except NoChain:
-            raise
-        except Exception as error:  # a stranger's code may raise anything
-            reason = said(error).partition("\n")[0]
-            raise NoChain(f"cannot be tried between its blocks: {reason}") from None
+            self._run(self._front, torch.zeros((2, *self._example.shape[1:]), dtype=self._example.dtype), act)
         finally:
             for handle in handles:
                 handle.remove()
@@ -332,7 +361,7 @@ class Chain:
         shape = (2, *self._example.shape[1:])
         other = self._with_slots(self._stubs(1.0))
         zeros, ones = torch.zeros(shape, dtype=self._example.dtype), torch.ones(shape, dtype=self._example.dtype)
-        leaves = [tree_leaves(self._given_by(*one)[1:]) for one in ((self._back, zeros), (other, ones))]
+        leaves = [tree_leaves(self._beside(*one)) for one in ((self._back, zeros), (other, ones))]
         pairs = zip(*leaves, strict=True)
         if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in pairs):
             raise NoChain("calls its blocks with more than the hidden state that depends on the samples")

@@ -48,6 +48,16 @@ class Scaled(Net):
         return self.head(hidden)
 
 
+class Alternating(Scaled):
+    """Every other of its blocks gets another constant, as masks alternate in a Gemma."""
+
+    def forward(self, inputs):
+        hidden, scale = self.stem(inputs), torch.arange(1.0, WIDTH + 1)
+        for number, block in enumerate(self.blocks):
+            hidden = block(hidden, scale if number % 2 else scale.flip(0))
+        return self.head(hidden)
+
+
 class Table(nn.Module):
     def __init__(self):
         super().__init__()
@@ -80,6 +90,26 @@ class Guided(Net):
         for block in self.blocks:
             hidden = block(hidden, scale)
         return self.head(hidden)
+
+
+class GuidedLater(Net):
+    """Only the last of its blocks does."""
+
+    def forward(self, inputs):
+        first = hidden = self.stem(inputs)
+        for block in self.blocks[:-1]:
+            hidden = block(hidden)
+        return self.head(self.blocks[-1](hidden, first.mean(1, keepdim=True)))
+
+
+class Particular(Net):
+    """Cannot be called with a stem's output that is all the same."""
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        if hidden.std() == 0:
+            raise AttributeError("nothing to tell apart")
+        return self.head(self.blocks[2](self.blocks[1](self.blocks[0](hidden))))
 
 
 class Residual(Net):
@@ -181,7 +211,9 @@ def check_pieces(model):
     assert all(torch.equal(weight.grad, whole[name]) for name, weight in model.named_parameters())
 
 
-@pytest.mark.parametrize("build", [Net, Scaled, ByTable, sequential, activated_by_one, Named, OfItsOwn])
+@pytest.mark.parametrize(
+    "build", [Net, Scaled, Alternating, ByTable, sequential, activated_by_one, Named, OfItsOwn]
+)
 def test_the_pieces_one_after_the_other_are_the_module(build):
     check_pieces(adapt(build(), example))
 
@@ -230,6 +262,8 @@ def test_what_has_no_weights_is_no_stage_of_its_own():
     ("build", "reason"),
     [
         (Guided, "calls its blocks with more than the hidden state that depends on the samples"),
+        (GuidedLater, "calls its blocks with more than the hidden state that depends on the samples"),
+        (Particular, "cannot be tried between its blocks: nothing to tell apart"),
         (Residual, "does not call blocks.1 with what blocks.0 returns"),
         (Skips, "does not call blocks.0 to blocks.2 once each and in order"),
         (Bare, "has a weight, shift, in Bare, which is around the blocks"),
