@@ -133,13 +133,17 @@ class _Slot(nn.Module):
 
 
 class _Stub(nn.Module):
-    """Stands where a module before the blocks is, and returns zeros of its shape: what they are does not matter."""
+    """Stands where a module before the blocks is, has its attributes, and returns zeros: values do not matter."""
 
-    def __init__(self, shape: Sequence[int], dtype: Callable[[], torch.dtype], fill: float) -> None:
+    def __init__(self, module: nn.Module, shape: Sequence[int], dtype: Callable[[], torch.dtype], fill: float) -> None:
         super().__init__()
+        self.__dict__["module"] = module  # not a submodule
         self._shape = tuple(shape)
         self._dtype = dtype
         self._fill = fill
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["module"], name)
 
     def forward(self, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
         """Zeros, as many as there are inputs."""
@@ -371,7 +375,7 @@ class Chain:
             raise NoChain("uses what comes before its blocks after them too")
 
     def _stubs(self, fill: float) -> dict[str, nn.Module]:
-        return {name: _Stub(self._shapes[name], lambda: self._dtype, fill) for name in self._before}
+        return {name: _Stub(one, self._shapes[name], lambda: self._dtype, fill) for name, one in self._before.items()}
 
 
 def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:

@@ -143,12 +143,17 @@ def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Se
     """Compare the pieces, one after the other, with the module, on two samples."""
     device = next((weight.device for weight in chain(module.parameters(), module.buffers())), torch.device("cpu"))
     inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=device)
-    with trying(module):
-        expected = call(module, inputs)
-        for piece in pieces:
-            if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
-                raise NoChain("hands on something else than a tensor with the samples first")
-            inputs = piece(inputs)
+    try:
+        with trying(module):
+            expected = call(module, inputs)
+            for piece in pieces:
+                if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
+                    raise NoChain("hands on something else than a tensor with the samples first")
+                inputs = piece(inputs)
+    except NoChain:
+        raise
+    except Exception as error:  # as above
+        raise NoChain(f"cannot be tried in pieces: {said(error)}".partition("\n")[0]) from error
     alike = isinstance(expected, Tensor) and isinstance(inputs, Tensor) and expected.shape == inputs.shape
     if not alike or not (expected.is_meta or torch.equal(expected, inputs)):
         raise NoChain("computes something else when its submodules are called one after the other")

@@ -58,6 +58,13 @@ class Alternating(Scaled):
         return self.head(hidden)
 
 
+class Patches(Net):
+    """Asks for the dtype of its stem's weight, as Vision Transformers do."""
+
+    def forward(self, inputs):
+        return super().forward(inputs.to(self.stem.weight.dtype))
+
+
 class Table(nn.Module):
     def __init__(self):
         super().__init__()
@@ -212,7 +219,7 @@ def check_pieces(model):
 
 
 @pytest.mark.parametrize(
-    "build", [Net, Scaled, Alternating, ByTable, sequential, activated_by_one, Named, OfItsOwn]
+    "build", [Net, Scaled, Alternating, Patches, ByTable, sequential, activated_by_one, Named, OfItsOwn]
 )
 def test_the_pieces_one_after_the_other_are_the_module(build):
     check_pieces(adapt(build(), example))

@@ -98,6 +98,14 @@ class Functional(Plain):
         return self.third(self.second(functional.dropout(self.first(x), training=self.training)))
 
 
+class Misfit(Plain):
+    """Cannot run."""
+
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(3, 3)
+
+
 class Bare(Plain):
     def __init__(self):
         super().__init__()
@@ -116,6 +124,7 @@ BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and
         (Skip, "has no place between its submodules where only one tensor passes"),
         (Branches, "cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
         (Functional, "computes something else when its submodules are called one after the other"),
+        (Misfit, "cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
         (Bare, "has a weight, scale, outside of its submodules"),
         (lambda: nn.Linear(6, 4), "has a weight, weight, outside of its submodules"),
     ],
