@@ -302,24 +302,33 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     # The counter has no formula for some fused attention kernels and would count them as zero.
     with chain.unchanged(module), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         loss = functional_call(module, tensors, tuple(two))
-        forward = {
-            name: sum(flops for operation, flops in by_operation.items() if operation in _BATCHED)
-            for name, by_operation in counter.get_flop_counts().items()
-        }
+        forward = _batched(counter)
         loss.backward()
     outside, masked = _masked(module, forward, inputs.shape[-1])
-    return Flops((counter.get_total_flops() - outside) / 2, None if masked is None else masked / 2)
+    # Three passes, fewer where layers are frozen: those of a module are unknown, as torch's tracker of modules loses
+    # its place in the backward pass of one that is called with keywords alone.
+    passes = _batched(counter)["Global"] / (forward["Global"] or 1)
+    total = counter.get_total_flops() - passes * outside
+    return Flops(total / 2, None if masked is None else passes * masked / 2)
+
+
+def _batched(counter: FlopCounterMode) -> dict[str, int]:
+    """FLOPs in products of batches so far, by the module they are in, with its parents."""
+    counts = {"Global": {}} | counter.get_flop_counts()
+    return {
+        name: sum(flops for operation, flops in by_operation.items() if operation in _BATCHED)
+        for name, by_operation in counts.items()
+    }
 
 
 def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple[float, float | None]:
-    """FLOPs of forward and backward for pairs outside of windows, and for what a causal mask leaves out within.
+    """FLOPs of the forward pass for pairs outside of windows, and for what a causal mask leaves out within.
 
-    Backward costs twice the forward. Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask
-    leaves out ``W² / 2``.
+    Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask leaves out ``W² / 2``.
 
     Args:
         module: All of it.
-        forward: FLOPs of the forward pass in products of batches, by the module they are in, with its parents.
+        forward: Those in products of batches, by the module they are in, with its parents.
         length: T, the positions of a sample.
 
     Returns:
@@ -328,7 +337,7 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
     found = outside = masked = 0.0
     for name, part in module.named_modules():
         is_causal = getattr(part, "is_causal", None)
-        flops = 3.0 * forward.get(f"{type(module).__name__}.{name}", 0)
+        flops = forward.get(f"{type(module).__name__}.{name}", 0)
         if not isinstance(is_causal, bool) or not flops:
             continue
         found += flops
@@ -336,7 +345,7 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
             share = min(_window(part) or length, length) / length
             outside += flops * (1 - share)
             masked += flops * share**2 / 2
-    return outside, masked if found == 3.0 * forward.get("Global", 0) else None
+    return outside, masked if found == forward["Global"] else None
 
 
 def _window(attention: nn.Module) -> int | None:

@@ -212,6 +212,35 @@ def test_of_attention_with_a_window_and_grouped_heads_the_flops_are_those_of_its
     assert model.masked_flops() == pytest.approx(pairs * seen**2 / 2)
 
 
+class Attends(Plain):
+    """Attention among vectors of 6 features, then layers; the one of its embedding trains or not."""
+
+    def __init__(self, causal=True, window=None, frozen=False):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6).requires_grad_(not frozen)
+        self.attention = nn.Module()
+        self.attention.is_causal, self.attention.sliding_window = causal, window
+        self.attention.forward = lambda x: x @ x.mT @ x
+
+    def forward(self, x):
+        return super().forward(self.attention(self.embedding(x)).mean(1))
+
+
+def flops_of(module):
+    """All and those masked, for one sample of 12 words, without those of the layers."""
+    words = torch.empty(1, 12, dtype=torch.int64, device="meta")
+    model = adapt(module, lambda: (words, example()[1]))
+    layers = 3 * 2 * (6 * 5 + 5 * 4) - (0 if module.embedding.weight.requires_grad else 2 * 6 * 5)
+    return model.train_flops()["module"] - layers, model.masked_flops()
+
+
+@pytest.mark.parametrize(("frozen", "passes"), [(False, 3), (True, 1)])
+def test_there_is_no_backward_pass_of_attention_that_is_frozen(frozen, passes):
+    pairs = passes * 2 * 2 * 6
+    assert flops_of(Attends(frozen=frozen)) == (pairs * 12 * 12, pairs * 12 * 12 / 2)
+    assert flops_of(Attends(frozen=frozen, window=4)) == (pytest.approx(pairs * 12 * 4), pytest.approx(pairs * 4 * 2))
+
+
 class Mixes(Plain):
     """Multiplies batches of matrices, and does not say whether that is causal."""
 
