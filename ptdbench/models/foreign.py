@@ -25,7 +25,8 @@ more. It may define these methods, all of them optional:
     What modules are to ranks that share the work of one sample, under tensor or context parallelism: a dict from full
     name to :class:`ptdbench.models.protocol.Role`, or to its kind alone, as ``outputs`` or ``inputs``. Default: none.
 ``train_flops()``
-    FLOPs of forward and backward for one sample, a dict by part. Default: counted on the meta device.
+    FLOPs of forward and backward for one sample, a dict by part. Default: counted on the meta device, with what the
+    module itself recomputes; ``activations=recompute`` is not counted.
 ``masked_flops()``
     Of these, those for what causal attention masks, or ``None``. Default: half of the products in modules whose
     ``is_causal`` is true, as those of Hugging Face; unknown where others multiply batches of matrices, or with
@@ -324,7 +325,8 @@ def _batched(counter: FlopCounterMode) -> dict[str, int]:
 def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple[float, float | None]:
     """FLOPs of the forward pass for pairs outside of windows, and for what a causal mask leaves out within.
 
-    Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask leaves out ``W² / 2``.
+    Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask leaves out ``W² / 2``; one of as
+    many positions on both sides holds ``T · (2W - 1)``, as each position itself is in both.
 
     Args:
         module: All of it.
@@ -341,15 +343,15 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
         if not isinstance(is_causal, bool) or not flops:
             continue
         found += flops
-        if is_causal:
-            share = min(_window(part) or length, length) / length
-            outside += flops * (1 - share)
-            masked += flops * share**2 / 2
+        window = _window(part) or length
+        share = min(window if is_causal else 2 * window - 1, length) / length
+        outside += flops * (1 - share)
+        masked += flops * share**2 / 2 if is_causal else 0
     return outside, masked if found == forward["Global"] else None
 
 
 def _window(attention: nn.Module) -> int | None:
-    """The positions that a module of Hugging Face attends to; ``None`` for all before."""
+    """The positions that a module of Hugging Face attends to, itself included, on each side; ``None`` for all."""
     where = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
     window = getattr(where, "sliding_window", None)
     return window if isinstance(window, int) else None

@@ -241,6 +241,11 @@ def test_there_is_no_backward_pass_of_attention_that_is_frozen(frozen, passes):
     assert flops_of(Attends(frozen=frozen, window=4)) == (pytest.approx(pairs * 12 * 4), pytest.approx(pairs * 4 * 2))
 
 
+@pytest.mark.parametrize(("window", "seen"), [(None, 12), (3, 5), (9, 12)])
+def test_a_window_to_both_sides_holds_twice_as_many_but_one(window, seen):
+    assert flops_of(Attends(causal=False, window=window)) == (pytest.approx(3 * 2 * 2 * 6 * 12 * seen), 0)
+
+
 class Mixes(Plain):
     """Multiplies batches of matrices, and does not say whether that is causal."""
 
