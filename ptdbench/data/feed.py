@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ptdbench.data.protocol import Batch, Data
+from ptdbench.data.protocol import Batch, Data, read
 from ptdbench.launch.lifetime import die_with_parent
 
 #: Batches that each worker process, or the thread, keeps ready.
@@ -103,9 +103,10 @@ class _Batches(Dataset[Batch]):
     def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]]) -> None:
         self._data = data
         self._rows = rows
+        self._example = data.example()
 
     def __getitem__(self, step: int) -> Batch:
-        return self._data.samples(*self._rows(step))
+        return read(self._data, *self._rows(step), self._example)
 
 
 class _Workers:

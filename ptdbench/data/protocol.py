@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -65,12 +65,33 @@ class Data(Protocol):
         return
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, batch first."""
+        """Return inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, in shapes as of ``example``."""
         ...
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the inputs and targets of a batch of one on the meta device: shapes and dtypes without the data."""
         ...
+
+
+def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch:
+    """Samples ``start`` to ``stop - 1``, if they are as many as were asked for, each as one of the example.
+
+    Raises:
+        TypeError: They are something else: what is counted and compared would not be what is trained on.
+    """
+    found: Any = source.samples(start, stop)
+    shapes = [(stop - start, *one.shape[1:]) for one in example]
+    told = [_told(one) for one in found] if isinstance(found, tuple | list) else [_told(found)]
+    if told != [str(shape) for shape in shapes]:
+        rule = f"must return tensors of shape {shapes[0]} and {shapes[1]}, as example() has them"
+        raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(told)}")
+    inputs, targets = found
+    return inputs, targets
+
+
+def _told(found: object) -> str:
+    """The shape of a tensor, or what else it is."""
+    return str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
 
 
 class Sequences(Data):

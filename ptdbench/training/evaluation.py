@@ -12,7 +12,7 @@ import torch.distributed as dist
 from msgspec import convert, to_builtins
 from torch import Tensor
 
-from ptdbench.data.protocol import HeldOut
+from ptdbench.data.protocol import HeldOut, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import total
 from ptdbench.models.protocol import loss_of_outputs, only_loss
@@ -33,7 +33,8 @@ class Evaluator:
         self._told = 0
         self._job = job
         self._loop = loop
-        targets, model = job.training.data.example()[1], job.training.model
+        self._example = job.training.data.example()
+        targets, model = self._example[1], job.training.model
         has_classes = targets.dim() == 1 and not targets.is_floating_point()
         self._classifies = has_classes and not only_loss(model)
         # Of outputs, which are needed for an accuracy: without it the forward pass is done twice, for the loss too.
@@ -99,8 +100,8 @@ class Evaluator:
         if sums is None:
             return None
         loss, top1, top5 = (math.fsum(of_blocks) for of_blocks in zip(*sums.tolist(), strict=True))
-        samples, example = len(held_out), self._job.training.data.example()[1]
-        loss /= samples * example.numel()
+        samples = len(held_out)
+        loss /= samples * self._example[1].numel()
         has_accuracy = self._classifies and not math.isnan(top1)
         return Evaluation(
             step=self._loop.done,
@@ -125,7 +126,7 @@ class Evaluator:
             block = first + self._loop.replica
             idle = block >= blocks
             start = (first if idle else block) * size
-            inputs, targets = held_out.samples(start, min(start + size, len(held_out)))
+            inputs, targets = read(held_out, start, min(start + size, len(held_out)), self._example)
             found = self._evaluate_block(inputs.to(self._job.device), targets.to(self._job.device))
             if found is not None and not idle:
                 sums[block] = found

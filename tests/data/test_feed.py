@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -111,12 +112,12 @@ def test_a_signal_to_all_processes_is_left_to_the_rank():
     in_a_rank(signaled)
 
 
-class Collects(Largest):
+class Collects(Reveals):
     """Says whether a collection here would see a circle that was garbage in the rank before."""
 
     def samples(self, start, stop):
         seen = any(isinstance(one, Circle) for one in gc.get_objects())
-        return torch.arange(start, stop), torch.tensor([seen])
+        return torch.arange(start, stop), torch.tensor([seen] * (stop - start))
 
 
 class Circle:
@@ -129,7 +130,7 @@ def seen_in_a_worker() -> bool:
     circle.itself = circle  # type: ignore[attr-defined]
     del circle
     feed = Feed(Collects(seed=3, workers=1), rows, CPU)
-    seen = bool(feed(0)[1])
+    seen = bool(feed(0)[1][0])
     feed.close()
     return seen
 
@@ -181,6 +182,22 @@ class Cuda:
 
     def of(self, call: str) -> list[tuple[str, Any]]:
         return [(thread, value) for thread, name, value in self.calls if name == call]
+
+
+@pytest.mark.parametrize(
+    ("found", "told"),
+    [
+        ((torch.zeros(3, 6), torch.zeros(3)), r"\(3, 6\) and \(3,\)"),
+        ((torch.zeros(4, 5), torch.zeros(4)), r"\(4, 5\) and \(4,\)"),
+        ({"inputs": torch.zeros(4, 6)}, "dict"),
+        ((np.zeros((4, 6)), np.zeros(4)), "ndarray and ndarray"),
+    ],
+)
+def test_samples_are_as_many_as_were_asked_for_and_as_the_example(monkeypatch, found, told):
+    monkeypatch.setattr(Largest, "samples", lambda *_: found)
+    rule = rf"^Largest\.samples\(20, 24\) must return tensors of shape \(4, 6\) and \(4,\), .*, and returns {told}$"
+    with pytest.raises(TypeError, match=rule):
+        Feed(Largest(seed=0), rows, CPU)(2)
 
 
 class TestForAGpu:
