@@ -142,7 +142,7 @@ class Engine(ABC):
         pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would not be
         bitwise equal to those of an uninterrupted run. The arguments are as for :meth:`gradients`.
         """
-        buffers = [buffer.clone() for buffer in self.module.buffers()]
+        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
         with ExitStack() as untraced:
             untraced.enter_context(torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else []))
             for part in self.parts:
@@ -153,8 +153,10 @@ class Engine(ABC):
             for _ in range(self.rehearsals):
                 self.gradients(inputs, targets, scale)
                 self.module.zero_grad()
-        for buffer, before in zip(self.module.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        for name, buffer in self.module.named_buffers():  # a mask may be made in the first pass, or grow
+            known = before.get(name)
+            if known is not None and known.shape == buffer.shape and not torch.equal(known, buffer):
+                buffer.copy_(known)  # one that is expanded could not be written to
 
 
 class Accumulating(Engine):

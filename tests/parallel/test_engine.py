@@ -73,6 +73,17 @@ def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("made_in", ["constructor", "first pass"])
+def test_a_rehearsal_copes_with_masks_that_are_expanded_or_made_in_the_first_pass(made_in):
+    model = toy()
+    model.register_buffer("mask", torch.ones(1).expand(4) if made_in == "constructor" else None)
+    model.register_forward_pre_hook(
+        lambda *_: setattr(model, "mask", torch.ones(3) if model.mask is None else model.mask)
+    )
+    engine(model, 3, settles_after=1).rehearse(torch.randn(6, 4), torch.randn(6, 2), lambda loss: loss)
+    assert all(model.mask == 1)
+
+
 def test_what_is_routed_in_a_rehearsal_does_not_count():
     routing = Routing.__new__(Routing)  # of no ranks: only what it counts
     routing._totals, routing._taken = {"router": torch.tensor([3.0, 4.0])}, array("d", [7.0])
