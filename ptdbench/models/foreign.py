@@ -315,7 +315,7 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
 
 def _batched(counter: FlopCounterMode) -> dict[str, int]:
     """FLOPs in products of batches so far, by the module they are in, with its parents."""
-    counts = {"Global": {}} | counter.get_flop_counts()
+    counts: dict[str, dict[Any, int]] = {"Global": {}} | counter.get_flop_counts()
     return {
         name: sum(flops for operation, flops in by_operation.items() if operation in _BATCHED)
         for name, by_operation in counts.items()
