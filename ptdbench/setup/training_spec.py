@@ -121,7 +121,7 @@ def specify(
     found.catch(lambda: config.eval)
     strategy: Strategy | None = found.catch(lambda: choices.build(config, "parallel"))
     activations: Activations | None = found.catch(lambda: choices.build(config, "activations"))
-    data: Data | None = found.catch(lambda: choices.build(config, "data"))
+    data: Data | None = found.catch(lambda: _data(config))
     schedule: Schedule | None = found.catch(lambda: choices.build(config, "lr_schedule"))
 
     def example() -> tuple[Tensor, Tensor]:
@@ -195,7 +195,16 @@ def _checks(
 
 def prepare_data(config: Config) -> None:
     """Do what the data of a configuration need once a node; see :meth:`TrainingSpec.prepare_data`."""
-    under("data", choices.build(config, "data").prepare)
+    under("data", _data(config).prepare)
+
+
+def _data(config: Config) -> Data:
+    found: Data = choices.build(config, "data")
+    lacks = [name for name in vars(Data) if not name.startswith("_") and name not in dir(found)]
+    if lacks:
+        remedy = "derive it from ptdbench.data.protocol.Data"
+        require(Problem("data._target_", config.call("data").target, f"has no {', '.join(lacks)}", remedy))
+    return found
 
 
 def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:

@@ -177,6 +177,16 @@ class TestRefused:
         make(f"train.global_batch={batch}")
 
 
+class TestDataOfTheUser:
+    def test_what_the_protocol_would_have_given_it_is_named(self):
+        target = f"{__name__}.Duck"
+        options = ("data=synthetic_vectors", "~data.inputs", "~data.outputs", f"data._target_={target}")
+        assert refused("model=toy", *options) == [
+            f"data._target_={target}: has no workers, held_out, identity, prepare; "
+            "derive it from ptdbench.data.protocol.Data"
+        ]
+
+
 class TestModelsOfTheUser:
     @pytest.mark.parametrize(
         ("target", "told"),
@@ -214,6 +224,21 @@ class TestModelsOfTheUser:
 
 
 VECTORS = ("data=synthetic_vectors", "data.inputs=4", "data.outputs=4")
+
+
+class Duck:
+    """Data with what everybody thinks of."""
+
+    tokens_per_sample = None
+
+    def __init__(self, seed):
+        pass
+
+    def samples(self, start, stop):
+        return torch.zeros(stop - start, 4), torch.zeros(stop - start, 2)
+
+    def example(self):
+        return torch.empty(1, 4, device="meta"), torch.empty(1, 2, device="meta")
 
 
 class Unfathomable(nn.Linear):
