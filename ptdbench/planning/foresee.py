@@ -93,10 +93,10 @@ def plan(asked: Asked) -> dict[str, Any]:
 
 
 def _with_any_batch(config: Config) -> Config:
-    """With a batch that all its ranks can divide, to learn their degrees."""
+    """With a batch that all its ranks can divide, and into as many micro-batches as asked, to learn their degrees."""
     asked = (config.cluster.nodes, config.cluster.ranks_per_node)
-    ranks = math.prod(1 if size == "auto" else size for size in asked)
-    return config.changed({"train.global_batch": _ANY_BATCH * ranks})
+    counts = (*asked, config.call("parallel").options.get("microbatches"))
+    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *(n for n in counts if isinstance(n, int))])})
 
 
 def _state(training: TrainingSpec) -> list[dict[str, int]]:

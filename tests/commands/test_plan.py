@@ -193,9 +193,10 @@ def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_pa
 
 
 def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given():
-    (job,) = plans.composed(["model=toy", "cluster.ranks_per_node=2"], None).jobs
+    words = ["model=toy", "cluster.ranks_per_node=2", "parallel=pdp", "parallel.microbatches=11"]
+    (job,) = plans.composed(words, None).jobs
     assert config.read(job).cluster.nodes == "auto"
-    assert foresee._with_any_batch(config.read(job)).train.global_batch == 2 * foresee._ANY_BATCH
+    assert foresee._with_any_batch(config.read(job)).train.global_batch == 2 * 11 * foresee._ANY_BATCH
 
 
 @pytest.mark.ranks
