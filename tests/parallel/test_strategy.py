@@ -281,6 +281,12 @@ def not_causal() -> GPT:
     return model
 
 
+def with_frozen_trunk() -> GPT:
+    model = gpt().requires_grad_(False)
+    model.blocks[-1].requires_grad_()
+    return model
+
+
 def with_equal_layers() -> GPT:
     model = gpt()
     model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
@@ -317,6 +323,8 @@ def with_equal_layers() -> GPT:
         ({"pipeline": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "pipeline=2: the model has no parts(), and no list of "
          "blocks of one class to cut between, and has a weight, weight, outside of its submodules, so it cannot be "
          "cut into stages; try parallel=ddp, parallel=fsdp"),
+        ({"pipeline": 2}, with_frozen_trunk, "pipeline=2: stage 0 has nothing to train; try parallel=fsdp, or fewer "
+         "stages"),
         ({"shard": 2}, with_equal_layers, "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one weight, "
          "and fully_shard wants it in one layer; try parallel=ddp"),
     ],

@@ -296,7 +296,7 @@ def _wrong_number(how: Options, plan: BatchPlan, micro_batch: int | Literal["aut
 
 
 def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
-    """A problem if the model is not a chain of parts, or has fewer layers than stages."""
+    """A problem if the model is not a chain of parts, has fewer layers than stages, or a stage has nothing to train."""
     parts = model.parts()
     if parts is None:
         reason = getattr(model, "uncut", None) or "has no parts()"
@@ -304,7 +304,7 @@ def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
         return Problem("pipeline", how.pipeline, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
     layers, per_rank = min(len(parts), len(model.layers() or parts)), how.stages_on_rank
     if dims.pipeline * per_rank <= layers:
-        return None
+        return _has_idle_stage(model, parts, dims.pipeline, per_rank)
     rule = f"must not exceed the number of the model's layers, {layers}"
     if per_rank > 1:
         stages = dims.pipeline * per_rank
@@ -314,3 +314,12 @@ def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
     others = [f"or {other}" if close else other for other in single]
     remedy = try_these([*close, *others]) or try_these(["another cluster.ranks_per_node, or parallel=ddp"])
     return Problem("pipeline", dims.pipeline, rule, remedy)
+
+
+def _has_idle_stage(model: Model, parts: Mapping[str, nn.Module], pipeline: int, per_rank: int) -> Problem | None:
+    """A problem if all weights of a stage are frozen, which has no backward pass then."""
+    for number, names in enumerate(cut(model, range(pipeline * per_rank)).stages):
+        if not any(weight.requires_grad for name in names for weight in parts[name].parameters()):
+            rule = f"stage {number} has nothing to train"
+            return Problem("pipeline", pipeline, rule, try_these(["parallel=fsdp", "or fewer stages"]))
+    return None
