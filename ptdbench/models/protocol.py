@@ -170,7 +170,8 @@ def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
         outputs: Floating point, any shape.
         targets: Floating point and of the same shape: mean squared error. Integer: cross entropy, with the
             classes in the last dimension of ``outputs`` where the other dimensions are those of ``targets``,
-            else in the second, as :func:`torch.nn.functional.cross_entropy` has it.
+            else in the second, as :func:`torch.nn.functional.cross_entropy` has it. Of classes of -100, which it leaves
+            out, the mean is over the others of a micro-batch, so that it depends on how samples are divided.
 
     Raises:
         ValueError: If floating-point targets have another shape than the outputs.
