@@ -124,10 +124,6 @@ class MoE(Decoder):
         self.experts = experts
         self.active = active
 
-    def active_parameters(self) -> int:
-        """Number of parameters that a token meets: all but the experts that it does not go to."""
-        return sum(parameter.numel() for parameter in self.parameters()) - self._unmet(self)
-
     def _unmet(self, module: nn.Module) -> int:
         """Number of parameters of experts that a token does not go to."""
         routed = sum(p.numel() for part in module.modules() if isinstance(part, Experts) for p in part.parameters())
