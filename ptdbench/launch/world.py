@@ -147,6 +147,10 @@ KNOWN = {"local": replace(LAUNCHERS["torchrun"], has_parent=True), **LAUNCHERS}
 #: What ``init_process_group("env://")`` reads: a rank started by hand, or the leftovers of one.
 _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+#: The number of ranks, of launchers that do not tell all that is needed, or whose words nobody here could try: Cray's
+#: PALS and other PMI, LSF's jsrun, flux run, and mpirun_rsh of MVAPICH2.
+_SIZES = ("PMI_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE")
+
 
 def discover(environ: Mapping[str, str]) -> World | None:
     """Return the place that the environment describes, or ``None`` where no launcher started this process.
@@ -158,13 +162,21 @@ def discover(environ: Mapping[str, str]) -> World | None:
     for name, launcher in LAUNCHERS.items():
         if launcher.started(environ):
             return _place(environ, name, launcher)
-    size = environ.get("WORLD_SIZE", "")
-    if all(environ.get(name) for name in _NAMELESS) and size.isdecimal() and int(size) > 1:
+    if unread := next((name for name in _SIZES if _is_several(environ, name)), None):
+        rule = "this is one rank of several, and their launcher is none of those that are recognized"
+        remedy = f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {unread}"
+        raise ConfigError([Problem(unread, environ[unread], rule, remedy)])
+    if all(environ.get(name) for name in _NAMELESS) and _is_several(environ, "WORLD_SIZE"):
         others = _said(environ, _NAMELESS[1:])
         rule = f"with {others} this is one rank of several, but no launcher has left its mark: stale, or set by hand"
         remedy = f"unset {' '.join(_NAMELESS)}, or start the ranks with torchrun"
         raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
     return None
+
+
+def _is_several(environ: Mapping[str, str], name: str) -> bool:
+    size = environ.get(name, "")
+    return size.isdecimal() and int(size) > 1
 
 
 def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:

@@ -100,6 +100,7 @@ def test_the_place_that_launchers_describe(environ, world):
         {name: value for name, value in TORCHRUN.items() if name != "TORCHELASTIC_RUN_ID"},
         *({name: value for name, value in BY_HAND.items() if name != missing} for missing in BY_HAND),
         BY_HAND | {"RANK": "0", "WORLD_SIZE": "1"},
+        {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "1"},  # it starts ranks of its own
         # A shell under salloc or srun --pty is an allocation, and a batch script no step.
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4"},
         BATCH,
@@ -167,6 +168,24 @@ def test_a_rank_that_no_launcher_claims_is_refused():
         "left its mark: stale, or set by hand; "
         "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, or start the ranks with torchrun"
     )
+
+
+@pytest.mark.parametrize(
+    ("environ", "size"),
+    [
+        ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE"),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "4", "JSM_NAMESPACE_LOCAL_RANK": "1"}, "JSM_NAMESPACE_SIZE"),
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1"}, "FLUX_JOB_SIZE"),
+        ({"MV2_COMM_WORLD_RANK": "1", "MV2_COMM_WORLD_SIZE": "4"}, "MV2_COMM_WORLD_SIZE"),
+    ],
+    ids=["Cray PALS", "jsrun", "flux run", "mpirun_rsh"],
+)
+def test_a_rank_of_a_launcher_that_is_not_recognized_starts_no_ranks_of_its_own(environ, size):
+    assert refused(environ) == (
+        f"{size}=4: this is one rank of several, and their launcher is none of those that are recognized; "
+        f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {size}"
+    )
+    assert all(discover(environ | known) == world for known, world in ALL.values())
 
 
 def test_local_ranks_find_their_place_as_under_torchrun():
