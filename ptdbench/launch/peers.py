@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ class Peer(Struct, frozen=True):
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
     """Tell the others who this is, bind this rank to its share of the node's cores, and return every rank, in order."""
-    on_node: list[tuple[str, settings.Cores]] = gather((node(os.environ), settings.own_cores()))
-    neighbors = [rank for rank, (name, _) in enumerate(on_node) if name == on_node[world.rank][0]]
+    here = node(os.environ), booted()  # several virtual machines may be called localhost
+    on_node: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
+    neighbors = [rank for rank, (where, _) in enumerate(on_node) if where == here]
     settings.bind_cores(
         *settings.share_cores([on_node[rank][1] for rank in neighbors], neighbors.index(world.rank), wanted)
     )
@@ -54,3 +57,10 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
 def node(environ: Mapping[str, str]) -> str:
     """Return the name that the cluster has for this node, else the machine's name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def booted() -> str:
+    """Return what only this start of this machine's kernel is called; empty where that cannot be read."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    return ""

@@ -18,11 +18,16 @@ NODES = ["n1", "n2", "n1"]
 
 
 def meet() -> list[list[Peer]]:
-    """In a rank: whom this rank meets, where each gets its share of the cores and where each asks for one."""
-    os.environ["SLURMD_NODENAME"] = NODES[dist.get_rank()]
+    """In a rank: whom this rank meets on machines of one name, and on its own node for a share and for one core."""
+    own = NODES[dist.get_rank()]
     world = discover(os.environ)
     assert world is not None
-    return [peers.meet(world, torch.device("cpu"), wanted) for wanted in ("auto", 1)]
+    found = []
+    for name, kernel, wanted in (("localhost", own, "auto"), (own, "the same", "auto"), (own, "the same", 1)):
+        os.environ["SLURMD_NODENAME"] = name
+        peers.booted = lambda kernel=kernel: kernel
+        found.append(peers.meet(world, torch.device("cpu"), wanted))
+    return found
 
 
 @pytest.mark.ranks
@@ -30,11 +35,12 @@ def test_every_rank_learns_the_same_of_every_rank_and_shares_the_cores_of_its_no
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     seen = on_ranks(3, meet)
     assert seen == [seen[0]] * 3
-    shared, bound = seen[0]
+    alike, shared, bound = seen[0]
     everywhere = sorted(settings.own_cores())
     here = len(everywhere)
     assert [(peer.rank, peer.node) for peer in shared] == list(enumerate(NODES))
-    assert [peer.threads for peer in shared] == [max(1, here // 2), here, max(1, here // 2)]
+    for meeting in (alike, shared):
+        assert [peer.threads for peer in meeting] == [max(1, here // 2), here, max(1, here // 2)]
     for peer in shared:
         assert (peer.host, peer.device, peer.cores) == (socket.gethostname(), "cpu", everywhere)
         assert peer.settings["GLOO_SOCKET_IFNAME"] == "lo"
