@@ -137,7 +137,8 @@ def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | 
     owner = earlier.get("owner")
     if not owner or not record.is_open(earlier) or (mine and owner["launch"] == mine["launch"]):
         return
-    who = f"job {owner['job']}" if owner["job"] else f"process {owner['pid']} on {owner['host']}"
+    in_other_job = owner["job"] and owner["job"] != slurm_job(os.environ)
+    who = f"job {owner['job']}" if in_other_job else f"process {owner['pid']} on {owner['host']}"
     if goes_on := _goes_on(owner):
         rule = f"{who} is writing its results there"
         raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
@@ -149,8 +150,10 @@ def _goes_on(owner: Mapping[str, Any]) -> bool | None:
     """Return whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
     is_here = owner["host"] == socket.gethostname()
     is_in_this_job = owner["job"] == slurm_job(os.environ)
-    if owner["job"] and is_in_this_job and not is_here:  # an earlier start of this job, which was restarted elsewhere
-        return False
+    if owner["job"] and is_in_this_job and not is_here:
+        # An earlier start of this job, which was restarted elsewhere, unless it is a step beside this one.
+        restarts = slurm.restarts(os.environ)
+        return False if restarts and not owner["launch"].endswith(f"-{restarts}") else None
     if owner["job"] and not is_in_this_job:
         try:
             state = slurm.queue([owner["job"]]).get(owner["job"])

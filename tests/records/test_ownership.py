@@ -87,7 +87,7 @@ def test_a_process_that_lives_keeps_its_run(tmp_path, process, monkeypatch, job)
     started = psutil.Process(process.pid).create_time()
     first = draft(tmp_path, "first", pid=process.pid, started=started, job=job)
     ownership.open_record(tmp_path, first)
-    who = "job 7" if job else rf"process {process.pid} on .*"
+    who = f"process {process.pid} on {socket.gethostname()}"
     with pytest.raises(ConfigError, match=f"{who} is writing its results there; wait for it"):
         ownership.open_record(tmp_path, draft(tmp_path, "second"))
     assert store.load_record(tmp_path)["owner"]["launch"] == "first"
@@ -118,11 +118,24 @@ def test_a_job_that_runs_keeps_its_run(tmp_path, monkeypatch, state, held):
         ownership.open_record(tmp_path, draft(tmp_path, "second"))
 
 
-def test_a_job_that_begins_again_goes_on_with_its_own_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("launch", "restarts", "is_over"),
+    [
+        ("slurm-7.0-1", 2, True),
+        ("a1b2", 2, True),  # by the job's script, or mpirun in it
+        ("slurm-7.0-2", 2, False),  # a step of this start of the job on another of its nodes
+        ("slurm-7.0-0", 0, False),
+        ("a1b2", 0, False),
+    ],
+)
+def test_a_job_that_begins_again_goes_on_with_its_own_run(tmp_path, monkeypatch, capsys, launch, restarts, is_over):
     monkeypatch.setattr(slurm, "queue", lambda ids: pytest.fail("it runs, of course"))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    ownership.open_record(tmp_path, draft(tmp_path, "first", job="7", host="elsewhere"))
-    ownership.open_record(tmp_path, draft(tmp_path, "second", job="7"))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts or ""))
+    ownership.open_record(tmp_path, draft(tmp_path, launch, job="7", host="elsewhere", pid=5))
+    ownership.open_record(tmp_path, draft(tmp_path, "slurm-7.1-2", job="7"))
+    told = f"{tmp_path}: was opened by process 5 on elsewhere; whether that has ended cannot be determined from here\n"
+    assert capsys.readouterr().err == ("" if is_over else told)
 
 
 def test_where_nobody_can_tell_it_is_said(tmp_path, monkeypatch, capsys):
