@@ -12,7 +12,7 @@ const grouped = new Intl.NumberFormat("en-US", { maximumFractionDigits: 0 });
 function digits(value) {
   const size = Math.abs(value);
   if (size >= 99.95) return grouped.format(value);
-  if (size > 0 && size < 0.001) return value.toPrecision(3);
+  if (size > 0 && size < 0.09995) return String(Number(value.toPrecision(3)));
   return value.toFixed(size >= 9.995 ? 1 : size >= 0.9995 || size === 0 ? 2 : 3);
 }
 

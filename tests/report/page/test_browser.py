@@ -14,6 +14,7 @@ from ptdbench import __main__ as command
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
 from ptdbench.profiling.phases import PHASES
+from ptdbench.units import three_digits
 from tests.report.made import keep, run
 from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
 
@@ -151,6 +152,10 @@ class TestFigures:
         assert [row[:4] + row[6:] for row in figure["rows"]] == [
             ["strong", "ddp, batch 16", 1, 100, 1.0], ["strong", "ddp, batch 16", 2, 150, 0.75],
         ]  # fmt: skip
+
+    def test_figures_have_the_digits_of_the_terminal(self, opened):
+        figures = [0, 0.00012, 0.00456, 0.0456, 0.09994, 0.1234, 0.9994, 0.9996, 9.994, 9.996, 99.94, 99.96, 12345.6]
+        assert opened[0].evaluate("figures => figures.map(digits)", figures) == [*map(three_digits, figures)]
 
     def test_memory_is_stacked_by_kind(self, opened):
         row = {"name": "ddp", "kinds": [2**21, 2**20, 0, 0, 2**22, 0]}
