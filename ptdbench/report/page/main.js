@@ -42,12 +42,14 @@ function modelSection(model, place) {
 /** All rows that the filter shows, with all options, and figures in the units of records. */
 function downloadTable(model, name) {
   const plain =
-    "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory mfu mfu_causal " +
-    "of_ceiling joules loss ranks nodes batch command";
+    "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory reserved mfu " +
+    "mfu_causal of_ceiling joules loss held_out ranks nodes batch command";
+  const heldOut = (row) => (isKnown(row.held_out) ? row.held_out_text : null); // says which figure that is
+  const made = (row) => [...(row.rank || [null, null]), row.runs.length, heldOut(row)];
   const options = Object.keys(report.options);
   const optionsOf = (row) => options.map((option) => report.options[option][row.number]);
-  const rows = sortedRows(model).map((row) => [...pick(row, plain), ...optionsOf(row)]);
-  downloadCsv(name, [...plain.split(" "), ...options], rows);
+  const rows = sortedRows(model).map((row) => [...pick(row, plain), ...made(row), ...optionsOf(row)]);
+  downloadCsv(name, [...plain.split(" "), "best_rank", "worst_rank", "runs", "val", ...options], rows);
 }
 
 function failures() {

@@ -14,6 +14,7 @@ from ptdbench import __main__ as command
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
 from ptdbench.profiling.phases import PHASES
+from ptdbench.report.columns import COLUMNS
 from ptdbench.units import three_digits
 from tests.report.made import keep, run
 from tests.report.page.conftest import EVIL, RATES, drawn, traces, watched
@@ -283,6 +284,23 @@ class TestDownloads:
         found = self.table(downloaded(report, "[data-model='0'] .below button:has-text('CSV')"))
         assert [row["note"] for row in found] == ["'=1+1", "-0.5", "'=1+1", ""]
         assert [row["name"] for row in found] == ["ddp", "pdp 1x2 1f1b", "fsdp", "tp"]
+        ranks = [(row["best_rank"], row["worst_rank"], row["runs"]) for row in found]
+        assert ranks == [("1", "1", "3"), ("2", "2", "3"), ("3", "3", "3"), ("", "", "1")]
+        assert {one.field or one.name for one in COLUMNS if one.value} - {"rank", "label"} <= found[0].keys()
+
+    def test_the_table_as_csv_says_which_figure_of_an_evaluation_it_has(self, show, tmp_path):
+        looked = {
+            "step": 3,
+            "samples": 8,
+            "loss": 1.5,
+            "top1": 0.375,
+            "top5": 0.5,
+            "bits_per_byte": None,
+            "seconds": 1.0,
+        }
+        keep(tmp_path, "0", run(evaluations=[looked]))
+        (row,) = self.table(downloaded(show(made(tmp_path)), "[data-model='0'] .below button:has-text('CSV')"))
+        assert (row["held_out"], row["val"]) == ("0.375", "37.5%")
 
     def test_data_as_csv(self, report):
         download = downloaded(report, "#throughput button:has-text('CSV')")
