@@ -11,7 +11,7 @@ const FORMS = {
   bytes: { scale: 1 / 2 ** 20, write: bytes },
   percent: { scale: 100, write: percent },
   digits: { write: digits },
-  fixed: { write: (value) => value.toFixed(4) },
+  fixed: { write: (value) => value.toFixed(3) },
   told: { text: (row) => row.held_out_text },
 };
 

@@ -117,6 +117,7 @@ class TestFigures:
         assert [row["#"] for row in found] == ["1", "2", "3", "-"]
         assert (first["configuration"], first["runs"], first["tokens/s"][:5]) == ("ddp", "3", "2,000")
         assert (second["vs best"][:5], last["status"]) == ("0.75x", "failed")
+        assert first["loss"] == "2.513"
         assert labels(report, 1) == ["ddp"]  # of the other model, which is not compared with these
         assert rows(report, 1)[0]["tokens/s"] == "5.00"
 
@@ -289,15 +290,7 @@ class TestDownloads:
         assert {one.field or one.name for one in COLUMNS if one.value} - {"rank", "label"} <= found[0].keys()
 
     def test_the_table_as_csv_says_which_figure_of_an_evaluation_it_has(self, show, tmp_path):
-        looked = {
-            "step": 3,
-            "samples": 8,
-            "loss": 1.5,
-            "top1": 0.375,
-            "top5": 0.5,
-            "bits_per_byte": None,
-            "seconds": 1.0,
-        }
+        looked = {"step": 3, "samples": 8, "loss": 1, "top1": 0.375, "top5": 0.5, "bits_per_byte": None, "seconds": 1}
         keep(tmp_path, "0", run(evaluations=[looked]))
         (row,) = self.table(downloaded(show(made(tmp_path)), "[data-model='0'] .below button:has-text('CSV')"))
         assert (row["held_out"], row["val"]) == ("0.375", "37.5%")
