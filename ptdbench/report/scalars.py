@@ -5,7 +5,6 @@ TensorBoard and logging services get the same ones from here.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -20,9 +19,6 @@ from ptdbench.records.load import SERIES, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.report.labels import options
-
-#: How a value begins that Hydra takes for several.
-_SWEEPS = re.compile(r"(glob|range|choice|interval)\(")
 
 #: The columns that become curves.
 _SHOWN = (*series.NUMBERS, "slowest_seconds")
@@ -129,9 +125,13 @@ def swept(directory: Path) -> dict[str, str]:
     """The options that a run's sweep gives several values, and what each is called: its last part if that is enough."""
     if (sweep := ledger.sweep_of(directory.resolve())) is None:
         return {}
-    with suppress(Damaged):
-        asked = (override.lstrip("+").partition("=") for override in ledger.read(sweep).overrides)
-        names = [name for name, _, value in asked if "," in value or _SWEEPS.match(value)]
+    # Not for a run by itself: importing it takes a while.
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    with suppress(Damaged, HydraException):
+        asked = OverridesParser.create().parse_overrides(ledger.read(sweep).overrides)
+        names = [override.key_or_group for override in asked if override.is_sweep_override()]
         lasts = [name.rpartition(".")[2] for name in names]
         return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
     return {}

@@ -129,15 +129,17 @@ def test_a_failed_run_is_not_ok_and_has_no_success(tmp_path):
 
 def test_every_option_that_was_swept_is_a_column_and_the_first(tmp_path):
     typed = ["model=toy", "parallel=ddp,fsdp", "parallel.schedule=1f1b,gpipe", "optimizer.lr=0.1,0.2", "+a.seed=1,2"]
-    ledger.begin(tmp_path, [*typed, "+b.seed=range(3)", "train.steps=9"])
+    lists = ["optimizer.betas=[0.9,0.99]", "data.path='a,b'", "optimizer.milestones=[1,2],[3,4]"]  # of these one swept
+    ledger.begin(tmp_path, [*typed, *lists, "+b.seed=range(3)", "train.steps=9"])
     config = {"parallel": {"name": "pdp", "schedule": "gpipe"}, "optimizer": {"lr": 0.2}, "a": {"seed": 1}}
     events = written(tmp_path / "0_toy_pdp", {**RECORD, "config": config})
     found = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
     assert (found["parallel"].string_value, found["schedule"].string_value) == ("pdp", "gpipe")
     assert (found["lr"].number_value, found["a.seed"].number_value, found["b.seed"].string_value) == (0.2, 1, "null")
-    assert "steps" not in found
+    assert not {"steps", "betas", "path"} & found.keys()
     declared = plugin_data(events, metadata.EXPERIMENT_TAG).experiment.hparam_infos
-    assert {info.name for info in declared if info.differs} == {"parallel", "schedule", "lr", "a.seed", "b.seed"}
+    swept = {"parallel", "schedule", "lr", "milestones", "a.seed", "b.seed"}
+    assert {info.name for info in declared if info.differs} == swept
 
 
 def test_all_runs_declare_the_same_columns(tmp_path):
