@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ptdbench.comparison import significance, variation
 from ptdbench.comparison.alternatives import Alternative
@@ -73,10 +73,12 @@ class Place:
     margin: float | None
     ratio: float | None  #: Its rate over that of the first place; ``None`` where there is none.
     against_best: Comparison | None  #: The same with its interval, where there are enough runs.
+    number: int | None = None  #: Its number among those with a rank.
+    faster: Collection[int] = ()  #: The numbers of those that are known to be faster.
 
     def is_behind(self, other: Place) -> bool:
-        """Return whether the order of both is known: their ranges of ranks have none in common."""
-        return self.rank is not None and other.rank is not None and self.rank[0] > other.rank[1]
+        """Return whether it is known to be the slower one: so may be two whose ranges of ranks overlap."""
+        return other.number in self.faster
 
 
 @dataclass(frozen=True)
@@ -97,36 +99,39 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
     samples = [one.sample for one in ok]
     pool = Pool(samples, earlier)
-    ranked = list(_in_order(zip(significance.ranks(pool, samples, level), ok, strict=True)))
+    faster = significance.faster(pool, samples, level)
+    ranks = significance.ranks(faster)
+    order = list(_in_order(ranks, [*map(_mean, ok)]))
     tests = math.comb(len(ok), 2) * round(LEVEL / level)
-    places = [_place(one, own, ranked[0][1], pool, tests) for own, one in ranked]
+    places = [
+        replace(_place(ok[number], ok[order[0]], pool, tests), rank=ranks[number], number=number, faster=faster[number])
+        for number in order
+    ]
     places += [Place(one, None, None, None, None, None) for one in found if not one.sample]
     return Ranking(places, earlier)
 
 
-def _in_order(
-    ranks: Iterable[tuple[tuple[int, int], Alternative]],
-) -> Iterator[tuple[tuple[int, int], Alternative]]:
+def _in_order(ranks: Sequence[tuple[int, int]], means: Sequence[float]) -> Iterator[int]:
     """By their means, but none before one that is known to be faster: its runs may have met a busier machine."""
-    waiting = sorted(ranks, key=lambda pair: -_mean(pair[1]))
-    worst = sorted(((own[1], id(one)) for own, one in waiting), reverse=True)
+    waiting = sorted(range(len(ranks)), key=lambda number: -means[number])
+    worst = sorted(((ranks[number][1], number) for number in waiting), reverse=True)
     gone: set[int] = set()
     while waiting:
         while worst[-1][1] in gone:
             worst.pop()
         first = worst[-1][0]  # of those that wait
-        own, one = waiting.pop(next(place for place, ((best, _), _) in enumerate(waiting) if best <= first))
-        gone.add(id(one))
-        yield own, one
+        number = waiting.pop(next(place for place, one in enumerate(waiting) if ranks[one][0] <= first))
+        gone.add(number)
+        yield number
 
 
-def _place(one: Alternative, own: tuple[int, int], best: Alternative, pool: Pool, tests: int) -> Place:
-    """An alternative among so many tests: of each pair, at each look."""
+def _place(one: Alternative, best: Alternative, pool: Pool, tests: int) -> Place:
+    """An alternative without its rank, among so many tests: of each pair, at each look."""
     apart = None if one is best else pool.difference(one.sample, best.sample)
     known = significance.compare(apart, pairs=tests) if apart else None
     return Place(
         alternative=one,
-        rank=own,
+        rank=None,
         rate=_mean(one),
         margin=significance.margin(pool, one.sample),
         ratio=known.ratio if known else _mean(one) / _mean(best),  # of the blocks that both have

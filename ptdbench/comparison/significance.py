@@ -10,9 +10,10 @@ procedure", Scandinavian Journal of Statistics 6, 1979). The range of ranks that
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import chain, combinations
 
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool, Sample
 
@@ -66,22 +67,30 @@ def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
     return _share(error * _quantile(freedom, 1 - level / 2))
 
 
-def ranks(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[tuple[int, int]]:
-    """Return the best and the worst rank that each configuration of a pool may have, 1 that of the largest figure.
+def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[set[int]]:
+    """Return for each configuration of a pool the places of those that are known to have the larger figure.
 
-    The chance that any of the true ranks lies outside is at most ``level``. A configuration that differs from no other
-    has the range ``(1, len(samples))``.
+    The chance that any of them is said to have it that does not is at most ``level``, for all pairs together.
     """
-    better, worse = [0] * len(samples), [0] * len(samples)
+    found: list[set[int]] = [set() for _ in samples]
     judged = [place for place, sample in enumerate(samples) if pool.is_enough(sample)]
     pairs = list(combinations(judged, 2))
     signs = differing([pool.difference(samples[one], samples[other]) for one, other in pairs], level)
     for (one, other), sign in zip(pairs, signs, strict=True):
         if sign:
             winner, loser = (one, other) if sign > 0 else (other, one)
-            worse[winner] += 1
-            better[loser] += 1
-    return [(1 + up, len(samples) - down) for up, down in zip(better, worse, strict=True)]
+            found[loser].add(winner)
+    return found
+
+
+def ranks(faster: Sequence[set[int]]) -> list[tuple[int, int]]:
+    """Return the best and the worst rank that each configuration may have, 1 that of the largest figure.
+
+    The chance that any of the true ranks lies outside is at most the level of :func:`faster`. A configuration that
+    differs from no other has the range ``(1, len(faster))``.
+    """
+    slower = Counter(chain.from_iterable(faster))
+    return [(1 + len(winners), len(faster) - slower[place]) for place, winners in enumerate(faster)]
 
 
 def differing(found: Sequence[Difference | None], level: float = LEVEL) -> list[int]:

@@ -48,6 +48,20 @@ def test_what_is_tied_shares_its_ranks():
     assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; 3 runs each resolve {1 + largest:.4f}x"
 
 
+def test_an_order_is_known_although_ranks_overlap():
+    """The noisy one in the middle is tied with either of the outer two."""
+    noise = (0.01, -0.01, 0.0, 0.005, -0.005)
+    rates = [
+        [1000 * math.exp(mean + scale * one) for one in noise]
+        for mean, scale in ((0.01, 0.1), (0.005, 1.0), (0.0, 0.0))
+    ]
+    found = ranked(*(repeated(name, of) for name, of in zip(("ddp", "pdp", "fsdp"), rates, strict=True)))
+    assert [place.rank for place in found.places] == [(1, 2), (1, 3), (2, 3)]
+    first, middle, last = found.places
+    assert last.is_behind(first)
+    assert not any(one.is_behind(other) for one, other in ((middle, first), (last, middle), (first, last)))
+
+
 def test_what_would_have_been_seen_is_among_all_pairs():
     first, tied, last = ranked(
         repeated("ddp", STEADY), repeated("fsdp", scaled(0.999, jitter=0.003)), repeated("pdp", scaled(0.5))

@@ -13,7 +13,7 @@ from tests.comparison.test_variation import LAYOUTS, RANDOM, between, logs, samp
 
 
 def ranks(samples: list[Sample]) -> list[tuple[int, int]]:
-    return significance.ranks(Pool(samples), samples)
+    return significance.ranks(significance.faster(Pool(samples), samples))
 
 
 def test_the_interval_and_the_chance_are_students():

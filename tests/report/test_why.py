@@ -213,33 +213,33 @@ class TestRanks:
         assert list(remarks(phased("ddp", 90, {"forward": [30], "backward": [60]}, waited_for=[]), "ddp")) == []
 
 
-def placed(record, *rank):
-    """An alternative of one run, with the range of its ranks."""
-    return Place(Alternative([record], {}), rank, None, None, None, None)
+def placed(record, number, *faster):
+    """An alternative of one run, with its number and those that are known to be faster."""
+    return Place(Alternative([record], {}), None, None, None, None, None, number, faster)
 
 
 class TestSweep:
     def test_where_no_order_is_known_nothing_is_explained(self):
-        """The ranges of ranks overlap, also of one that is known to be slower than another one alone."""
-        tied = in_order({"ddp": placed(DDP, 1, 2), "pdp": placed(PDP, 1, 3), "fsdp": placed(FSDP, 2, 3)})
+        """Nor of one that is known to be slower than another one alone."""
+        tied = in_order({"ddp": placed(DDP, 0), "pdp": placed(PDP, 1), "fsdp": placed(FSDP, 2, 1)})
         (line,) = against_first(tied)
         assert line.startswith("ddp: forward 32%")
-        known = in_order({"ddp": placed(DDP, 1, 2), "pdp": placed(PDP, 1, 2), "fsdp": placed(FSDP, 3, 3)})
+        known = in_order({"ddp": placed(DDP, 0), "pdp": placed(PDP, 1), "fsdp": placed(FSDP, 2, 0)})
         (line,) = against_first(known)
         assert line.startswith("fsdp +44 ms vs ddp: ")
 
     def test_a_known_order_that_these_runs_do_not_show_is_not_explained_by_them(self):
         alike = phased("fsdp", 76, {"forward": [24, 24], "backward": [40, 40]})
         for other in (alike, phased("fsdp", 60, {"forward": [24, 24], "backward": [30, 30]})):
-            (line,) = against_first(in_order({"ddp": placed(DDP, 1, 1), "fsdp": placed(other, 2, 2)}))
+            (line,) = against_first(in_order({"ddp": placed(DDP, 0), "fsdp": placed(other, 1, 0)}))
             assert line.startswith("ddp: forward 32%")
 
     def test_runs_of_other_work_are_told_by_themselves(self):
         other = DDP | {"global_batch": 32}
-        first, second = against_first(in_order({"ddp b16": placed(DDP, 1, 1), "ddp b32": placed(other, 2, 2)}))
+        first, second = against_first(in_order({"ddp b16": placed(DDP, 0), "ddp b32": placed(other, 1, 0)}))
         assert first.startswith("ddp b16: forward 32%")
         assert second.startswith("ddp b32: forward 32%")
 
     def test_runs_without_phases_are_left_out(self):
-        (line,) = against_first(in_order({"ddp": placed(DDP | {"phases": None}, 1, 1), "fsdp": placed(FSDP, 2, 2)}))
+        (line,) = against_first(in_order({"ddp": placed(DDP | {"phases": None}, 0), "fsdp": placed(FSDP, 1, 0)}))
         assert line.startswith("fsdp: forward 20%")
