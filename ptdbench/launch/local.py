@@ -103,8 +103,12 @@ class LaunchError(Exception):
 
 
 def check_sockets() -> None:
-    """Raise ConfigError if the name of the folder for temporary files is too long for the fork server's socket."""
-    folder = tempfile.gettempdir()
+    """Raise ConfigError if no folder takes temporary files, or its name is too long for the fork server's socket."""
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:  # read-only or full, all that Python has tried
+        given, remedy = os.environ.get("TMPDIR", "(not set)"), "make room, or set it to a folder that can be written to"
+        raise ConfigError([Problem("TMPDIR", given, str(error.strerror), remedy)]) from None
     spare = _SOCKET_BYTES - len(os.fsencode(folder))
     if spare < _SOCKET_NAME:
         rule = f"at most {_SOCKET_BYTES - _SOCKET_NAME} bytes, as ranks are started through a Unix socket in it"

@@ -75,6 +75,15 @@ def test_a_folder_whose_name_leaves_no_room_for_sockets_is_refused(monkeypatch):
         local.check_sockets()
 
 
+def test_no_folder_for_temporary_files_is_one_problem(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])
+    monkeypatch.setenv("TMPDIR", "/full")
+    with pytest.raises(ConfigError, match=r"^TMPDIR=/full: No usable temporary directory found in .*; make room, "):
+        local.check_sockets()
+
+
 def leave_behind(environ: dict[str, str], folder: Path) -> None:
     """In a rank: fork twice, so that the grandchild is an orphan that hears no SIGTERM."""
     if os.fork() == 0:
