@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.comparison import alternatives, noise
 from ptdbench.launch import forced_exit, local, settings, slurm
-from ptdbench.launch.world import Place, World, discover, is_first_rank
+from ptdbench.launch.world import REFUSED_WAIT, Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema, store
 from ptdbench.records.schema import Written
@@ -33,11 +33,7 @@ if TYPE_CHECKING:
     from ptdbench.sweep.agenda import Agenda
     from ptdbench.sweep.requests import Request
 
-#: Seconds that a refused rank waits for rank 0 to report the reason: mpirun and torchrun end all ranks as soon as one
-#: has failed, and rank 0 may have started later. When rank 0 has failed, they end the ranks that wait.
-REFUSED_WAIT = 30.0
-
-#: The same in a SLURM step, where srun does not end the ranks that wait: a refused command takes so much longer.
+#: REFUSED_WAIT in a SLURM step: srun does not end the ranks that wait, so that a refused command takes so much longer.
 REFUSED_WAIT_IN_STEP = 5.0
 
 #: What rank 0 of a run that trains writes TensorBoard's files with.

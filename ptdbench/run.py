@@ -27,7 +27,7 @@ from ptdbench.job import Job, Workload
 from ptdbench.launch import crash, devices, forced_exit, local, peers, rendezvous, settings
 from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.watchdog import JOINED
-from ptdbench.launch.world import World, discover, is_first_rank
+from ptdbench.launch.world import REFUSED_WAIT, World, discover, is_first_rank
 from ptdbench.measure import hardware, memory
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
@@ -47,9 +47,6 @@ from ptdbench.terminal import echo, transient
 #: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
 #: and with a checkpoint to save.
 STOP_GRACE, SAVE_GRACE = 10.0, 120.0
-
-#: Seconds that a rank which is refused the run gives rank 0 to be so too: that may have started later.
-REFUSED_WAIT = 30.0
 
 #: The runs of this process so far: the first one of a rank also pays for the imports.
 _RUNS: list[Path] = []

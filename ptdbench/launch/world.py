@@ -138,6 +138,10 @@ LAUNCHERS: dict[str, Launcher] = {
     ),
 }
 
+#: Seconds that a refused rank waits for rank 0 to say why: mpirun and torchrun end all ranks as soon as one has failed,
+#: and rank 0 may have started later. When rank 0 has failed, they end the ranks that wait.
+REFUSED_WAIT = 30.0
+
 #: The ranks that are there, of a launch of this package that starts not all of them: ``0,131,255``.
 PRESENT = "PTDBENCH_RANKS"
 
