@@ -104,6 +104,8 @@ def _main() -> int:
 def carry_out(directories: Sequence[Path]) -> int:
     """Carry out the runs of directories, one after the other; the exit status.
 
+    One that another process carries out, or whose record cannot be written, is not ok, and the others go on.
+
     Raises:
         ConfigError: One is no run that can be carried out from here.
     """
@@ -115,15 +117,20 @@ def carry_out(directories: Sequence[Path]) -> int:
 
     from ptdbench.run import run
 
-    statuses = []
+    all_ok = True
     for directory, read in zip(directories, configs, strict=True):
+        is_done = False
         try:
             with settings.added(hydra_output.recorded_environment(directory)):
                 run(directory, read)
+            is_done = True
+        except SystemExit:  # which has said why
+            if world:
+                raise
         finally:
             if world is None or world.rank == 0:
-                statuses.append(_print_results(directory, [], False, 1))
-    return int(any(_count_ok(records) < 1 for records in statuses))
+                all_ok &= _count_ok(_print_results(directory, [], False, 1)) == 1 and is_done
+    return int(not all_ok)
 
 
 def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again: bool) -> int:

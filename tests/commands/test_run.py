@@ -2,14 +2,18 @@
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from ptdbench import entry
+from ptdbench import run as product
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
-from ptdbench.records import record, store
+from ptdbench.records import ownership, record, store
 from ptdbench.setup import config, hydra_output, resume
 from ptdbench.setup.compose import compose_all
 from tests.programs import call
@@ -59,6 +63,22 @@ class TestCarriedOut:
         assert written["error"]["message"].startswith(
             "train.global_batch=16: must be a multiple of the number of data-"
         )
+
+
+def test_a_run_that_another_process_carries_out_does_not_keep_the_others_from_it(tmp_path, monkeypatch, capsys):
+    held, other = begun(tmp_path / "held"), begun(tmp_path / "other")
+    owner = msgspec.to_builtins(ownership.this_process("another", {}))
+    store.write_record(held, store.load_record(held) | {"owner": owner})
+    monkeypatch.setattr(entry, "prepare_ranks", lambda _: None)
+    monkeypatch.setattr(product, "_start_ranks", lambda _, __, attempt, *___: finish(attempt))
+    assert entry.carry_out([held, other]) == 1
+    assert f"directory={held}: process {os.getpid()} on " in capsys.readouterr().err
+    assert store.load_record(other)["status"] == "ok"
+
+
+def finish(attempt: ownership.Attempt) -> None:
+    """As its ranks would."""
+    attempt.amend(lambda written: written | {"status": "ok", "steps": 4, "error": None})
 
 
 def test_the_configuration_of_a_record_is_what_was_composed(tmp_path):
