@@ -245,6 +245,11 @@ def local_environments(
         yield {**where.environ, **settings, **launch, **place}
 
 
+def restarts(environ: Mapping[str, str]) -> int:
+    """Return how often torchrun has started the ranks again, as ``--max-restarts`` lets it."""
+    return int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
 def is_first_rank(environ: Mapping[str, str]) -> bool:
     """Return whether this process speaks for all ranks: it is rank 0, or no rank at all."""
     try:

@@ -8,7 +8,7 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from omegaconf import Container, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch import slurm
-from ptdbench.launch.world import World
+from ptdbench.launch.world import World, restarts
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import ledger, ownership, record, store
 from ptdbench.setup import config
@@ -165,7 +165,8 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
 
     def make() -> str:
         if any(override.startswith(f"{option}=") for override in overrides):
-            store.occupy(wish, option, fill, again=bool(goes_on or slurm.restarts(os.environ)))
+            again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
+            store.occupy(wish, option, fill, bool(again))
             return str(wish)
         claimed = store.claim_directory(wish.parent, wish.name, option, fill)
         if composed.is_sweep:
@@ -185,3 +186,17 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
     from ptdbench.launch import rendezvous
 
     return Path(rendezvous.agree(DIRECTORY, world, make))
+
+
+def _began(composed: Composed, directory: Path) -> bool:
+    """Tell whether a directory holds what this command line began, and has not ended well.
+
+    torchrun also starts again what was refused because there were other results.
+    """
+    with suppress(FileNotFoundError, store.Damaged):
+        if composed.is_sweep:
+            return ledger.read(directory).overrides == composed.typed
+        written = store.load_record(directory)
+        resolved = config.read(composed.jobs[0]).resolved
+        return written["status"] != "ok" and record.same_work(record.configuration(written), resolved)
+    return False

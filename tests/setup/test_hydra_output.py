@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from ptdbench.problems import ConfigError
+from ptdbench.records import store
 from ptdbench.setup import hydra_output
 from ptdbench.setup.compose import Source, compose_all
 from tests.conftest import ROOT
@@ -91,3 +93,19 @@ def test_without_a_folder_for_them_there_are_none(tmp_path):
     hydra_output.write_files(hydra_output.config_of_run(whole, None, None), tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert hydra_output.recorded_environment(tmp_path) == {}
+
+
+@pytest.mark.parametrize("kind", ["run", "sweep"])
+def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_left_alone(tmp_path, monkeypatch, kind):
+    def claim(*others: str) -> Path:
+        words = [*["model=toy", "seed=0,1"][: 1 + (kind == "sweep")], *others, f"hydra.{kind}.dir={tmp_path / 'here'}"]
+        return hydra_output.claim(compose_all(words, kind == "sweep"), words, None, None)
+
+    monkeypatch.setattr(store.fcntl, "flock", lambda *_: None)  # each process has ended before the next one
+    begun = claim()
+    with pytest.raises(ConfigError, match="it already holds results"):
+        claim()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert claim() == begun
+    with pytest.raises(ConfigError, match="it already holds results"):
+        claim("train.steps=7")
