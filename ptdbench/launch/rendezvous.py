@@ -28,7 +28,7 @@ from torch import Tensor
 from ptdbench.launch import address, gloo
 from ptdbench.launch.collect import Circle, through
 from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
-from ptdbench.launch.world import World, discover, torchrun_variables
+from ptdbench.launch.world import World, discover, restarts, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
 
 #: How long a rank waits for its peers in every collective beyond what the watchdog lets a step take, and under torchrun
@@ -75,7 +75,7 @@ def meet(environ: MutableMapping[str, str]) -> dist.Store:
     world = discover(environ)
     if world is None or world.started_by.has_store:  # the store's place is the launcher's choice, even its own
         found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
-        return found
+        return dist.PrefixStore(f"start {restarts(environ)}", found)  # torchrun may serve the same one to all of them
     host, port = address.meeting_point(world, environ)
     opened = _open(world, host, port)
     _await_all(opened, world, f"{host}:{port}", address.launch_id(world, environ))

@@ -177,6 +177,15 @@ def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_
     assert names == [f"slurm-{job}.0-0", f"slurm-{job}.0-0", f"slurm-{job}.0-1"]
 
 
+def test_ranks_that_torchrun_starts_again_see_nothing_of_the_earlier_ones(monkeypatch):
+    shared = dist.HashStore()  # as torchrun's, which outlives them
+    monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
+    torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    first, second = (rendezvous.meet(torchrun | {"TORCHELASTIC_RESTART_COUNT": count}) for count in "01")
+    first.set("launch", "one")
+    assert (first.check(["launch"]), second.check(["launch"])) == (True, False)
+
+
 @pytest.mark.parametrize("who", [0, 1, 2, None], ids=["rank 0", "rank 1", "rank 2", "what rank 0 looks for"])
 def test_where_a_rank_is_refused_no_rank_waits_for_another_and_rank_0_tells_why(monkeypatch, who):
     shared = dist.HashStore()
