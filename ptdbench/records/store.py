@@ -195,6 +195,27 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
     """
     try:
         is_new = appear(directory, fill)
+    except OSError as error:
+        raise _unwritable(directory, option, error) from None
+    lock(directory, option)
+    if not is_new:
+        of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
+        if not again and (of_sweep or (directory / RECORD).exists()):
+            remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
+            raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
+        try:
+            fill(directory, directory)
+        except OSError as error:
+            raise _unwritable(directory, option, error) from None
+
+
+def lock(directory: Path, option: str) -> None:
+    """Lock a directory until this process ends; ``option`` is where it came from, for the message.
+
+    Raises:
+        ConfigError: Another process is writing there, or it is not writable.
+    """
+    try:
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # closed when the process ends
     except OSError as error:
         raise _unwritable(directory, option, error) from None
@@ -206,15 +227,6 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
         raise ConfigError([Problem(option, directory, rule, "wait for it, or give another directory")]) from None
     except OSError:  # some cluster file systems have no locks
         os.close(descriptor)
-    if not is_new:
-        of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
-        if not again and (of_sweep or (directory / RECORD).exists()):
-            remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
-            raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
-        try:
-            fill(directory, directory)
-        except OSError as error:
-            raise _unwritable(directory, option, error) from None
 
 
 def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, Path], None]) -> Path:

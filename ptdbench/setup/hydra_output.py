@@ -169,6 +169,8 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
             store.occupy(wish, option, fill, bool(again))
             return str(wish)
         claimed = store.claim_directory(wish.parent, wish.name, option, fill)
+        if composed.launcher != "submitit_slurm":  # who only waits for jobs may be left, and their sweep gone on with
+            store.lock(claimed, option)
         if composed.is_sweep:
             store.point_latest(claimed)
         return str(claimed)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from omegaconf import OmegaConf
 
 from ptdbench.problems import ConfigError
 from ptdbench.records import store
-from ptdbench.setup import hydra_output
+from ptdbench.setup import hydra_output, resume
 from ptdbench.setup.compose import Source, compose_all
 from tests.conftest import ROOT
 
@@ -109,3 +110,14 @@ def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_l
     assert claim() == begun
     with pytest.raises(ConfigError, match="it already holds results"):
         claim("train.steps=7")
+
+
+@pytest.mark.parametrize("cluster", ["local", "slurm"])
+def test_a_sweep_of_this_machine_is_not_carried_out_a_second_time_beside_the_first(tmp_path, monkeypatch, cluster):
+    monkeypatch.chdir(tmp_path)
+    words = [f"cluster={cluster}", "model=toy", "seed=0,1"]
+    running = hydra_output.claim(compose_all(words, True), words, None, None)
+    line = resume.read([f"sweep.resume={running}"], True, None)
+    refused = pytest.raises(ConfigError, match="another process is writing its results there")
+    with refused if cluster == "local" else nullcontext():  # jobs have owners of their own
+        hydra_output.claim(compose_all(line.overrides, True), line.overrides, None, line.goes_on)
