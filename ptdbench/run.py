@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -131,8 +131,8 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
         heading = heading or Heading(labels.name(record.begin(config.resolved, directory, {}) | dict(known.fields)))
         if known.trains and not world:  # what is wrong with the data shows before anything is started for them
             _prepare_data(config, heading)
-    except ConfigError as refused:
-        _leave(world, attempt, refused)
+    except BaseException as error:  # an OSError is of the data or the model: nothing of the record is written here
+        _leave(world, attempt, error)
         return
     if writes:
         fields = {**known.fields, "launcher": world.launcher if world else "local"}
@@ -150,20 +150,27 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
     _start_ranks(config, known.world_size, attempt, watch, heading)
 
 
-def _leave(world: World | None, attempt: Attempt, refused: ConfigError) -> None:
-    """Leave a run that is refused; raises SystemExit where rank 0 is not refused it, and would wait for this one."""
-    if world is None or world.is_first:
-        _fail(attempt, failure.describe(refused, rank=-1))
+def _leave(world: World | None, attempt: Attempt, error: BaseException) -> None:
+    """Leave a run that cannot begin.
+
+    Raises:
+        SystemExit: This rank failed, or is refused a run that rank 0 is not refused: rank 0 would wait for it.
+        BaseException: The error, if it ends more than this run.
+    """
+    refused = isinstance(error, ConfigError)
+    if world is None or (refused and world.is_first):
+        _fail(attempt, failure.describe(error, rank=-1))
+        if not isinstance(error, Exception):
+            raise error
         return
     until = time.monotonic() + REFUSED_WAIT
-    while time.monotonic() < until:
+    while refused and time.monotonic() < until:
         with suppress(FileNotFoundError, store.Damaged):
             written = store.load_record(attempt.directory)
             if attempt.owns(written) and record.is_settled(written):
                 return
         time.sleep(0.1)
-    ending.report(world, attempt, refused)
-    raise SystemExit(1) from refused
+    _report(world, attempt, error)
 
 
 def _find_micro_batch(
@@ -271,12 +278,17 @@ def take_part(
             with ending.witness(world, attempt), Display(heading if world.is_first else None) as display:
                 _work(specified(), world, attempt, watch, display)
         except BaseException as error:
-            try:
-                local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
-            except local.Stopped:  # it had sent one already
-                local.ignore_signals()
-            ending.report(world, attempt, error)
-            raise SystemExit(1) from error
+            _report(world, attempt, error)
+
+
+def _report(world: World, attempt: Attempt, error: BaseException) -> NoReturn:
+    """Leave this rank's account of its failure, and end it."""
+    try:
+        local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
+    except local.Stopped:  # it had sent one already
+        local.ignore_signals()
+    ending.report(world, attempt, error)
+    raise SystemExit(1) from error
 
 
 def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:

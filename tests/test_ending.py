@@ -2,6 +2,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -9,13 +11,14 @@ import torch
 from ptdbench import ending
 from ptdbench import run as product
 from ptdbench.job import Outcome
-from ptdbench.launch import local
+from ptdbench.launch import local, rendezvous
+from ptdbench.launch.local import Stopped
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure, crash_file
 from ptdbench.records.ownership import Attempt
-from ptdbench.setup import config
+from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
 
@@ -30,6 +33,7 @@ NODE_LOST = Failure(rank=-1, type="NODE_FAIL", message="n2 is down", traceback="
 @pytest.fixture
 def directory(tmp_path, monkeypatch):
     monkeypatch.setitem(KNOWN, "torchrun", replace(KNOWN["torchrun"], linger_seconds=0.0))
+    monkeypatch.setattr(local, "ignore_signals", lambda: None)  # in the tests' own process
     return tmp_path
 
 
@@ -93,6 +97,34 @@ def test_what_only_another_rank_is_refused_is_in_the_record_too(directory, monke
     with nullcontext() if rank_0_too else pytest.raises(SystemExit):
         product._leave(world(1), attempt(directory), refused)
     assert store.load_record(directory)["error"]["message"] == told[0 if rank_0_too else 1].message
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RuntimeError("no such split"), "failed"), (URLError("unknown host"), "failed"), (Stopped(2), "preempted")],
+)
+def test_whatever_the_data_raise_is_the_end_of_this_run_alone_unless_it_is_asked_to_stop(
+    directory, monkeypatch, capsys, error, status
+):
+    monkeypatch.setattr(training_spec, "prepare_data", Mock(side_effect=error))
+    ledger.begin(directory, [])
+    (run := directory / "run").mkdir()
+    with nullcontext() if isinstance(error, Exception) else pytest.raises(Stopped):
+        carry_out(composed("model=toy", "device=cpu"), run)
+    (row,) = store.read_results(directory)
+    assert (row["status"], row["error"]["type"], row["error"]["message"]) == (status, type(error).__name__, str(error))
+    assert "cannot be written" not in capsys.readouterr().err
+
+
+def test_a_launched_rank_that_fails_before_it_meets_the_others_says_why(directory, monkeypatch):
+    store.write_record(directory, OPEN)
+    monkeypatch.setattr(product, "discover", lambda _: world(1))
+    monkeypatch.setattr(rendezvous, "launch_name", lambda _: "this")
+    monkeypatch.setattr(product, "_specify", Mock(side_effect=RuntimeError("no such layer")))
+    with pytest.raises(SystemExit):
+        carry_out(composed("model=toy", "device=cpu"), directory)
+    error = store.load_record(directory)["error"]
+    assert (error["rank"], error["message"]) == (1, "no such layer")
 
 
 @pytest.mark.parametrize(
