@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -147,37 +147,42 @@ class Agenda:
         """Open the record of a run; ``None`` for a run that is not to be carried out.
 
         Runs that are ok are left as they are, and so are those of which an earlier start still goes on, or which would
-        go on in another shape. One that is refused gets its row. Of several ranks one writes.
+        go on in another shape. One that is refused gets its row. Of several ranks rank 0 looks and writes, and what one
+        is refused, as its node has less memory, all are: the others would wait for it.
 
         Raises:
-            ConfigError: An earlier start of the run still goes on, or it would go on in another shape, and this process
-                is a rank of several.
             OSError: The record cannot be written.
         """
         request, name = self.requests[number], self.subdirectory(number)
-        directory, world = self.directory / name, discover(os.environ)
-        writes = world is None or world.rank == 0
-        if self._is_left_out(name, request):
-            if writes and self._is_done(name, request) and name not in self._counted:
-                store.append_result(self.directory, store.load_record(directory))  # killed before it could add it
-            return None
-        refusal: ConfigError | None = None
-        try:
-            if writes:
-                if request.summary:
-                    run_spec.require_same_shape(directory, request.summary, request.config.general.reshape)
-                self._write(directory, request)
-                hydra_output.write_files(request.job(self.directory, number), directory)
-        except ConfigError as refused:
-            refusal = refused
-        if world:  # the other ranks have not asked
-            from ptdbench.launch import rendezvous
+        world, run = discover(os.environ), Opened(number, request, name)
+        if world is None:
+            return run if self._begin(run, request.refused) else None
+        from ptdbench.launch import rendezvous
 
-            rendezvous.agree(f"{OPENED} {directory}", world, lambda: OPENED, refusal)
-        elif refusal:
-            echo(f"{refusal}; skipped", sys.stderr)
+        try:
+            begun = rendezvous.agree(f"{OPENED} {name}", world, lambda: str(self._begin(run, None)), request.refused)
+        except ConfigError as refused:
+            if world.rank == 0:
+                self._begin(run, refused)
             return None
-        return None if request.refused else Opened(number, request, name)
+        return run if begun == str(True) else None
+
+    def _begin(self, run: Opened, refused: ConfigError | None) -> bool:
+        """Write the first files of a run, and tell whether it is to be carried out."""
+        request, directory = replace(run.request, refused=refused), self.directory / run.subdirectory
+        if self._is_left_out(run.subdirectory, request):
+            if self._is_done(run.subdirectory, request) and run.subdirectory not in self._counted:
+                store.append_result(self.directory, store.load_record(directory))  # killed before it could add it
+            return False
+        try:
+            if request.summary:
+                run_spec.require_same_shape(directory, request.summary, request.config.general.reshape)
+            self._write(directory, request)
+            hydra_output.write_files(request.job(self.directory, run.number), directory)
+        except ConfigError as held:
+            echo(f"{held}; skipped", sys.stderr)
+            return False
+        return not refused
 
     def to_do(self, numbers: Iterable[int]) -> list[int]:
         """Return which of these runs will be carried out, unless a start of them still goes on."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
+from ptdbench.launch import rendezvous
+from ptdbench.launch.world import World
+from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
@@ -117,6 +124,32 @@ def test_a_run_that_was_ok_when_its_sweep_was_killed_gets_its_result(asked, tmp_
     assert [agenda.open(number) for number in range(2)] == [None, None]
     assert [Path(row["directory"]).name for row in store.read_results(tmp_path)] == ["1_toy_ddp", "0_toy_ddp"]
     assert (tmp_path / store.RESULTS).read_bytes().startswith(before)
+
+
+def test_ranks_of_a_launcher_leave_out_the_same_runs_whatever_each_of_them_sees_and_is_refused(
+    asked, tmp_path, monkeypatch
+):
+    """The other rank does not see yet that the first run is done, and has less memory for the second one."""
+    ranks, shared, runs = threading.local(), dist.HashStore(), asked("seed=0,1,2")
+    monkeypatch.setattr("ptdbench.sweep.agenda.discover", lambda _: ranks.world)
+    monkeypatch.setattr(rendezvous, "store", lambda: shared)
+    shared.set_timeout(timedelta(seconds=20))
+    lack = ConfigError([Problem("model", "toy", "takes 9 GiB")])
+
+    def open_all(rank: int) -> list[bool]:
+        ranks.world = World(rank, 2, rank, 2, "srun")
+        own = [runs[0], replace(runs[1], summary=None, refused=lack) if rank else runs[1], runs[2]]
+        return [Agenda(tmp_path, own).open(number) is not None for number in range(3)]
+
+    ranks.world = None
+    Agenda(tmp_path, runs).open(0)
+    done(tmp_path)
+    is_done = Agenda._is_done
+    monkeypatch.setattr(Agenda, "_is_done", lambda *of: ranks.world.rank == 0 and is_done(*of))
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(open_all, range(2))) == [[False, False, True]] * 2
+    row = next(row for row in store.read_results(tmp_path) if row["status"] == "failed")
+    assert row["error"]["message"] == f"rank=1: {lack}"
 
 
 class TestRepeats:
