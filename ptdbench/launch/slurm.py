@@ -33,8 +33,8 @@ OVER = frozenset([
 _FOREIGN = ("SLURM", "SRUN_", "SBATCH_", "SALLOC_", "SACCT_", "SINFO_", "SQUEUE_", "SCANCEL_", "SUBMITIT_")
 #: What a rank is told, which a job is not.
 _OF_RANKS = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
-#: Which cluster, and a label for accounting; neither changes what a job is given.
-_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SBATCH_WCKEY")
+#: Which cluster, who asks, and a label for accounting; none changes what a job is given.
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_WCKEY")
 
 
 _SACCT = ("sacct", "--allocations", "--noheader", "--parsable2")

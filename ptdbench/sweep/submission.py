@@ -110,7 +110,8 @@ def script(array: Sequence[Sequence[Request]], name: str, sweep: Path, options: 
     if len(array) > 1:
         flags["array"] = f"0-{len(array) - 1}%{min(parallel, len(array))}"
     out, errors = (path.replace("%t", "0") for path in _outputs(output, len(array)))
-    setup = [f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
+    # A token by which the job was submitted may have expired when it starts: srun would be refused.
+    setup = ["unset SLURM_JWT", f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
     used, bundle = _used(array, sweep), _bundle(sweep, name)
     steps = [
         container.enter(_step(run, of_run, len(array)), cluster.container, shape, used, bundle)

@@ -123,6 +123,11 @@ class TestOtherClusters:
         with pytest.raises(SlurmError, match=r"^sinfo cannot be started: Permission denied$"):
             commands.partitions()
 
+    def test_a_token_says_who_asks(self, fake, monkeypatch):
+        monkeypatch.setenv("SLURM_JWT", "token")
+        fake("sbatch", "test \"$SLURM_JWT\" = token || { echo 'Protocol authentication error' >&2; exit 1; }; echo 7")
+        assert commands.submit(script()) == "7"
+
 
 class TestHistory:
     """Jobs that squeue has forgotten."""
