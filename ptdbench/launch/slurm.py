@@ -107,7 +107,7 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     ``123_0`` asks for an element of an array, ``123`` for a job or all elements of one.
 
     Raises:
-        SlurmError: The queue cannot be read.
+        SlurmError: The queue cannot be read, or the accounts of jobs that have left it: nobody knows how they ended.
     """
     asked = set(job_ids)
     if not asked:
@@ -123,21 +123,21 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     missing = asked - found.keys() - {_job(identity) for identity in found}
     if missing and _keeps_accounts():
         fields = "--format=JobID,State,Elapsed,NodeList,Reason"
-        with suppress(SlurmError):  # the next time, perhaps
-            found |= _states(_output(*_SACCT, fields, f"--jobs={_jobs(missing)}"), missing)
+        found |= _states(_output(*_SACCT, fields, f"--jobs={_jobs(missing)}"), missing)
     return found
 
 
-def named(names: Iterable[str]) -> dict[str, dict[int | None, JobState]]:
+def named(names: Iterable[str], *, ended: bool = True) -> dict[str, dict[int | None, JobState]]:
     """Return the jobs that bear these names: name, then number in the array (``None`` for a job by itself), then state.
 
-    A job that was submitted by a process that did not live to learn its id is found so. Raises SlurmError.
+    A job that was submitted by a process that did not live to learn its id is found so; where ``ended`` is false, only
+    if SLURM has not forgotten it. Raises SlurmError.
     """
     if not (asked := sorted(set(names))):
         return {}
     wanted = f"--name={','.join(asked)}"
     lines = _output("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%j|%i|%T|%M|%N|%r", wanted)
-    if _keeps_accounts():
+    if ended and _keeps_accounts():
         fields = "--format=JobName%200,JobID,State,Elapsed,NodeList,Reason"
         since = "--starttime=now-7days"
         lines = _output(*_SACCT, since, fields, wanted) + lines
@@ -200,7 +200,9 @@ def cancel(job_ids: Iterable[str]) -> None:
 def cancel_named(names: Iterable[str]) -> list[str]:
     """End the jobs that bear these names; returns the ids of those that had not ended. Raises SlurmError."""
     # Not by scancel's --name: it leaves an array that never began without elements (22.05).
-    states = [state for elements in named(names).values() for state in elements.values() if not state.is_over]
+    states = [
+        state for elements in named(names, ended=False).values() for state in elements.values() if not state.is_over
+    ]
     cancel(sorted({_job(state.id) for state in states}))
     return [state.id for state in states]
 
@@ -252,10 +254,18 @@ def gpu_count(gres: str) -> int:
 
 @cache
 def _keeps_accounts() -> bool:
-    """Return whether sacct can be asked here: it fails on a cluster without slurmdbd, and would fail each time."""
+    """Return whether sacct can be asked here: on a cluster without slurmdbd it would fail each time.
+
+    Raises:
+        SlurmError: It fails this time.
+    """
+    if shutil.which("sacct") is None:
+        return False
     try:
         _output(*_SACCT, "--jobs=1")
-    except SlurmError:
+    except SlurmError as error:
+        if "accounting storage is disabled" not in str(error):
+            raise
         return False
     return True
 

@@ -151,7 +151,28 @@ class TestHistory:
         }
         assert (tmp_path / "asked").read_text().splitlines()[-1].endswith("--jobs=11,7,9")
 
-    def test_a_sacct_that_fails_is_asked_once(self, fake, tmp_path):
+    @pytest.mark.parametrize("asked", ["--jobs=1", "--jobs=9"])
+    def test_what_slurmdbd_cannot_say_now_it_may_say_later(self, fake, tmp_path, asked):
+        down, said = tmp_path / "down", "sacct: error: Problem talking to the database: Connection refused"
+        down.touch()
+        answers = f"case $* in *{asked}) test -e {down} && {{ echo '{said}' >&2; exit 1; }};; esac"
+        fake("sacct", f"{answers}; echo '9|TIMEOUT|01:00:10|n1|None'")
+        with pytest.raises(SlurmError, match=r"^Problem talking to the database: Connection refused$"):
+            commands.queue(["9"])
+        down.unlink()
+        assert commands.queue(["9"])["9"].state == "TIMEOUT"
+
+    def test_where_there_is_no_sacct_what_has_left_the_queue_is_absent(self):
+        assert commands.queue(["9"]) == {}
+
+    def test_what_is_canceled_is_in_the_queue(self, fake, tmp_path):
+        fake("squeue", "echo 'mine|7|RUNNING|1:05|n1|None'")
+        fake("sacct", "exit 1")
+        fake("scancel", f"echo $* > {tmp_path}/canceled")
+        assert commands.cancel_named(["mine"]) == ["7"]
+        assert (tmp_path / "canceled").read_text() == "--quiet 7\n"
+
+    def test_a_sacct_that_fails_each_time_is_asked_once(self, fake, tmp_path):
         fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
         for _ in range(3):
             assert commands.queue(["9"]) == {}
