@@ -199,8 +199,8 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
                 sweep = status.look(sweep_directory)
                 sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in told])
                 show(sweep)
-                if sweep.is_over:
-                    break
+                if all(run.is_over or (run.queue is None and not sweep.silence) for run in sweep.runs):
+                    break  # what has no job will not go on by itself
                 time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
         how = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
@@ -212,7 +212,7 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
         raise
     for run in sweep.runs:
         _show_failure(sweep_directory, run)
-    return {*told, *(run.directory for run in sweep.runs)}
+    return {*told, *(run.directory for run in sweep.runs if run.is_over)}
 
 
 def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:

@@ -272,6 +272,16 @@ class TestFollowing:
         assert watch.follow(sweep.path, {"0_toy_ddp"}) == {"0_toy_ddp", "1_toy_ddp"}
         assert capsys.readouterr().err == "job 7_1 1_toy_ddp: ok\n"
 
+    def test_a_run_that_was_never_submitted_is_not_waited_for(self, sweep, steps, capsys):
+        """As those of a killed submission, where one of its runs goes on: noted down, or only begun."""
+        jobs = sweep.submit(2)
+        status.ledger.write(sweep.path, status.ledger.Ledger([], [jobs[0], replace(jobs[1], name="other", id=None)]))
+        sweep.begin(2)
+        sweep.says(_0="RUNNING n1")
+        steps += [lambda: sweep.end(0)]
+        assert watch.follow(sweep.path) == {"0_toy_ddp"}
+        assert capsys.readouterr().err.splitlines()[-1] == "job 7_0 0_toy_ddp: ok"
+
     def test_what_others_wrote_cannot_steer_the_terminal(self, sweep, steps, capsys):
         sweep.submit(2)
         sweep.end(0, **failure(message="\x1b[2J\x07 \x9b"))
