@@ -10,7 +10,7 @@ import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -195,15 +195,18 @@ def _require_one(found: Sequence[Request]) -> None:
 def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
     """Return the script, and what the SLURM of this machine would refuse in it: it may be meant for another.
 
-    Overrides are as for ``train.py``; ``cluster`` is ``slurm`` unless it is given. Lists make a sweep that runs in one
-    job, one run after the other.
+    Overrides are as for ``train.py``; ``cluster`` is ``slurm`` unless they or files choose another one. Lists make a
+    sweep that runs in one job, one run after the other.
 
     Raises:
         ConfigError: The overrides cannot be used, or ask for jobs of several shapes.
     """
-    chosen = [] if "cluster" in map(commandline.option, overrides) else ["cluster=slurm"]
     extra = str(config_dir.resolve()) if config_dir else None
-    composed = compose.compose_all([*overrides, *chosen], True, compose.Source(compose.conf_folder(), extra=extra))
+    source = compose.Source(compose.conf_folder(), extra=extra)
+    own = [override for override in overrides if not commandline.is_cluster(override)]
+    in_files = compose.compose_all(own, True, source)
+    is_chosen = "cluster" in map(commandline.option, overrides) or all(map(_has_jobs, in_files.jobs))
+    composed = compose.compose_all([*overrides, *([] if is_chosen else ["cluster=slurm"])], True, source)
     if composed.searches:
         name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
         rule = "each rank of the script's job would search by itself"
@@ -231,7 +234,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # where nothing need be installed
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
-    words = [sys.executable, *program, *flags, *_overrides(overrides, shape)]
+    words = [sys.executable, *program, *flags, *_on_ranks(own, in_files), *_overrides(shape)]
     used = container.folders(config.read(composed.jobs[0]), None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
@@ -289,8 +292,28 @@ def _without_question(job: Config) -> Config:
     return Config({**job.resolved, "cluster": {**cluster, "gpus_per_node": 0}})
 
 
-def _overrides(overrides: Sequence[str], shape: Shape) -> list[str]:
-    """The same run on the ranks that are there, which must be those of the shape."""
-    own = [override for override in overrides if not commandline.is_cluster(override)]
+def _on_ranks(own: Sequence[str], in_files: Composed) -> list[str]:
+    """The same run on ranks that are there, whatever files say of the jobs of a cluster.
+
+    ``in_files`` is composed of the run's ``own`` overrides, which say nothing of the cluster.
+    """
+    if any(map(_has_jobs, in_files.jobs)):
+        own = ["cluster=local", *own]
+        in_files = compose.compose_all(own, True, in_files.source)
+    of_jobs = {str(name) for job in in_files.jobs for name in job.cluster} - _names(config.Cluster)
+    return [*own, *(f"~cluster.{name}" for name in sorted(of_jobs))]
+
+
+def _has_jobs(composed: DictConfig) -> bool:
+    """Tell whether the cluster is one of SLURM, and not this machine with a few options of one."""
+    return _names(Slurm) <= {*composed.cluster}
+
+
+def _names(cluster: type[config.Cluster]) -> set[str]:
+    return {option.name for option in fields(cluster)}
+
+
+def _overrides(shape: Shape) -> list[str]:
+    """What the ranks that are there must be: those of the shape."""
     found = [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
-    return [*own, *found, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]
+    return [*found, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]

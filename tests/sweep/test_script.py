@@ -10,6 +10,9 @@ import pytest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
+from ptdbench.setup import config
+from ptdbench.setup.compose import Source, compose_all, conf_folder
+from ptdbench.setup.config import Cluster
 from ptdbench.sweep import requests
 from tests.conftest import ROOT
 
@@ -23,6 +26,11 @@ def _without_slurm(monkeypatch):
 def written(*overrides):
     """The script as its flags and the words of its command."""
     text, _ = requests.write_script(["model=toy", "device=cpu", *overrides])
+    return read(text)
+
+
+def read(text):
+    """The same of this script."""
     lines = text.splitlines()
     flags = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
     return flags, shlex.split(lines[-1])
@@ -66,6 +74,28 @@ def test_what_is_for_sbatch_leaves_nothing_in_the_command(overrides, expected):
     assert expected <= set(flags)
     own = [word for word in command if word.lstrip("+")[:2] in ("cl", "hy")]
     assert own == ["cluster.nodes=1", "cluster.ranks_per_node=2"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "flag", "first"),
+    [
+        ("defaults: [override /cluster: site_modules, _self_]", "--account=my_project", ["cluster=local"]),
+        ("", "--job-name=ptdbench-toy_ddp", []),
+    ],
+)
+def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, flag, first):
+    """Where the ranks are told what is for jobs, they would submit some, or refuse it."""
+    (tmp_path / "experiment").mkdir()
+    text = f"# @package _global_\n{chosen}\ncluster:\n  time_minutes: 5\n  nodes: 2\n"
+    (tmp_path / "experiment" / "mine.yaml").write_text(text)
+    script, _ = requests.write_script(["experiment=mine", "model=toy", "device=cpu"], tmp_path)
+    flags, command = read(script)
+    assert {flag, "--time=5", "--nodes=2"} <= set(flags)
+    own = command[command.index(str(tmp_path)) + 1 :]
+    assert own[: own.index("experiment=mine")] == first
+    composed = compose_all(own, source=Source(conf_folder(), extra=str(tmp_path)))
+    cluster = config.read(composed.jobs[0]).cluster
+    assert (type(cluster), cluster.nodes, cluster.ranks_per_node) == (Cluster, 2, 2)
 
 
 @pytest.mark.parametrize(
