@@ -233,6 +233,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     runs = requests.of_cluster(composed)
     if ignored := slurm.ignored_variables(os.environ):
         echo(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
+    submission.check_paths(runs, Path(composed.first.hydra.sweep.dir))
     if cluster.submit == "test":
         return submission.show_test_only(runs, options)
     together = composed.first.hydra.sweeper.get("max_batch_size") if not runs[0].config.sweep.same_nodes else None

@@ -205,6 +205,7 @@ class TestRefused:
             ("cluster=slurm hydra/launcher=basic model=toy", "hydra/launcher=basic: does not go with cluster=slurm"),
             (f"{CPU} cluster.log=/dev/null/%j",
              "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"),
+            (f"{CPU} hydra.sweep.dir='top5%u'", "/top5%u: % and \\ in the path of a job's output mean something else"),
             (f"{CPU} cluster.requeue=true",
              "cluster.requeue=true: a run that is requeued goes on after its last checkpoint, and this one makes none; "
              "give checkpoint.every_steps"),

@@ -173,6 +173,22 @@ def folders(folder: Path, runs: int) -> list[Path]:
     return [folder] if runs == 1 else [folder / str(number) for number in range(runs)]
 
 
+def check_paths(requests: Sequence[Request], sweep_directory: Path) -> None:
+    """Refuse paths of output in which SLURM, or submitit, would replace more than ``%j`` in ``cluster.log``.
+
+    Raises:
+        ConfigError: There are such paths.
+    """
+    rule = r"% and \ in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
+    directory, found = sweep_directory.resolve(), []
+    for log in dict.fromkeys(request.cluster.log for request in requests):
+        path = str(Path(log).expanduser().absolute()).replace("%j", "") if log else str(directory)
+        if "%" in path or "\\" in path:
+            option, value = ("cluster.log", log) if log else ("hydra.sweep.dir", directory)
+            found.append(Problem(option, value, rule, "give one without them"))
+    require(*found)
+
+
 def make_folders(requests: Sequence[Request]) -> None:
     """Make the folders that people have named for the output of jobs.
 

@@ -346,6 +346,17 @@ def test_a_line_for_each_array_of_jobs(asked, monkeypatch, capsys, overrides, li
     assert ["#SBATCH --array=0-2%" in script for script in scripts] == ["3 jobs" in line for line in lines]
 
 
+@pytest.mark.parametrize("name", ["top5%u", "100%", "a%j", "back\\slash"])
+def test_a_path_in_which_slurm_would_replace_something_is_refused(asked, tmp_path, name):
+    rule = r"% and \ in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
+    with pytest.raises(ConfigError) as refused:
+        submission.check_paths(asked("seed=0,1"), tmp_path / name)
+    assert str(refused.value) == f"hydra.sweep.dir={tmp_path}/{name}: {rule}; give one without them"
+    submission.check_paths(asked(f"cluster.log={tmp_path}/%j"), tmp_path / name)  # which has no output then
+    with pytest.raises(ConfigError, match=r"^cluster\.log=/scratch/%u/%j: % and "):
+        submission.check_paths(asked("cluster.log=/scratch/%u/%j"), tmp_path)
+
+
 def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):
     def refuse(script):
         raise SlurmError("Invalid account")
