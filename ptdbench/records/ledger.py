@@ -19,6 +19,9 @@ from ptdbench.records.store import TRIES, Damaged
 
 LEDGER = "sweep.json"
 
+#: The file of what SLURM itself says of a job, beside the jobs' folders: its own may not be there yet.
+LOG_OF_SLURM = "%j_slurm.log"
+
 
 class Job(Struct, frozen=True):
     """One run that was submitted, or was about to be; several of them may share a job of the queue."""

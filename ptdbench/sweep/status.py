@@ -360,15 +360,15 @@ def log_reason(job: ledger.Job) -> str | None:
 
 
 def _ends(job: ledger.Job) -> Iterator[list[str]]:
-    """The last lines of each rank, of the one that wrote last first; then those of the script of several runs."""
-    folders = [Path(job.log), *([Path(job.log).parent] if job.step is not None else [])]
+    """The last lines of each rank, of the one that wrote last first; those of the script of several runs; SLURM's."""
+    log = Path(job.log)
     logs = [
         path
-        for folder in folders
+        for folder in (log, *([log.parent] if job.step is not None else []))
         for path in sorted(folder.glob(f"{job.id}_*_log.err"), key=lambda path: -path.stat().st_mtime)
-        if path.is_file()
     ]
-    for path in logs:
+    logs += [folder / ledger.LOG_OF_SLURM.replace("%j", str(job.id)) for folder in (log, *log.parents)]
+    for path in filter(Path.is_file, logs):
         with path.open("rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _LOOKED_AT))

@@ -31,6 +31,9 @@ from ptdbench.sweep.requests import Request, world_of
 from ptdbench.sweep.resources import Output, Step
 from ptdbench.terminal import echo, plural
 
+#: The id of a job in its script, as squeue has it.
+_JOB = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
+
 
 def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
     """The arrays of jobs that carry out the runs; those that are refused are in no job.
@@ -109,9 +112,9 @@ def script(array: Sequence[Sequence[Request]], name: str, sweep: Path, options: 
     flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
     if len(array) > 1:
         flags["array"] = f"0-{len(array) - 1}%{min(parallel, len(array))}"
-    out, errors = (path.replace("%t", "0") for path in _outputs(output, len(array)))
     # A token by which the job was submitted may have expired when it starts: srun would be refused.
     setup = ["unset SLURM_JWT", f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
+    setup += _enter_folders(output, len(array[0]))
     used, bundle = _used(array, sweep), _bundle(sweep, name)
     steps = [
         container.enter(_step(run, of_run, len(array)), cluster.container, shape, used, bundle)
@@ -120,9 +123,25 @@ def script(array: Sequence[Sequence[Request]], name: str, sweep: Path, options: 
     after = []
     if cluster.requeue and cluster.container.image:
         asked = f"{shlex.quote(str(sweep.absolute()))}/{slurm.REQUEUE}$SLURM_JOB_ID"
-        job = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
-        after.append(f'if rm {asked} 2> /dev/null; then scontrol requeue "{job}"; fi')
-    return resources.script(cluster, shape, name, steps, Output(out, {**flags, "error": errors}, setup, after))
+        after.append(f'if rm {asked} 2> /dev/null; then scontrol requeue "{_JOB}"; fi')
+    of_slurm = str(_staging(output) / ledger.LOG_OF_SLURM).replace("%j", _pattern(len(array)))
+    return resources.script(cluster, shape, name, steps, Output(of_slurm, flags, setup, after))
+
+
+def _enter_folders(output: Path, runs: int) -> list[str]:
+    """Lines that make the folders of a job's output, and send what the script says there.
+
+    SLURM makes none, and this process knows where they belong only when the job may have started.
+    """
+    paths = JobPaths(output)
+    out, errors = (_in_script(str(path).replace("%t", "0")) for path in (paths.stdout, paths.stderr))
+    made = " ".join(_in_script(str(folder)) for folder in folders(output, runs))
+    return [f'ptdbench_job="{_JOB}"', f"mkdir -p {made} && exec >> {out} 2>> {errors}"]
+
+
+def _in_script(path: str) -> str:
+    """Quote a path for a script, where a variable has the place of ``%j``."""
+    return '"$ptdbench_job"'.join(part and shlex.quote(part) for part in path.split("%j"))
 
 
 def _used(array: Sequence[Sequence[Request]], sweep: Path) -> list[Path]:
@@ -159,8 +178,17 @@ def _search(run: Request, name: str, folder: Path, jobs: int, used: Sequence[Pat
 def _outputs(folder: Path, jobs: int) -> tuple[str, str]:
     """The files of a task's output and errors, as SLURM's patterns; an element of an array has no ``%j`` of its own."""
     paths = JobPaths(folder)
-    out, errors = (str(path).replace("%j", "%A_%a" if jobs > 1 else "%j") for path in (paths.stdout, paths.stderr))
+    out, errors = (str(path).replace("%j", _pattern(jobs)) for path in (paths.stdout, paths.stderr))
     return out, errors
+
+
+def _pattern(jobs: int) -> str:
+    return "%A_%a" if jobs > 1 else "%j"
+
+
+def _staging(output: Path) -> Path:
+    """The folder in which the folders of all jobs lie."""
+    return JobPaths.get_first_id_independent_folder(output)
 
 
 def folder(request: Request, sweep_directory: Path) -> Path:
@@ -197,7 +225,7 @@ def make_folders(requests: Sequence[Request]) -> None:
     """
     found = []
     for log in dict.fromkeys(request.cluster.log for request in requests if request.cluster.log):
-        staging = JobPaths.get_first_id_independent_folder(log)
+        staging = _staging(Path(log))
         try:
             staging.mkdir(parents=True, exist_ok=True)
             reason = "" if os.access(staging, os.W_OK) else "you may not write to it"
@@ -286,7 +314,7 @@ def _submit(
     container.write_bundle(requests[0][0].cluster.container, used, _bundle(directory, name))
     noted = list(_to_note(name, array, output))
     ledger.add(directory, noted)
-    staging = JobPaths.get_first_id_independent_folder(output)
+    staging = _staging(output)
     staging.mkdir(parents=True, exist_ok=True)
     pickles = [staging / f"{name}-{number}.pkl" for number in range(len(noted))]
     try:

@@ -258,6 +258,14 @@ class TestEndedByTheCluster:
         assert expected in run.record["error"]["message"].split("; its output")[0]
         assert "srun" not in run.record["error"]["message"]
 
+    def test_what_slurm_says_of_a_job_before_its_folder_is_there(self, sweep):
+        sweep.submit(1)
+        sweep.says(_0="FAILED n1")
+        (sweep.path / "logs").mkdir()
+        (sweep.path / "logs" / "7_0_slurm.log").write_text("slurmstepd-n1: error: cannot change to /gone\n")
+        (run,) = status.look(sweep.path).runs
+        assert run.record["error"]["message"].startswith("SLURM ended job 7_0 on n1: FAILED: cannot change to /gone; ")
+
     @pytest.mark.parametrize(("words", "expected"), [("FAILED (NonZeroExitCode)", "SIGSEGV"), ("TIMEOUT", "TIMEOUT")])
     def test_ranks_that_native_code_ended_all_at_once_are_told_by_what_they_left(self, sweep, words, expected):
         """None was left to say so; where SLURM knows more, that counts."""

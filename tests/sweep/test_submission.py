@@ -95,8 +95,37 @@ class TestSameNodes:
             assert f" --output=/sweep/logs/%A_%a/{number}/%A_%a_%t_log.out " in line
             assert line.endswith(f" submitit.core._submit /sweep/logs/%j/{number} || failed=$?")
         assert number == 1
-        assert "#SBATCH --output=/sweep/logs/%A_%a/%A_%a_0_log.out\n" in text
+        assert "#SBATCH --output=/sweep/logs/%A_%a_slurm.log\n" in text
         assert text.endswith("\nexit $failed\n")
+
+
+@pytest.mark.parametrize(
+    ("count", "together", "variables", "job"),
+    [
+        (1, False, {"SLURM_JOB_ID": "7"}, "7"),
+        (2, False, {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, "7_1"),
+        (2, True, {"SLURM_JOB_ID": "7"}, "7"),
+    ],
+)
+def test_a_job_makes_the_folders_of_its_output_as_it_may_start_before_others_do(
+    asked, tmp_path, count, together, variables, job
+):
+    """And srun is given no token, which may have expired."""
+    sweep, srun = tmp_path / "my sweep", tmp_path / "srun"
+    (sweep / "logs").mkdir(parents=True)  # for the file of the flag --output
+    srun.write_text("#!/bin/sh\necho ${SLURM_JWT-no token}; echo trouble >&2\n")
+    srun.chmod(0o755)
+    runs = asked(f"seed={','.join(map(str, range(count)))}", f"sweep.same_nodes={str(together).lower()}")
+    text = script([runs] if together else [[run] for run in runs], "toy", sweep, {})
+    assert f"#SBATCH --output='{sweep}/logs/{'%A_%a' if '_' in job else '%j'}_slurm.log'\n" in text
+    environ = {**variables, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JWT": "token"}
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+    steps = count if together else 1
+    folder = sweep / "logs" / job
+    assert (folder / f"{job}_0_log.out").read_text() == "no token\n" * steps
+    assert (folder / f"{job}_0_log.err").read_text() == "trouble\n" * steps
+    assert [path.name for path in sorted(folder.glob("?"))] == [*map(str, range(count))] * together
 
 
 @pytest.mark.parametrize(
