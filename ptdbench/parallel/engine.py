@@ -215,7 +215,7 @@ def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
         alike.setdefault(spread, []).append(gradient.to_local() if isinstance(gradient, DTensor) else gradient)
     squares = []
     for spread, gradients in alike.items():
-        square = get_total_norm(gradients).square()
+        square = _square_of(gradients)
         if spread:
             mesh, placements = spread
             for dimension, placement in enumerate(placements):
@@ -223,3 +223,15 @@ def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
                     dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)
     return sum(squares, start=torch.zeros(())).sqrt() if len(squares) != 1 else squares[0].sqrt()
+
+
+def _square_of(gradients: Sequence[Tensor]) -> Tensor:
+    """The squared norm of tensors, in fp32.
+
+    On a CPU torch adds up a tensor in fp32 in a few sums: of 40 million elements the norm is 0.3 % too small, of their
+    shards less. So there rows come first.
+    """
+    if gradients[0].is_cuda:
+        return get_total_norm(gradients).square()
+    rows = [torch.linalg.vector_norm(one.flatten(1) if one.dim() > 1 else one.view(1, -1), dim=1) for one in gradients]
+    return torch.cat(rows).double().square().sum().float()

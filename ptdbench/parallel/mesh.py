@@ -41,8 +41,7 @@ class Mesh:
         if {*dims.order("weights")} & {*names}:
             parts = [flat(*dims.copied())] if dims.copies > 1 else []
             parts.append(flat(*dims.order("weights")))
-            both = tuple("_".join(part.mesh_dim_names or ()) for part in parts)
-            self.shard = grid[both] if len(both) > 1 else parts[0]
+            self.shard = DeviceMesh._concatenate(parts) if len(parts) > 1 else parts[0]
         #: For each degree above 1 that refolds others the ranks of these in two dimensions: those with the same share,
         #: ``<name>_copies``, and those that share, ``<name>``.
         self.refolds = {}

@@ -7,7 +7,7 @@ import torch
 
 from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
-from ptdbench.parallel.engine import Accumulating, LaidOutModule
+from ptdbench.parallel.engine import Accumulating, LaidOutModule, norm_of
 from ptdbench.parallel.experts import Routing
 
 
@@ -29,6 +29,14 @@ def test_the_scale_reaches_the_gradients_and_not_the_loss():
     assert torch.equal(engine(scaled, 2).gradients(inputs, targets, lambda loss: loss * 1024), loss)
     for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad * 1024)
+
+
+def test_the_norm_of_a_large_gradient_is_as_exact_as_that_of_its_shards():
+    weights = [torch.nn.Parameter(torch.empty(shape)) for shape in ((8192, 768), (768,), (16, 8, 3, 3), ())]
+    for weight in weights:
+        weight.grad = torch.rand_like(weight)
+    expected = torch.cat([weight.grad.double().flatten() for weight in weights]).norm()
+    assert norm_of(weights).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_forward_and_backward_of_all_passes_but_the_last_defer_communication():

@@ -1,5 +1,6 @@
 """The mesh on eight ranks: which of them share what, also by degrees that are not there yet."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -21,10 +22,14 @@ def of_ranks() -> list[dict[str, Any]]:
 
 
 def in_rank() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of what torch will not do later
+        copied = Mesh(Dims(replicate=2, shard=2, context=2), "cpu")
     plain = Mesh(Dims(replicate=2, pipeline=2, tensor=2), "cpu")
     more = Mesh(WithTwoMore(branch=2, shard=2, tensor=2, expert=2), "cpu")
     alone = Mesh(WithTwoMore(shard=8, expert=1), "cpu")
     return {
+        "copied": ranks(copied.shard),
         "plain": {name: ranks(plain[name]) for name in Dims.rows()},
         "groups": list(plain.groups()),
         "more": {name: ranks(more[name]) for name in WithTwoMore.rows()},
@@ -48,6 +53,10 @@ def test_ranks_share_what_their_places_say(of_ranks):
     assert of_ranks[3]["plain"] == {
         "replicate": [3, 7], "pipeline": [1, 3], "shard": [3], "tensor": [2, 3], "context": None, "expert": None
     }  # fmt: skip
+
+
+def test_copies_of_shards_are_the_first_dimension(of_ranks):
+    assert of_ranks[3]["copied"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_groups_have_names_that_are_the_same_on_all_ranks(of_ranks):
