@@ -15,7 +15,7 @@ HELP = "predict the memory of each rank, whether it fits, and the largest micro-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is typed after ``plan``."""
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for train.py; lists are compared")
-    parser.add_argument("--config-dir", type=Path, metavar="FOLDER", help="one more folder of configurations")
+    parser.add_argument("--config-dir", "-cd", type=Path, metavar="FOLDER", help="one more folder of configurations")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
     parser.add_argument("--again", action="store_true", help="plan anew what is known from an earlier plan")
     parser.epilog = (

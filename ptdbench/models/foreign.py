@@ -40,6 +40,7 @@ more. It may define these methods, all of them optional:
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -287,6 +288,10 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flo
     except Exception:
         problem = f"the model has no train_flops(), and counting on the meta device failed: {reason}"
         raise FlopsUnknown(problem) from None
+
+
+# What is tried with fake tensors may fail, and is reported in a line; torch logs the traceback of the operation, too.
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda told: "run meta for" not in told.getMessage())
 
 
 def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Flops:

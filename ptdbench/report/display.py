@@ -193,13 +193,14 @@ class Display:
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Around something between two steps."""
+        """Around something between two steps, whose time counts for none of them."""
         before = self._phase
         self.phase(name)
         try:
             yield
         finally:
             self.phase(before)
+            self._shown_step, self._shown_at = self._done, self._clock()
 
     def begin_steps(
         self, done: int, total: int, unit: str, units_per_step: float | None, name: str = "first step"

@@ -143,8 +143,15 @@ def _degrees(record: Written) -> str:
     if {*above} - {"replicate", "shard", "pipeline"}:  # too many for an order to be known by heart
         return " ".join(f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items())
     if "pipeline" not in above and len(above) < 2:
-        return ""
+        # One that was given is told: under parallel=ddp, shard=2 shards.
+        return "".join(
+            f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items() if _is_given(record, name)
+        )
     return "x".join(map(str, ({"replicate": 1} | above).values()))
+
+
+def _is_given(record: Written, degree: str) -> bool:
+    return option(record, f"parallel.{degree}", int) is not None
 
 
 def _schedule(record: Written) -> str:

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ptdbench.problems import said
-from ptdbench.records.ledger import LEDGER
+from ptdbench.records.ledger import sweep_of
 from ptdbench.records.schema import Written
 from ptdbench.report import scalars
 from ptdbench.report.scalars import Scalar
@@ -294,8 +294,8 @@ class Log:
     def _open(self, record: Written, first: int) -> None:
         path = self._directory / FILE
         known = _read(path).get(self._service.package) if first else None  # the run goes on where it was
-        parent = self._directory.absolute().parent
-        sweep = parent.name if (parent / LEDGER).exists() else None
+        found = sweep_of(self._directory)
+        sweep = found.name if found else None
         swept = scalars.swept(self._directory)
         hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
         start = Start(self._directory, first, known, sweep, hparams, swept.values(), metrics, record.get("kind"))

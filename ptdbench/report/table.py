@@ -62,11 +62,11 @@ def closing_lines(directory: Path, records: Sequence[Written] = ()) -> str:
     if is_sweep:
         lines.append(f"report       {command('report')} {shown}")
     for title, name in (("trace", perfetto.NAME), ("memory", perfetto.MEMORY)):
-        if traces := [path for where in (name, f"*/{name}") for path in directory.glob(where)]:
-            folder = f"{shown}/*" if is_sweep else shown
+        if traces := [*directory.rglob(name)]:
+            folder = "/".join([shown, *("*" for _ in traces[0].relative_to(directory).parts[1:])])
             size = size_text(sum(path.stat().st_size for path in traces))
             lines.append(f"{title:12} {folder}/{name} ({size}), for https://ui.perfetto.dev")
-    if any(directory.glob("events.*")) or any(directory.glob("*/events.*")):
+    if any(directory.rglob("events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
         if is_sweep:
             lines.append("             (its HPARAMS tab ranks the runs)")

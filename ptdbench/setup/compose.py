@@ -350,4 +350,4 @@ def _similar(name: str, options: Sequence[str]) -> list[str]:
     sharing = [option for option in options if words & set(last(option).split("_"))]
     by_last = {last(option): option for option in reversed(options)}
     alike = [by_last[leaf] for leaf in nearest(last(name), by_last)]
-    return list(dict.fromkeys([*same, *nearest(name, options), *alike, *sharing]))[:3]
+    return list(dict.fromkeys([*same, *sharing, *nearest(name, options), *alike]))[:3]

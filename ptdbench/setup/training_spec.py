@@ -83,8 +83,12 @@ class TrainingSpec:
         return self.strategy.parts_of_stages(self.model, self.layout) if self.layout.dims.pipeline > 1 else None
 
     def prepare_data(self) -> None:
-        """Do what the data need once a node, or find it done; raises ConfigError where they turn out to be unusable."""
-        under("data", self.data.prepare)
+        """Do what the data need once a node, or find it done.
+
+        Raises:
+            ConfigError: They turn out to be unusable, or have no held-out part although evaluation is asked for.
+        """
+        _prepare(self.config, self.data)
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """Lay the model out over the mesh; called in every rank."""
@@ -195,7 +199,15 @@ def _checks(
 
 def prepare_data(config: Config) -> None:
     """Do what the data of a configuration need once a node; see :meth:`TrainingSpec.prepare_data`."""
-    under("data", _data(config).prepare)
+    _prepare(config, _data(config))
+
+
+def _prepare(config: Config, data: Data) -> None:
+    under("data", data.prepare)
+    if (every := config.eval.every) is not None and data.held_out is None:
+        call = config.call("data")
+        other = "give data.held_out" if "held_out" in call.options else "data with a held-out part"
+        require(Problem("eval.every", every, f"data={call.name} has no held-out part", f"try null, or {other}"))
 
 
 def _data(config: Config) -> Data:

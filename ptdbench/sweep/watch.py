@@ -59,6 +59,7 @@ def _as_json(run: Run, number: int) -> dict[str, Any]:
         "queue": run.queue.state if run.queue else None,
         "nodes": record.get("nodes"),
         "world_size": record.get("world_size"),
+        "kind": record.get("kind"),
         "status": record["status"],
         "is_over": run.is_over,
         "step": going_on.step if going_on else record.get("steps"),
@@ -83,7 +84,8 @@ def state_text(run: Run) -> str:
     """Return where a run stands, in a few words: the queue's while it is there, then the record's."""
     if run.is_over:
         kind = run.typed.error.type if run.typed.error else ""
-        return f"{run.typed.status} ({kind})" if kind.isupper() else run.typed.status
+        status = " ".join(filter(None, (run.record.get("kind"), run.typed.status)))
+        return f"{status} ({kind})" if kind.isupper() else status
     if run.queue is None:
         return "not submitted" if run.job and not run.job.id else "unfinished"
     if run.queue.state in ("PENDING", "SUSPENDED"):

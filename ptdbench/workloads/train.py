@@ -20,7 +20,6 @@ from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.problems import Problem, require
 from ptdbench.training import memory_split, metrics, profile, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
@@ -179,9 +178,6 @@ def assemble(job: Job) -> StepLoop:
             training.prepare_data()
         barrier()
         training.prepare_data()  # finds it done, and lists the data before worker processes are forked
-    if (every := job.spec.config.eval.every) is not None and training.data.held_out is None:
-        rule = f"data={job.spec.config.call('data').name} has no held-out part"
-        require(Problem("eval.every", every, rule, "try null, or data with a held-out part"))
     dims = training.layout.dims
     mesh = Mesh(dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)

@@ -143,6 +143,17 @@ class TestLines:
             "gpt_tiny ddp  step 4: 10 s, before 1 s each",
         ]
 
+    def test_the_rate_after_a_pause_is_that_of_the_steps_since(self, stream, wall):
+        display = begun(stream, wall)
+        for done in (1, 2):
+            display.step(done, 50.0 + done)
+        wall.now = 52.0
+        with display.during("evaluating"):
+            wall.now = 112.0
+        display.step(3, 112.5)
+        before = display._units_per_step
+        assert display.show(None, 112.5) == before / 0.5
+
     def test_a_rank_without_a_heading_is_silent(self, stream, wall):
         with shown(stream, wall, heading=None) as display:
             display.begin_steps(0, 10, "tokens", 1)

@@ -42,6 +42,13 @@ def layout(parallel, **degrees):
         ([run("ddp"), run("fsdp", precision="bf16")], ["ddp", "fsdp"]),
         ([pdp(), pdp(microbatches=8)], ["pdp 1x2 1f1b m4", "pdp 1x2 1f1b m8"]),
         ([layout("fsdp", replicate=1, shard=4, pipeline=1)], ["fsdp"]),
+        (  # a degree that was given: both are sharded
+            [
+                run(one, layout={"shard": 2}, config={"parallel": {"shard": n}})
+                for one, n in (("ddp", 2), ("fsdp", "auto"))
+            ],
+            ["ddp s2", "fsdp"],
+        ),
         ([layout("hsdp", replicate=2, shard=4, pipeline=1)], ["hsdp 2x4"]),
         ([layout("hsdp", replicate=2, shard=4, pipeline=2)], ["hsdp 2x4x2 1f1b"]),
         ([run("ddp"), layout("ddp", replicate=2, accumulation=4)], ["ddp acc1", "ddp acc4"]),

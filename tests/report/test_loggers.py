@@ -138,9 +138,9 @@ class TestLog:
             assert service.opened[0].known == known
 
     def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
-        directory = tmp_path / "my_sweep" / "0_toy"
+        directory = tmp_path / "my_sweep" / "nested" / "0_toy"
         directory.mkdir(parents=True)
-        ledger.begin(directory.parent, ["optimizer.lr=0.1,0.2"])
+        ledger.begin(tmp_path / "my_sweep", ["optimizer.lr=0.1,0.2"])
         series.write(directory / series.NAME, [rows()])
         service = Kept()
         Log(service, directory).finish({**RECORD, "config": {"optimizer": {"lr": 0.2}}})

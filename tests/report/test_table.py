@@ -237,6 +237,12 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
         "TensorBoard  tensorboard --logdir 'out puts'",
         "             (its HPARAMS tab ranks the runs)",
     ]
+    (sweep / "nested").mkdir()
+    single.rename(sweep / "nested" / "0")
+    assert closing_lines(sweep, [run()]).splitlines()[2:4] == [
+        "trace        'out puts'/*/*/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
+        "TensorBoard  tensorboard --logdir 'out puts'",
+    ]
 
 
 def test_the_share_of_the_ceiling_is_a_column_where_any_run_has_one():

@@ -80,6 +80,7 @@ class TestMisspellings:
             ("steps=3", "train.steps"),
             ("n_layers=3", "model.layers"),
             ("batch_size=8", "train.global_batch"),
+            ("batch=8", "train.global_batch"),
             ("optimiser.lr=1", "optimizer.lr"),
             ("checkpointing=full", "checkpoint.keep"),
         ],

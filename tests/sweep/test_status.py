@@ -90,6 +90,13 @@ class TestOnThisMachine:
         assert sweep.asked == []
 
 
+def test_a_run_on_a_virtual_gpu_says_so(sweep):
+    sweep.submit(1)
+    sweep.end(0, kind="virtual")
+    assert shown(sweep) == ["virtual ok"]
+    assert watch.as_json(status.look(sweep.path))["runs"][0]["kind"] == "virtual"
+
+
 class TestSharedJob:
     """Runs that one job carries out, one after the other."""
 
