@@ -214,13 +214,10 @@ class Chain:
         def full(members: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
             return {prefix + name: member for name, member in members.items()}
 
-        def last(hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-            return self._finish(self._rest(self._back, hidden), targets)
-
         found: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin)}
         for name, block in self._blocks.items():
             found[name] = Piece(full({name: block}), partial(self._through, name))
-        return found | {"(after the blocks)": Piece(full(self._after), last)}
+        return found | {"(after the blocks)": Piece(full(self._after), self._end)}
 
     def _begin(self, inputs: Tensor) -> Tensor:
         """The first block's input."""
@@ -234,6 +231,9 @@ class Chain:
     def _through(self, name: str, hidden: Tensor) -> Tensor:
         arguments, options = self._others(hidden)[name]
         return self._hidden(self._blocks[name](hidden, *arguments, **options))
+
+    def _end(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        return self._finish(self._rest(self._back, hidden), targets)
 
     def _rest(self, shell: nn.Module, hidden: Tensor) -> Any:
         """What the module returns after the last block has returned ``hidden``."""
@@ -293,13 +293,13 @@ class Chain:
         shape = (hidden.shape[0], *self._example.shape[1:])
         return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
 
+    def _at(self, name: str, given: _Given) -> Any:
+        """Do at a block what this run is for; no local function, which a copy of the model would share."""
+        return self._act(name, given)
+
     def _with_slots(self, stubs: Mapping[str, nn.Module]) -> nn.Module:
         """The module with slots and stubs; the modules around them are copies, all others the same."""
-
-        def act(name: str, given: _Given) -> Any:
-            return self._act(name, given)
-
-        slots = {name: _Slot(block, partial(act, name)) for name, block in self._blocks.items()}
+        slots = {name: _Slot(block, partial(self._at, name)) for name, block in self._blocks.items()}
         replaced = {**slots, **stubs}
 
         def rebuilt(module: nn.Module, prefix: str) -> nn.Module:

@@ -1,5 +1,7 @@
 """Modules that say nothing of stages, cut between their repeated blocks; and why others are not."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -223,6 +225,13 @@ def check_pieces(model):
 )
 def test_the_pieces_one_after_the_other_are_the_module(build):
     check_pieces(adapt(build(), example))
+
+
+def test_pieces_of_a_copy_are_its_own():
+    """As a lone stage copies the model to learn what arrives."""
+    model = adapt(Alternating(), example)
+    model.parts()
+    check_pieces(copy.deepcopy(model))
 
 
 @pytest.mark.parametrize("number", range(5))
