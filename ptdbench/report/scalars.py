@@ -125,7 +125,7 @@ def swept(directory: Path) -> dict[str, str]:
     """The options that a run's sweep gives several values, and what each is called: its last part if that is enough."""
     if (sweep := ledger.sweep_of(directory.resolve())) is None:
         return {}
-    # Not for a run by itself: importing it takes a while.
+    # Here, as Hydra is nothing that a reader of this file's tags needs.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
