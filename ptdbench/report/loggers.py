@@ -161,6 +161,7 @@ class WandB:
             silent=True,
             disable_git=True,
             x_disable_stats=True,  # its sampling would run beside the steps
+            reinit="create_new",  # where an earlier run of this process could not be closed, W&B would go on with that
             init_timeout=_TIMEOUT,
             finish_timeout=_TIMEOUT,
             finish_timeout_raises=True,

@@ -214,6 +214,18 @@ def wandb_records(path: Path) -> Iterator[Any]:
             yield found
 
 
+def test_wandb_gets_a_run_of_its_own_where_an_earlier_one_of_this_process_is_open(tmp_path):
+    """Under a launcher one process carries out all runs of a sweep, and W&B may have failed in one of them."""
+    starts = [Start(tmp_path / name, 0, None, None, {}, [], {}, None) for name in ("0_ddp", "1_fsdp")]
+    services = [loggers.WandB("any", mode="offline") for _ in starts]
+    for start in starts:
+        start.directory.mkdir()
+    names = {service.begin(start) for service, start in zip(services, starts, strict=True)}
+    for service in services:
+        service.end(is_ok=True)
+    assert len(names) == 2
+
+
 @pytest.mark.ranks
 class TestServices:
     def test_wandb_offline_has_the_series_of_the_record(self, run):

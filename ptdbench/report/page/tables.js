@@ -62,7 +62,7 @@ function tableRow(model, row, columns) {
   const shown = element("tr", { ...best, "data-row": row.number });
   const cells = columns.map((column) => {
     const classes = [column.words ? "words" : "", column.name === "configuration" ? "label" : ""];
-    if (column.name === "status" && row.status !== "ok") classes.push("bad");
+    if (column.name === "status" && row.runs.some((run) => run.reason)) classes.push("bad");
     const value = column.of(row);
     let inside = isKnown(value) ? textOf(column, row) : "-";
     if (column.name === "configuration") {

@@ -121,6 +121,11 @@ class TestFigures:
         assert labels(report, 1) == ["ddp"]  # of the other model, which is not compared with these
         assert rows(report, 1)[0]["tokens/s"] == "5.00"
 
+    def test_red_is_what_is_not_ok_and_no_virtual_run(self, report):
+        bad = """() => report.models[0].rows.map((row) => ({ ...row, status: `virtual ${row.status}` })).map(
+            (row) => tableRow(report.models[0], row, report.models[0].columns)[0].querySelector(".bad")?.textContent)"""
+        assert report.evaluate(bad) == [None, None, None, "virtual failed"]
+
     def test_the_pareto_front_has_what_nothing_beats(self, report):
         (front,) = [trace for trace in traces(report, "memory") if trace["name"] == "Pareto front"]
         assert front["y"] == pytest.approx([stats.gmean(RATES["ddp"])])  # the fastest takes the least memory
