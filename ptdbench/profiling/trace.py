@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ptdbench.profiling.events import (
     LABELED,
@@ -259,21 +260,34 @@ def _of_device(
     launches, inside = launches_of(events), union(steps)
     computed = [event for event in on_device if not is_of_nccl(event)]
     calls = calls_of_nccl(events, (event for event in on_device if is_of_nccl(event)))
-    phases: dict[str, list[Interval]] = {name: [] for name in by_phase}
+    kernels = [event for event in computed if event.kind == "kernel"]
+    copies = [event for event in computed if event.kind != "kernel"]
     busy = union(event.interval for event in computed)
     sent = union((call.start, call.end) for call in calls)
-    end = -math.inf
-    for event in computed:
-        phase = _phase_at(launches.get(event.facts.get("correlation"), event.start), by_phase)
-        if event.end > end:
-            phases[phase].append((max(event.start, end), event.end))
-            end = event.end
+    phases = _launched_by(kernels, launches, by_phase)
+    beside = union(event.interval for event in kernels)  # a copy in a stream of its own is no work of its phase there
+    for name, times in _launched_by(copies, launches, by_phase).items():
+        phases[name] += subtract(times, beside)
     worked = union([*busy, *sent])
     ends = [(max((stop for _, stop in intersect(worked, [step])), default=step[0]), step[1]) for step in steps]
     idle = subtract(inside, union([*worked, *ends]))  # what is left of a step after the last of its work is no wait
     phases["data"] += intersect(idle, by_phase["data"])
     phases["host"] = subtract(idle, by_phase["data"])
     return _trace(steps, phases, subtract(sent, busy), calls)
+
+
+def _launched_by(
+    events: Sequence[Event], launches: Mapping[Any, float], by_phase: Mapping[str, Sequence[Interval]]
+) -> dict[str, list[Interval]]:
+    """When the device did what each phase had launched; of what overlaps the first to begin counts."""
+    found: dict[str, list[Interval]] = {name: [] for name in by_phase}
+    end = -math.inf
+    for event in events:
+        if event.end > end:
+            phase = _phase_at(launches.get(event.facts.get("correlation"), event.start), by_phase)
+            found[phase].append((max(event.start, end), event.end))
+            end = event.end
+    return found
 
 
 def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:

@@ -129,6 +129,17 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(read):
     assert (call.operation, call.bytes, call.ranks) == ("all_gather", 20, (0, 1))
 
 
+def test_a_copy_beside_kernels_takes_no_time_from_their_phases(read):
+    """As those of ``activations=offload``, in streams of their own."""
+    happened = [
+        *(launched(at, number) for number, at in enumerate((1.1, 1.2, 2.1), start=1)),
+        event(BACKWARD, 2, 2.5, thread=8), kernel("gemm", 2, 3, 1),
+        event("Memcpy DtoH", 2.5, 6.5, "gpu_memcpy", 5, correlation=2), kernel("gemm", 3.5, 6, 3),
+    ]  # fmt: skip
+    found = phases(read(*step(0, 1, 8, 9), *happened, device="cuda"))
+    assert (found["forward"], found["backward"]) == ([(2, 3.5), (6, 6.5)], [(3.5, 6)])
+
+
 def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
     """Their kernel starts when their group ends, and has no facts: torch wrote them on the host before."""
 
