@@ -333,7 +333,8 @@ def _environments(pairs: Sequence[Pair]) -> list[str]:
     sides = [[part(run, Environment) for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
     found = []
     for name in _ENVIRONMENT:
-        values = [", ".join(dict.fromkeys(str(getattr(one, name)) for one in side)) for side in sides]
+        known = [{str(value) for one in side if (value := getattr(one, name)) is not None} for side in sides]
+        values = [", ".join(sorted(of_side)) or "None" for of_side in known]
         if values[0] != values[1]:
             found.append(f"{name} {values[0]} → {values[1]}")
     return [f"environment: {'; '.join(found)}"] if found else []

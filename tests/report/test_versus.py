@@ -281,6 +281,9 @@ class TestText:
         sides = of(before(), torch="2.7.0", python="3.12"), of(after(), torch="2.8.0", python="3.12")
         assert shown(match(*sides)).splitlines()[-1] == "environment: torch 2.7.0 → 2.8.0"
         assert "environment" not in shown(match(sides[0], [{**one, "directory": "x"} for one in sides[0]]))
+        one, other = of(before(rates=[1000.0]), host="n1"), of(before(rates=[1010.0], name="_b"), host="n2")
+        early = failed("ddp", "gone")
+        assert "environment" not in shown(match([*one, *other], [*other, *one, early]))
 
     def test_samples_are_named_where_they_are_not_tokens(self):
         text = shown(match([run("ddp", None)], [run("ddp", None, directory="other")]))
