@@ -166,6 +166,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
     certainty = ranking.remark(found)
     return [
         *([certainty] if certainty else []),
+        *_devices(list(zip(named, found.places, strict=True))),
         *_reasons(list(zip(named, found.places, strict=True))),
         *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
         *_ceiling_remarks(by_name),
@@ -176,6 +177,18 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
         *virtual.remarks(records),
     ]
+
+
+def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+    """On what rows, by their names, were measured, where that differs: their order is then not one of layouts alone."""
+    found: dict[str, list[str]] = {}
+    for label, place in places:
+        environments = [part(run, Environment) for run in place.alternative.runs if throughput(run)]
+        devices = {str(name) for one in environments if (name := (one.devices or [one.cpu])[0])}
+        if devices:
+            found.setdefault(", ".join(sorted(devices)), []).append(label)
+    if len(found) > 1:
+        yield f"ranked across devices: {'; '.join(f'{listed(names)} on {device}' for device, names in found.items())}"
 
 
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:

@@ -307,6 +307,15 @@ def test_what_else_is_to_be_known_of_a_run_is_said_below(changes, said):
     assert [line for line in lines if not line.startswith("one run each")] == said
 
 
+def test_what_was_measured_on_other_devices_is_told():
+    machines = {"ddp": ["A100", "A100"], "fsdp": ["H100"], "pdp": [], "hsdp": ["H100"]}
+    runs = [run(name, environment={"devices": gpus, "cpu": "Xeon"}) for name, gpus in machines.items()]
+    broken = failed("tp", "broken") | {"environment": {"devices": ["V100"]}}
+    said = "ranked across devices: ddp on A100; fsdp, hsdp on H100; pdp on Xeon"
+    assert said in render([*runs, broken], 300).splitlines()
+    assert "across" not in render([runs[1], runs[3], broken, run("single")], 300)
+
+
 @pytest.fixture
 def quiet(monkeypatch):
     """A machine on which single runs carry an order."""
