@@ -52,14 +52,13 @@ class Row:
 class Column(text.Column[Row]):
     """A column of runs; ``{unit}`` in its heading is tokens or samples."""
 
-    cell: Callable[[Row], str] = lambda _: MISSING  # on the page alone
     name: str  #: What it is called in the filter of the page.
-    #: What the page sorts and compares, in the units of records; ``None``: what ``form`` makes of the row.
-    value: Callable[[Row], Any] | None
-    form: str = "plain"  #: How the page writes it, see ``FORMS`` of ``columns.js``.
+    value: Callable[[Row], Any]  #: What the page sorts and compares, in the units of records; of a range its first.
+    scale: float = 1.0  #: From those units to the ones in which the filter of the page counts.
     field: str = ""  #: Its name in the rows of the page, if that is another one.
     most: bool = False  #: Whether the largest figure is the best.
     kept: bool = False  #: Whether every table has it, figures or not.
+    paged: bool = False  #: Whether the page alone has it.
     moved: str = ""  #: How it stands in the title of a table without room for it, if all rows have the same.
     #: ``spared`` where rows have repeats, if another: how sure the order is says more there than the steps of one run.
     in_repeats: int | None = None
@@ -72,7 +71,7 @@ class Column(text.Column[Row]):
     def on_page(self) -> dict[str, Any]:
         """Return the column as the page is told of it."""
         head = self.name if self.words else self.heading
-        told = {"name": self.name, "head": head, "field": self.field or self.name, "form": self.form}
+        told = {"name": self.name, "head": head, "field": self.field or self.name, "scale": self.scale}
         return told | {"most": self.most, "words": self.words}
 
 
@@ -100,9 +99,10 @@ def _step_time(row: Row) -> str:
     It is the mean as throughput is, and as the phases of a step add up to.
     """
     mean, p5, p95 = row.step.mean, row.step.p5, row.step.p95
-    if mean is None or p5 is None or p95 is None:
+    if mean is None:
         return MISSING
-    return f"{three_digits(1e3 * mean)} ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
+    ends = "" if p5 is None or p95 is None else f" ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
+    return f"{three_digits(1e3 * mean)}{ends}"
 
 
 def _rank(row: Row) -> str:
@@ -130,6 +130,18 @@ def _joules(row: Row) -> float | None:
     return energy.joules_per_sample if energy else None
 
 
+def _joules_text(row: Row) -> str:
+    return MISSING if (energy := _joules(row)) is None else three_digits(energy)
+
+
+def _nodes(row: Row) -> int | None:
+    return len(row.run.get("nodes") or []) or None
+
+
+def _sweep(row: Row) -> str:
+    return str(sweep_of(row.run))
+
+
 def _last_evaluation(row: Row) -> tuple[str, float | None]:
     """Return accuracy, bits per byte of text or loss of the last evaluation, and which of them it is."""
     last: Mapping[str, Any] = (row.run.get("evaluations") or [{}])[-1]
@@ -137,7 +149,7 @@ def _last_evaluation(row: Row) -> tuple[str, float | None]:
     return name, last.get(name)
 
 
-def evaluation(row: Row) -> str:
+def _evaluation(row: Row) -> str:
     """The last evaluation as text."""
     name, figure = _last_evaluation(row)
     if name == "top1" and figure is not None:
@@ -147,37 +159,37 @@ def evaluation(row: Row) -> str:
 
 #: In the order in which they stand.
 COLUMNS = (
-    Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, form="range", kept=True),
-    Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING, value=None,
-           form="count"),
+    Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, kept=True),
+    Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING,
+           value=lambda row: len(row.runs), field="count"),
     Column("parallel", name="configuration", cell=attrgetter("label"), value=attrgetter("label"), field="label",
            words=True, kept=True, least=0),
     Column("ranks", name="ranks", cell=lambda row: figure_text(row.run.get("world_size")),
            value=lambda row: row.run.get("world_size"), moved="{} ranks"),
-    Column("nodes", name="nodes", value=lambda row: len(row.run.get("nodes") or []) or None),
+    Column("nodes", name="nodes", cell=lambda row: figure_text(_nodes(row)), value=_nodes, paged=True),
     Column("batch", name="batch", cell=lambda row: figure_text(row.run.get("global_batch")),
            value=lambda row: row.run.get("global_batch"), moved="batch {}"),
-    Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, form="throughput",
-           field="rate", most=True),
-    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, form="ratio", most=True,
-           spared=2, in_repeats=5),
-    Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, form="step",
+    Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate", most=True),
+    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, most=True, spared=2,
+           in_repeats=5),
+    Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, scale=1e3,
            field="step", in_repeats=2),
     Column("memory", name="memory_mib", cell=_size("peak_memory_bytes"), value=attrgetter("metrics.peak_memory_bytes"),
-           form="bytes", field="memory", spared=3),
+           scale=2**-20, field="memory", spared=3),
     Column("reserved", name="reserved_mib", cell=_size("peak_reserved_bytes"),
-           value=attrgetter("metrics.peak_reserved_bytes"), form="bytes", field="reserved", spared=1),
-    Column("MFU", name="mfu", cell=_percent("mfu"), value=attrgetter("metrics.mfu"), form="percent", most=True),
-    Column("MFU causal", name="mfu_causal", value=attrgetter("metrics.mfu_causal"), form="percent", most=True),
+           value=attrgetter("metrics.peak_reserved_bytes"), scale=2**-20, field="reserved", spared=1),
+    Column("MFU", name="mfu", cell=_percent("mfu"), value=attrgetter("metrics.mfu"), scale=100, most=True),
+    Column("MFU causal", name="mfu_causal", cell=_percent("mfu_causal"), value=attrgetter("metrics.mfu_causal"),
+           scale=100, most=True, paged=True),
     Column("% of GEMM", name="of_ceiling", cell=_percent("share_of_ceiling"),
-           value=attrgetter("metrics.share_of_ceiling"), form="percent", most=True, spared=0),
-    Column("J/sample", name="joules", value=_joules, form="digits"),
+           value=attrgetter("metrics.share_of_ceiling"), scale=100, most=True, spared=0),
+    Column("J/sample", name="joules", cell=_joules_text, value=_joules,
+           paged=True),
     Column("loss", name="loss", cell=lambda row: figure_text(row.run.get("final_loss"), ".3f"),
-           value=lambda row: row.run.get("final_loss"), form="fixed"),
-    Column("val", name="held_out", cell=evaluation, value=lambda row: _last_evaluation(row)[1], form="told",
-           spared=4),
+           value=lambda row: row.run.get("final_loss")),
+    Column("val", name="held_out", cell=_evaluation, value=lambda row: _last_evaluation(row)[1], spared=4),
     Column("status", name="status", cell=_statuses, value=_statuses, words=True, kept=True),
-    Column("sweep", name="sweep", value=lambda row: str(sweep_of(row.run)), words=True),
+    Column("sweep", name="sweep", cell=_sweep, value=_sweep, words=True, paged=True),
 )  # fmt: skip
 
 
@@ -209,7 +221,8 @@ class Block:
     def columns(self) -> dict[str, Column]:
         """Those with a figure, by their headings."""
         shown = zip(self.rows[0], COLUMNS, strict=True)
-        return {name: one for name, one in shown if one.kept or any(row[name] != MISSING for row in self.rows)}
+        known = {name: one for name, one in shown if one.kept or any(row[name] != MISSING for row in self.rows)}
+        return {name: one for name, one in known.items() if not one.paged}
 
 
 def blocks(found: Sequence[Alternative]) -> list[Block]:

@@ -1,27 +1,12 @@
 // The columns of tables, and the filter, which speaks of them.
 
-/** How values are compared and written: `of` and `text` of a row, or of a value alone `scale` and `write`. */
-const FORMS = {
-  plain: {},
-  range: { of: (row) => row.rank && row.rank[0], text: (row) => range(row.rank) },
-  count: { of: (row) => row.runs.length },
-  throughput: { text: throughputText },
-  ratio: { text: ratioText },
-  step: { scale: 1e3, text: stepText },
-  bytes: { scale: 1 / 2 ** 20, write: bytes },
-  percent: { scale: 100, write: percent },
-  digits: { write: digits },
-  fixed: { write: (value) => value.toFixed(3) },
-  told: { text: (row) => row.held_out_text },
-};
-
 /** `name` is typed in the filter, `of` is what is compared and sorted, `text` what is shown; `most`: the largest is best. */
 function columnsOf(unit) {
-  const fixed = report.columns.map(({ name, head, field, form, most, words }) => {
-    const { scale, write, of, text } = FORMS[form];
-    const value = (row) => (scale && row[field] ? scale * row[field] : row[field]);
-    const written = write && ((row) => write(row[field]));
-    return { name, head: head.replace("{unit}", unit), of: of || value, text: text || written, most, words };
+  const fixed = report.columns.map(({ name, head, field, scale, most, words }) => {
+    const valueOf = (row) => (Array.isArray(row[field]) ? row[field][0] : row[field]);
+    const of = (row) => (scale !== 1 && valueOf(row) ? scale * valueOf(row) : valueOf(row));
+    const text = (row) => row.texts[name] ?? String(of(row));
+    return { name, head: head.replace("{unit}", unit), of, text, most, words };
   });
   const options = Object.keys(report.options).map((name) => ({
     name,
@@ -38,8 +23,6 @@ function asNumber(text) {
   const number = Number(text);
   return Number.isNaN(number) ? text : number;
 }
-
-const textOf = (column, row) => (column.text ? column.text(row) : String(column.of(row)));
 
 /** Columns with a figure, of words that are all alike none, and of a group whose choice differs the choice alone. */
 function usualColumns(model) {
@@ -86,7 +69,7 @@ function readFilter(text) {
 }
 
 const is = (column, row, value) =>
-  textOf(column, row) === value || (value !== "" && column.of(row) === Number(value)) || column.of(row) === value;
+  column.text(row) === value || (value !== "" && column.of(row) === Number(value)) || column.of(row) === value;
 
 const contains = (word) => (row) =>
   [row.label, row.status, ...Object.values(report.options).map((values) => values[row.number])].some((text) =>

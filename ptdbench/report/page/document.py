@@ -22,6 +22,7 @@ from ptdbench.report.columns import Block
 from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
+from ptdbench.report.text import MISSING
 
 #: Columns in which the output of other workloads is shown.
 _WIDTH = 120
@@ -94,7 +95,8 @@ def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
     place, record = row.place, row.run
     against, rate, margin = place.against_best, place.rate, place.margin
     return {
-        **{one.field or one.name: one.value(row) for one in columns.COLUMNS if one.value},
+        **{one.field or one.name: one.value(row) for one in columns.COLUMNS},
+        "texts": {one.name: text for one in columns.COLUMNS if (text := one.cell(row)) != MISSING},
         "parallel": record.get("parallel"),
         "low": None if rate is None or margin is None else rate / (1 + margin),
         "high": None if rate is None or margin is None else rate * (1 + margin),
@@ -102,7 +104,6 @@ def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
         "ratio_high": against and against.high,
         "step_p5": row.step.p5,
         "step_p95": row.step.p95,
-        "held_out_text": columns.evaluation(row),
         "phases": None if recorded_phases.missing(record) else [*recorded_phases.step(record).phases.values()],
         "kinds": (kinds := breakdown.memory_of_largest_rank(record)) and list(kinds.values()),
         "command": retyped(record),

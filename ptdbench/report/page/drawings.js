@@ -87,7 +87,7 @@ function drawThroughput(model, all) {
   if (!rows.length) return null;
   const bars = rows.slice(0, MOST_BARS);
   const more = { error_x: intervals(bars), marker: { color: bars.map(colorOf) } };
-  const told = (row) => `${throughputText(row)} ${model.unit}/s`;
+  const told = (row) => `${row.texts.throughput} ${model.unit}/s`;
   return {
     traces: [barTrace(bars, (row) => row.rate, told, more)],
     layout: barLayout(bars, `${model.unit}/s`, { showlegend: false }),
@@ -215,7 +215,7 @@ function drawMemory(model, all) {
     y: group.map((row) => row.rate),
     text: group.map((row) => (front.has(row) ? plainly(short(row.name, 40)) : "")),
     textposition: "bottom right",
-    hovertext: group.map((row) => `${plainly(row.name)}: ${bytes(row.memory)}, ${throughputText(row)} ${model.unit}/s`),
+    hovertext: group.map((row) => `${plainly(row.name)}: ${row.texts.memory_mib}, ${row.texts.throughput} ${model.unit}/s`),
     hoverinfo: "text",
     marker: { color: group.map(colorOf), symbol: group.map(symbolOf), size: rows.length <= 200 ? 10 : 6 },
     cliponaxis: false,

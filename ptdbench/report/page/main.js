@@ -44,7 +44,7 @@ function downloadTable(model, name) {
   const plain =
     "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory reserved mfu " +
     "mfu_causal of_ceiling joules loss held_out ranks nodes batch command";
-  const heldOut = (row) => (isKnown(row.held_out) ? row.held_out_text : null); // says which figure that is
+  const heldOut = (row) => (isKnown(row.held_out) ? row.texts.held_out : null); // says which figure that is
   const made = (row) => [...(row.rank || [null, null]), row.runs.length, heldOut(row)];
   const options = Object.keys(report.options);
   const optionsOf = (row) => options.map((option) => report.options[option][row.number]);

@@ -64,7 +64,7 @@ function tableRow(model, row, columns) {
     const classes = [column.words ? "words" : "", column.name === "configuration" ? "label" : ""];
     if (column.name === "status" && row.runs.some((run) => run.reason)) classes.push("bad");
     const value = column.of(row);
-    let inside = isKnown(value) ? textOf(column, row) : "-";
+    let inside = isKnown(value) ? column.text(row) : "-";
     if (column.name === "configuration") {
       const toggle = () => (model.open.delete(row.number) || model.open.add(row.number), drawTable(model));
       inside = button(inside, toggle, {
@@ -73,7 +73,7 @@ function tableRow(model, row, columns) {
         title: `runs of ${row.name}, and how to repeat them`,
       });
     } else if (column.option && isKnown(value)) {
-      inside = button(short(inside, 40) || '""', () => narrow(column.name, textOf(column, row)), {
+      inside = button(short(inside, 40) || '""', () => narrow(column.name, column.text(row)), {
         class: "value",
         title: `show only ${column.name}=${inside}`,
       });

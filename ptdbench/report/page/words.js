@@ -16,30 +16,9 @@ function digits(value) {
   return value.toFixed(size >= 9.995 ? 1 : size >= 0.9995 || size === 0 ? 2 : 3);
 }
 
-const percent = (share) => `${(100 * share).toFixed(1)}%`;
-const range = (rank) => (rank[0] === rank[1] ? `${rank[0]}` : `${rank[0]}-${rank[1]}`);
-const bytes = (size) => (size >= 2 ** 30 ? `${digits(size / 2 ** 30)} GiB` : `${digits(size / 2 ** 20)} MiB`);
 /** The values of fields, which are named with spaces between them. */
 const pick = (row, names) => names.split(" ").map((name) => row[name]);
 const short = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
-
-const WIDE = "±>100%"; // beyond 2x figures would mean nothing
-
-function throughputText(row) {
-  const margin = row.high === null ? null : row.high / row.rate - 1;
-  return digits(row.rate) + (margin === null ? "" : margin > 1 ? ` ${WIDE}` : ` ±${percent(margin)}`);
-}
-
-function ratioText(row) {
-  const isWide = row.ratio_high / row.ratio > 2;
-  const interval = isWide ? WIDE : `${row.ratio_low?.toFixed(2)}-${row.ratio_high?.toFixed(2)}`;
-  return `${row.ratio.toFixed(2)}x${row.ratio_low === null ? "" : ` (${interval})`}`;
-}
-
-function stepText(row) {
-  if (row.step_p5 === null || row.step_p95 === null) return digits(1e3 * row.step);
-  return `${digits(1e3 * row.step)} (${digits(1e3 * row.step_p5)}-${digits(1e3 * row.step_p95)})`;
-}
 
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
