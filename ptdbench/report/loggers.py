@@ -299,7 +299,8 @@ class Log:
         sweep = found.name if found else None
         swept = scalars.swept(self._directory)
         hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
-        start = Start(self._directory, first, known, sweep, hparams, swept.values(), metrics, record.get("kind"))
+        called = {one.called for one in swept.values()}
+        start = Start(self._directory, first, known, sweep, hparams, called, metrics, record.get("kind"))
         name = self._service.begin(start)
         self._is_open = True
         if name:

@@ -121,35 +121,50 @@ def _started(record: Written) -> float:
     return datetime.fromisoformat(record["started"]).timestamp()
 
 
-def swept(directory: Path) -> dict[str, str]:
-    """The options that a run's sweep gives several values, and what each is called: its last part if that is enough."""
+class Swept(NamedTuple):
+    """An option that a sweep gives several values."""
+
+    called: str  #: The last part of its name if that is enough.
+    is_number: bool  #: Whether all of these are numbers.
+
+
+def swept(directory: Path) -> dict[str, Swept]:
+    """The options that a run's sweep gives several values, by their names."""
     if (sweep := ledger.sweep_of(directory.resolve())) is None:
         return {}
     # Here, as Hydra is nothing that a reader of this file's tags needs.
     from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
     from hydra.errors import HydraException
+
+    def is_number(override: Override) -> bool:
+        given = override.value()
+        values = given.list if isinstance(given, ChoiceSweep) else []
+        return not isinstance(given, Glob) and all(type(one) in (int, float) for one in values)
 
     with suppress(Damaged, HydraException):
         asked = OverridesParser.create().parse_overrides(ledger.read(sweep).overrides)
-        names = [override.key_or_group for override in asked if override.is_sweep_override()]
-        lasts = [name.rpartition(".")[2] for name in names]
-        return {name: last if lasts.count(last) == 1 else name for name, last in zip(names, lasts, strict=True)}
+        several = {override.key_or_group: is_number(override) for override in asked if override.is_sweep_override()}
+        lasts = [name.rpartition(".")[2] for name in several]
+        called = [last if lasts.count(last) == 1 else name for name, last in zip(several, lasts, strict=True)]
+        return {name: Swept(word, several[name]) for name, word in zip(several, called, strict=True)}
     return {}
 
 
-def hparams(record: Written, swept: Mapping[str, str]) -> dict[str, str | float]:
+def hparams(record: Written, swept: Mapping[str, Swept]) -> dict[str, str | float]:
     """Return the hyperparameters that tell the runs of a sweep apart.
 
-    Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first.
+    Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first, and sorts
+    no column of numbers and words, as of ``auto,2``.
     """
     config = options(record)
-    values = {called: config.get(name) for name, called in swept.items()}
+    values = {one: config.get(name) for name, one in swept.items()}
     return {
         **{name: str(record.get(name) or "") for name in ("model", "parallel", "precision")},
         **{called: record.get(name) or 0 for called, name in (("ranks", "world_size"), ("batch", "global_batch"))},
         **{
-            name: value if isinstance(value, int | float) and not isinstance(value, bool) else as_typed(value)
-            for name, value in values.items()
+            one.called: value if one.is_number and isinstance(value, int | float) else as_typed(value)
+            for one, value in values.items()
         },
     }
 

@@ -142,6 +142,15 @@ def test_every_option_that_was_swept_is_a_column_and_the_first(tmp_path):
     assert {info.name for info in declared if info.differs} == swept
 
 
+def test_a_column_of_numbers_and_words_has_words_alone(tmp_path):
+    """TensorBoard cannot sort any other."""
+    ledger.begin(tmp_path, ["train.micro_batch=auto,2", "optimizer.lr=1,0.5", "seed=range(3)"])
+    config = {"train": {"micro_batch": 2}, "optimizer": {"lr": 1}, "seed": 1}
+    events = written(tmp_path / "0", {**RECORD, "config": config})
+    found = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
+    assert (found["micro_batch"].string_value, found["lr"].number_value, found["seed"].number_value) == ("2", 1, 1)
+
+
 def test_all_runs_declare_the_same_columns(tmp_path):
     """TensorBoard reads the columns of the HPARAMS tab from one run, whichever comes first."""
 
