@@ -5,6 +5,7 @@ TensorBoard and logging services get the same ones from here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -170,18 +171,22 @@ def hparams(record: Written, swept: Mapping[str, Swept]) -> dict[str, str | floa
 
 
 def summary(record: Written) -> dict[str, float | None]:
-    """The metrics by tag, for every run the same tags; a failed run has few values."""
+    """The metrics by tag, for every run the same tags; a failed run has few values, all of them finite."""
     metrics = record.get("metrics") or {}  # also of a run that ends, whose figures are not JSON's yet
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
     sizes = ("peak_memory_bytes", "peak_reserved_bytes")
     names = ("model_flops_per_second", "mfu", "mfu_causal", *sizes, "first_step_seconds")
+    found = {
+        "ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
+        "throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
+        **{name: metrics.get(name) for name in names},
+        "step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
+        "last_loss": record.get("final_loss"),
+        **{name: last.get(name) for name in ("top1", "bits_per_byte")},
+    }
     return {
-        "summary/ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
-        "summary/throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
-        **{f"summary/{name}": metrics.get(name) for name in names},
-        "summary/step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
-        "summary/last_loss": record.get("final_loss"),
-        **{f"summary/{name}": last.get(name) for name in ("top1", "bits_per_byte")},
+        f"summary/{name}": value if value is not None and math.isfinite(value) else None
+        for name, value in found.items()
     }
 
 

@@ -28,7 +28,7 @@ _POINTS = 400
 def of_steps(
     rows: Mapping[int, Written], called: Mapping[int, str], options: Mapping[str, Sequence[str | None]]
 ) -> dict[str, Any]:
-    """The curves of the first rows by their typical runs, and what is said of the losses of all.
+    """The curves of the first measured rows by their typical runs, and what is said of the losses of all.
 
     ``options`` are the varying ones, with a value for each row by its number.
 
@@ -37,6 +37,7 @@ def of_steps(
         1), ``seconds`` of the slowest rank and ``loss``; null is unknown. ``losses``: lines on whether they agree.
         ``drawn``: how many rows there are curves of at most.
     """
+    rows = {number: run for number, run in rows.items() if not run.get("kind")}  # others have no times and no losses
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number]))]
     alike: dict[Hashable, list[int]] = {}
     for number in rows:

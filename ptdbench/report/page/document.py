@@ -94,6 +94,7 @@ def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
     """The figures of all columns, and what else is drawn, in the units of records."""
     place, record = row.place, row.run
     against, rate, margin = place.against_best, place.rate, place.margin
+    has_phases = not record.get("kind") and not recorded_phases.missing(record)
     return {
         **{one.field or one.name: one.value(row) for one in columns.COLUMNS},
         "texts": {one.name: text for one in columns.COLUMNS if (text := one.cell(row)) != MISSING},
@@ -104,7 +105,7 @@ def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
         "ratio_high": against and against.high,
         "step_p5": row.step.p5,
         "step_p95": row.step.p95,
-        "phases": None if recorded_phases.missing(record) else [*recorded_phases.step(record).phases.values()],
+        "phases": [*recorded_phases.step(record).phases.values()] if has_phases else None,
         "kinds": (kinds := breakdown.memory_of_largest_rank(record)) and list(kinds.values()),
         "command": retyped(record),
         "runs": [_run(run, environments) for run in row.runs],

@@ -14,7 +14,7 @@ from ptdbench.report.page.curves import of_steps, scaling_curves, workload_curve
 def trained(tmp_path):
     """Runs with these losses, and step times if they are given, by their numbers."""
 
-    def write(*losses, seconds=None, options=None):
+    def write(*losses, seconds=None, options=None, kind=None):
         found = {}
         for number, values in enumerate(losses):
             directory = tmp_path / str(number)
@@ -23,7 +23,7 @@ def trained(tmp_path):
             rows["loss"] = values
             rows["step_seconds"][:, 0] = 0.1 if seconds is None else seconds
             series.write(directory / series.NAME, [rows])
-            found[number] = Run({"schema": 2, "steps": len(values), "precision": "fp32"}, directory)
+            found[number] = Run({"schema": 2, "steps": len(values), "precision": "fp32", "kind": kind}, directory)
         return of_steps(found, {number: f"run{number}" for number in found}, options or {})
 
     return write
@@ -83,6 +83,10 @@ def test_each_training_by_itself_and_a_run_alone_not_at_all(trained):
         "losses agree with run0 exactly (1 row, 1 step)",
         "losses differ from run3, relative: run4 0.1 (1 row, 1 step)",
     ]
+
+
+def test_virtual_runs_have_neither_times_nor_losses(trained):
+    assert trained([math.nan], [math.nan], kind="virtual") == {"steps": [], "losses": [], "drawn": 40}
 
 
 def test_rows_without_their_series_have_no_curves(tmp_path):

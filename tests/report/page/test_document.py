@@ -84,6 +84,7 @@ def test_phases_and_memory_are_those_of_the_record():
     ddp, fsdp = rows(content(runs(DDP | {"memory": memory}, FSDP)))
     assert ddp["phases"] == pytest.approx([0.0, 0.024, 0.039, 0.006, 0.0, 0.0, 0.0, 0.0, 0.004, 0.003])
     assert (ddp["kinds"], fsdp["kinds"]) == ([9, 1, 1, 1, 1, 1], None)
+    assert rows(content(runs(DDP | {"kind": "virtual"})))[0]["phases"] is None  # its times are no measured ones
 
 
 def test_energy_is_that_of_gpus_if_there_are_any():
