@@ -75,22 +75,22 @@ class Column(text.Column[Row]):
         return told | {"most": self.most, "words": self.words}
 
 
-def figure_text(value: float | None, form: str = "", unit: str = "") -> str:
+def figure_text(value: Any, write: Callable[[Any], str] = str) -> str:
     """A figure, or that there is none."""
-    return MISSING if value is None else f"{value:{form}}{unit}"
+    return MISSING if value is None else write(value)
 
 
 def _rate(row: Row) -> str:
     """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
     rate = row.place.rate or row.metrics.tokens_per_second or row.metrics.samples_per_second
-    return f"{MISSING if rate is None else three_digits(rate)}{margin_text(row.place.margin)}"
+    return f"{figure_text(rate, three_digits)}{margin_text(row.place.margin)}"
 
 
 def _ratio(row: Row) -> str:
     """``0.65x (0.63-0.67)``."""
     if row.is_alone:
         return MISSING
-    return f"{figure_text(row.place.ratio, '.2f', 'x')}{interval_text(row.place.against_best, 2)}"
+    return f"{figure_text(row.place.ratio, '{:.2f}x'.format)}{interval_text(row.place.against_best, 2)}"
 
 
 def _step_time(row: Row) -> str:
@@ -115,31 +115,11 @@ def _statuses(row: Row) -> str:
     return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
 
 
-def _size(name: str) -> Callable[[Row], str]:
-    return lambda row: MISSING if (size := getattr(row.metrics, name)) is None else memory_text(size)
-
-
-def _percent(name: str) -> Callable[[Row], str]:
-    return lambda row: figure_text((share := getattr(row.metrics, name)) and 100 * share, ".1f", "%")
-
-
 def _joules(row: Row) -> float | None:
     """Energy of a sample, of the GPUs if the run used any and else of the CPUs."""
     hardware = part(row.run, Hardware)
     energy = hardware.gpu if hardware.clocks else hardware.cpu
     return energy.joules_per_sample if energy else None
-
-
-def _joules_text(row: Row) -> str:
-    return MISSING if (energy := _joules(row)) is None else three_digits(energy)
-
-
-def _nodes(row: Row) -> int | None:
-    return len(row.run.get("nodes") or []) or None
-
-
-def _sweep(row: Row) -> str:
-    return str(sweep_of(row.run))
 
 
 def _last_evaluation(row: Row) -> tuple[str, float | None]:
@@ -152,44 +132,46 @@ def _last_evaluation(row: Row) -> tuple[str, float | None]:
 def _evaluation(row: Row) -> str:
     """The last evaluation as text."""
     name, figure = _last_evaluation(row)
-    if name == "top1" and figure is not None:
-        return f"{100 * figure:.1f}%"
-    return figure_text(figure, ".3f", " b/B" if name == "bits_per_byte" else "")
+    form = {"top1": "{:.1%}", "bits_per_byte": "{:.3f} b/B", "loss": "{:.3f}"}[name]
+    return figure_text(figure, form.format)
 
+
+def _figure(
+    heading: str, name: str, value: Callable[[Row], Any], write: Callable[[Any], str] = str, **more: Any
+) -> Column:
+    """A column whose text is what the page sorts."""
+    return Column(heading, cell=lambda row: figure_text(value(row), write), name=name, value=value, **more)
+
+
+_THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
 
 #: In the order in which they stand.
 COLUMNS = (
     Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, kept=True),
     Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING,
            value=lambda row: len(row.runs), field="count"),
-    Column("parallel", name="configuration", cell=attrgetter("label"), value=attrgetter("label"), field="label",
-           words=True, kept=True, least=0),
-    Column("ranks", name="ranks", cell=lambda row: figure_text(row.run.get("world_size")),
-           value=lambda row: row.run.get("world_size"), moved="{} ranks"),
-    Column("nodes", name="nodes", cell=lambda row: figure_text(_nodes(row)), value=_nodes, paged=True),
-    Column("batch", name="batch", cell=lambda row: figure_text(row.run.get("global_batch")),
-           value=lambda row: row.run.get("global_batch"), moved="batch {}"),
+    _figure("parallel", "configuration", attrgetter("label"), field="label", words=True, kept=True, least=0),
+    _figure("ranks", "ranks", lambda row: row.run.get("world_size"), moved="{} ranks"),
+    _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, paged=True),
+    _figure("batch", "batch", lambda row: row.run.get("global_batch"), moved="batch {}"),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate", most=True),
     Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, most=True, spared=2,
            in_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, scale=1e3,
            field="step", in_repeats=2),
-    Column("memory", name="memory_mib", cell=_size("peak_memory_bytes"), value=attrgetter("metrics.peak_memory_bytes"),
-           scale=2**-20, field="memory", spared=3),
-    Column("reserved", name="reserved_mib", cell=_size("peak_reserved_bytes"),
-           value=attrgetter("metrics.peak_reserved_bytes"), scale=2**-20, field="reserved", spared=1),
-    Column("MFU", name="mfu", cell=_percent("mfu"), value=attrgetter("metrics.mfu"), scale=100, most=True),
-    Column("MFU causal", name="mfu_causal", cell=_percent("mfu_causal"), value=attrgetter("metrics.mfu_causal"),
-           scale=100, most=True, paged=True),
-    Column("% of GEMM", name="of_ceiling", cell=_percent("share_of_ceiling"),
-           value=attrgetter("metrics.share_of_ceiling"), scale=100, most=True, spared=0),
-    Column("J/sample", name="joules", cell=_joules_text, value=_joules,
-           paged=True),
-    Column("loss", name="loss", cell=lambda row: figure_text(row.run.get("final_loss"), ".3f"),
-           value=lambda row: row.run.get("final_loss")),
+    _figure("memory", "memory_mib", attrgetter("metrics.peak_memory_bytes"), memory_text, scale=2**-20,
+            field="memory", spared=3),
+    _figure("reserved", "reserved_mib", attrgetter("metrics.peak_reserved_bytes"), memory_text, scale=2**-20,
+            field="reserved", spared=1),
+    _figure("MFU", "mfu", attrgetter("metrics.mfu"), _PERCENT, scale=100, most=True),
+    _figure("MFU causal", "mfu_causal", attrgetter("metrics.mfu_causal"), _PERCENT, scale=100, most=True, paged=True),
+    _figure("% of GEMM", "of_ceiling", attrgetter("metrics.share_of_ceiling"), _PERCENT, scale=100, most=True,
+            spared=0),
+    _figure("J/sample", "joules", _joules, three_digits, paged=True),
+    _figure("loss", "loss", lambda row: row.run.get("final_loss"), _THREE_DECIMALS),
     Column("val", name="held_out", cell=_evaluation, value=lambda row: _last_evaluation(row)[1], spared=4),
-    Column("status", name="status", cell=_statuses, value=_statuses, words=True, kept=True),
-    Column("sweep", name="sweep", cell=_sweep, value=_sweep, words=True, paged=True),
+    _figure("status", "status", _statuses, words=True, kept=True),
+    _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), words=True, paged=True),
 )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
 
 
 #: The program of the page, in this order.
-_SCRIPTS = ("words.js", "columns.js", "tables.js", "drawings.js", "figures.js", "main.js")
+_SCRIPTS = ("words.js", "tables.js", "drawings.js", "figures.js", "main.js")
 
 
 def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
