@@ -77,13 +77,14 @@ def restore(
     tied: Tied,
     *,
     rank: int,
-    world_size: int,
+    same_layout: bool,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Tensor]:
     """Load a checkpoint into a run before its first step; called in all ranks.
 
     The strategy and the number of ranks may differ from those at the save. The random generators, and what only this
-    rank had, are restored if the number of ranks is the same, and left unchanged otherwise.
+    rank had, are restored in the ``same_layout``, and left unchanged in another: there this rank may share products
+    with others, which must draw as it does.
 
     Args as for :func:`collect`; the optimizer has no state yet. ``group``: all ranks, on the CPU; ``None``: this
     process alone.
@@ -99,7 +100,7 @@ def restore(
     _make_state(module, optimizer, tied, stored)
     tensors = _trained(module, optimizer, tied, with_buffers=True)
     _require_same(path, tensors, stored, group)
-    of_rank = _of_rank(stored, rank, world_size, device_of(module))
+    of_rank = _of_rank(stored, rank, device_of(module)) if same_layout else {}
     safe_load.load(path, tensors | of_rank, group)
     _copy_to_second(module, optimizer, tied)
     own = {}
@@ -193,11 +194,9 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
 
 
 def _of_rank(
-    stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, world_size: int, device: torch.device
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, device: torch.device
 ) -> dict[str, Tensor]:
     """Make empty tensors for this rank's random generators, and what else only it had, in the checkpoint."""
-    if sum(name.startswith("rng.cpu.") for name in stored) != world_size:
-        return {}
     kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
     generators = {f"rng.{kind}.{rank}" for kind in kinds}
     mine = [name for name in stored if name in generators or name.startswith(f"own.{rank}.")]

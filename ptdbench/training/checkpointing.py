@@ -125,13 +125,15 @@ class Checkpointing:
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
         facts = found.manifest.facts
         require(self._same_data(found, group))
+        layout = self._job.training.layout
+        self.reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
         own = state.restore(
             found.path,
             self._loop.engine.module,
             self._loop.update.optimizer,
             self._job.training.tied,
             rank=self._job.world.rank,
-            world_size=self._job.world.size,
+            same_layout=self.reshaped is None,
             group=group,
         )
         self._loop.engine.load_own_state(own)
@@ -139,8 +141,6 @@ class Checkpointing:
         source = found.path.parent.parent
         self._saved = self._began = found.manifest.step if source == self._job.directory else -1
         self.resumed_from = str(found.path)
-        layout = self._job.training.layout
-        self.reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
         if self.reshaped and self._job.world.is_first:
             echo(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)

@@ -103,7 +103,7 @@ class Run:
     def restore(self, path: Path, group: dist.ProcessGroup | None) -> None:
         state.restore(
             path, self.engine.module, self.optimizer, self.tied,
-            rank=dist.get_rank(), world_size=dist.get_world_size(), group=group,
+            rank=dist.get_rank(), same_layout=False, group=group,
         )  # fmt: skip
 
 
@@ -258,34 +258,6 @@ def test_what_is_of_another_model_is_refused_with_the_difference(tmp_path):
     assert "exp_avg is [18] float32 there and missing here" in other_optimizer
 
 
-def generators(folder: Path, save: bool) -> tuple[Tensor, Tensor]:
-    """Numbers drawn after saving or after loading, and what the fresh generator would have given."""
-    torch.manual_seed(10 + dist.get_rank() if save else 99)
-    fresh = torch.get_rng_state()
-    run = Run("ddp", "toy", "momentum")
-    if save:
-        torch.rand(7)
-        saver = Saver(folder, keep=1)
-        saver.save(0, run.tensors(), {}, {})
-        saver.close()
-    else:
-        path = checkpoint_dir.newest(folder).found.path
-        run.restore(path, dist.new_group(backend="gloo"))
-    drawn = torch.rand(3)
-    torch.set_rng_state(fresh)
-    return drawn, torch.rand(3)
-
-
-@pytest.mark.ranks
-def test_random_generators_go_on_on_as_many_ranks_and_are_left_alone_on_others(tmp_path):
-    saved = [drawn for drawn, _ in on_ranks(2, generators, tmp_path, True)]
-    assert not torch.equal(*saved)
-    again = [drawn for drawn, _ in on_ranks(2, generators, tmp_path, False)]
-    assert all(torch.equal(one, other) for one, other in zip(saved, again, strict=True))
-    for drawn, fresh in on_ranks(3, generators, tmp_path, False):
-        assert torch.equal(drawn, fresh)
-
-
 class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +280,7 @@ def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str
     saver.save(1, state.collect(module, optimizer, [], rank=rank, with_buffers=rank == 0), {}, {})
     saver.wait()
     path = checkpoint_dir.newest(folder).found.path
-    state.restore(path, module, optimizer, [], rank=rank, world_size=2, group=saver.group)
+    state.restore(path, module, optimizer, [], rank=rank, same_layout=True, group=saver.group)
     saver.close()
     return before, dict(module.named_buffers()), set(safe_load.names(path))
 

@@ -149,7 +149,7 @@ def in_rank(folder):
     fp8.forget(module)
     going_on, path = train(loop), checkpoint_dir.newest(folder).found.path
     other = loop_of("fp8_tensorwise", seed=1)
-    state.restore(path, other.engine.module, other.update.optimizer, **kept, world_size=2, group=saver.group)
+    state.restore(path, other.engine.module, other.update.optimizer, **kept, same_layout=True, group=saver.group)
     other.resume(4, {})
     saver.close()
     resumed = train(other)

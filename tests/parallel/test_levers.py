@@ -144,7 +144,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
         other = loop_under(lever, seed=1)
         path = checkpoint_dir.newest(folder).found.path
         own = state.restore(path, other.engine.module, other.update.optimizer, tied,
-                            rank=rank, world_size=RANKS, group=saver.group)  # fmt: skip
+                            rank=rank, same_layout=True, group=saver.group)  # fmt: skip
         other.engine.load_own_state(own if keeps else {})
         other.resume(3, {})
         other.rehearse()

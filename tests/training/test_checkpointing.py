@@ -9,10 +9,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ptdbench.checkpoints.saver import Saver, Staging
+from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.workloads import train
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
@@ -70,3 +73,28 @@ def test_a_run_that_is_asked_to_stop_has_saved_what_is_on_disk(tmp_path):
     for name in ("True", "False"):
         (tmp_path / name).mkdir()
     assert on_ranks(1, stopped, tmp_path) == [[True, False]]
+
+
+def drawn(directory: Path) -> list[tuple[float, float]]:
+    """In a rank: the next numbers of runs that go on after a step under several layouts, and what saved would draw."""
+    gpt = ("model=gpt_tiny", "model.layers=1", "device=cpu", "train.global_batch=4", "profile.steps=0")
+    save = mock.patch.object(Checkpointing, "finish", lambda self: (torch.rand(dist.get_rank() + 1), finish(self)))
+    finish, found = Checkpointing.finish, []
+    with save:  # each rank is somewhere in its stream
+        train.Train()(job(directory, composed(*gpt, "parallel=ddp", "train.steps=1", "checkpoint.every_steps=9")))
+    expected = torch.get_rng_state()
+    for layout in ("ddp", "tp"):
+        options = composed(*gpt, f"parallel={layout}", "train.steps=1", f"resume={directory}")
+        train.Train()(job(directory / layout, options))
+        drawn = torch.rand(1).item()
+        torch.set_rng_state(expected)
+        found.append((drawn, torch.rand(1).item()))
+    return found
+
+
+@pytest.mark.ranks
+def test_random_generators_go_on_in_the_layout_that_they_were_saved_in(tmp_path):
+    """In another, ranks may share each product, and have to draw alike."""
+    (ddp, tp), (other_ddp, other_tp) = on_ranks(2, drawn, tmp_path / "run")
+    assert ddp[0] == ddp[1] != other_ddp[1] == other_ddp[0]
+    assert tp[0] == other_tp[0]
