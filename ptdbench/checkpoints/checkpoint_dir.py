@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -155,7 +155,12 @@ class Search:
     """The result of a search for the newest checkpoint."""
 
     found: Found | None  #: The newest complete one, if there is one.
-    warnings: tuple[str, ...]  #: For each newer one that was skipped, which file is broken and how.
+    broken: Mapping[Path, str]  #: The newer ones, which are skipped: which file is broken, and how.
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to say of those that are skipped."""
+        return [f"{path} is skipped: {fault}" for path, fault in self.broken.items()]
 
 
 def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:
@@ -164,16 +169,16 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
     Every rank checks names and sizes; the reading of the files is divided among the ranks. All get the same result.
     ``group`` is on the CPU; ``None``: this process alone.
     """
-    warnings: list[str] = []
+    broken: dict[Path, str] = {}
     # Rank 0's list: a network file system may show another host an older one.
     for name in gathered_or_alone([path.name for path in _complete_by_name(run_directory)], group)[0]:
         path = run_directory / FOLDER / name
         found, fault = _examine(path, *place_in(group))
         faults = list(dict.fromkeys(of_rank for of_rank in gathered_or_alone(fault, group) if of_rank))
         if found and not faults:
-            return Search(Found(path, found), tuple(warnings))
-        warnings.append(f"{path} is skipped: {'; '.join(faults)}")
-    return Search(None, tuple(warnings))
+            return Search(Found(path, found), broken)
+        broken[path] = "; ".join(faults)
+    return Search(None, broken)
 
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
@@ -216,15 +221,16 @@ def publish(partial: Path) -> Path:
     return final
 
 
-def prune(run_directory: Path, keep: int, best: int | None = None) -> None:
+def prune(run_directory: Path, keep: int, best: int | None = None, broken: Container[Path] = ()) -> None:
     """Delete all complete checkpoints except the newest ``keep`` and that of step ``best``.
 
-    Broken ones are neither counted nor deleted. Nor is one deleted that holds files not named in its manifest.
+    Broken ones are neither counted nor deleted: those that a search has found ``broken``, and any whose files do not
+    have their sizes. Nor is one deleted that holds files not named in its manifest.
 
     Raises:
         OSError: One cannot be deleted.
     """
-    whole = [path for path in _complete_by_name(run_directory) if _is_whole(path)]
+    whole = [path for path in _complete_by_name(run_directory) if path not in broken and _is_whole(path)]
     for path in (path for path in whole[keep:] if path.name != _name(best)):
         named = set(filter(_is_ours, [*read_manifest(path).files, MANIFEST]))
         if not first_foreign_entry(path, named.__contains__):

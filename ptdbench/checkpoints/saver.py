@@ -225,6 +225,8 @@ class Saver:
         self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
         #: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
         self.best: int | None = None
+        #: Directories of checkpoints that a search has found broken: until they are written anew, they do not count.
+        self.broken: set[Path] = set()
         self._run_directory = run_directory
         self._keep = keep
         self._rank, self._world_size = place_in(self.group)
@@ -334,7 +336,7 @@ class Saver:
                 checkpoint_dir.mark_best(self._run_directory, self.best)
 
         def prune() -> None:
-            checkpoint_dir.prune(self._run_directory, self._keep, self.best)
+            checkpoint_dir.prune(self._run_directory, self._keep, self.best, self.broken)
 
         self._tidy(step, "the best checkpoint could not be marked", mark)
         self._tidy(step, "older checkpoints could not be deleted", prune)
@@ -359,7 +361,7 @@ class Saver:
 
             def finish() -> None:
                 checkpoint_dir.write_manifest(partial, written)
-                checkpoint_dir.publish(partial)
+                self.broken.discard(checkpoint_dir.publish(partial))
 
             self._on_rank_0(finish)
         except _Failed:  # no rank is writing any more

@@ -89,6 +89,8 @@ class Checkpointing:
         for source in sources:
             search = checkpoint_dir.newest(source, group)
             self._passed_over += search.warnings
+            if self._saver:
+                self._saver.broken |= search.broken.keys()
             if self._job.world.is_first:
                 for warning in search.warnings:
                     echo(f"warning: {warning}", sys.stderr)

@@ -49,7 +49,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 class TestNewest:
     def test_the_highest_step_counts(self, tmp_path):
-        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(None, ())
+        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(None, {})
         for step in (9, 2, 10, 3):
             make(tmp_path, step)
         found = checkpoint_dir.newest(tmp_path).found
@@ -79,7 +79,7 @@ class TestNewest:
             (tmp_path / "checkpoints" / stranger).mkdir()
         (tmp_path / "checkpoints" / "step-00000005").write_text("a file")
         assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(
-            checkpoint_dir.Found(whole, checkpoint_dir.read_manifest(whole)), ()
+            checkpoint_dir.Found(whole, checkpoint_dir.read_manifest(whole)), {}
         )
 
 
@@ -98,7 +98,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
     (first, read_by_first), (second, read_by_second) = on_ranks(2, search_on_ranks, tmp_path)
     assert first == second
     assert first.found.path == whole
-    assert first.warnings == (f"{wrong} is skipped: __1_0.distcp does not match its checksum",)
+    assert first.broken == {wrong: "__1_0.distcp does not match its checksum"}
     both = [f"{path.name}/__{number}_0.distcp" for path in (wrong, whole) for number in range(3)]
     assert sorted(read_by_first + read_by_second) == sorted(both)
     assert {name for name in read_by_second if "00001/" in name} == {"step-00000001/__1_0.distcp"}
@@ -288,10 +288,10 @@ def test_whoever_is_killed_leaves_a_checkpoint_that_counts(tmp_path, place):
     assert caught.value.exit_codes == {0: -signal.SIGKILL}
     _, before, after = PLACES[place]
     search = checkpoint_dir.newest(tmp_path)
-    assert (search.warnings, search.found and search.found.manifest.step) == ((), before)
+    assert (search.warnings, search.found and search.found.manifest.step) == ([], before)
     checkpoint_dir.remove_partial(tmp_path)
     search = checkpoint_dir.newest(tmp_path)
-    assert (search.warnings, search.found.manifest.step) == ((), after)
+    assert (search.warnings, search.found.manifest.step) == ([], after)
     assert not any("." in name for name in names(tmp_path))
     weight = {"model.weight": torch.full((1000,), 7.0)}
     safe_load.load(search.found.path, weight)

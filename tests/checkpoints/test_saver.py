@@ -52,7 +52,7 @@ def test_a_saved_checkpoint_counts(keeper, weight, tmp_path):
     assert asked_in == [threading.main_thread()]  # facts are asked for at once
     keeper.wait()
     search = checkpoint_dir.newest(tmp_path)
-    assert (keeper.saved, keeper.problems, search.warnings) == ([3], [], ())
+    assert (keeper.saved, keeper.problems, search.warnings) == ([3], [], [])
     found = search.found.manifest
     assert (found.step, found.world_size, found.model) == (3, 1, {"width": 5})
     assert (found.facts, found.torch) == ({"losses": [0.1, 0.2]}, torch.__version__)
@@ -95,6 +95,24 @@ def test_the_best_stays_beside_the_newest_until_a_better_one_is_on_the_disk(keep
     keeper.wait()
     assert names(tmp_path) == ["best", "step-00000004", "step-00000005"]
     assert best.readlink().name == "step-00000005"
+
+
+def test_one_that_was_found_broken_pushes_no_good_one_out_until_it_is_written_anew(keeper, weight, tmp_path):
+    """Its files have their sizes: only a search, which reads them, knows."""
+    for step in (30, 40):
+        keeper.save(step, weight, {}, {})
+    keeper.wait()
+    tensors = tmp_path / "checkpoints" / "step-00000040" / "__0_0.distcp"
+    tensors.write_bytes(bytes(tensors.stat().st_size))
+    search = checkpoint_dir.newest(tmp_path)
+    assert search.found.manifest.step == 30
+    keeper.broken |= search.broken.keys()
+    kept = []
+    for step in (33, 36, 40, 41):
+        keeper.save(step, weight, {}, {})
+        keeper.wait()
+        kept.append([int(name.removeprefix("step-")) for name in names(tmp_path)])
+    assert kept == [[30, 33, 40], [33, 36, 40], [36, 40], [40, 41]]
 
 
 class Gate:

@@ -1,7 +1,6 @@
 """The series of a run: drained as it goes on, taken over from checkpoints, kept from a full disk."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -114,15 +113,19 @@ def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(tmp_path, run,
 
 
 def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(tmp_path, run):
-    begun = Path(run(*TOY, "train.steps=6", "checkpoint.every_steps=4")["directory"])
+    saving = (*TOY, "checkpoint.every_steps=4", "checkpoint.keep=2")
+    begun = Path(run(*saving, "train.steps=6")["directory"])
     whole = record_of(begun)["losses"]
-    shutil.rmtree(begun / "checkpoints" / "step-00000006")
-    carry_out(composed(*TOY, "train.steps=7", "checkpoint.every_steps=4"), begun)
+    tensors = begun / "checkpoints" / "step-00000006" / "__0_0.distcp"
+    tensors.write_bytes(bytes(tensors.stat().st_size))
+    carry_out(composed(*saving, "train.steps=7"), begun)
+    kept = sorted(path.name[-1] for path in tensors.parents[1].iterdir())
+    assert kept == ["4", "6", "7"]  # the broken one pushes none out
     found = record_of(begun)
     assert found["error"] is None
     assert (found["losses"][:6], len(found["losses"])) == (whole, 7)
     assert [(one["first_step"], one["steps"]) for one in found["segments"]] == [(0, 4), (4, 3)]
     assert found["segments"][0]["layout"] == found["segments"][1]["layout"]
-    carry_out(composed(*TOY, "train.steps=9", "train.clip_norm=1e3", "checkpoint.every_steps=4"), begun)
+    carry_out(composed(*saving, "train.steps=9", "train.clip_norm=1e3"), begun)
     *_, before, last = record_of(begun)["segments"]
     assert before["layout"] != last["layout"]
