@@ -59,6 +59,11 @@ def node(environ: Mapping[str, str]) -> str:
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def machine() -> str:
+    """Return what only this machine is called, in all of its containers: several machines may be named localhost."""
+    return booted() or socket.gethostname()
+
+
 def booted() -> str:
     """Return what only this start of this machine's kernel is called; empty where that cannot be read."""
     with suppress(OSError):

@@ -21,6 +21,7 @@ from msgspec.structs import asdict
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
+from ptdbench.launch.peers import machine
 from ptdbench.measure import gpu_state
 from ptdbench.records.schema import Energy
 from ptdbench.training.loop import StepLoop
@@ -264,15 +265,17 @@ class EnergyMeter:
 
     At both ends of a stretch the device has no work left, as an interruption waits for it anyway: counters then belong
     to whole steps. The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank
-    reads its GPU, and the first rank of each node the CPU packages of its machine.
+    reads its GPU, and the first rank of each machine its CPU packages.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self._job, self._loop = job, loop
         self._warmup = job.spec.config.train.warmup_steps
-        host = socket.gethostname()
+        host, rank = socket.gethostname(), job.world.rank
         real = not job.spec.virtual  # whose energy would be that of a machine that imitates it
-        self._cpu = Packages(host) if real and job.world.local_rank == 0 else None
+        machines = gather(machine())
+        is_first = machines.index(machines[rank]) == rank
+        self._cpu = Packages(f"{host} (rank {rank})") if real and is_first else None
         self._gpu = Gpu(host, gpu_state.identity(job.device)) if real and job.device.type == "cuda" else None
         self._counters = [counter for counter in (self._cpu, self._gpu) if counter and counter.reason is None]
         self._began: tuple[int, float] | None = None
@@ -288,8 +291,8 @@ class EnergyMeter:
             self._began = self._loop.taken, time.perf_counter()
 
     def stop(self) -> None:
-        """End the stretch, if there is one; waits for the device."""
-        if self._began is None or not self._counters:
+        """End the stretch, if there is one of any steps; waits for the device."""
+        if self._began is None or self._began[0] == self._loop.taken or not self._counters:
             return
         if self._gpu:
             self._gpu.look()  # it still works

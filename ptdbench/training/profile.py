@@ -74,7 +74,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
         with job.watchdog.paused():
             path = Path(scratch) / "trace.json"
             found = _read(taken, path, job.device.type)
-            ahead = traces.clock_ahead(job.peers, job.world.rank, job.device)
+            ahead = traces.clock_ahead(job.world.rank, job.device)
             if keep:  # also where no phases can be read from it
                 traces.keep(job, TRACES, partial(_write, job, taken, path), rank_names(job), ahead, perfetto.NAME)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:

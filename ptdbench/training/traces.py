@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
-from ptdbench.launch.peers import Peer
+from ptdbench.launch.peers import machine
 from ptdbench.parallel.ring import RingAttention
 from ptdbench.profiling import perfetto
 from ptdbench.profiling.events import LABELED, POINT_TO_POINT, Call
@@ -28,21 +28,22 @@ from ptdbench.terminal import echo
 _TRIES = 10
 
 
-def clock_ahead(peers: Sequence[Peer], rank: int, device: torch.device) -> float:
+def clock_ahead(rank: int, device: torch.device) -> float:
     """Seconds by which this rank's clock is ahead of that of rank 0; called in all ranks.
 
     Ranks of one machine have one clock. One rank of each other machine asks rank 0 for the time, as NTP does
     (RFC 5905): rank 0 is taken to have answered halfway between the question and the answer.
     """
+    machines = gather(machine())
     first: dict[str, int] = {}
-    for peer in peers:
-        first.setdefault(peer.host, peer.rank)
+    for number, name in enumerate(machines):
+        first.setdefault(name, number)
     found = 0.0
     for asking in first.values():
         if asking and rank in (0, asking):
             found = _answer(asking, device) if rank == 0 else _ask(device)
     of_ranks: list[float] = gather(found)
-    return of_ranks[first[peers[rank].host]]
+    return of_ranks[first[machines[rank]]]
 
 
 def _ask(device: torch.device) -> float:

@@ -266,12 +266,12 @@ class TestOnAGpu:
         nvml.queued, nvml.clock = steps, 1200
 
     @staticmethod
-    def meter(loop, local_rank=0):
+    def meter(loop, rank=0):
         config = SimpleNamespace(train=SimpleNamespace(warmup_steps=3))
         training = SimpleNamespace(layout=SimpleNamespace(global_batch=4), data=SimpleNamespace(tokens_per_sample=5))
         of_rank: Any = SimpleNamespace(
             spec=SimpleNamespace(config=config, virtual=None),
-            world=SimpleNamespace(local_rank=local_rank),
+            world=SimpleNamespace(rank=rank),
             device=torch.device("cuda", 0),
             training=training,
         )
@@ -287,15 +287,26 @@ class TestOnAGpu:
                 nvml.now += 5.0
                 nvml.millijoules += 100_000
         self.queue(nvml, loop, 4)
+        with meter.interrupted():  # by the save of the last step
+            nvml.clock, nvml.reasons = 300, 0x1
         meter.stop()
         found = meter.finish()
         gpu, (clocks,) = found["gpu"], found["clocks"]
         assert (gpu["steps"], gpu["seconds"], gpu["watts"], gpu["joules_per_step"]) == (10, 20.0, 150.0, 300.0)
         assert gpu["joules_per_token"] == 300.0 / 4 / 5
         assert (clocks["rank"], clocks["sm_clock_mhz"], clocks["held_back"]["power limit"]) == (0, 1200, 0.5)
+        assert (clocks["sm_clock_least_mhz"], clocks["clock_reasons"]) == (1200, [])  # not those of an idle GPU
         assert found["cpu"]["reason"] == f"this machine shows no CPU packages in {tmp_path} (RAPL)"
         msgspec.convert(found, schema.Hardware)
         assert not nvml.is_up
+
+    @pytest.mark.parametrize(("machines", "counted"), [("ab", [True, True]), ("aa", [True, False])])
+    def test_cpus_of_each_machine_count_once_whatever_it_is_called(self, nvml, monkeypatch, machines, counted):
+        """Several machines may be named localhost, and each container of one may have a name of its own."""
+        monkeypatch.setattr(module, "gather", lambda value: [*machines])
+        made = [self.meter(SimpleNamespace(taken=0), rank)._cpu for rank in range(2)]
+        assert [bool(one) for one in made] == counted
+        assert len({one.device for one in made if one}) == sum(counted)
 
     def test_without_counters_nothing_waits_for_the_device(self, nvml, monkeypatch):
         monkeypatch.setattr(gpu_state, "connect", lambda _: (None, "the package nvidia-ml-py is not installed"))
