@@ -203,7 +203,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
             if world:
                 for job in composed.jobs:
                     devices.check(world, str(job.get("device")), str(job.get("backend")))
-            runs = requests.of_machine(composed, world)
+            runs = requests.of_machine(composed, world, line.goes_on)
         if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
             run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     except ConfigError as refused:

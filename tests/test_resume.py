@@ -242,12 +242,13 @@ class TestLine:
         return run
 
     def test_a_run_goes_on_as_it_was_typed_also_by_a_link_to_it(self, tmp_path):
-        run = self.begun(tmp_path / "o'clock" / "run", ["model=toy", "+model.how='a b'", "cluster.ranks_per_node=3"])
+        begins = "resume='/of/another'"  # until it has a checkpoint of its own
+        typed = ["model=toy", "+model.how='a b'"]
+        run = self.begun(tmp_path / "o'clock" / "run", [*typed, "cluster.ranks_per_node=3", begins])
         (link := tmp_path / "latest").symlink_to(run)
         named = f"'{tmp_path}/o\\'clock/run'"
         line = self.line([f"resume={link}", "cluster.ranks_per_node=2"])
-        typed = ["model=toy", "+model.how='a b'"]
-        assert line == resume.Line([*typed, "cluster.ranks_per_node=2", f"hydra.run.dir={named}"], run)
+        assert line == resume.Line([*typed, begins, "cluster.ranks_per_node=2", f"hydra.run.dir={named}"], run)
         again = self.line([f"resume={link}", "seed=1"])
         assert again.overrides == [*typed, "seed=1", f"resume={named}"]
 

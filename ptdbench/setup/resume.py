@@ -90,7 +90,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     if len(others) > len(place) or multirun or moves:
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
-        kept = _without([*_without_place(_earlier(directory, written), "repeat.block"), *shape], others)
+        kept = _without([*_without_place(_earlier(directory, written), RUN, "repeat.block"), *shape], others)
         return Line([*kept, *hydras, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
@@ -193,9 +193,8 @@ def _is_place(override: str) -> bool:
 
 
 def _without_place(overrides: Iterable[str], *others: str) -> list[str]:
-    """Return the overrides that say what a run is, without where, what it began with, and these other options."""
-    left = (RUN, *others)
-    return [override for override in overrides if not _is_place(override) and option(override) not in left]
+    """Return the overrides that say what a run is and what it began with, without where, and these other options."""
+    return [override for override in overrides if not _is_place(override) and option(override) not in others]
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -76,13 +76,13 @@ class Request:
         return hydra_output.environment(self.job(None, None))
 
 
-def of_machine(composed: Composed, world: World | None) -> list[Request]:
-    """The runs of a command line that this machine carries out.
+def of_machine(composed: Composed, world: World | None, goes_on: Path | None = None) -> list[Request]:
+    """The runs of a command line that this machine carries out, of which one may go on in its directory.
 
     Raises:
         ConfigError: None of them can run.
     """
-    found = [_planned(*run, None, world) for run in _typed(composed)]
+    found = [_planned(*run, None, world, goes_on) for run in _typed(composed)]
     _require_one(found)
     return found
 
@@ -156,23 +156,32 @@ def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
 
 
 def _planned(
-    whole: bytes, read: Config, words: Sequence[str], shape: Shape | None, world: World | None = None
+    whole: bytes,
+    read: Config,
+    words: Sequence[str],
+    shape: Shape | None,
+    world: World | None = None,
+    goes_on: Path | None = None,
 ) -> Request:
     """One run, specified, or refused with the reason; a job's world is that of its shape."""
     gpus = shape.gpus_per_node if shape else None
     try:
         summary = run_spec.summarize(read, world_of(shape) if shape else world, gpus)
-        _check_beginning(read)
+        _check_beginning(read, goes_on)
     except ConfigError as error:
         return Request(whole, read, words, shape, None, error)
     return Request(whole, read, words, shape, summary, None)
 
 
-def _check_beginning(read: Config) -> None:
-    """Refuse to begin where ``resume`` says with another model than was saved there."""
+def _check_beginning(read: Config, goes_on: Path | None) -> None:
+    """Refuse to begin where ``resume`` says with another model than was saved there.
+
+    A run that ``goes_on`` in its directory does so from a checkpoint of its own, once there is one.
+    """
     if (named := read.general.resume) is None:
         return
-    if (found := checkpoint_dir.latest_manifest(Path(named))) is None:
+    own = checkpoint_dir.latest_manifest(goes_on) if goes_on else None
+    if (found := own or checkpoint_dir.latest_manifest(Path(named))) is None:
         rule = "holds no complete checkpoint"
         raise ConfigError([Problem("resume", named, rule, "omit it to start anew; see checkpoint.every_steps")])
     if other := record.other_model(found.model, read.resolved["model"]):

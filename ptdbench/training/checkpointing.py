@@ -14,7 +14,7 @@ from ptdbench.checkpoints.checkpoint_dir import Found
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.job import Job
 from ptdbench.launch.collect import barrier, gather, gathered_or_alone
-from ptdbench.problems import Problem, require
+from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.setup import run_spec
 from ptdbench.terminal import echo
 from ptdbench.training.evaluation import Evaluator
@@ -83,7 +83,7 @@ class Checkpointing:
         known = [self._job.directory, *([Path(named)] if named else [])]
         # As rank 0 sees them: a network file system may show another host less, which would not join the search.
         sources: list[Path] = gather([source for source in known if (source / checkpoint_dir.FOLDER).exists()])[0]
-        if not sources:
+        if not (sources or named):
             return None
         group: Any = self._saver.group if self._saver else dist.new_group(backend="gloo")
         for source in sources:
@@ -96,6 +96,8 @@ class Checkpointing:
                     echo(f"warning: {warning}", sys.stderr)
             if search.found:
                 return search.found, group
+        if named:
+            raise ConfigError([Problem("resume", named, "holds no complete checkpoint", "omit it to start anew")])
         return None
 
     @property

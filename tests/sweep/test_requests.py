@@ -6,11 +6,14 @@ from dataclasses import astuple
 
 import pytest
 
+from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.setup.compose import compose_all
+from ptdbench.setup.config import read
 from ptdbench.sweep import requests
 
 #: Four nodes of eight GPUs by default, two without.
@@ -115,6 +118,17 @@ def test_on_this_machine_a_run_has_no_shape_and_the_world_must_be_the_one_that_i
     assert right.refused is None
     with pytest.raises(ConfigError, match=r"^cluster\.ranks_per_node=4: srun started 2 ranks on this node"):
         of_machine("cluster.ranks_per_node=4", world=world)
+
+
+def test_a_run_that_goes_on_in_its_place_does_not_need_what_it_began_with_once_it_has_saved(tmp_path):
+    composed = compose_all(["model=toy", "device=cpu", f"resume={tmp_path}/gone"], multirun=True)
+    model = read(composed.jobs[0]).resolved["model"]
+    with pytest.raises(ConfigError, match=r"/gone: holds no complete checkpoint"):
+        requests.of_machine(composed, None, tmp_path)
+    checkpoint_dir.begin(partial := checkpoint_dir.partial(tmp_path, 1))
+    checkpoint_dir.write_manifest(partial, Manifest(1, 1, model, {}, {}, "", 0.0))
+    checkpoint_dir.publish(partial)
+    assert requests.of_machine(composed, None, tmp_path)[0].refused is None
 
 
 @pytest.mark.parametrize(

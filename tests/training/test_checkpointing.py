@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ptdbench.checkpoints.saver import Saver, Staging
+from ptdbench.problems import ConfigError
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.workloads import train
 from tests.conftest import composed
@@ -98,3 +99,19 @@ def test_random_generators_go_on_in_the_layout_that_they_were_saved_in(tmp_path)
     (ddp, tp), (other_ddp, other_tp) = on_ranks(2, drawn, tmp_path / "run")
     assert ddp[0] == ddp[1] != other_ddp[1] == other_ddp[0]
     assert tp[0] == other_tp[0]
+
+
+def refused(directory: Path) -> str:
+    """In a rank: what a run says that is to begin with the only checkpoint of another, which is broken."""
+    train.Train()(job(directory, composed(*SAVING, "train.steps=2")))
+    (tensors,) = directory.glob("checkpoints/*/__0_0.distcp")
+    tensors.write_bytes(bytes(tensors.stat().st_size))
+    with pytest.raises(ConfigError) as caught:
+        train.Train()(job(directory / "next", composed(*SAVING, f"resume={directory}")))
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(tmp_path):
+    rule = "holds no complete checkpoint; omit it to start anew"
+    assert on_ranks(1, refused, tmp_path / "run") == [f"resume={tmp_path}/run: {rule}"]
