@@ -130,11 +130,12 @@ class Recorder:
         if fields:
             self._job.note({**fields, "evaluations": self._evaluations})
         if self._unshown:
-            rows, self._unshown = np.concatenate(self._unshown), []
-            with suppress(OSError):  # training continues if the record cannot be read
+            rows = np.concatenate(self._unshown)
+            with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
                 known = store.load_record(self._job.directory)
                 for log in self.logs:
                     log.show(known, self._loop.done - len(rows), rows, evaluations)
+                self._unshown = []
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
         """The measured fields of the record on rank 0, if its disk has taken all steps so far; else nothing.

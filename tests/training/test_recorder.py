@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.measure import clock
-from ptdbench.records import series
+from ptdbench.records import series, store
 from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
@@ -95,6 +96,21 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path):
     (losses, failed), at_last = found.values()
     assert (len(losses), failed) == (10, "")
     assert at_last == ([], "[Errno 28] No space left on device")
+
+
+@pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), store.Damaged("record.json is damaged")])
+def test_steps_are_shown_as_soon_as_the_record_can_be_read(tmp_path, fault):
+    job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(is_first=False), note=None)
+    loop: Any = SimpleNamespace(done=3)
+    found = recorder.Recorder(job, loop)
+    found.logs = [log := mock.Mock()]
+    found._unshown = [series.unknown(3)]
+    with mock.patch.object(store, "load_record", side_effect=[fault, {}]):
+        found._show({}, [])
+        loop.done, found._unshown = 5, [*found._unshown, series.unknown(2)]
+        found._show({}, [])
+    ((_, first, rows, _),) = (call.args for call in log.show.call_args_list)
+    assert (first, len(rows), found._unshown) == (0, 5, [])
 
 
 @cases("left", [None, 2], daily=[2])
