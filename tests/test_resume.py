@@ -168,19 +168,6 @@ def ended(one_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(one_run, tmp_path / "run"))
 
 
-def test_a_broken_checkpoint_is_passed_over_with_a_warning(ended, tmp_path):
-    newest = ended / "checkpoints" / "step-00000004" / "__0_0.distcp"
-    content = bytearray(newest.read_bytes())
-    content[len(content) // 2] ^= 1
-    newest.write_bytes(content)
-    done = forked.with_ranks("resume=run", "train.steps=6", "hydra.run.dir=rest", cwd=tmp_path)
-    rest = record_of(tmp_path / "rest")
-    assert rest["remarks"]["resumed"].startswith("after step 2, from ")
-    (warning,) = [note for note in rest["remarks"]["checkpoints"] if "step-00000004 is skipped" in note]
-    assert done.stderr.splitlines().count(f"warning: {warning}") == 1
-    assert len(rest["losses"]) == 6
-
-
 class TestRefused:
     def refused(self, *arguments: str, cwd: Path) -> str:
         """The only line that is said."""

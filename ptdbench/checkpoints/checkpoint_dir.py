@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Container, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -183,8 +184,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
     """Return the manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
-    whole = (path for path in _complete_by_name(run_directory) if _is_whole(path))
-    return next((read_manifest(path) for path in whole), None)
+    return next(filter(None, map(_whole, _complete_by_name(run_directory))), None)
 
 
 def partial(run_directory: Path, step: int) -> Path:
@@ -230,10 +230,10 @@ def prune(run_directory: Path, keep: int, best: int | None = None, broken: Conta
     Raises:
         OSError: One cannot be deleted.
     """
-    whole = [path for path in _complete_by_name(run_directory) if path not in broken and _is_whole(path)]
-    for path in (path for path in whole[keep:] if path.name != _name(best)):
-        named = set(filter(_is_ours, [*read_manifest(path).files, MANIFEST]))
-        if not first_foreign_entry(path, named.__contains__):
+    manifests = ((path, _whole(path)) for path in _complete_by_name(run_directory) if path not in broken)
+    for path, manifest in [(path, manifest) for path, manifest in manifests if manifest][keep:]:
+        named = set(filter(_is_ours, [*manifest.files, MANIFEST]))
+        if path.name != _name(best) and not first_foreign_entry(path, named.__contains__):
             remove(_set_aside(path), _is_ours)
 
 
@@ -270,7 +270,7 @@ def remove_partial(run_directory: Path) -> None:
         OSError: Something cannot be removed.
     """
     for path in _left(run_directory, _PARTIAL):
-        if _is_whole(path) and not os.path.lexists(path.with_name(path.name.removesuffix(_PARTIAL))):
+        if _whole(path) and not os.path.lexists(path.with_name(path.name.removesuffix(_PARTIAL))):
             publish(path)
         else:
             remove(path, _is_ours)
@@ -316,13 +316,13 @@ def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | N
     return found, None
 
 
-def _is_whole(path: Path) -> bool:
-    """Return whether all files exist and have their sizes; reading them all would take too long."""
-    try:
-        check_sizes(path, read_manifest(path))
-    except Broken:
-        return False
-    return True
+def _whole(path: Path) -> Manifest | None:
+    """Return the manifest if all files exist and have their sizes; reading them all would take too long."""
+    with suppress(Broken):
+        manifest = read_manifest(path)
+        check_sizes(path, manifest)
+        return manifest
+    return None
 
 
 def _set_aside(path: Path) -> Path:

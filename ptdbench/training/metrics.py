@@ -154,19 +154,28 @@ def figures(
     losses, seconds, waits = (
         series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
     )
-    of_starts = [_of(one, seconds) for one in segments]
-    last, own = segments[-1], of_starts[-1]
-    groups: dict[str, list[int]] = {}
-    for place, one in enumerate(segments):
-        groups.setdefault(json.dumps(one["layout"], sort_keys=True), []).append(place)
-    for places in groups.values():
-        finite = [of_starts[place][np.isfinite(of_starts[place])].tolist() for place in places]
-        for place, end in zip(places, warmup_ends(finite, job.spec.config.train.warmup_steps), strict=True):
-            segments[place]["warmup_steps"] = end
-    alike = next(places for places in groups.values() if len(segments) - 1 in places)
-    timed = (of_starts[place][segments[place]["warmup_steps"] :] for place in alike[:-1])
-    before = np.concatenate([np.empty(0), *timed])
-    found = metrics(_measurement(job, last, own, _of(last, waits), before, peaks, ceiling))
+    own, earlier = _seconds_of_starts(segments, seconds, job.spec.config.train.warmup_steps)
+    last, training = segments[-1], job.training
+    found = metrics(
+        Measurement(
+            step_seconds=own,
+            samples_per_step=training.layout.global_batch,
+            tokens_per_sample=training.data.tokens_per_sample,
+            flops_per_sample=training.flops_per_sample,
+            masked_flops_per_sample=training.masked_flops_per_sample,
+            flops_reason=training.flops_reason,
+            world_size=job.spec.world_size,
+            device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+            dtype=dtype_of(job),
+            peak_memory_bytes=peaks[0],
+            peak_reserved_bytes=peaks[1] or None,
+            startup_seconds=last["startup_seconds"],
+            warmup_steps=last["warmup_steps"],
+            earlier_seconds=earlier,
+            wait_seconds=_of(last, waits).tolist(),
+            ceiling=ceiling,
+        )
+    )
     if job.spec.virtual:
         found = {name: value if name in _OF_VIRTUAL else None for name, value in found.items()}
     return {
@@ -176,6 +185,28 @@ def figures(
         "final_loss": losses[-1] if len(losses) else None,
         "segments": list(segments),
     }
+
+
+def _seconds_of_starts(
+    segments: Sequence[dict[str, Any]], seconds: np.ndarray, minimum: int
+) -> tuple[list[float], list[float]]:
+    """Give each start its ``warmup_steps``, at least ``minimum``.
+
+    Returns:
+        The seconds of all steps of the last start, and those of the timed steps of earlier ones of its layout, as far
+        as they are known.
+    """
+    of_starts = [found[np.isfinite(found)].tolist() for found in (_of(one, seconds) for one in segments)]
+    groups: dict[str, list[int]] = {}
+    for place, one in enumerate(segments):
+        groups.setdefault(json.dumps(one["layout"], sort_keys=True), []).append(place)
+    for alike in groups.values():
+        ends = warmup_ends([of_starts[place] for place in alike], minimum)
+        for place, end in zip(alike, ends, strict=True):
+            segments[place]["warmup_steps"] = end
+    *earlier, last = next(alike for alike in groups.values() if len(segments) - 1 in alike)
+    timed = [one for place in earlier for one in of_starts[place][segments[place]["warmup_steps"] :]]
+    return of_starts[last], timed
 
 
 def first_not_finite(path: Path) -> int | None:
@@ -188,41 +219,6 @@ def first_not_finite(path: Path) -> int | None:
 def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
     """The part of a series that belongs to one start of the run."""
     return values[segment["first_step"] :][: segment["steps"]]
-
-
-def _measurement(
-    job: Job,
-    last: Mapping[str, Any],
-    own: np.ndarray,
-    waits: np.ndarray,
-    earlier: np.ndarray,
-    peaks: tuple[int, int],
-    ceiling: Ceiling,
-) -> Measurement:
-    """Collect the input of the metrics.
-
-    Steps of ``last``, the segment of this process, took ``own`` seconds, of which each waited ``waits`` for its batch;
-    those that were timed in ``earlier`` segments of the same layout are not finite where they were lost.
-    """
-    spec, training = job.spec, job.training
-    return Measurement(
-        step_seconds=own[np.isfinite(own)].tolist(),
-        samples_per_step=training.layout.global_batch,
-        tokens_per_sample=training.data.tokens_per_sample,
-        flops_per_sample=training.flops_per_sample,
-        masked_flops_per_sample=training.masked_flops_per_sample,
-        flops_reason=training.flops_reason,
-        world_size=spec.world_size,
-        device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
-        dtype=dtype_of(job),
-        peak_memory_bytes=peaks[0],
-        peak_reserved_bytes=peaks[1] or None,
-        startup_seconds=last["startup_seconds"],
-        warmup_steps=last["warmup_steps"],
-        earlier_seconds=earlier[np.isfinite(earlier)].tolist(),
-        wait_seconds=waits.tolist(),
-        ceiling=ceiling,
-    )
 
 
 def dtype_of(job: Job) -> str:

@@ -48,7 +48,6 @@ class Recorder:
         self._loop = loop
         self._earlier: list[dict[str, Any]] = []
         self._startup: dict[str, float] | None = None
-        self._evaluations: list[Mapping[str, Any]] = []
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
         self._ceiling: Ceiling | None = None
@@ -66,7 +65,6 @@ class Recorder:
         """
         facts = facts or {}
         self._earlier = list(facts.get("segments", []))
-        self._evaluations = list(facts.get("evaluations", []))
         if not self._job.world.is_first:
             return
         self._job.note({"steps": steps or None})  # of an earlier start, those after its checkpoint count no longer
@@ -110,31 +108,30 @@ class Recorder:
                 self._write()
         barrier()  # else the others would wait for rank 0 inside their next, timed step
 
-    def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Write new steps and these ``evaluations`` to TensorBoard, and figures to the record.
+    def show(self, evaluations: Sequence[Mapping[str, Any]], news: Sequence[Mapping[str, Any]]) -> None:
+        """Write new steps and the ``news`` among all ``evaluations`` to TensorBoard, and figures to the record.
 
         Called in all ranks, between two steps.
         """
         self.drain()
-        self._evaluations += evaluations
         taken, pace = self._loop.taken, max(self._seconds_per_step, 1e-9)
         affordable = max(1, int(min(DRAIN_EVERY, DRAIN_SECONDS / pace)))
         self._next = taken + min(affordable, max(taken, _SECOND - taken))
         fields = self.figures(if_quick=True)
         if self._job.world.is_first:
             with self._job.watchdog.paused():  # rank 0 alone: a rank that does not come to the barrier is stuck
-                self._show(fields, evaluations)
+                if fields:
+                    self._job.note({**fields, "evaluations": evaluations})
+                self._show(news)
         barrier()
 
-    def _show(self, fields: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]]) -> None:
-        if fields:
-            self._job.note({**fields, "evaluations": self._evaluations})
+    def _show(self, news: Sequence[Mapping[str, Any]]) -> None:
         if self._unshown:
             rows = np.concatenate(self._unshown)
             with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
                 known = store.load_record(self._job.directory)
                 for log in self.logs:
-                    log.show(known, self._loop.done - len(rows), rows, evaluations)
+                    log.show(known, self._loop.done - len(rows), rows, news)
                 self._unshown = []
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _train(
                     if evaluator.due():
                         evaluate()
                     if (news := evaluator.news()) or recorder.due:
-                        recorder.show(news)
+                        recorder.show(evaluator.as_dicts(), news)
             if stopped := stop_signal.received(loop.taken):
                 meter.stop()
                 break

@@ -252,3 +252,17 @@ def test_a_damaged_trace_is_refused(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ValueError, match=r"t\.json is no trace of torch's profiler"):
         trace.read(path)
+
+
+def test_kernels_count_in_the_step_in_which_the_host_launched_them(tmp_path):
+    """A device that falls behind the host comes to them later."""
+    labels = label("warm-up", 0, 1), label("ProfilerStep#5", 1, 2)
+    kernels = kernel("early", 1.2, 1.3, 1), kernel("ncclDevKernel_AllReduce", 9, 10, 2)
+    path = write(tmp_path / "trace.json", *labels, launched(0.5, 1), launched(1.5, 2), *kernels)
+    assert [one.name for one in trace.launched_in_steps(path)[0]] == ["ncclDevKernel_AllReduce"]
+
+
+def test_without_kernels_it_says_so(tmp_path):
+    path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
+    with pytest.raises(ValueError, match="holds no kernels"):
+        trace.launched_in_steps(path)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Container, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -101,17 +102,19 @@ def test_random_generators_go_on_in_the_layout_that_they_were_saved_in(tmp_path)
     assert tp[0] == other_tp[0]
 
 
-def refused(directory: Path) -> str:
+def refused(directory: Path) -> tuple[str, str]:
     """In a rank: what a run says that is to begin with the only checkpoint of another, which is broken."""
     train.Train()(job(directory, composed(*SAVING, "train.steps=2")))
     (tensors,) = directory.glob("checkpoints/*/__0_0.distcp")
     tensors.write_bytes(bytes(tensors.stat().st_size))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError) as caught, redirect_stderr(io.StringIO()) as told:
         train.Train()(job(directory / "next", composed(*SAVING, f"resume={directory}")))
-    return str(caught.value)
+    return str(caught.value), told.getvalue()
 
 
 @pytest.mark.ranks
 def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(tmp_path):
-    rule = "holds no complete checkpoint; omit it to start anew"
-    assert on_ranks(1, refused, tmp_path / "run") == [f"resume={tmp_path}/run: {rule}"]
+    ((error, warning),) = on_ranks(1, refused, tmp_path / "run")
+    assert error == f"resume={tmp_path}/run: holds no complete checkpoint; omit it to start anew"
+    broken = tmp_path / "run" / "checkpoints" / "step-00000002"
+    assert warning == f"warning: {broken} is skipped: __0_0.distcp does not match its checksum\n"

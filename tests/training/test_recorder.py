@@ -100,15 +100,15 @@ def test_what_a_full_disk_does_not_take_is_written_later(tmp_path):
 
 @pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), store.Damaged("record.json is damaged")])
 def test_steps_are_shown_as_soon_as_the_record_can_be_read(tmp_path, fault):
-    job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(is_first=False), note=None)
+    job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(is_first=False))
     loop: Any = SimpleNamespace(done=3)
     found = recorder.Recorder(job, loop)
     found.logs = [log := mock.Mock()]
     found._unshown = [series.unknown(3)]
     with mock.patch.object(store, "load_record", side_effect=[fault, {}]):
-        found._show({}, [])
+        found._show([])
         loop.done, found._unshown = 5, [*found._unshown, series.unknown(2)]
-        found._show({}, [])
+        found._show([])
     ((_, first, rows, _),) = (call.args for call in log.show.call_args_list)
     assert (first, len(rows), found._unshown) == (0, 5, [])
 
@@ -139,6 +139,8 @@ def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(t
     assert kept == ["4", "6", "7"]  # the broken one pushes none out
     found = record_of(begun)
     assert found["error"] is None
+    assert found["remarks"]["resumed"].startswith("after step 4, from ")
+    assert "step-00000006 is skipped: __0_0.distcp does not match" in found["remarks"]["checkpoints"][0]
     assert (found["losses"][:6], len(found["losses"])) == (whole, 7)
     assert [(one["first_step"], one["steps"]) for one in found["segments"]] == [(0, 4), (4, 3)]
     assert found["segments"][0]["layout"] == found["segments"][1]["layout"]
