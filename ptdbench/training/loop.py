@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -117,18 +116,6 @@ def collect_garbage() -> None:
     gc.freeze()
 
 
-@dataclass(frozen=True)
-class Steps:
-    """Measurements of one rank, one item per step."""
-
-    losses: list[Tensor]  #: This rank's share of the loss, on the device.
-    learning_rates: list[float]  #: ``optimizer.lr`` times the factor of the schedule.
-    gradient_norms: list[Tensor]  #: Before clipping, on the device; empty without clipping.
-    wait_seconds: list[float]  #: Time spent waiting for the batch.
-    memory_bytes: list[int]  #: Memory in use after the step.
-    seconds: list[float]  #: Duration of the step.
-
-
 class StepLoop:
     """Runs optimizer steps."""
 
@@ -190,20 +177,11 @@ class StepLoop:
         if self.taken % COLLECT_EVERY == 0:
             collect_garbage()
 
-    def drain(self) -> Steps:
-        """Return and release the measurements of the steps since the last call."""
-        noted = Steps(
-            losses=list(self.losses),
-            learning_rates=list(self.update.learning_rates),
-            gradient_norms=list(self.update.gradient_norms),
-            wait_seconds=list(self.feed.wait_seconds),
-            memory_bytes=list(self.memory_bytes),
-            seconds=self.clock.seconds(),
-        )
+    def forget(self) -> None:
+        """Release the measurements of the steps so far, which are the undrained ones."""
         self._drained += len(self.losses)
         self.clock.forget()
         self.update.forget()
         self.feed.forget()
         self.losses.clear()
         self.memory_bytes.clear()
-        return noted

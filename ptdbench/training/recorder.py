@@ -181,26 +181,26 @@ class Recorder:
 
     def _gathered(self) -> np.ndarray:
         """The rows of the steps since the last drain, the same on every rank."""
-        job, noted = self._job, self._loop.drain()
-        losses = total(torch.stack(noted.losses).flatten().double().cpu() * self._loop.engine.owns_loss)
+        job, loop, update = self._job, self._loop, self._loop.update
+        losses = total(torch.stack(loop.losses).flatten().double().cpu() * loop.engine.owns_loss)
         now, count = time.perf_counter(), len(losses)
         pace = (now - self._drained_at) / count
-        self._seconds_per_step, *waits_and_memory = most(pace, *noted.wait_seconds, *noted.memory_bytes)
+        self._seconds_per_step, *waits_and_memory = most(pace, *loop.feed.wait_seconds, *loop.memory_bytes)
         self._drained_at = now
         seconds = torch.zeros(count, job.world.size, dtype=torch.float64)
-        seconds[:, job.world.rank] = torch.tensor(noted.seconds, dtype=torch.float64)
+        seconds[:, job.world.rank] = torch.tensor(loop.clock.seconds(), dtype=torch.float64)
 
         rows = series.unknown(count, job.world.size)
         rows["memory_bytes"] = waits_and_memory[count:]
-        rows["learning_rate"] = noted.learning_rates
+        rows["learning_rate"] = update.learning_rates
         seconds = total(seconds)
-        if job.spec.virtual:  # its GPUs compute neither losses nor norms, and have no times
-            return rows
-        rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
-        if noted.gradient_norms:
-            rows["gradient_norm"] = _finite(torch.stack(noted.gradient_norms))
-        rows["wait_seconds"] = waits_and_memory[:count]
-        rows["step_seconds"] = seconds.numpy()
+        if not job.spec.virtual:  # whose GPUs compute neither losses nor norms, and have no times
+            rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
+            if update.gradient_norms:
+                rows["gradient_norm"] = _finite(torch.stack(update.gradient_norms))
+            rows["wait_seconds"] = waits_and_memory[:count]
+            rows["step_seconds"] = seconds.numpy()
+        loop.forget()
         return rows
 
     def _write(self) -> None:
