@@ -88,6 +88,8 @@ class Evaluator:
         return True
 
     def _evaluate(self, stopped: Callable[[int], str | None]) -> Evaluation | None:
+        if self._job.device.type == "cuda":
+            torch.cuda.synchronize(self._job.device)  # what is left of the steps is no part of it
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out is not None  # assemble() refuses data without a held-out part

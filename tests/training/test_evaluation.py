@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,12 +18,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from msgspec.structs import replace
 from omegaconf import DictConfig
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.models import foreign
-from ptdbench.training.evaluation import Evaluation
+from ptdbench.training import evaluation as module
+from ptdbench.training.evaluation import Evaluation, Evaluator
 from ptdbench.workloads import train
 from tests.conftest import Record, composed, run_on_shared_ranks
 from tests.daily import cases
@@ -29,6 +32,8 @@ from tests.parallel.ranks import on_ranks
 from tests.workloads import made_task
 from tests.workloads.made_job import job
 from tests.workloads.made_task import TASK
+
+CUDA = torch.device("cuda")
 
 #: Every strategy on every number of ranks up to three that it takes; ``single`` is what the others are held against.
 LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp", 2), ("fsdp", 3), ("pdp", 2), ("pdp", 3), ("pdp", 4)]
@@ -52,6 +57,28 @@ def test_one_evaluation_is_better_than_another(better, worse):
     assert looked(**better).better_than(looked(**worse))
     assert not looked(**worse).better_than(looked(**better))
     assert not looked(**worse).better_than(looked(**worse))
+
+
+def test_steps_that_a_gpu_still_has_to_do_are_no_part_of_its_duration(monkeypatch):
+    wall = SimpleNamespace(now=0.0, queued=7.0)
+
+    def wait(_: torch.device) -> None:
+        wall.now, wall.queued = wall.now + wall.queued, 0.0
+
+    def sums(*_: Any) -> Tensor:
+        wait(CUDA)
+        wall.now += 2.0
+        return torch.ones(1, 3)
+
+    data = SimpleNamespace(held_out=made_task.Kept(), example=lambda: (torch.ones(1), torch.ones(1)))
+    training = SimpleNamespace(data=data, model=nn.Identity())
+    update = SimpleNamespace(averaged=nullcontext)
+    loop: Any = SimpleNamespace(done=1, engine=SimpleNamespace(module=nn.Identity()), update=update)
+    evaluator = Evaluator(SimpleNamespace(device=CUDA, training=training), loop)  # type: ignore[arg-type]
+    evaluator._sums = sums  # type: ignore[assignment]
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: wall.now))
+    assert evaluator._evaluate(lambda _: None).seconds == 2.0
 
 
 @pytest.fixture(scope="module")
