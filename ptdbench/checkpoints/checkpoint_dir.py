@@ -225,15 +225,16 @@ def prune(run_directory: Path, keep: int, best: int | None = None, broken: Conta
     """Delete all complete checkpoints except the newest ``keep`` and that of step ``best``.
 
     Broken ones are neither counted nor deleted: those that a search has found ``broken``, and any whose files do not
-    have their sizes. Nor is one deleted that holds files not named in its manifest.
+    have their sizes. Nor is one deleted that holds files of others, or tensors not named in its manifest.
 
     Raises:
         OSError: One cannot be deleted.
     """
     manifests = ((path, _whole(path)) for path in _complete_by_name(run_directory) if path not in broken)
     for path, manifest in [(path, manifest) for path, manifest in manifests if manifest][keep:]:
-        named = set(filter(_is_ours, [*manifest.files, MANIFEST]))
-        if path.name != _name(best) and not first_foreign_entry(path, named.__contains__):
+        tensors = {file.name for file in path.glob("*.distcp")}
+        is_alone = tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours)
+        if is_alone and path.name != _name(best):
             remove(_set_aside(path), _is_ours)
 
 

@@ -197,6 +197,8 @@ class TestPrune:
         for step in range(1, 6):
             make(tmp_path, step)
         checkpoint_dir.begin(checkpoint_dir.partial(tmp_path, 6))
+        # As a process leaves it that is killed while it notes an evaluation.
+        (tmp_path / "checkpoints" / "step-00000001" / ".manifest.json.0f1e2d3c.tmp").write_text("{")
         checkpoint_dir.prune(tmp_path, 2)
         assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006.partial"]
 
