@@ -198,8 +198,8 @@ T = TypeVar("T")
 
 Facts = Mapping[str, Any]
 
-#: What to save, as soon as it is copied, and the facts.
-Prepared = tuple[Callable[[], dict[str, Tensor]], Facts]
+#: What to save, as soon as it is copied.
+Prepared = Future[Callable[[], dict[str, Tensor]]]
 
 #: Added to the writing thread's nice value, so that training has priority on the cores.
 _NICE = 10
@@ -239,28 +239,24 @@ class Saver:
         step: int,
         tensors: Mapping[str, Tensor],
         model: Mapping[str, Any],
-        facts: Facts | Callable[[], Facts],
+        facts: Facts,
         steady: Container[str] = (),
     ) -> None:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
         written once, each by one of the ranks that have it: nothing else is copied. The facts, in JSON, are those of
-        rank 0, where a function is called at once. ``steady``: names of tensors that do not change before
-        :meth:`settle`.
+        rank 0. ``steady``: names of tensors that do not change before :meth:`settle`.
         """
         started = time.perf_counter()
         self.wait()
 
-        def prepare() -> Prepared:
+        def prepare() -> Callable[[], dict[str, Tensor]]:
             mine = self._shares.select(tensors)
-            copies = self._staging(mine, steady) if self._staging else lambda: mine
-            if self._rank > 0:
-                return copies, {}
-            return copies, facts() if callable(facts) else facts
+            return self._staging(mine, steady) if self._staging else lambda: mine
 
         prepared = _tried(prepare)
-        self._begin(lambda: self._save(step, prepared, model))
+        self._begin(lambda: self._save(step, prepared, model, facts))
         self.stall_seconds.append(time.perf_counter() - started)
 
     def settle(self) -> None:
@@ -309,10 +305,10 @@ class Saver:
         self._thread = threading.Thread(target=aside, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _save(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
+    def _save(self, step: int, prepared: Prepared, model: Mapping[str, Any], facts: Facts) -> None:
         """Write the prepared tensors to disk, and prune older checkpoints."""
         try:
-            self._write(step, prepared, model)
+            self._write(step, prepared, model, facts)
         except Exception as error:  # of this rank, of another, or of the connection to a dead one
             self.problems.append(f"step {step}: not saved: {error}")
             return
@@ -347,9 +343,13 @@ class Saver:
         except Exception as error:
             self.problems.append(f"step {step}: saved, but {fault}: {error}")
 
-    def _write(self, step: int, prepared: Future[Prepared], model: Mapping[str, Any]) -> None:
+    def _write(self, step: int, prepared: Prepared, model: Mapping[str, Any], facts: Facts) -> None:
         """Write a complete checkpoint; if one rank fails all raise _Failed, and nothing is left."""
-        tensors, facts = self._together(lambda: _copied(prepared.result()))
+
+        def copied() -> dict[str, Tensor]:
+            return prepared.result()()
+
+        tensors = self._together(copied)
         partial = checkpoint_dir.partial(self._run_directory, step)
         try:
             self._on_rank_0(lambda: checkpoint_dir.begin(partial))
@@ -397,11 +397,6 @@ def _tried(task: Callable[[], T]) -> Future[T]:
     except Exception as error:
         done.set_exception(error)
     return done
-
-
-def _copied(prepared: Prepared) -> tuple[dict[str, Tensor], Facts]:
-    copies, facts = prepared
-    return copies(), facts
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:

@@ -36,7 +36,6 @@ class Checkpointing:
         self._every = job.spec.config.checkpoint.every_steps
         self._saver: Saver | None = None
         self._saved = -1
-        self._began = -1
         self._passed_over: list[str] = []
         self.resumed_from: str | None = None  #: Path of the checkpoint that this process resumed from.
         self.reshaped: str | None = None  #: How the ranks or the layout have changed since; ``None`` if they have not.
@@ -57,7 +56,7 @@ class Checkpointing:
     @property
     def saved(self) -> bool | None:
         """Whether the last step is on disk, once :meth:`finish` has returned; ``None`` where this run saves nothing."""
-        return self._loop.done in (self._began, *self._saver.saved[-1:]) if self._saver else None
+        return self._loop.done in self._saver.saved[-1:] if self._saver else None
 
     @property
     def problems(self) -> list[str]:
@@ -143,14 +142,16 @@ class Checkpointing:
         self._loop.engine.load_own_state(own)
         self._loop.resume(found.manifest.step, facts.get("scaler", {}))
         source = found.path.parent.parent
-        self._saved = self._began = found.manifest.step if source == self._job.directory else -1
+        if source == self._job.directory:
+            self._saved = found.manifest.step
         self.resumed_from = str(found.path)
         if self.reshaped and self._job.world.is_first:
             echo(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
         self._recorder.begin(found.manifest.step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
-        if self._saver and self._evaluator.best and self._saved >= 0:
-            self._saver.best = self._evaluator.best.step
+        if self._saver and self._saved >= 0:
+            self._saver.saved.append(self._saved)
+            self._saver.best = best.step if (best := self._evaluator.best) else None
 
     def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
         """A problem if the data changed: the same sample numbers would then be other samples."""

@@ -47,9 +47,7 @@ def weight() -> dict[str, Tensor]:
 
 
 def test_a_saved_checkpoint_counts(keeper, weight, tmp_path):
-    asked_in = []
-    keeper.save(3, weight, {"width": 5}, lambda: asked_in.append(threading.current_thread()) or {"losses": [0.1, 0.2]})
-    assert asked_in == [threading.main_thread()]  # facts are asked for at once
+    keeper.save(3, weight, {"width": 5}, {"losses": [0.1, 0.2]})
     keeper.wait()
     search = checkpoint_dir.newest(tmp_path)
     assert (keeper.saved, keeper.problems, search.warnings) == ([3], [], [])
@@ -167,16 +165,12 @@ def test_a_save_waits_for_the_one_before(alone, tmp_path, weight, monkeypatch):
     assert torch.equal(older["model.weight"], weight["model.weight"])
 
 
-@pytest.mark.parametrize("what", ["facts", "manifest"])
-def test_a_failed_save_is_noted_and_the_next_one_succeeds(keeper, weight, tmp_path, monkeypatch, what):
+def test_a_failed_save_is_noted_and_the_next_one_succeeds(keeper, weight, tmp_path):
     keeper.save(1, weight, {}, {})
     keeper.wait()
     before = loaded(tmp_path)
-    fail = mock.Mock(side_effect=ValueError("on purpose"))
-    with monkeypatch.context() as patched:
-        if what == "manifest":
-            patched.setattr(checkpoint_dir, "write_manifest", fail)
-        keeper.save(2, weight, {}, fail if what == "facts" else {})
+    with mock.patch.object(checkpoint_dir, "write_manifest", side_effect=ValueError("on purpose")):
+        keeper.save(2, weight, {}, {})
         keeper.wait()
     assert keeper.problems == ["step 2: not saved: rank 0: ValueError: on purpose"]
     assert names(tmp_path) == ["step-00000001"]
@@ -243,34 +237,30 @@ def test_what_the_disk_does_not_take_costs_the_save_and_nothing_else(keeper, wei
 FAILS_THERE = {2: "copy", 3: "tensors", 4: "hash"}
 
 
-def fail_on_rank_1(run_directory: Path) -> tuple[list[str], list[int], int]:
-    """Five saves, of which three fail on one rank: the problems, what is saved, and how often facts were asked for."""
+def fail_on_rank_1(run_directory: Path) -> tuple[list[str], list[int]]:
+    """Five saves, of which three fail on one rank: the problems, and what is saved."""
     keeper = Saver(run_directory, keep=3)
     rank = dist.get_rank()
     tensors = {"model.weight": torch.arange(20.0).reshape(4, 5), f"rng.cpu.{rank}": torch.full((9,), rank)}
     failing = {"copy": (keeper, "_staging"), "tensors": (torch, "save"), "hash": (checkpoint_dir, "stamp")}
-    facts = mock.Mock(return_value={})
     for step in range(1, 6):
         fails = FAILS_THERE.get(step) if rank == 1 else None
         failure = mock.Mock(side_effect=OSError("on purpose"))
         with mock.patch.object(*failing[fails], failure) if fails else nullcontext():
-            keeper.save(step, tensors, {}, facts)
+            keeper.save(step, tensors, {}, {"of": rank})
             keeper.wait()
     keeper.close()
-    return keeper.problems, keeper.saved, facts.call_count
+    return keeper.problems, keeper.saved
 
 
 @pytest.mark.ranks
 def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path):
     problems = [f"step {step}: not saved: rank 1: OSError: on purpose" for step in FAILS_THERE]
-    assert on_ranks(2, fail_on_rank_1, tmp_path) == [
-        (problems, [1, 5], 5),
-        (problems, [1, 5], 0),  # facts are rank 0's
-    ]
+    assert on_ranks(2, fail_on_rank_1, tmp_path) == [(problems, [1, 5])] * 2
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
     found = checkpoint_dir.newest(tmp_path).found
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(found.manifest.files)
-    assert found.manifest.world_size == 2
+    assert (found.manifest.world_size, found.manifest.facts) == (2, {"of": 0})
     assert torch.equal(loaded(tmp_path), torch.arange(20.0).reshape(4, 5))
 
 
