@@ -239,6 +239,12 @@ class TestLine:
         again = self.line([f"resume={link}", "seed=1"])
         assert again.overrides == [*typed, "seed=1", f"resume={named}"]
 
+    def test_in_another_directory_it_is_a_run_of_its_own(self, tmp_path):
+        run = self.begun(tmp_path / "run", ["model=toy"])
+        words = ["model=toy", f"hydra.run.dir={tmp_path}/rest"]
+        assert self.line([f"resume={run}", words[1]]) == resume.Line([*words, f"resume='{run}'"], None)
+        assert self.line([f"resume={run}", f"hydra.run.dir={run}"]).goes_on == run
+
     @pytest.mark.parametrize(("option", "file"), [("resume", ".hydra/hydra.yaml"), ("sweep.resume", "multirun.yaml")])
     def test_what_was_composed_from_another_file_is_refused(self, tmp_path, option, file):
         run = self.begun(tmp_path / "run", ["model=toy"])
@@ -321,7 +327,7 @@ class TestLine:
         sweep = tmp_path / "sweep"
         line = self.line([f"sweep.resume={sweep}", "cluster.time_minutes=60", "+cluster.extra.nice=5"])
         assert line.overrides[-4:-2] == ["cluster.time_minutes=60", "+cluster.extra.nice=5"]
-        for wrong in ("cluster.nodes=4", "cluster.mem_gb=8", "model=gpt_tiny", "cluster=local"):
+        for wrong in ("cluster.nodes=4", "cluster.mem_gb=8", "model=gpt_tiny", "cluster=local", "hydra.sweep.dir=x"):
             with pytest.raises(ConfigError, match=f"goes on with the sweep as it was, and {wrong} would change it"):
                 self.line([f"sweep.resume={sweep}", wrong])
 

@@ -85,6 +85,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
         written = store.load_record(directory)
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)
+    moves |= any(option(override) == "hydra.run.dir" and not _names(override, directory) for override in place)
     shape = _shape(directory, written, others, world)
     hydras = [word for word in _hydras(directory / ".hydra/hydra.yaml", others) if option(word).startswith(_OF_RUNS)]
     if len(others) > len(place) or multirun or moves:
@@ -109,6 +110,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
     task = _asked_of_sweep(directory)
     swept = {option(override) for override in task if "," in override.partition("=")[2]}
     wrong = [override for override in others if not _may_change(option(override), swept)]
+    wrong += [word for word in others if option(word) == "hydra.sweep.dir" and not _names(word, directory)]
     if wrong:
         rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
@@ -226,6 +228,12 @@ def _moves(override: str, written: Written) -> bool:
     name, value = option(override), override.partition("=")[2]
     was = record.option(written, "cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
+
+
+def _names(override: str, directory: Path) -> bool:
+    """Return whether the value of an override is this directory."""
+    path = _path(override.partition("=")[2])
+    return path is not None and path.resolve() == directory.resolve()
 
 
 def _submitted_by(directory: Path) -> Path | None:
