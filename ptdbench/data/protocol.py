@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+
+from ptdbench.launch.collect import gather
+from ptdbench.problems import ConfigError, Problem
+
+#: Samples that ranks compare before a run.
+_COMPARED = 8
 
 #: Inputs and targets.
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -87,6 +95,41 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
         raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(told)}")
     inputs, targets = found
     return inputs, targets
+
+
+def require_same_on_all_ranks(data: Data) -> None:
+    """Refuse data of which ranks have others, as where nodes have copies that differ; called in all ranks.
+
+    Otherwise losses would be those of no batch at all, and an evaluation would divide by the samples of one rank.
+
+    Raises:
+        ConfigError: On every rank, naming one that has others than rank 0.
+    """
+    held_out = data.held_out
+    mine = [_fingerprint(tensor) for tensor in read(data, 0, _COMPARED, data.example())]
+    first, *others = gather((len(held_out) if held_out else 0, mine))
+    for rank, found in enumerate(others, start=1):
+        if found[0] != first[0]:
+            rule = f"rank 0 holds out {first[0]} samples, and rank {rank} {found[0]}"
+        elif not all(map(_matches, first[1], found[1])):
+            rule = f"samples 0 to {_COMPARED - 1} of rank {rank} are not those of rank 0"
+        else:
+            continue
+        remedy = "give all nodes the same files, and make sample k of the seed and k alone"
+        raise ConfigError([Problem("data", type(data).__name__, rule, remedy)])
+
+
+def _fingerprint(tensor: torch.Tensor) -> str | float:
+    """A digest of integers; of fractions, which processors may round differently, their mean."""
+    if tensor.is_floating_point():
+        return tensor.double().mean().item()
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _matches(one: str | float, other: str | float) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3) or (math.isnan(one) and math.isnan(other))
 
 
 def _told(found: object) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ptdbench.data.feed import Feed
+from ptdbench.data.protocol import require_same_on_all_ranks
 from ptdbench.job import Job, Outcome
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import barrier, gather, most
@@ -170,7 +171,7 @@ def assemble(job: Job) -> StepLoop:
     """Set up the step loop: data, the model laid out over the ranks, the optimizer.
 
     Raises:
-        ConfigError: The data are unusable, or have no held-out part although evaluation is asked for.
+        ConfigError: The data are unusable, or not the same on all ranks.
     """
     training = job.training
     with job.watchdog.paused():  # it may read and write a lot
@@ -178,6 +179,7 @@ def assemble(job: Job) -> StepLoop:
             training.prepare_data()
         barrier()
         training.prepare_data()  # finds it done, and lists the data before worker processes are forked
+        require_same_on_all_ranks(training.data)
     dims = training.layout.dims
     mesh = Mesh(dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)

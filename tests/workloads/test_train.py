@@ -9,11 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ptdbench.data.protocol import HeldOutPart
+from ptdbench.problems import ConfigError
 from ptdbench.training.energy import none
 from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
 from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
 from tests.workloads.made_job import job
+from tests.workloads.made_task import TASK, Kept, Largest
 
 pytestmark = pytest.mark.ranks
 
@@ -85,3 +88,36 @@ def watch_the_collector() -> tuple[list[bool], bool]:
 
 def test_the_garbage_collector_is_off_in_steps_and_on_again_afterwards():
     assert on_ranks(2, watch_the_collector) == [([False] * 4, True)] * 2
+
+
+class Other(Largest):
+    """What a node reads whose copy of the files is another one."""
+
+    def __init__(self, *, seed: int, differs: str) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        super().__init__(seed=seed + rank * (differs == "samples"))
+        self._more = rank * (differs == "held_out")
+
+    @property
+    def held_out(self) -> Any:
+        return HeldOutPart(101 + self._more, Kept().samples)
+
+
+def refused(directory: Path, *differs: str) -> list[str]:
+    said = []
+    for what in differs:
+        other = (*TASK, f"data._target_={__name__}.Other", f"+data.differs={what}")
+        with pytest.raises(ConfigError) as caught:
+            assemble(job(directory / what, composed(*other)))
+        said.append(str(caught.value))
+    return said
+
+
+def test_data_that_are_not_the_same_on_all_ranks_are_refused(tmp_path):
+    """Where copies of a data set differ between nodes, or samples are drawn by chance."""
+    rule = "give all nodes the same files, and make sample k of the seed and k alone"
+    of_rank = [
+        f"data=Other: samples 0 to 7 of rank 1 are not those of rank 0; {rule}",
+        f"data=Other: rank 0 holds out 101 samples, and rank 1 102; {rule}",
+    ]
+    assert on_ranks(2, refused, tmp_path, "samples", "held_out") == [of_rank] * 2
