@@ -17,26 +17,22 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from omegaconf import DictConfig
-from rank import joined
+from rank import on_ranks
 from ratio import Ratio
 from torch import Tensor
 
 from ptdbench.checkpoints import state
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.job import Job
-from ptdbench.launch import local
 from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
@@ -54,10 +50,7 @@ def main() -> int:
     """Print both ratios; 1 if one misses its limit."""
     options = _parse()
     composed = compose_all(_overrides(options)).jobs[0]
-    with TemporaryDirectory(dir=options.directory) as directory:
-        local.start(_measure, 1, composed, directory, options.pairs, options.every)
-        seconds = json.loads(Path(directory, "seconds.json").read_text())
-
+    seconds = on_ranks(1, composed, _measure, options.pairs, options.every, within=options.directory)
     plain, beside, stalls, blocking = (seconds[name] for name in ("plain", "beside", "stalls", "blocking"))
     steps = median_ratio(beside, plain)
     stall = statistics.median(stalls) / statistics.median(blocking)
@@ -89,10 +82,8 @@ def median_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     return Ratio(float(np.median(left) / np.median(right)), low, high)
 
 
-def _measure(environ: Mapping[str, str], composed: DictConfig, directory: str, pairs: int, every: int) -> None:
-    """The rank: leaves the seconds in ``directory``."""
-    with joined(environ, composed, directory) as job:
-        Path(directory, "seconds.json").write_text(json.dumps(Bench(job).seconds(pairs, every)))
+def _measure(job: Job, pairs: int, every: int) -> dict[str, Any]:
+    return Bench(job).seconds(pairs, every)
 
 
 class Bench:

@@ -13,23 +13,18 @@ repetition, each repetition costs what its slowest rank took, and the ratios are
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
-from itertools import permutations
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
-from rank import joined
-from ratio import median_of_ratios
+from rank import on_ranks
+from ratio import SIDES, against_bare, median_of_ratios, orders, within
 
-from ptdbench.launch import local
-from ptdbench.launch.peers import gather
+from ptdbench.job import Job
+from ptdbench.launch.collect import gather
 from ptdbench.measure import timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place
 from ptdbench.measure.timing import Effort
@@ -41,9 +36,6 @@ SIZES = {2**10: 300, 2**20: 50, 2**26: 10}
 
 #: Both ends of the ratio's interval lie within so much of 1.
 LIMIT = 0.05
-
-#: Every order of the three sides.
-ORDERS = list(permutations(("product", "bare", "again")))
 
 #: Repetitions before each block.
 WARMUP = 2
@@ -57,40 +49,27 @@ def main() -> int:
     options = _parse()
     composed = compose_all(["workload=collectives"]).jobs[0]
     ranks = run_spec.specify(config.read(composed), None).world_size
-    with TemporaryDirectory() as directory:
-        local.start(_take_turns, ranks, composed, directory, options.rounds)
-        found = json.loads(Path(directory, "seconds.json").read_text())
+    found = on_ranks(ranks, composed, _take_turns, options.rounds)
     print(f"time per all_reduce, fp32, {ranks} ranks: {options.rounds} rounds")
-    missed = [_report(int(size), seconds) for size, seconds in found.items()]
-    return int(any(missed))
+    passed = []
+    for size, seconds in found.items():
+        print(f"  {int(size) / 2**10:,.0f} KiB, bare {statistics.median(seconds['bare']) * 1e6:,.1f} µs")
+        rule = f"within {LIMIT:.0%}"
+        passed.append(against_bare(seconds, median_of_ratios, within(LIMIT), rule, "--rounds", indent="    "))
+    return int(not all(passed))
 
 
-def _report(size: int, seconds: Mapping[str, list[float]]) -> bool:
-    """Print the pair of one size; whether it misses."""
-    noise, ratio = (median_of_ratios(seconds[side], seconds["bare"]) for side in ("again", "product"))
-    bare = statistics.median(seconds["bare"])
-    missed = max(abs(ratio.low - 1), abs(ratio.high - 1)) > LIMIT
-    print(f"  {size / 2**10:,.0f} KiB, bare {bare * 1e6:,.1f} µs")
-    print(f"    bare / bare     {noise}")
-    print(f"    product / bare  {ratio}, within {LIMIT:.0%} required: {'MISS' if missed else 'PASS'}")
-    if missed and max(abs(noise.low - 1), abs(noise.high - 1)) > LIMIT:
-        print("    bare against bare misses it too: this machine is too busy for so few blocks, take more --rounds")
-    return missed
-
-
-def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str, rounds: int) -> None:
-    """One rank: all three sides by turns; rank 0 leaves the seconds in ``directory``."""
-    with joined(environ, composed, directory) as job:
-        found, device = {}, job.device
-        for size, count in SIZES.items():
-            sides = {"product": _product(size, device), "bare": _bare(size, device), "again": _bare(size, device)}
-            seconds: dict[str, list[float]] = {side: [] for side in sides}
-            for turn in range(rounds + 1):
-                for side in ORDERS[turn % len(ORDERS)]:
-                    seconds[side].append(sides[side](count))
-            found[size] = {side: blocks[1:] for side, blocks in seconds.items()}  # the first one warms up
-        if job.world.rank == 0:
-            Path(directory, "seconds.json").write_text(json.dumps(found))
+def _take_turns(job: Job, rounds: int) -> dict[int, dict[str, list[float]]]:
+    """One rank: all three sides by turns, for each size."""
+    found, device = {}, job.device
+    for size, count in SIZES.items():
+        sides = dict(zip(SIDES, (_product(size, device), _bare(size, device), _bare(size, device)), strict=True))
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for order in orders(rounds + 1):
+            for side in order:
+                seconds[side].append(sides[side](count))
+        found[size] = {side: blocks[1:] for side, blocks in seconds.items()}  # the first one warms up
+    return found
 
 
 def _product(size: int, device: torch.device) -> Block:

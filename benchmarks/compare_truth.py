@@ -265,11 +265,15 @@ def _model(one: Alternative) -> Mapping[str, Any]:
 
 def _run(options: argparse.Namespace) -> Path:
     slower = ",".join(str(one) for one in (*(number / 1e6 for number in range(options.identical)), *SLOWER))
-    sweep = Path("outputs", time.strftime("%Y-%m-%d_%H-%M-%S_compare-truth"))
     words = ["model=gpt_tiny", "model._target_=benchmarks.slowed.Slowed", f"+model.slower={slower}"]
     words += [f"repeat={options.blocks}", f"train.steps={options.steps}", "train.global_batch=4", "profile.steps=0"]
-    words += [f"hydra.sweep.dir={sweep}"]
-    subprocess.run([sys.executable, "train.py", "-m", *words], cwd=ROOT, check=True)
+    return swept("compare-truth", words)
+
+
+def swept(name: str, words: Sequence[str]) -> Path:
+    """Carry out a sweep of this checkout, and return its directory."""
+    sweep = Path("outputs", time.strftime(f"%Y-%m-%d_%H-%M-%S_{name}"))
+    subprocess.run([sys.executable, "train.py", "-m", *words, f"hydra.sweep.dir={sweep}"], cwd=ROOT, check=True)
     return ROOT / sweep
 
 

@@ -12,32 +12,22 @@ fifth; memory is what rank 0 has resident after each save.
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import psutil
-from omegaconf import DictConfig
-from torch import Tensor
 
-from ptdbench.data.protocol import HeldOut
+from benchmarks.rank import on_ranks
+from ptdbench.data.protocol import HeldOut, HeldOutPart
 from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.job import Job
-from ptdbench.launch import local, peers, rendezvous
-from ptdbench.launch.watchdog import Watchdog
-from ptdbench.launch.world import discover
-from ptdbench.measure.clock import Stopwatch
 from ptdbench.measure.hardware import environment
 from ptdbench.records import record, series, store
-from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
@@ -53,34 +43,15 @@ class Judged(SyntheticVectors):
 
     @property
     def held_out(self) -> HeldOut:
-        """256 of them."""
-        return _Kept(self)
-
-
-class _Kept(HeldOut):
-    """Samples far beyond those that are trained on."""
-
-    bytes_per_token = None
-
-    def __init__(self, data: SyntheticVectors) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return 256
-
-    def samples(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        return self._data.samples(10**12 + start, 10**12 + stop)
+        """256 of them, far beyond those that are trained on."""
+        return HeldOutPart(256, lambda start, stop: self.samples(10**12 + start, 10**12 + stop))
 
 
 def main() -> int:
     """Print the figures of the start and the end; 1 if one is not flat."""
     options = _parse()
     composed = compose_all(_overrides(options)).jobs[0]
-    with TemporaryDirectory() as directory:
-        local.start(_measure, options.ranks, composed, directory)
-        noted = json.loads(Path(directory, "noted.json").read_text())
-        steps = sum(len(rows) for rows in series.blocks(Path(directory, series.NAME)))
-        size = Path(directory, series.NAME).stat().st_size
+    noted, steps, size = on_ranks(options.ranks, composed, _measure)
     if steps != options.steps:
         raise SystemExit(f"{series.NAME} should have {options.steps} steps, and has {steps}")
     print(f"toy {options.parallel}, {options.ranks} ranks: {steps:,} steps, {size / 1e6:.1f} MB of series")
@@ -104,39 +75,29 @@ def _compared(what: str, values: Sequence[tuple[int, float]], unit: float, steps
     return verdict == "PASS"
 
 
-def _measure(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
-    """A rank; rank 0 leaves what it has noted in ``directory``."""
-    os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
-    world = discover(os.environ)
-    assert world is not None  # local.start has just said who this is
-    spec = run_spec.specify(config.read(composed), world)
-    device, place = spec.device(world.local_rank), Path(directory)
-    noted: dict[str, list[tuple[int, float]]] = {"save": [], "evaluation": [], "memory": []}
-    process = psutil.Process()
+def _measure(job: Job) -> tuple[dict[str, list[tuple[int, float]]], int, int]:
+    """In a rank: seconds and bytes by step, how many steps the series have, and their bytes."""
+    noted: dict[str, list[tuple[int, float]]] = {"save": [], "memory": []}
+    process, looked, path = psutil.Process(), defaultdict[int, float](float), job.directory / series.NAME
 
     def saved(keeper: Any, seconds: float) -> None:
         noted["save"].append((keeper._loop.done, seconds))
         noted["memory"].append((keeper._loop.done, process.memory_info().rss))
 
-    looked: dict[int, float] = {}
-
     def evaluated(one: Any, seconds: float) -> None:
-        looked[one._loop.done] = looked.get(one._loop.done, 0.0) + seconds
+        looked[one._loop.done] += seconds
 
-    if world.rank == 0:
-        store.write_record(place, record.begin(config.resolve(composed), place, environment("cpu")))
+    if job.world.is_first:
+        begun = record.begin(job.spec.config.resolved, job.directory, environment("cpu"))
+        store.write_record(job.directory, begun)
     with (
-        rendezvous.process_group(world, spec.backend, device, key=directory) as own_store,
         _timed(Checkpointing, "_save", saved),
         _timed(Evaluator, "__call__", evaluated),
         _timed(Recorder, "show", evaluated),
     ):
-        met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
-        dog = Watchdog(world, own_store, place, math.inf, lambda *_: None)
-        Train()(Job(spec, world, met, own_store, device, place, Stopwatch(time.time()), dog))
-    noted["evaluation"] = list(looked.items())
-    if world.rank == 0:
-        (place / "noted.json").write_text(json.dumps(noted))
+        Train()(job)
+    steps = sum(len(rows) for rows in series.blocks(path))
+    return {**noted, "evaluation": list(looked.items())}, steps, path.stat().st_size
 
 
 def _timed(owner: type, name: str, note: Callable[[Any, float], None]) -> Any:

@@ -18,19 +18,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from itertools import permutations
 
 import torch
-from ratio import median_of_ratios
+from ratio import SIDES, against_bare, median_of_ratios, orders, within
 
 from ptdbench.measure import clock
 from ptdbench.measure.products import DTYPES, Shape, cache_bytes, product_seconds
 
 #: By how much the product's figure may be off, as a share of the bare one.
 LIMIT = 0.05
-
-SIDES = ("product", "bare", "again")
-ORDERS = list(permutations(SIDES))
 
 
 def main() -> int:
@@ -50,20 +46,14 @@ def main() -> int:
         f"{shape} {options.dtype}, {device}, threads {options.threads}: {options.turns} turns, "
         f"bare loop {rate / 1e12:.3g} TFLOP/s (median)"
     )
-    noise, ratio = (median_of_ratios(medians[side], medians["bare"]) for side in ("again", "product"))
-    passed = ratio.low > 1 - LIMIT and ratio.high < 1 + LIMIT
-    print(f"  bare / bare     {noise}")
-    print(f"  product / bare  {ratio}, within {LIMIT:.0%} required: {'PASS' if passed else 'MISS'}")
-    if not passed and max(abs(noise.low - 1), abs(noise.high - 1)) >= LIMIT:
-        print("  bare against bare misses it too: this machine is too busy for so few turns, take more --turns")
-    return int(not passed)
+    return int(not against_bare(medians, median_of_ratios, within(LIMIT), f"within {LIMIT:.0%}", "--turns"))
 
 
 def _alternate(sides: dict[str, Callable[[], list[float]]], turns: int) -> dict[str, list[float]]:
     """The median seconds of one product, of every side and turn after the first, which is warm-up."""
     medians: dict[str, list[float]] = {side: [] for side in SIDES}
-    for turn in range(turns + 1):
-        for side in ORDERS[turn % len(ORDERS)]:
+    for order in orders(turns + 1):
+        for side in order:
             medians[side].append(statistics.median(sides[side]()))
     return {side: of_turns[1:] for side, of_turns in medians.items()}
 

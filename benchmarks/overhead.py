@@ -16,25 +16,20 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import permutations
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from omegaconf import DictConfig
-from rank import joined
-from ratio import paired_ratio
+from rank import on_ranks
+from ratio import ORDERS, against_bare, orders, paired_ratio
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ptdbench.job import Job
-from ptdbench.launch import local, peers
+from ptdbench.launch.collect import gather
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.precision import DTYPES, Copies, narrow
@@ -46,9 +41,6 @@ from ptdbench.workloads.train import assemble, steps
 #: The upper end of the ratio's interval lies below this.
 LIMIT = 1.01
 
-#: Every order of the three sides; the warm-up takes each once.
-ORDERS = list(permutations(("product", "bare", "again")))
-
 #: Does the next step and returns its loss on this rank.
 Step = Callable[[], Tensor]
 
@@ -58,43 +50,25 @@ def main() -> int:
     options = _parse()
     composed = compose_all(_overrides(options)).jobs[0]
     ranks = run_spec.specify(config.read(composed), None).world_size
-    with TemporaryDirectory() as directory:
-        local.start(_take_turns, ranks, composed, directory)
-        seconds = json.loads(Path(directory, "seconds.json").read_text())
-
+    seconds = on_ranks(ranks, composed, _take_turns)
     print(
         f"{options.model} {options.parallel}, world size {ranks}, global batch {options.batch}, {options.precision}: "
         f"{options.pairs} turns, bare step {statistics.median(seconds['bare']) * 1e3:.1f} ms (median)"
     )
-    noise, ratio = (paired_ratio(seconds[side], seconds["bare"]) for side in ("again", "product"))
-    print(f"  bare / bare     {noise}")
-    print(f"  product / bare  {ratio}, upper end below {LIMIT} required: {'PASS' if ratio.high < LIMIT else 'MISS'}")
+    passed = against_bare(
+        seconds, paired_ratio, lambda ratio: ratio.high < LIMIT, f"upper end below {LIMIT}", "--pairs"
+    )
     redraw = _redraw_seconds()
     print(f"  live line       {redraw * 1e3:.2f} ms a redraw, {redraw / REDRAW_SECONDS:.2%} of one core")
-    if ratio.high >= LIMIT and noise.high >= LIMIT:
-        print("  bare against bare misses it too: this machine is too busy for so few steps, take more --pairs")
-    return int(ratio.high >= LIMIT)
+    return int(not passed)
 
 
-def _take_turns(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
-    """One rank: all three sides by turns; rank 0 leaves everybody's seconds in ``directory``."""
-    with (
-        joined(environ, composed, directory) as job,
-        Display(Heading("overhead") if job.world.rank == 0 else None, stays=False) as display,
-    ):
-        sides = {
-            "product": _product(replace(job, display=display)),
-            "bare": _bare(job),
-            "again": _bare(job),
-        }
-        seconds = _alternate(sides, job.spec.config.train.steps, job.device)
-        gathered = peers.gather(seconds)
-        if job.world.rank == 0:
-            slowest = {
-                side: [max(of_ranks) for of_ranks in zip(*(one[side] for one in gathered), strict=True)]
-                for side in sides
-            }
-            Path(directory, "seconds.json").write_text(json.dumps(slowest))
+def _take_turns(job: Job) -> dict[str, list[float]]:
+    """One rank: all three sides by turns; the seconds of each step on its slowest rank."""
+    with Display(Heading("overhead") if job.world.is_first else None, stays=False) as display:
+        sides = {"product": _product(replace(job, display=display)), "bare": _bare(job), "again": _bare(job)}
+        gathered = gather(_alternate(sides, job.spec.config.train.steps, job.device))
+    return {side: [max(of_ranks) for of_ranks in zip(*(one[side] for one in gathered), strict=True)] for side in sides}
 
 
 def _alternate(sides: Mapping[str, Step], turns: int, device: torch.device) -> dict[str, list[float]]:
@@ -104,15 +78,15 @@ def _alternate(sides: Mapping[str, Step], turns: int, device: torch.device) -> d
         AssertionError: The sides' losses differ, so that they do not do the same work.
     """
     seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for turn in range(turns):
+    for turn, order in enumerate(orders(turns)):
         losses = {}
-        for side in ORDERS[turn % len(ORDERS)]:
+        for side in order:
             started = time.perf_counter()
             losses[side] = sides[side]()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[side].append(time.perf_counter() - started)
-        if turn < len(ORDERS):  # later on, the rounding of narrow formats would have grown
+        if turn < len(ORDERS):  # the warm-up; later on, the rounding of narrow formats would have grown
             for side in sides:
                 torch.testing.assert_close(losses[side].float(), losses["bare"].float(), rtol=1e-3, atol=0)
     return {side: times[len(ORDERS) :] for side, times in seconds.items()}

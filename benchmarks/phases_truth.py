@@ -17,23 +17,20 @@ not on a core, by its CPU time, beyond the same part of a free step.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
-from rank import joined
+from rank import on_ranks
 from torch._C._distributed_c10d import _create_work_from_future
 
-from ptdbench.launch import local, peers
+from ptdbench.job import Job
+from ptdbench.launch.collect import gather
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.setup.compose import compose_all
 from ptdbench.training import profile
@@ -121,30 +118,25 @@ def _interval(steps: np.ndarray, free: np.ndarray) -> tuple[float, float]:
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     ranks = RANKS.get(name, 2)
     words = [f"model={options.model}", *LAYOUTS[name], f"cluster.ranks_per_node={ranks}", "profile.steps=10"]
-    composed = compose_all([*words, "device=cpu"]).jobs[0]
-    with TemporaryDirectory() as directory:
-        local.start(_in_rank, ranks, composed, directory, options.steps)
-        found: dict[str, Any] = json.loads(Path(directory, "found").read_text())
-        return found
+    found: dict[str, Any] = on_ranks(ranks, compose_all([*words, "device=cpu"]).jobs[0], _in_rank, options.steps)
+    return found
 
 
-def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str, pairs: int) -> None:
+def _in_rank(job: Job, pairs: int) -> dict[str, Any]:
     torch.set_num_threads(1)
-    with joined(environ, composed, directory) as job:
-        loop = assemble(job)
-        times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-        for number in range(pairs + 3):
-            for way in reversed(WAYS) if number % 2 else WAYS:
-                taken = _timed(loop, free=way == "free")
-                if number >= 3:  # the first ones allocate
-                    times[way].append(taken)
-        mean = {"step_seconds": {"mean": float(np.mean([seconds for seconds, _ in times["step"]]))}}
-        phases = profile.phases(job, loop, mean, profile.Expected())
-        of_ranks = peers.gather(times)
-        if job.world.rank == 0:
-            means = {way: np.mean([one[way] for one in of_ranks], axis=0).T.tolist() for way in WAYS}
-            found = {kind: {way: means[way][number] for way in WAYS} for number, kind in enumerate(KINDS)}
-            Path(directory, "found").write_text(json.dumps({**found, "phases": phases}))
+    loop = assemble(job)
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    for number in range(pairs + 3):
+        for way in reversed(WAYS) if number % 2 else WAYS:
+            taken = _timed(loop, free=way == "free")
+            if number >= 3:  # the first ones allocate
+                times[way].append(taken)
+    mean = {"step_seconds": {"mean": float(np.mean([seconds for seconds, _ in times["step"]]))}}
+    phases = profile.phases(job, loop, mean, profile.Expected())
+    of_ranks = gather(times)
+    means = {way: np.mean([one[way] for one in of_ranks], axis=0).T.tolist() for way in WAYS}
+    found = {kind: {way: means[way][number] for way in WAYS} for number, kind in enumerate(KINDS)}
+    return {**found, "phases": phases}
 
 
 def _timed(loop: StepLoop, free: bool) -> tuple[float, float]:

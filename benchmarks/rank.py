@@ -1,24 +1,53 @@
-"""What every benchmark that runs ranks does first in each of them."""
+"""What every benchmark that runs ranks does: start them, and first in each of them."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from ptdbench.job import Job
-from ptdbench.launch import peers, rendezvous
+from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.setup import config, run_spec
+
+
+def on_ranks(
+    size: int, composed: DictConfig, body: Callable[..., Any], *arguments: Any, within: str | None = None
+) -> Any:
+    """Have ranks carry out ``body(job, *arguments)``, and return what rank 0 does, as JSON has it.
+
+    Args:
+        size: How many ranks.
+        composed: The configuration of their run.
+        body: A function that can be pickled.
+        arguments: Can be pickled too.
+        within: Where their run's directory is for so long; by default among temporary files.
+    """
+    with TemporaryDirectory(dir=within) as directory:
+        local.start(_in_rank, size, composed, directory, body, *arguments)
+        return json.loads(Path(directory, "returned.json").read_text())
+
+
+def _in_rank(
+    environ: Mapping[str, str], composed: DictConfig, directory: str, body: Callable[..., Any], *arguments: Any
+) -> None:
+    with joined(environ, composed, directory) as job:
+        returned = body(job, *arguments)
+        if job.world.rank == 0:
+            Path(directory, "returned.json").write_text(json.dumps(returned))
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""How many times longer one thing takes than another, with its interval."""
+"""How many times longer one thing takes than another, with its interval, and the product held against a bare loop."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import numpy as np
 
@@ -59,3 +60,46 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     resampled = [left[draw].sum() / right[draw].sum() for draw in draws]
     low, high = np.quantile(resampled, (0.025, 0.975)).tolist()
     return Ratio(float(left.sum() / right.sum()), low, high)
+
+
+#: The product, and twice what one would write by hand: its ratio to itself shows what this machine can resolve.
+SIDES = ("product", "bare", "again")
+
+#: Every order of the three sides.
+ORDERS = list(permutations(SIDES))
+
+
+def orders(turns: int) -> Iterator[Sequence[str]]:
+    """The order of the sides in each turn, so that each is equally often the first."""
+    return (ORDERS[turn % len(ORDERS)] for turn in range(turns))
+
+
+def against_bare(
+    seconds: Mapping[str, Sequence[float]],
+    ratio_of: Callable[[Sequence[float], Sequence[float]], Ratio],
+    holds: Callable[[Ratio], bool],
+    rule: str,
+    more: str,
+    indent: str = "  ",
+) -> bool:
+    """Print the ratios of the product and of a second bare loop to a bare one, and return whether the first one holds.
+
+    Args:
+        seconds: Of each of the :data:`SIDES`.
+        ratio_of: One of the two functions above.
+        holds: Whether a ratio is as required.
+        rule: The same in words.
+        more: The option by which more is measured.
+        indent: Comes before each line.
+    """
+    noise, ratio = (ratio_of(seconds[side], seconds["bare"]) for side in ("again", "product"))
+    print(f"{indent}bare / bare     {noise}")
+    print(f"{indent}product / bare  {ratio}, {rule} required: {'PASS' if holds(ratio) else 'MISS'}")
+    if not (holds(ratio) or holds(noise)):
+        print(f"{indent}bare against bare misses it too: this machine is too busy, take more {more}")
+    return holds(ratio)
+
+
+def within(limit: float) -> Callable[[Ratio], bool]:
+    """Whether the whole interval lies so near to 1."""
+    return lambda ratio: max(abs(ratio.low - 1), abs(ratio.high - 1)) <= limit

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Hashable, Iterator, Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -26,12 +24,11 @@ import numpy as np
 from scipy import stats
 
 import ptdbench
+from benchmarks.compare_truth import swept
 from ptdbench.comparison import variation
 from ptdbench.comparison.significance import LEVEL
 from ptdbench.measure.timing import warmup_end
 from ptdbench.records.load import Run
-
-ROOT = Path(__file__).parents[1]
 
 #: Steps that a run might have.
 STEPS = (10, 15, 20, 30, 40, 60)
@@ -78,20 +75,14 @@ def main() -> int:
     parser.add_argument("--sweep", type=Path, help="judge the runs of an earlier call")
     parser.add_argument("overrides", nargs="*", help="what the runs are; later ones win")
     options = parser.parse_args()
-    sweep = options.sweep or _run(options.overrides)
+    words = ["model=gpt_tiny", "parallel=ddp,pdp,fsdp", "repeat=10", *options.overrides]
+    sweep = options.sweep or swept("split", words)
     found = ptdbench.load(sweep)
     runs = [run for run in (found if isinstance(found, list) else [found]) if run["status"] == "ok"]
     print(f"{len(runs)} runs; besides its steps a run takes {besides_steps(runs):.1f} s")
     print(f"steps within block  s a run  in {BUDGET:.0f} s  interval ±")
     print(*rows(runs), sep="\n")
     return 0
-
-
-def _run(overrides: Sequence[str]) -> Path:
-    sweep = Path("outputs", time.strftime("%Y-%m-%d_%H-%M-%S_split"))
-    words = ["model=gpt_tiny", "parallel=ddp,pdp,fsdp", "repeat=10", *overrides, f"hydra.sweep.dir={sweep}"]
-    subprocess.run([sys.executable, "train.py", "-m", *words], cwd=ROOT, check=True)
-    return ROOT / sweep
 
 
 if __name__ == "__main__":
