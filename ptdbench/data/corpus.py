@@ -204,16 +204,23 @@ def _files(root: Path, paths: Iterable[Path]) -> list[File]:
     return sorted(file for file in found if file.size > 0)
 
 
-def _walk(root: Path, without: frozenset[str] = frozenset(), suffix: str = "") -> Iterator[Path]:
-    """Yield every file of that suffix in and below ``root``, except hidden ones and those in folders ``without``."""
-    for folder, folders, names in os.walk(root, onerror=_reraise):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        yield from (Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith("."))
+def _walk(
+    root: Path, without: frozenset[str] = frozenset(), suffix: str = "", above: frozenset[Path] = frozenset()
+) -> Iterator[Path]:
+    """Yield every file of that suffix in and below ``root``, except hidden ones and those in folders ``without``.
 
-
-def _reraise(error: OSError) -> None:
-    """Raise what ``os.walk`` otherwise skips: folders that it cannot list."""
-    raise error
+    Links to folders are followed, but into none that is ``above``, where a circle would have no end.
+    """
+    above |= {root.resolve()}
+    for entry in os.scandir(root):
+        path = Path(entry.path)
+        if entry.name.startswith("."):
+            continue
+        if not entry.is_dir():
+            if entry.name.endswith(suffix):
+                yield path
+        elif entry.name not in without and path.resolve() not in above:
+            yield from _walk(path, without, suffix, above)
 
 
 # Encoded at once: enough blocks for some dozens of cores, and a few hundred MB of memory.

@@ -166,6 +166,14 @@ def test_hidden_and_empty_files_broken_links_and_pipes_are_left_out(folder):
     assert files_at(folder / "none") == []
 
 
+def test_links_to_folders_are_followed_and_circles_of_them_end(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "c.txt").write_bytes(b"sea")
+    (other / "back").symlink_to(folder)
+    (folder / "a" / "there").symlink_to(other)
+    assert [file.name for file in files_at(folder)] == ["a/there/c.txt", "a/z.txt", "b.txt"]
+
+
 def test_a_folder_that_cannot_be_listed_is_an_error_not_a_gap(folder, monkeypatch):
     scandir = os.scandir
 
