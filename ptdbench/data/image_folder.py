@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +24,9 @@ from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 # (https://docs.pytorch.org/vision/stable/models.html).
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
+
+#: Of torchvision's ``RandomResizedCrop``: shares of an image's area, and logarithms of width over height.
+_SCALE, _LOG_RATIO = (0.08, 1.0), tuple(torch.log(torch.tensor((3 / 4, 4 / 3))).tolist())
 
 _MOST_WORKERS = 8  # for one rank; each holds batches ready, in memory
 
@@ -139,13 +143,10 @@ class ImageFolder(Images):
         """
         chosen = self._epochs.indices(start, stop)
         chances = draws(self.seed, start, stop).tolist()
-        images = []
-        # The transforms draw from torch's generator on the CPU. Not torch.manual_seed(), which would also set those of
-        # the GPUs, and fork_rng() is to leave them alone: a rank's dropout draws from them.
-        with torch.random.fork_rng(devices=[]):
-            for index, chance in zip(chosen, chances, strict=True):
-                torch.default_generator.manual_seed(chance)
-                images.append(read(self._training.path(index), self._augment))
+        images = [
+            read(self._training.path(index), partial(self._augmented, chance=chance))
+            for index, chance in zip(chosen, chances, strict=True)
+        ]
         return self.batch(images), torch.from_numpy(self._training.labels[chosen])
 
     def batch(self, images: list[sampling.Pixels]) -> torch.Tensor:
@@ -154,11 +155,16 @@ class ImageFolder(Images):
         together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
         return sampling.normalized(together, MEAN, STD, channels_last=self.channels_last)
 
-    @cached_property
-    def _augment(self) -> Transform:
-        from torchvision.transforms import v2
+    def _augmented(self, image: Any, chance: int) -> Any:
+        """What ``RandomResizedCrop`` and ``RandomHorizontalFlip`` make of an image after ``manual_seed(chance)``.
 
-        return v2.Compose([v2.RandomResizedCrop(self.image_size), v2.RandomHorizontalFlip()])
+        They draw from a generator that all threads share, and that activation checkpointing sets in another one.
+        """
+        from torchvision.transforms.v2 import functional
+
+        generator = torch.Generator().manual_seed(chance)
+        image = functional.resized_crop(image, *_crop(image.width, image.height, generator), [self.image_size] * 2)
+        return image if torch.rand(1, generator=generator) >= 0.5 else functional.horizontal_flip(image)
 
     @cached_property
     def _middle(self) -> Transform:
@@ -202,6 +208,22 @@ def read(path: Path, transform: Transform) -> sampling.Pixels:
     except Exception as error:  # the exception type depends on the decoder
         raise ValueError(f"{path} cannot be read as an image: {error}") from error
     return np.asarray(transform(image))
+
+
+def _crop(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
+    """Top, left, height and width of what is cut from an image, as torchvision's ``RandomResizedCrop`` draws it."""
+    for _ in range(10):
+        area = width * height * torch.empty(1).uniform_(*_SCALE, generator=generator).item()
+        ratio = torch.exp(torch.empty(1).uniform_(*_LOG_RATIO, generator=generator)).item()
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            top, left = (int(torch.randint(most + 1, (1,), generator=generator)) for most in (height - h, width - w))
+            return top, left, h, w
+    w, h = (
+        min(width, round(height * 4 / 3)),
+        min(height, round(width * 4 / 3)),
+    )  # of an image of another shape, its middle
+    return (height - h) // 2, (width - w) // 2, h, w
 
 
 def _list(root: Path, folder: str) -> Listing:

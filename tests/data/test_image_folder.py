@@ -64,15 +64,13 @@ class TestSamples:
         assert torch.bincount(labels).tolist() == [6, 6, 6]
         assert torch.equal(shares(batch), labels)
 
-    def test_leave_the_random_numbers_of_others_alone(self, collection, monkeypatch):
-        def refuse(*_):
-            raise AssertionError("would change what dropout draws in this rank")
-
-        before = torch.get_rng_state()
-        monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
-        monkeypatch.setattr(torch, "manual_seed", refuse)
-        images(collection).samples(0, 2)
+    def test_have_nothing_to_do_with_the_random_numbers_of_the_rank(self, collection, monkeypatch):
+        """Its dropout draws from them, and another thread may set them meanwhile."""
+        before, expected = torch.get_rng_state(), images(collection).samples(0, 6)[0]
         assert torch.equal(torch.get_rng_state(), before)
+        read = image_folder.read
+        monkeypatch.setattr(image_folder, "read", lambda *given: torch.manual_seed(0) and read(*given))
+        assert torch.equal(images(collection).samples(0, 6)[0], expected)
 
     def test_are_what_torchvisions_transforms_make_of_the_file_by_the_seed_and_their_number(self, collection):
         data, paths = images(collection), sorted((collection / "train").glob("*/*.png"))
@@ -81,6 +79,15 @@ class TestSamples:
             torch.manual_seed(chance)
             wanted.append(transformed([paths[index]], v2.RandomResizedCrop(32), v2.RandomHorizontalFlip()))
         torch.testing.assert_close(data.samples(30, 42)[0], torch.cat(wanted), rtol=0, atol=1e-5)
+
+    @pytest.mark.parametrize("size", [(60, 40), (400, 10), (10, 400), (1, 1)])
+    def test_are_cut_as_torchvision_does_it_also_from_images_of_odd_shapes(self, size):
+        image = Image.new("RGB", size)
+        for chance in range(50):
+            torch.manual_seed(chance)
+            wanted = v2.RandomResizedCrop(32).make_params([image])
+            found = image_folder._crop(*size, torch.Generator().manual_seed(chance))
+            assert dict(zip(("top", "left", "height", "width"), found, strict=True)) == wanted
 
     def test_come_from_files_of_any_kind_and_depth(self, root):
         folder = root / "train" / "cat" / "more" / "and more"
