@@ -9,32 +9,17 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
+from benchmarks.attack.victims import MARK, left
 
 from .launchers import Launcher
 
 ROOT = Path(__file__).parents[2]
-
-#: Tells the processes of one command from all others, on every node.
-MARK = "PTDBENCH_GPU_CLUSTER"
 
 
 def environ(mark: str) -> dict[str, str]:
     """The variables of a command whose processes bear this mark."""
     paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), MARK: mark}
-
-
-def living(mark: str) -> list[int]:
-    """The processes of this node that a command with this mark has started, but not zombies."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.Error:  # ended meanwhile, or somebody else's
-            continue
-    return found
 
 
 def seconds_until_gone(
@@ -64,7 +49,7 @@ def seconds_until_gone(
 def _everywhere(mark: str, launcher: Launcher) -> list[int]:
     """The processes of a command on all of its nodes."""
     if launcher.nodes == 1:
-        return living(mark)
+        return _here(mark)
     srun = ("srun", "--overlap", f"--nodes={launcher.nodes}", "--ntasks-per-node=1")
     command = (*srun, sys.executable, "-m", "benchmarks.gpu_cluster.processes", mark)
     # Without the mark: the question would find itself.
@@ -72,5 +57,10 @@ def _everywhere(mark: str, launcher: Launcher) -> list[int]:
     return [pid for line in said.splitlines() for pid in json.loads(line)]
 
 
+def _here(mark: str) -> list[int]:
+    """Those of this node, but not zombies, which have no variables."""
+    return [process.pid for process in left(mark)]
+
+
 if __name__ == "__main__":
-    print(json.dumps(living(sys.argv[1])))
+    print(json.dumps(_here(sys.argv[1])))

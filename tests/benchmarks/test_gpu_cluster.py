@@ -71,6 +71,6 @@ def test_processes_are_known_by_their_mark():
     with subprocess.Popen(["sh", "-c", "echo; read _"], env=environ, stdin=pipe, stdout=pipe) as process:
         assert process.stdout
         process.stdout.readline()  # from here on it is the shell, and not yet on its way to become it
-        assert processes.living(mark) == [process.pid]
+        assert processes._here(mark) == [process.pid]
         process.kill()
-    assert processes.living(mark) == []
+    assert processes._here(mark) == []

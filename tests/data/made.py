@@ -1,4 +1,4 @@
-"""What tests of several sources ask for: the problems of their options, and processes that come at once."""
+"""What tests of several sources ask for: the problems of their options, processes that come at once, and images."""
 
 import multiprocessing
 import os
@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from ptdbench.problems import ConfigError, Problem
 
@@ -45,3 +47,19 @@ def at_once(count: int, work: Callable[[Callable[[], None]], None], log: Path) -
         process.join(60)
     assert [process.exitcode for process in processes] == [0] * count
     return len(log.read_text().splitlines())
+
+
+#: Three classes, of which each has a main color.
+COLORS = {"cat": (200, 30, 30), "dog": (30, 200, 30), "eel": (30, 30, 200)}
+
+
+def image_files(root: Path) -> Path:
+    """Put images into a folder, of each class 6 to train on and 2 that are held out, and return it."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 6), ("val", 2)):
+        for name, color in COLORS.items():
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = np.clip(rng.normal(color, 20, (40 + number, 60, 3)), 0, 255).astype(np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root

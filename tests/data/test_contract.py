@@ -3,10 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from ptdbench.data.digits import Digits
 from ptdbench.data.image_folder import ImageFolder
@@ -15,6 +13,7 @@ from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens, SyntheticV
 from ptdbench.data.text import Text
 from tests.conftest import ROOT
 from tests.data import small_cifar10
+from tests.data.made import image_files
 from tests.data.small_cifar10 import SmallCifar10
 
 #: Kept aside by the content of documents.
@@ -59,13 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "texts").mkdir()
     for number in range(40):
         (found / "texts" / f"{number}.txt").write_text(f"document {number:02}")
-    rng = np.random.default_rng(0)
-    for part, count in (("train", 6), ("val", 2)):
-        for name in ("cat", "dog", "eel"):
-            (found / "images" / part / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = rng.integers(0, 256, (40 + number, 60, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(found / "images" / part / name / f"{number}.png")
+    image_files(found / "images")
     return found
 
 

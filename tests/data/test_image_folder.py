@@ -1,7 +1,6 @@
 import os
 import shutil
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -9,25 +8,15 @@ from torchvision.transforms import v2
 
 from ptdbench.data import image_folder
 from ptdbench.data.image_folder import ImageFolder
-from tests.data.made import problem_of, problems_of
+from tests.data.made import image_files, problem_of, problems_of
 
-COLOURS = {"cat": (200, 30, 30), "dog": (30, 200, 30), "eel": (30, 30, 200)}
 MEAN = torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1)
 STD = torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1)
 
 
 @pytest.fixture(scope="module")
 def collection(tmp_path_factory):
-    """Three classes, of which each has a main color: 6 images of each to train on and 2 that are held out."""
-    root = tmp_path_factory.mktemp("collection")
-    rng = np.random.default_rng(0)
-    for part, count in (("train", 6), ("val", 2)):
-        for name, color in COLOURS.items():
-            (root / part / name).mkdir(parents=True)
-            for number in range(count):
-                pixels = np.clip(rng.normal(color, 20, (40 + number, 60, 3)), 0, 255).astype(np.uint8)
-                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
-    return root
+    return image_files(tmp_path_factory.mktemp("collection"))
 
 
 @pytest.fixture
