@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import socket
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from filelock import FileLock
 from ptdbench.cache import user_cache
 from ptdbench.data.arrays import ImageArrays, Labeled
 from ptdbench.problems import ConfigError, Problem, at_least, require
+
+#: Seconds without a byte after which a download has failed; torchvision's waits for ever.
+_STALLED = 60.0
 
 
 class Cifar10(ImageArrays):
@@ -84,7 +88,9 @@ class Cifar10(ImageArrays):
             rule = f"neither {reader.base_folder} nor {reader.filename} in it is complete and unchanged"
             remedy = "put a complete archive there, or give data.download=true"
             raise ConfigError([Problem("root", self.root, rule, remedy)])
+        patience = socket.getdefaulttimeout()
         try:
+            socket.setdefaulttimeout(_STALLED)
             self.root.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / f"{reader.base_folder}.lock", fallback_to_soft=False):
                 if not self._is_unpacked():  # after waiting for the lock, it may be
@@ -93,6 +99,8 @@ class Cifar10(ImageArrays):
             rule = f"{reader.filename} could not be {'downloaded or ' if self.download else ''}unpacked: {error}"
             remedy = "put a complete archive there, which needs no download" if self.download else ""
             raise ConfigError([Problem("root", self.root, rule, remedy)]) from error
+        finally:
+            socket.setdefaulttimeout(patience)
 
     def read(self, *, held_out: bool) -> Labeled:
         """Return one part of the images; raises ConfigError if files are missing or were changed."""
