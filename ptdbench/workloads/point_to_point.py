@@ -88,7 +88,8 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
         ConfigError: The messages do not fit into memory.
     """
     largest = max([options.max_bytes, *options.overlap_bytes])
-    timing.require_memory(job.device, job.world.local_size, _COPIES * largest, "workload.max_bytes", largest)
+    option = "workload.max_bytes" if largest == options.max_bytes else "workload.overlap_bytes"
+    timing.require_memory(job.device, job.world.local_size, _COPIES * largest, option, largest)
     ring = options.pairs == "ring"
     cut: list[dict[str, Any]] = []
     return {

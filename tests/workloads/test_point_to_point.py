@@ -1,9 +1,14 @@
 """The workload ``p2p``: what it measures, checks and refuses."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
+from ptdbench.workloads import point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
 from tests.conftest import composed
@@ -89,6 +94,15 @@ def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
     with pytest.raises(ConfigError) as refused:
         run_spec.specify(config.read(composed("workload=p2p", "device=cpu", *overrides)), None)
     assert str(refused.value).startswith(message)
+
+
+def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch):
+    monkeypatch.setattr(point_to_point.timing, "require_memory", lambda *asked: pytest.fail(str(asked[2:])))
+    job = SimpleNamespace(device=torch.device("cpu"), world=World(0, 2, 0, 2, "local"))
+    for options in (PointToPoint(overlap_bytes=[2**50]), PointToPoint(max_bytes=2**50)):
+        option = "overlap_bytes" if options.max_bytes < 2**50 else "max_bytes"
+        with pytest.raises(pytest.fail.Exception, match=f"workload.{option}', {2**50}"):
+            point_to_point.measure(job, options)
 
 
 def test_gloo_cannot_send_what_is_on_a_gpu():
