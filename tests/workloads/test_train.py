@@ -114,7 +114,7 @@ def refused(directory: Path, *differs: str) -> list[str]:
 
 
 def test_data_that_are_not_the_same_on_all_ranks_are_refused(tmp_path):
-    """Where copies of a data set differ between nodes, or samples are drawn by chance."""
+    """Where copies of a data set differ between nodes."""
     rule = "give all nodes the same files, and make sample k of the seed and k alone"
     of_rank = [
         f"data=Other: samples 0 to 7 of rank 1 are not those of rank 0; {rule}",
