@@ -219,10 +219,7 @@ def _crop(width: int, height: int, generator: torch.Generator) -> tuple[int, int
         if 0 < w <= width and 0 < h <= height:
             top, left = (int(torch.randint(most + 1, (1,), generator=generator)) for most in (height - h, width - w))
             return top, left, h, w
-    w, h = (
-        min(width, round(height * 4 / 3)),
-        min(height, round(width * 4 / 3)),
-    )  # of an image of another shape, its middle
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))  # the middle of a narrow image
     return (height - h) // 2, (width - w) // 2, h, w
 
 

@@ -243,7 +243,7 @@ def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
         formulas.setdefault(definitions["busbw"][op], []).append(op)
     if shown:
         ranks = len(collectives["groups"][0])
-        yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {ranks} ranks"
+        yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {plural(ranks, 'rank')}"
     for formula, ops in formulas.items():
         yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
@@ -292,11 +292,11 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
         lines.append(
             f"links         {fastest['bandwidth'] / 1e9:.3g} GB/s at most, rank {slowest['source']} to rank "
             f"{slowest['target']} least with {slowest['bandwidth'] / 1e9:.3g} GB/s; latency {least:,.0f} to "
-            f"{most:,.0f} us"
+            f"{most:,.0f} µs"
         )
     for row in (check["collectives"] or {}).get("results", []):
         size, seconds = size_text(row["bytes"]), row["seconds"]["median"]
-        lines.append(f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} us, its result checked")
+        lines.append(f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} µs, its result checked")
     if lines:
         yield "\n".join(lines)
 

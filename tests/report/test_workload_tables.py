@@ -244,8 +244,8 @@ class TestCheck:
     def test_a_sound_cluster(self):
         lines = check_verdict(check(remarks=["the fabric is shared"]), 100).splitlines()
         assert lines[0] == "2 ranks on 1 node, started by srun, over gloo at n1:29400"
-        assert "links         12 GB/s at most, rank 1 to rank 0 least with 9 GB/s; latency 2 to 3 us" in lines
-        assert "all_reduce    1 MiB: 1,200 us, its result checked" in lines
+        assert "links         12 GB/s at most, rank 1 to rank 0 least with 9 GB/s; latency 2 to 3 µs" in lines
+        assert "all_reduce    1 MiB: 1,200 µs, its result checked" in lines
         assert lines[-3:] == [
             "versions      torch 2.15.0",
             "note          the fabric is shared",
