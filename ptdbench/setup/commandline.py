@@ -61,7 +61,7 @@ def parse() -> argparse.Namespace:
         raise ConfigError([problem])
 
     parser.error = refuse  # type: ignore[method-assign]
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # flags between overrides, too
     if arguments.experimental_rerun:
         refuse("--experimental-rerun would have no effect: resume=RUN goes on with a run")
     if arguments.resolve and not arguments.cfg:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +20,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +28,8 @@ from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.records.bearing import OF_CHOICE, leaves
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, search_in
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, quoted, search_in
+from ptdbench.setup.config import GROUPS
 from ptdbench.terminal import command
 
 #: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
@@ -34,6 +37,9 @@ _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
 
 #: How the options of a launcher, and its choice, begin.
 _LAUNCHERS = (LAUNCHER, "hydra.launcher.")
+
+#: What Hydra says where a choice overrides choices in a package of its own, which has none.
+_MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
 
 #: Lists of a sweep that lie in a file.
 _PARAMS = "hydra.sweeper.params"
@@ -58,12 +64,11 @@ class Source:
     def open(self) -> Iterator[None]:
         """Let Hydra read them meanwhile; raises ConfigError if there is no such folder."""
         with initialize_config_dir(version_base="1.3", config_dir=str(self.conf.resolve()), job_name="train"):
+            for flag, given in (("--config-path", self.conf), ("--config-dir", self.extra)):
+                if given is not None and not (folder := Path(given).resolve()).is_dir():
+                    raise ConfigError([Problem(flag, given, f"there is no such folder (it would be {folder})")])
             if self.extra is not None:
-                folder = Path(self.extra).resolve()
-                if not folder.is_dir():
-                    rule = f"there is no such folder (it would be {folder})"
-                    raise ConfigError([Problem("--config-dir", self.extra, rule)])
-                search_in(folder)
+                search_in(Path(self.extra).resolve())
             yield
 
 
@@ -118,6 +123,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
                 ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
                 first = _compose(source.name, [*hydras, *_corner(ours, 0)])
+            require(_lacking(source.name, first, parsed))
             if first.hydra.mode is None:  # as Hydra does
                 first.hydra.mode = RunMode.RUN
                 first.hydra.overrides.hydra.append("hydra.mode=RUN")
@@ -145,7 +151,9 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """Compose one configuration with Hydra's own node; raises HydraException also for what Hydra lets through."""
     try:
-        return compose(config_name, list(overrides), return_hydra_config=True)
+        composed = compose(config_name, list(overrides), return_hydra_config=True)
+        require(*_in_packages_of_their_own(composed))
+        return composed
     except UnicodeDecodeError as error:
         raise HydraException(f"a configuration file is not UTF-8: {error}") from None
     except _REFUSALS:
@@ -157,6 +165,27 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     except Exception as error:
         reason = str(error).partition("\n")[0]
         raise HydraException(f"Hydra fails on it ({type(error).__name__}: {reason})") from None
+
+
+def _in_packages_of_their_own(composed: DictConfig) -> Iterator[Problem]:
+    """Yield choices whose options were meant for other groups, and are in one that Hydra has made for them."""
+    for group, choice in composed.hydra.runtime.choices.items():
+        if group not in GROUPS and isinstance(composed.get(group), DictConfig):
+            yield _of_no_package(group, choice)
+
+
+def _lacking(config_name: str, composed: DictConfig, overrides: Sequence[Override]) -> Problem | None:
+    """Find a configuration of the user's own that does not go by ptdbench's, and so has not all of it."""
+    lacks = [group for group in GROUPS if group not in composed and group != "virtual"]
+    if not lacks or config_name == "config" or any(override.is_delete() for override in overrides):
+        return None
+    rule = f"has no {', '.join(lacks)}"
+    return Problem("--config-name", config_name, rule, "let the file begin with defaults: [config, _self_]")
+
+
+def _of_no_package(group: str, choice: str) -> Problem:
+    rule = f"its file sets options of {group}, and there are none"
+    return Problem(group, choice, rule, "begin the file with the line # @package _global_")
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
@@ -179,9 +208,16 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             name, equals, value = override.partition("=")
             reason = str(error).partition("\n")[0]
             rule = f"cannot be read ({reason})" if equals else "options are written NAME=VALUE, without spaces"
-            found.append(Problem(name, value if equals else "(no value)", rule))
+            is_text = equals and not value.startswith(("[", "{", "'", '"'))
+            remedy = f"as text it is {_in_shell(f'{name}={quoted(value)}')}" if is_text else ""
+            found.append(Problem(name, value if equals else "(no value)", rule, remedy))
     require(*found)
     return parsed
+
+
+def _in_shell(word: str) -> str:
+    """Quote a word that has quotes for Hydra, readably where no shell finds anything in it."""
+    return shlex.quote(word) if re.search(r'["$`!]', word) else f'"{word}"'
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
@@ -252,8 +288,13 @@ def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
 
 def _explain(config_name: str, overrides: Sequence[Override], error: Exception) -> list[Problem]:
     """Say which overrides Hydra could not use, and what their author may have meant."""
-    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-    unclear = Problem("command line", " ".join(_line(override) for override in overrides), reason)
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file == config_name:
+        there = GlobalHydra.instance().config_loader().get_group_options("", ObjectType.CONFIG)
+        remedy = try_these(nearest(config_name, there) or ["config"])
+        return [Problem("--config-name", config_name, "there is no such file in the folders of configurations", remedy)]
+    if misplaced := _MISPLACED.match(str(error)):
+        return [_of_no_package(misplaced[1], misplaced[2])]
+    unclear = Problem("command line", " ".join(_line(override) for override in overrides), _reason(error))
     groups = _groups()
     found, sound = [], []
     for override in overrides:
@@ -263,7 +304,7 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
                 found.append(replace(problem, remedy=plugin))
         if override.key_or_group in groups:
             found += (problems := _unknown_choices(override))
-            if not problems and not override.is_sweep_override():
+            if not (problems or override.is_sweep_override() or _line(override).startswith("+")):
                 sound.append(_line(override))
     try:
         whole = _compose(config_name, sound)
@@ -272,17 +313,29 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
     base = without_hydra(whole)
     options = [*groups, *_options(base)]
     for override in overrides:
-        name = override.key_or_group
+        name, typed = override.key_or_group, _typed_value(override)
         if name.startswith(_PARAMS):
             rule = "cannot be given on the command line where no file has it: Hydra fails"
             remedy = "give the lists themselves, as in -m optimizer.lr=0.1,0.2"
-            found.append(Problem(name, _typed_value(override), rule, remedy))
+            found.append(Problem(name, typed, rule, remedy))
+        elif name in whole.hydra.runtime.choices and _line(override).startswith("+"):
+            found.append(Problem(_line(override).partition("=")[0], typed, "it has a choice", f"try {name}={typed}"))
         elif not (name in options or override.is_add() or (_is_hydras(override) and not _takes_any(whole, name))):
             free = f"try +{_line(override)}" if _takes_any(whole, name) else ""
             remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
             remedy = free or _owners(config_name, name) or remedy
-            found.append(Problem(name, _typed_value(override), "there is no such option", remedy))
+            found.append(Problem(name, typed, "there is no such option", remedy))
     return found or [unclear]
+
+
+def _reason(error: Exception) -> str:
+    """Return what Hydra says, with what it suggests or what it follows from, without lists of all that there is."""
+    said, _, more = str(error).strip().partition("\n")
+    if more.startswith(("Did you mean", "To append")):
+        said = f"{said} {more.partition(chr(10))[0]}"
+    elif error.__cause__:
+        said = f"{said}: {str(error.__cause__).partition(chr(10))[0]}"
+    return said or type(error).__name__
 
 
 def _takes_any(config: DictConfig, option: str) -> bool:

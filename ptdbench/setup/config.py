@@ -46,6 +46,9 @@ RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
     "ema": (lambda decay: 0 < decay < 1, "must be between 0 and 1, or null for no average", "try 0.999"),
 }  # fmt: skip
 
+#: What to do about a choice whose file lacks what makes it one.
+_INHERIT = "a file that changes another choice of its group begins with defaults: [NAME, _self_]"
+
 #: Ranks on a node without GPUs: the fewest that have something to say to each other.
 RANKS_WITHOUT_GPU = 2
 
@@ -248,6 +251,8 @@ class Config:
     def cluster(self) -> Cluster:
         """Where the ranks are; a :class:`Slurm` where a job has to be submitted for them."""
         options = self._group("cluster")
+        if "name" not in options:
+            raise ConfigError([Problem("cluster.name", "(not set)", "must be given", _INHERIT)])
         if "submit" not in options:
             return _typed(Cluster, "cluster", options)
         if isinstance(within := options.get("container"), Mapping):
@@ -267,7 +272,8 @@ class Config:
             options.pop(own, None)
         if not isinstance(target, str) or target == MISSING:
             rule = "must name a class or a function, as in my_package.MyModel"
-            raise ConfigError([Problem(f"{group}._target_", target, rule)])
+            remedy = "" if "_target_" in self._group(group) else _INHERIT
+            raise ConfigError([Problem(f"{group}._target_", target, rule, remedy)])
         require(*_unset(group, options))
         return Call(str(name), target, options, label)
 

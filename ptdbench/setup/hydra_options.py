@@ -52,7 +52,7 @@ LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
 def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None) -> None:
     """Refuse what would have no effect, a launcher that does not fit, and a search that would lose its way."""
-    require(*_without_effect(composed.first.hydra))
+    require(*_without_effect(composed.first.hydra), _elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, cluster, world)
     if composed.searches:
         require(*_unfit_for_search(composed, cluster, world, goes_on))
@@ -71,6 +71,17 @@ def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
     logs += [(name, "{...}") for name in ("job_logging", "hydra_logging") if (hydra[name] or {}).get("root")]
     for name, value in logs:
         yield Problem(f"hydra.{name}", value, "nothing is logged through Hydra", "omit it")
+
+
+def _elsewhere(composed: Composed) -> Problem | None:
+    """Find the directory of a single run that is typed for a sweep, or the other way round."""
+    other, ours = ("run", "sweep") if composed.is_sweep else ("sweep", "run")
+    typed = {option(word): word.partition("=")[2] for word in composed.first.hydra.overrides.hydra}
+    if f"hydra.{other}.dir" not in typed or f"hydra.{ours}.dir" in typed:
+        return None
+    rule = "is of a single run, and this is a sweep" if composed.is_sweep else "is of a sweep, and this is a single run"
+    value = typed[f"hydra.{other}.dir"]
+    return Problem(f"hydra.{other}.dir", value, rule, f"try hydra.{ours}.dir={value}")
 
 
 def _of_one_directory(composed: Composed) -> Problem | None:

@@ -88,6 +88,10 @@ def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
     if arguments.config_path and not Path(arguments.config_path).is_absolute():
         rule = "must be absolute where Hydra shows something of it"
         require(Problem("--config-path", arguments.config_path, rule, f"try {conf}"))
+    flags = sys.argv[1:]
+    for override in arguments.overrides:
+        flags.remove(override)
+    sys.argv[1:] = [*arguments.overrides, *flags]  # Hydra takes no flags between overrides
     task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(lambda _: None)
     shown = io.StringIO()
     try:

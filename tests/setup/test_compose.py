@@ -1,6 +1,8 @@
 """What one command line asks for, and how misspellings are answered."""
 
 import re
+import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,11 @@ TOLD = {
         "train.steps=(no value): options are written NAME=VALUE, without spaces",
     ),
     "hydra.launcher=3": "hydra.launcher=3: is a group of options; try hydra/launcher=...",
+    "+parallel=fsdp": "+parallel=fsdp: it has a choice; try parallel=fsdp",
+    "++experiment=digits_resnet18": "++experiment=digits_resnet18: it has a choice; try experiment=digits_resnet18",
+    "hydra.run.dir=null": "command line=hydra.run.dir=null: Error merging override hydra.run.dir=null: field "
+    "'hydra.run.dir' is not Optional",
+    "model@a=toy": "command line=model@a=toy: Could not override 'model@a'. Did you mean to override model?",
     "hydra.sweeper=3": "hydra.sweeper=3: is a group of options; try hydra/sweeper=...",
 }
 
@@ -144,19 +151,30 @@ class TestSyntax:
         found = refused("model=[toy", "seed=1", "train.steps={")
         assert [line.partition(": cannot be read (")[0] for line in found] == ["model=[toy", "train.steps={"]
 
+    @pytest.mark.parametrize("path", ["/a(b)", "it's", "/$a(b)"])
+    def test_a_text_that_cannot_be_read_is_shown_in_quotes(self, path):
+        (line,) = refused(f"data.path={path}")
+        (word,) = shlex.split(line.partition("; as text it is ")[2])
+        assert compose(word).jobs[0].data.path == path
+
     @pytest.mark.parametrize("override", ["parallel=null", "model="])
     def test_a_group_wants_a_name(self, override):
         assert refused(override)[0].startswith(f"{override}: there is no such choice; try ")
 
-    @pytest.mark.parametrize("override", ["model@foo=toy", "~model=toy", "hydra.foo=1", "hydra/launcher=foo"])
+    @pytest.mark.parametrize("override", ["~model=toy", "hydra.foo=1", "hydra/launcher=foo"])
     def test_what_only_hydra_understands_is_told_in_its_words(self, override):
         (line,) = refused(override)
         assert line.startswith(f"command line={override}: ")
 
     def test_configurations_that_are_not_there(self, tmp_path):
-        for conf, name in ((CONF, "nothing"), (tmp_path / "nowhere", "config")):
-            with pytest.raises(ConfigError, match="config"):
+        away = tmp_path / "away"
+        for conf, name, told in (
+            (CONF, "confg", "--config-name=confg: there is no such file in the folders of configurations; try config"),
+            (away, "config", f"--config-path={away}: there is no such folder (it would be {away})"),
+        ):
+            with pytest.raises(ConfigError) as caught:
                 compose_all((), False, Source(conf, name))
+            assert str(caught.value) == told
 
 
 TOY = "name: toy\n_target_: ptdbench.models.toy.Toy\ninputs: 32\nwidth: 64\noutputs: 8\nlayers: 4\n"
@@ -208,6 +226,22 @@ class TestFolderOfOnesOwn:
         line = self.refused(tmp_path, "model=mine")
         assert line.startswith("command line=model=mine: ")
         assert told.replace("{path}", str(path)) in line
+
+    @pytest.mark.parametrize("text", ["train:\n  steps: 5\n", "defaults:\n  - override /model: toy\n"])
+    def test_a_recipe_whose_package_was_forgotten(self, tmp_path, text):
+        (tmp_path / "experiment").mkdir()
+        (tmp_path / "experiment" / "mine.yaml").write_text(text)
+        assert self.refused(tmp_path, "experiment=mine") == (
+            "experiment=mine: its file sets options of experiment, and there are none; begin the file with the line "
+            "# @package _global_"
+        )
+
+    def test_a_configuration_that_begins_with_nothing(self, tmp_path):
+        path = tmp_path / "mine.yaml"
+        for text, told in (("defaults: [config, _self_]\n", ""), ("", "has no cluster, .*; let the file begin with ")):
+            path.write_text(f"{text}train:\n  steps: 5\n")
+            with pytest.raises(ConfigError, match=f"^--config-name=mine: {told}") if told else nullcontext():
+                assert compose_all((), False, Source(CONF, "mine", str(tmp_path))).jobs[0].train.steps == 5
 
     def test_a_broken_file_that_nobody_chose_hides_no_misspelling(self, tmp_path):
         (tmp_path / "optimizer").mkdir()

@@ -83,6 +83,13 @@ def test_one_wrong_value_is_one_message(message):
         ("general", "+unknown.option=1", "unknown={'option': 1}: there is no such option"),
         ("general", "+precission=bf16", "precission=bf16: there is no such option; try precision"),
         ("train", "~train.steps", "train.steps=(not set): must be given"),
+        *(
+            (group, f"~{group}.{key}", f"{group}.{key}={value}; {config._INHERIT}")
+            for group, key, value in (
+                ("model", "_target_", "null: must name a class or a function, as in my_package.MyModel"),
+                ("cluster", "name", "(not set): must be given"),
+            )
+        ),
     ],
 )
 def test_what_is_there_is_what_is_declared(part, override, message):

@@ -1,6 +1,7 @@
 """Hydra's own options: what is refused since it would do nothing here, and the launchers that there are."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
@@ -25,6 +26,7 @@ TOLD = {
     "hydra/hydra_logging=default": "hydra.hydra_logging={...}: nothing is logged through Hydra; omit it",
     "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: ptdbench runs the jobs, not "
     "Hydra, so they would never be called; omit them",
+    "hydra.sweep.dir=x": "hydra.sweep.dir=x: is of a sweep, and this is a single run; try hydra.run.dir=x",
     "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: runs are started by ptdbench; try basic, submitit_local, "
     "submitit_slurm",
 }
@@ -33,6 +35,13 @@ TOLD = {
 @pytest.mark.parametrize("typed", TOLD)
 def test_what_would_do_nothing(typed):
     assert refused(typed) == TOLD[typed]
+
+
+def test_the_directory_of_a_run_is_not_that_of_a_sweep():
+    told = "hydra.run.dir=x: is of a single run, and this is a sweep; try hydra.sweep.dir=x"
+    assert refused("hydra.run.dir=x", "hydra.mode=MULTIRUN") == told
+    composed = compose_all(["model=toy", "hydra.run.dir=x", "hydra.mode=MULTIRUN"])
+    hydra_options.check(composed, config.read(composed.jobs[0]).cluster, None, Path("x"))  # a sweep begun so goes on
 
 
 def test_what_is_typed_as_it_is_by_default():
