@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from msgspec import Struct
 
-from ptdbench.launch import settings
+from ptdbench.launch import cgroups, settings
 from ptdbench.launch.collect import gather
 from ptdbench.launch.world import World
 
@@ -36,9 +36,8 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
     here = node(os.environ), booted()  # several virtual machines may be called localhost
     on_node: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
     neighbors = [rank for rank, (where, _) in enumerate(on_node) if where == here]
-    settings.bind_cores(
-        *settings.share_cores([on_node[rank][1] for rank in neighbors], neighbors.index(world.rank), wanted)
-    )
+    of_ranks, place = [on_node[rank][1] for rank in neighbors], neighbors.index(world.rank)
+    settings.bind_cores(*settings.share_cores(of_ranks, place, wanted, cgroups.cpus()))
     return gather(
         Peer(
             rank=world.rank,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 import sys
@@ -117,7 +118,9 @@ def own_cores() -> Cores:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def share_cores(of_ranks: Sequence[Cores], local_rank: int, wanted: int | Literal["auto"]) -> tuple[int, Cores | None]:
+def share_cores(
+    of_ranks: Sequence[Cores], local_rank: int, wanted: int | Literal["auto"], quota: float = math.inf
+) -> tuple[int, Cores | None]:
     """Return the threads of a rank, and the cores to bind it to.
 
     Args:
@@ -125,6 +128,7 @@ def share_cores(of_ranks: Sequence[Cores], local_rank: int, wanted: int | Litera
             have cores of their own; the others share all that there are.
         local_rank: Which of the ranks.
         wanted: Cores for each rank, or ``auto`` for an equal share.
+        quota: How many cores' time all these ranks get together.
 
     Returns:
         ``(threads, cores)``; the cores are ``None`` where the rank stays as it is: no number was asked for, or there
@@ -133,7 +137,7 @@ def share_cores(of_ranks: Sequence[Cores], local_rank: int, wanted: int | Litera
     own = of_ranks[local_rank]
     sharing = [rank for rank, cores in enumerate(of_ranks) if cores & own]
     if wanted == "auto":
-        return max(1, len(own) // len(sharing)), None
+        return max(1, int(min(len(own) / len(sharing), quota / len(of_ranks)))), None
     place = sharing.index(local_rank) * wanted
     alike = all(of_ranks[rank] == own for rank in sharing)
     if not alike or len(own) < len(sharing) * wanted:

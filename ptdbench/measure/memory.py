@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from ptdbench.launch import cgroups
+
 if TYPE_CHECKING:
     import torch
 
@@ -143,6 +145,13 @@ def oom_kills() -> int:
     return 0
 
 
+#: Files of a control group with its limit and its use, and what of that use in ``memory.stat`` is page cache: v2, v1.
+_LIMITED = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 @dataclass(frozen=True)
 class HostMemory:
     """Memory of this host, or of the container or job that this process is in."""
@@ -151,37 +160,18 @@ class HostMemory:
     available: int  #: Bytes that can be allocated now without swapping.
 
 
-def host_memory(cgroups: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> HostMemory:
-    """Return the memory that the kernel reports, cut to the limits of this process's control groups (cgroups(7)).
+def host_memory(root: Path = cgroups.ROOT, membership: Path = cgroups.MEMBERSHIP) -> HostMemory:
+    """Return the memory that the kernel reports, cut to the limits of this process's control groups.
 
     A container and a SLURM job may have less memory than their host, and a process that exceeds that is killed.
     """
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for limit, used in _cgroup_limits(cgroups, membership):
-        total, available = min(total, limit), min(available, max(limit - used, 0))
+    for group in cgroups.groups("memory", root, membership):
+        for *names, cached in _LIMITED:
+            with suppress(OSError, ValueError):  # "max", or not a group with a limit
+                limit, used = (int((group / name).read_text()) for name in names)
+                cache = re.search(rf"^{cached} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+                used -= int(cache[1]) if cache else 0
+                total, available = min(total, limit), min(available, max(limit - used, 0))
     return HostMemory(total, available)
-
-
-def _cgroup_limits(cgroups: Path, membership: Path) -> Iterator[tuple[int, int]]:
-    """Yield limit and use, in bytes, of each limited control group of this process, v1 or v2, without page cache."""
-    try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
-    except OSError:  # not Linux
-        return
-    for _, controllers, path in lines:
-        if controllers == "":
-            root, names = cgroups, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        own = root / path.lstrip("/")
-        for group in (own, *own.parents):
-            # "max", or not a group with a limit; a container may not see its parents
-            with suppress(OSError, ValueError):
-                limit, used = (int((group / name).read_text()) for name in names[:2])
-                cache = re.search(rf"^{names[2]} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
-                yield limit, used - int(cache[1] if cache else 0)
-            if group == root:
-                break

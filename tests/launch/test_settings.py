@@ -2,6 +2,7 @@
 
 import ctypes
 import json
+import math
 import os
 import subprocess
 import sys
@@ -120,6 +121,11 @@ OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
 )
 def test_each_rank_of_a_node_gets_its_share(of_ranks, wanted, found):
     assert [share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
+
+
+@pytest.mark.parametrize(("quota", "threads"), [(math.inf, 2), (3.5, 1), (0.5, 1)])
+def test_a_quota_of_time_is_shared_as_cores_are(quota, threads):
+    assert share_cores([FOUR, FOUR], 1, "auto", quota) == (threads, None)
 
 
 #: Binds itself while a thread of its own runs, not at all and then to a core, and tells where each thread may run then.
