@@ -20,6 +20,8 @@ endef
 WHEELS ?=
 
 .DEFAULT_GOAL := help
+# A .venv that could not be made, as without Debian's python3-venv, is made again.
+.DELETE_ON_ERROR:
 .PHONY: help bench install install-test lint test test-all test-quick newcomer docs dist overhead train-for-real data-speed model-speed launch-time status-speed report-speed long-run bubbles parity-matrix parity-experts virtual-matrix virtual-step virtual-truth phases-truth memory-truth plan-truth compare-truth ranks-truth split attack gpu-check gpu-cluster slurm-up slurm-down clean
 
 help:  ## show the targets
