@@ -16,11 +16,7 @@ _TORCH = Path(torch.__file__).parent
 
 #: Code of torch that waits for other ranks when it does not return: collectives, FSDP and pipeline schedules; the
 #: backward pass, whose hooks reduce gradients; DDP itself; and what waits for the GPU, whose collectives wait.
-#: And code of ours that asks the GPU what a collective brought: how many tokens others send to this rank's experts.
-_WAITING = (
-    *(str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/", "cuda/")),
-    str(Path(__file__).parents[1] / "parallel/experts.py"),
-)
+_WAITING = [str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/", "cuda/")]
 
 #: Code of torch that only passes calls on.
 _PASSING = tuple(str(_TORCH / part) for part in ("_ops.py", "utils/_contextlib.py", "_dynamo/"))
@@ -44,6 +40,11 @@ class Place:
         return self.function if self.waits else f"{self.function} ({self.line})"
 
 
+def waits_in(file: str) -> None:
+    """Have code of this file count as waiting, which asks the GPU what a collective has brought."""
+    _WAITING.append(file)
+
+
 def main_thread() -> Place:
     """Return the place of the main thread at this moment."""
     return place(sys._current_frames()[threading.main_thread().ident or 0])
@@ -54,7 +55,7 @@ def place(frame: FrameType) -> Place:
     while frame.f_back and frame.f_code.co_filename.startswith(_PASSING):
         frame = frame.f_back
     name, file = frame.f_code.co_name, frame.f_code.co_filename
-    return Place(_NAMES.get(name, name), f"{Path(file).name}:{frame.f_lineno}", file.startswith(_WAITING))
+    return Place(_NAMES.get(name, name), f"{Path(file).name}:{frame.f_lineno}", file.startswith(tuple(_WAITING)))
 
 
 def text() -> str:

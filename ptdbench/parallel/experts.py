@@ -23,6 +23,7 @@ from torch.distributed._functional_collectives import all_to_all_single, wait_te
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from ptdbench.launch import stacks
 from ptdbench.local_part import local_part
 from ptdbench.models.experts import Experts, Router, places_in, take
 from ptdbench.models.protocol import Model, module_of
@@ -40,6 +41,8 @@ SHARDED = 1
 
 #: Steps for which ranks tell each other at once what they have computed.
 _AT_ONCE = 1000
+
+stacks.waits_in(__file__)  # for how many tokens others send
 
 
 def units(model: Model) -> int | None:
