@@ -60,7 +60,7 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
     held = _held_back(call, {name: one for name, one in takes.items() if name not in by_order})
     options = {name: value for name, value in call.options.items() if name not in _OF_HYDRA}
     given = (*given, *by_order, *(problem.option for problem in held))
-    problems = [*held, *signature.problems(target, options, given)]
+    problems = [*held, *signature.problems(target, options, given, group)]
     if problems:
         raise ConfigError(problems).under(group)
     return target

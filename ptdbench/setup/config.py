@@ -343,7 +343,7 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
     """Return the options as an object of ``schema``; raises ConfigError where names, types or ranges are wrong."""
-    found = signature.problems(schema, options) or _out_of_range(group, options)
+    found = signature.problems(schema, options, group=group) or _out_of_range(group, options)
     if found:
         raise ConfigError(found).under(group) if group else ConfigError(found)
     return schema(**options)

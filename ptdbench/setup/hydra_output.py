@@ -163,18 +163,18 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
     Raises:
         ConfigError: It holds results already, or cannot be made.
     """
-    option = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
+    asked = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
     hydra = composed.first.hydra
     wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
 
     def make() -> str:
-        if any(override.startswith(f"{option}=") for override in overrides):
+        if any(option(override) == asked for override in overrides):
             again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
-            store.occupy(wish, option, fill, bool(again))
+            store.occupy(wish, asked, fill, bool(again))
             return str(wish)
-        claimed = store.claim_directory(wish.parent, wish.name, option, fill)
+        claimed = store.claim_directory(wish.parent, wish.name, asked, fill)
         if composed.launcher != "submitit_slurm":  # who only waits for jobs may be left, and their sweep gone on with
-            store.lock(claimed, option)
+            store.lock(claimed, asked)
         if composed.is_sweep:
             store.point_latest(claimed)
         return str(claimed)

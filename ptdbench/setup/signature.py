@@ -31,10 +31,13 @@ def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return {"options": inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)}
 
 
-def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = ()) -> list[Problem]:
+def problems(
+    target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = (), group: str = ""
+) -> list[Problem]:
     """Return what is wrong with calling ``target(**options)``, seen from outside.
 
-    ``given`` are parameters that the program passes itself, for example a model's parameters to an optimizer.
+    ``given`` are parameters that the program passes itself, for example a model's parameters to an optimizer. What is
+    to be tried instead is named as in ``group``; the caller adds it to the options themselves.
     """
     takes = parameters(target)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -47,7 +50,8 @@ def problems(target: Callable[..., Any], options: Mapping[str, Any], given: Sequ
     for option, value in options.items():
         if option not in named and not takes_any:
             close = nearest(option, [name for name in named if name not in given])
-            found.append(Problem(option, value, "there is no such option", try_these(close)))
+            meant = [f"{group}.{name}" if group else name for name in close]
+            found.append(Problem(option, value, "there is no such option", try_these(meant)))
         elif option in hints and not any(_fits_one(value, member) for member in _alternatives(hints[option])):
             found.append(Problem(option, value, f"must be {_spelled(hints[option])}"))
     for name, parameter in named.items():

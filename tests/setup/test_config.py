@@ -82,6 +82,7 @@ def test_one_wrong_value_is_one_message(message):
     [
         ("general", "+unknown.option=1", "unknown={'option': 1}: there is no such option"),
         ("general", "+precission=bf16", "precission=bf16: there is no such option; try precision"),
+        ("train", "+train.stepz=1", "train.stepz=1: there is no such option; try train.steps"),
         ("train", "~train.steps", "train.steps=(not set): must be given"),
         *(
             (group, f"~{group}.{key}", f"{group}.{key}={value}; {config._INHERIT}")

@@ -112,6 +112,13 @@ def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_l
         claim("train.steps=7")
 
 
+def test_a_directory_that_is_typed_with_pluses_is_typed(tmp_path):
+    words = ["model=toy", f"++hydra.run.dir={tmp_path}/run"]
+    hydra_output.claim(compose_all(words), words, None, None)
+    with pytest.raises(ConfigError, match="another process is writing its results there"):
+        hydra_output.claim(compose_all(words), words, None, None)
+
+
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_a_sweep_of_this_machine_is_not_carried_out_a_second_time_beside_the_first(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)

@@ -217,7 +217,7 @@ class TestModelsOfTheUser:
     def test_one_that_needs_options(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
         assert found == [
-            "model.in_feature=4: there is no such option; try in_features, out_features",
+            "model.in_feature=4: there is no such option; try model.in_features, model.out_features",
             "model.in_features=(not set): must be given",
             "model.out_features=(not set): must be given",
         ]
