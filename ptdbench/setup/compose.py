@@ -11,7 +11,7 @@ import pickle
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -330,12 +330,11 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
 
 def _reason(error: Exception) -> str:
     """Return what Hydra says, with what it suggests or what it follows from, without lists of all that there is."""
-    said, _, more = str(error).strip().partition("\n")
-    if more.startswith(("Did you mean", "To append")):
-        said = f"{said} {more.partition(chr(10))[0]}"
-    elif error.__cause__:
-        said = f"{said}: {str(error.__cause__).partition(chr(10))[0]}"
-    return said or type(error).__name__
+    said, *more = str(error).strip().splitlines() or [type(error).__name__]
+    if more and more[0].startswith(("Did you mean", "To append")):
+        return f"{said} {more[0]}"
+    cause = str(error.__cause__ or "").partition("\n")[0]
+    return f"{said}: {cause}" if cause else said
 
 
 def _takes_any(config: DictConfig, option: str) -> bool:
@@ -350,16 +349,12 @@ def _owners(config_name: str, option: str) -> str:
     if group not in _groups():
         return ""
     choices = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
-    names = [choice for choice in choices if _has(config_name, f"{group}={choice}", option)]
+    names = []
+    for choice in choices:
+        with suppress(*_REFUSALS):  # of a file that cannot be read
+            if option in _options(without_hydra(_compose(config_name, [f"{group}={choice}"]))):
+                names.append(choice)
     return f"it belongs to {group}={','.join(names)}" if names else ""
-
-
-def _has(config_name: str, choice: str, option: str) -> bool:
-    """Return whether a group's choice has an option; one whose file cannot be read has none."""
-    try:
-        return option in _options(without_hydra(_compose(config_name, [choice])))
-    except _REFUSALS:
-        return False
 
 
 def _unknown_choices(override: Override) -> list[Problem]:
