@@ -89,10 +89,12 @@ def _main() -> int:
     line = resume.read(words, arguments.multirun, discover(os.environ), config_name)
     source = compose.Source(conf, config_name, arguments.config_dir)
     composed = compose.compose_all(line.overrides, arguments.multirun, source)
-    if arguments.cfg:
-        return hydra_output.show_configs(arguments, composed)
-    if arguments.help or arguments.info:
-        return hydra_output.shown_by_hydra(arguments, conf) if is_first_rank(os.environ) else 0
+    if arguments.cfg or arguments.help or arguments.info:
+        if not is_first_rank(os.environ):
+            return 0
+        if arguments.cfg:
+            return hydra_output.show_configs(arguments, composed)
+        return hydra_output.shown_by_hydra(arguments, conf)
 
     cluster = config.read(composed.jobs[0]).cluster  # all jobs have the same, if not the same shape
     world = discover(os.environ)

@@ -68,12 +68,14 @@ class TestRefusals:
         monkeypatch.setattr(entry, "REFUSED_WAIT", 0.0)
         for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
             monkeypatch.setenv(name, str(value))
-        told = []
+        told, shown = [], []
         for rank in ("0", "1"):
             monkeypatch.setenv("RANK", rank)
             monkeypatch.setenv("LOCAL_RANK", rank)
             told.append(refused("model=toyy", cwd=tmp_path))
+            shown.append(forked.train_py("--cfg", "job", "--package", "seed", cwd=tmp_path).stdout)
         assert told == [["model=toyy: there is no such choice; try toy"], []]
+        assert shown == ["0\n", ""]
 
 
 class TestHelp:
