@@ -6,7 +6,7 @@ import errno
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -115,18 +115,25 @@ def look(directory: Path) -> Sweep:
         _submitted(directory, job, queue.get(job.id or ""), results.pop(job.directory, None), job.directory in ended)
         for job in jobs
     ]
-    runs += [Run(name, None, None, record, is_over=True) for name, record in results.items()]
-    known = {run.directory for run in runs}
-    below = "**/" if any((directory / name).exists() for name in store.OF_SWEEPS) else "*/"  # not a folder of sweeps
-    paths = {*directory.glob(store.RECORD), *directory.glob(f"{below}{store.RECORD}")}
-    for path in (path.parent for path in sorted(paths)):  # of this machine
-        name = path.name if path == directory else str(path.relative_to(directory))
-        if name not in known and store.TRIES not in Path(name).parts:
-            told = written(path)
-            runs.append(Run(name, None, None, told, not is_open(told), read_progress(path)))
+    runs += _of_this_machine(directory, results, {run.directory for run in runs})
     if not runs:
         raise FileNotFoundError(directory)
     return Sweep(sorted(runs, key=_number), silence, damage)
+
+
+def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:
+    """The runs that have no job; of one that is done once more its record knows more than its result, which is open."""
+    below = "**/" if any((directory / name).exists() for name in store.OF_SWEEPS) else "*/"  # not a folder of sweeps
+    paths = {*directory.glob(store.RECORD), *directory.glob(f"{below}{store.RECORD}")}
+    found, places = dict(results), {}
+    for path in (path.parent for path in sorted(paths)):
+        name = path.name if path == directory else str(path.relative_to(directory))
+        if name not in submitted and store.TRIES not in Path(name).parts:
+            places[name] = path
+            if name not in found or is_open(found[name]):
+                found[name] = written(path)
+    for name, told in found.items():
+        yield Run(name, None, None, told, not is_open(told), read_progress(places.get(name, directory / name)))
 
 
 def _blocks_of_both_sides(directory: Path) -> list[Path]:

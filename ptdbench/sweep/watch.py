@@ -46,8 +46,8 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
 
 
 def _as_json(run: Run, number: int) -> dict[str, Any]:
-    record, job, going_on = run.record, run.job, None if run.is_over else run.progress
-    metrics = part(record, Metrics)
+    told, job, going_on = run.record, run.job, None if run.is_over else run.progress
+    metrics = part(told, Metrics)
     rates = {"samples_per_second": metrics.samples_per_second, "tokens_per_second": metrics.tokens_per_second}
     if going_on:
         rates[f"{going_on.unit}_per_second"] = going_on.per_second
@@ -57,16 +57,16 @@ def _as_json(run: Run, number: int) -> dict[str, Any]:
         "run": _label(run),
         "job": job.id if job else None,
         "queue": run.queue.state if run.queue else None,
-        "nodes": record.get("nodes"),
-        "world_size": record.get("world_size"),
-        "kind": record.get("kind"),
-        "status": record["status"],
+        "nodes": told.get("nodes"),
+        "world_size": told.get("world_size"),
+        "kind": told.get("kind"),
+        "status": "unfinished" if record.is_open(told) and not run.is_over else told["status"],
         "is_over": run.is_over,
-        "step": going_on.step if going_on else record.get("steps"),
-        "steps": going_on.steps if going_on else option(record, "train.steps", int),
+        "step": going_on.step if going_on else told.get("steps"),
+        "steps": going_on.steps if going_on else option(told, "train.steps", int),
         **rates,
         "startup_seconds": metrics.startup_seconds,
-        "error": record.get("error"),
+        "error": told.get("error"),
     }
 
 

@@ -478,15 +478,33 @@ def test_nor_where_another_cluster_has_the_jobs(sweep, monkeypatch):
     assert status.look(sweep.path).is_over
 
 
+def begin_again(sweep, number):
+    """``sweep.resume``: a run that failed is begun once more, and the sweep's results say so."""
+    path = sweep.path / f"{number}_toy_ddp"
+    draft = record.begin(CONFIG, path, {})
+    store.append_result(sweep.path, draft)
+    store.write_record(path, draft)
+
+
+def test_a_run_of_this_machine_that_is_done_once_more_goes_on(sweep):
+    sweep.begin(0)
+    sweep.end(0, **failure())
+    begin_again(sweep, 0)
+    sweep.tell(0, PROGRESS)
+    looked = status.look(sweep.path)
+    assert not looked.is_over
+    (told,) = watch.as_json(looked)["runs"]
+    assert (told["status"], told["is_over"], told["step"]) == ("unfinished", False, PROGRESS["step"])
+    sweep.end(0, told=False)
+    assert states(sweep) == [("0_toy_ddp", True, "ok")]
+
+
 @pytest.mark.parametrize("told", [True, False], ids=["told", "killed before it told the sweep"])
 def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep, told):
     """``sweep.resume`` on a cluster: the run that failed waits in the queue again, and then ends well."""
     sweep.submit(1)
     sweep.end(0, status="failed", error=failure())
-    path = sweep.path / "0_toy_ddp"
-    draft = record.begin(CONFIG, path, {})
-    store.append_result(sweep.path, draft)  # as the launcher does
-    store.write_record(path, draft)
+    begin_again(sweep, 0)
     sweep.says(_0="PENDING (Priority)")
     assert not status.look(sweep.path).is_over
     sweep.end(0, told=told)
