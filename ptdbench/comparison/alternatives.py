@@ -88,14 +88,17 @@ def sweep_of(run: Written) -> Path:
 
     There each block of a side is a sweep of its own.
     """
-    sweep = _around(Path(run["directory"]).parent)
+    folder = Path(run["directory"]).parent
+    sweep = _around(folder) or folder
     return sweep.parent if record.option(run, "repeat.series", str) else sweep
 
 
-@cache
-def _around(folder: Path) -> Path:
-    """The nearest folder of a sweep, this one or one around it: ``hydra.sweep.subdir`` may be nested; else this one."""
-    return next((one for one in (folder, *folder.parents) if ledger.is_ledger(one / ledger.LEDGER)), folder)
+_around = cache(ledger.around)  # a sweep may have thousands of runs
+
+
+def name_of_sweep(run: Written) -> str:
+    """The name of that folder, the same from everywhere: within it, and by a link such as ``outputs/latest``."""
+    return sweep_of(run).resolve().name
 
 
 def _block(run: Written) -> Hashable:

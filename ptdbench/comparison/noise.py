@@ -16,7 +16,7 @@ import msgspec
 
 from ptdbench import cache
 from ptdbench.comparison import variation
-from ptdbench.comparison.alternatives import Alternative, sweep_of, throughput
+from ptdbench.comparison.alternatives import Alternative, name_of_sweep, throughput
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool
 from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Written, part
@@ -63,7 +63,7 @@ def keep(found: Sequence[Alternative]) -> None:
         if len(one.sample) >= MIN_RUNS:
             groups.setdefault(json.dumps(_key(one.median_run), sort_keys=True), []).append(one)
     for group in groups.values():
-        key, sweep = _key(group[0].median_run), sweep_of(group[0].median_run).name
+        key, sweep = _key(group[0].median_run), name_of_sweep(group[0].median_run)
         noise = variation.noise([one.sample for one in group])
         if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:
             earlier = {name: one for name, one in _sweeps(key).items() if name != sweep}
@@ -80,7 +80,7 @@ def look_up(runs: Iterable[Written]) -> Noise | None:
     """
     runs = [run for run in runs if throughput(run)]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
-    own = {sweep_of(run).name for run in runs}  # what they say themselves is known
+    own = set(map(name_of_sweep, runs))  # what they say themselves is known
     found = [[noise for sweep, noise in _sweeps(key).items() if sweep not in own] for key in keys.values()]
     if not all(found):
         return None

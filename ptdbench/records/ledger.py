@@ -54,8 +54,13 @@ def with_id(job: Job, identity: str) -> Job:
 def sweep_of(directory: Path) -> Path | None:
     """Return the sweep that a run's directory lies in, if it does; a run that only tries a micro-batch is in none."""
     directory = directory.absolute()
-    sweep = next((parent for parent in directory.parents if is_ledger(parent / LEDGER)), None)
+    sweep = around(directory.parent)
     return None if sweep and TRIES in directory.relative_to(sweep).parts else sweep
+
+
+def around(folder: Path) -> Path | None:
+    """Return the nearest sweep: a folder, or one around it, as ``hydra.sweep.subdir`` may be nested."""
+    return next((one for one in (folder, *folder.parents) if is_ledger(one / LEDGER)), None)
 
 
 def is_ledger(path: Path) -> bool:

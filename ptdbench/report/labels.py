@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptdbench.comparison.alternatives import sweep_of
+from ptdbench.comparison.alternatives import name_of_sweep
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.bearing import OF_CHOICE, bears, leaves
 from ptdbench.records.record import configuration, option
@@ -181,7 +181,7 @@ _DETAILS: tuple[_Detail, ...] = (
 
 #: The same for runs of several sweeps.
 _PLACES: tuple[_Detail, ...] = (
-    lambda record: f"[{sweep_of(record).name}]",
+    lambda record: f"[{name_of_sweep(record)}]",
     lambda record: f"[{Path(record['directory']).name}]",
     lambda record: f"[{record['directory']}]",
 )

@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -66,11 +67,17 @@ def test_sweeps_add_up_and_of_the_same_one_the_latest_table_counts():
     assert deviation([on(MACHINE, run())]) == pytest.approx(pooled)
 
 
-def test_a_sweep_is_not_judged_by_itself():
-    """It would count twice, and its table would be another one when it is shown again."""
+def test_a_sweep_is_not_judged_by_itself(tmp_path, monkeypatch):
+    """It would count twice, and its table would be another one when it is shown again, from wherever."""
+    monkeypatch.chdir(tmp_path)
     keep(sweep())
     assert noise.look_up(sweep()) is None
     assert noise.look_up(elsewhere(sweep(), f"/home/me/{EARLIER}")) is None
+    Path(EARLIER).mkdir(parents=True)
+    Path("outputs/latest").symlink_to("earlier")
+    assert noise.look_up(elsewhere(sweep(), "outputs/latest")) is None
+    monkeypatch.chdir(EARLIER)
+    assert noise.look_up(elsewhere(sweep(), ".")) is None
     keep(elsewhere(sweep(), "outputs/another"))
     assert noise.look_up(sweep()).unpaired.freedom == 4
     assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 8
