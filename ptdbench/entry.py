@@ -269,7 +269,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     """
     from ptdbench.sweep import status
 
-    if not line.goes_on or not any(directory.glob(f"**/{store.RECORD}")):
+    if not line.goes_on or not store.holding(directory, store.RECORD):
         return frozenset()
     sweep = status.look(directory)
     if sweep.silence:

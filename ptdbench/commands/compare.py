@@ -146,7 +146,7 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
         try:
             alternating.run(sides, overrides, repeat, directory)
         except BaseException:
-            if any(directory.glob(f"**/{store.RECORD}")):
+            if store.holding(directory, store.RECORD):
                 echo(f"records      {directory}")
             raise
     return directory

@@ -14,7 +14,7 @@ HELP = "where every run of a sweep stands: queue, step, result, seconds to start
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what is typed after ``status``."""
-    parser.add_argument("directory", type=Path, help="the sweep's directory, or a run's")
+    parser.add_argument("directory", type=Path, help="of a sweep, a run, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
 
 

@@ -163,15 +163,15 @@ def _of_results(path: Path) -> Runs:
 def _of_folder(folder: Path) -> Runs:
     """Read the runs by their own records, or by a sweep's results where only these were kept."""
     found = {}
-    for path in (one for one in folder.rglob(store.RECORD) if store.TRIES not in one.relative_to(folder).parts):
+    for directory in store.holding(folder, store.RECORD):
         try:
-            found[path.parent] = Run(store.load_record(path.parent), path.parent)
+            found[directory] = Run(store.load_record(directory), directory)
         except store.Damaged as damage:
             warnings.warn(str(damage), stacklevel=3)
         except OSError as error:
-            warnings.warn(f"{path}: cannot be read: {error.strerror}", stacklevel=3)
-    for path in folder.rglob(store.RESULTS):
-        found = {run.directory: run for run in _of_results(path)} | found
+            warnings.warn(f"{directory / store.RECORD}: cannot be read: {error.strerror}", stacklevel=3)
+    for sweep in store.holding(folder, store.RESULTS):
+        found = {run.directory: run for run in _of_results(sweep / store.RESULTS)} | found
     return Runs(found[directory] for directory in sorted(found, key=_in_order))
 
 

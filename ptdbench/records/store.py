@@ -173,6 +173,20 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
     return list(records.values())
 
 
+def holding(folder: Path, *names: str) -> list[Path]:
+    """Return the directories with a file of one of these names, a folder and all below it, sorted.
+
+    Those of runs that only try a micro-batch are none. What goes while this looks, such as an old checkpoint or a
+    directory that is being made, is passed over, which :meth:`pathlib.Path.rglob` does only since Python 3.13.
+    """
+    found = []
+    for place, folders, files in os.walk(folder):
+        if not {*names}.isdisjoint([*folders, *files]):
+            found.append(Path(place))
+        folders[:] = [name for name in folders if name != TRIES]
+    return sorted(found)
+
+
 def below(sweep_directory: Path, path: str) -> str:
     """Return a run's directory relative to its sweep's, which may have been moved since.
 

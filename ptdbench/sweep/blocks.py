@@ -52,9 +52,9 @@ def _swept(composed: Composed) -> Iterator[Problem]:
 
 def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
     """Find that a resumed sweep's runs lie in the directories of others."""
-    for path in sorted(sweep.glob(f"**/{store.RECORD}")):
+    for directory in store.holding(sweep, store.RECORD):
         try:
-            written = store.load_record(path.parent)
+            written = store.load_record(directory)
         except (OSError, store.Damaged):
             continue
         was = record.option(written, "repeat.runs", int | str) not in (None, 1)

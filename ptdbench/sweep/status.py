@@ -59,6 +59,7 @@ class Run:
     record: Written  #: What the run has written so far.
     is_over: bool  #: Whether it has ended and its result is among the sweep's.
     progress: Progress | None = None  #: How far a run that is going on has come.
+    sweep: str = ""  #: Its sweep, where those of several are looked at; empty for a single run.
 
     @cached_property
     def typed(self) -> Record:
@@ -81,7 +82,7 @@ class Sweep:
 
 
 def look(directory: Path) -> Sweep:
-    """Look where the runs of a sweep, a single run, or the runs of a comparison whose sides take turns, stand.
+    """Look where the runs of a sweep stand, a single run, or the runs of a folder of these.
 
     A run whose job has ended without a word gets its record here, with SLURM's state for a reason: whoever looks first
     writes it down. A run whose record is damaged or gone stands among the others, as :data:`DAMAGED`.
@@ -89,8 +90,22 @@ def look(directory: Path) -> Sweep:
     Raises:
         FileNotFoundError: There is no run.
     """
-    if blocks := _blocks_of_both_sides(directory):
-        return _together(directory, blocks)
+    if _is_sweep(directory) or not (sweeps := store.holding(directory, *store.OF_SWEEPS)):
+        return _one(directory)
+    return _together(directory, [directory, *sorted(sweeps, key=_in_turn)])
+
+
+def _is_sweep(directory: Path) -> bool:
+    return any((directory / name).exists() for name in store.OF_SWEEPS)
+
+
+def _in_turn(sweep: Path) -> tuple[int, bool, Path]:
+    """For the order: the blocks of a comparison whose sides took turns lie in a folder for each side."""
+    return int(sweep.name) if sweep.name.isdecimal() else -1, sweep.parent.name == "after", sweep
+
+
+def _one(directory: Path) -> Sweep:
+    """A sweep, or the single runs of a folder."""
     damage: list[str] = []
     jobs = _jobs(directory, damage.append)
     results = _results(directory, damage.append)
@@ -123,12 +138,11 @@ def look(directory: Path) -> Sweep:
 
 def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:
     """The runs that have no job; of one that is done once more its record knows more than its result, which is open."""
-    below = "**/" if any((directory / name).exists() for name in store.OF_SWEEPS) else "*/"  # not a folder of sweeps
-    paths = {*directory.glob(store.RECORD), *directory.glob(f"{below}{store.RECORD}")}
+    paths = store.holding(directory, store.RECORD) if _is_sweep(directory) else [directory, *directory.glob("*")]
     found, places = dict(results), {}
-    for path in (path.parent for path in sorted(paths)):
+    for path in (one for one in paths if (one / store.RECORD).exists()):
         name = path.name if path == directory else str(path.relative_to(directory))
-        if name not in submitted and store.TRIES not in Path(name).parts:
+        if name not in submitted:
             places[name] = path
             if name not in found or is_open(found[name]):
                 found[name] = written(path)
@@ -136,21 +150,17 @@ def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted:
         yield Run(name, None, None, told, not is_open(told), read_progress(places.get(name, directory / name)))
 
 
-def _blocks_of_both_sides(directory: Path) -> list[Path]:
-    """The folders of ``compare --python`` and ``--checkout``, each of them a sweep, in the order of their blocks."""
-    found = [path for side in ("before", "after") for path in directory.glob(f"{side}/*") if path.name.isdecimal()]
-    return sorted(found, key=lambda path: int(path.name))
-
-
 def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
-    """Several sweeps as one, whose runs have directories below its own."""
+    """Several sweeps as one, whose runs have directories below its own; beside them may be single runs."""
     runs: list[Run] = []
     damage: list[str] = []
     silence = ""
     for path in sweeps:
         with suppress(FileNotFoundError):  # it has just begun
-            sweep = look(path)
-            runs += [replace(run, directory=str(path.relative_to(directory) / run.directory)) for run in sweep.runs]
+            sweep, name = _one(path), path.relative_to(directory)
+            runs += [
+                replace(run, directory=str(name / run.directory), sweep=name.name and str(name)) for run in sweep.runs
+            ]
             damage += sweep.damage
             silence = silence or sweep.silence
     if not runs:

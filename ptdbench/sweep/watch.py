@@ -97,9 +97,8 @@ def state_text(run: Run) -> str:
 
 
 def _label(run: Run) -> str:
-    (*sweep, _), named = Path(run.directory).parts, name(run.record)
-    of_block = option(run.record, "repeat.series", str)
-    return f"{named} [{'/'.join(sweep)}]" if of_block and sweep else named
+    named = name(run.record)
+    return f"{named} [{run.sweep}]" if run.sweep else named
 
 
 def _shape(record: Record) -> str:

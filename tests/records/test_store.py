@@ -101,6 +101,22 @@ def test_of_a_run_that_was_done_again_the_last_line_counts_and_is_the_only_one(t
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
 
 
+def test_what_goes_while_runs_are_looked_for_is_passed_over(tmp_path, monkeypatch):
+    """As a checkpoint of a run that goes on, or a directory that is being made."""
+    for name in ("a/checkpoints/step-1", "b", "b/tries/1"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / store.RECORD).touch()
+    scandir = os.scandir
+
+    def going(path):
+        if Path(path).name == "step-1":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", going)
+    assert store.holding(tmp_path, store.RECORD) == [tmp_path / "b"]
+
+
 def test_a_full_disk_leaves_the_results_as_they_were(tmp_path, monkeypatch, fill_the_disk):
     append_result(tmp_path, result(1))
     before = (tmp_path / "results.jsonl").read_bytes()

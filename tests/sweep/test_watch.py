@@ -59,6 +59,16 @@ def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(sweep):
         status.look(folder / "before" / "11")
 
 
+def test_the_sweeps_of_a_folder_stand_below_its_single_runs(sweep):
+    for name in ("b/sweep", "a"):
+        keep(sweep.path / name, "0_toy_ddp", run("ddp"))
+    sweep.begin(7)
+    seen = watch.as_json(status.look(sweep.path))["runs"]
+    assert [(one["run"], one["directory"]) for one in seen] == [
+        ("toy ddp", "7_toy_ddp"), ("gpt_tiny ddp [a]", "a/0_toy_ddp"), ("gpt_tiny ddp [b/sweep]", "b/sweep/0_toy_ddp"),
+    ]  # fmt: skip
+
+
 def test_forgotten_and_not_answered(sweep):
     sweep.submit(1)
     sweep.queue = SlurmError("Unable to contact slurm controller")
