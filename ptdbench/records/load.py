@@ -147,6 +147,8 @@ def load(path: str | Path) -> Run | Runs:
         return Run(store.load_record(path), path)
     found = _of_results(path) if path.is_file() else _of_folder(path)
     if not found:
+        if path.is_file() or store.holding(path, store.RECORD, store.RESULTS):
+            raise FileNotFoundError(f"{path}: no record there or below can be read")
         rule = f"no {store.RECORD} and no {store.RESULTS} there or below"
         raise FileNotFoundError(f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them")
     return found

@@ -148,11 +148,25 @@ class TestFrame:
             assert {*ptdbench.load(tmp_path).frame().columns} == {*alone, "config.seed.data"}
 
 
-@pytest.mark.parametrize("name", ["", "nowhere", "notes.txt"])
-def test_a_path_without_records(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("", "no record.json and no results.jsonl there or below; give the directory of a run"),
+        ("nowhere", "no record.json and no results.jsonl there or below; give the directory of a run"),
+        ("notes.txt", "is not a results.jsonl; give that or a directory"),
+        ("damaged", "no record there or below can be read"),
+        ("damaged/results.jsonl", "no record there or below can be read"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* is damaged")
+def test_a_path_without_records(tmp_path, name, said):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(FileNotFoundError, match=r"give (that or )?(a|the) directory"):
+    if name.startswith("damaged"):
+        (made(tmp_path / "damaged" / "0_toy") / store.RECORD).write_text("{")
+        (tmp_path / "damaged" / store.RESULTS).write_text("{}\n")
+    with pytest.raises(FileNotFoundError) as caught:
         ptdbench.load(tmp_path / name)
+    assert str(caught.value).startswith(f"{tmp_path / name}: {said}")
 
 
 def test_neither_torch_nor_more_than_is_needed_is_imported(tmp_path):
