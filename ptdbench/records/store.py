@@ -193,8 +193,8 @@ def below(sweep_directory: Path, path: str) -> str:
     ``outputs/<sweep>/toy/ddp`` becomes ``toy/ddp``.
     """
     parts = [part for part in Path(path).parts if part != ".."]  # it is below, whatever a record says
-    sweep = sweep_directory.resolve().name
-    depth = parts[::-1].index(sweep) if sweep in parts else 1
+    sweep, outer = sweep_directory.resolve().name, parts[-2::-1]  # the run itself may have the same name
+    depth = outer.index(sweep) + 1 if sweep in outer else 1
     return str(Path(*parts[len(parts) - depth :]))
 
 

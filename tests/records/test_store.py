@@ -101,6 +101,18 @@ def test_of_a_run_that_was_done_again_the_last_line_counts_and_is_the_only_one(t
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        ("outputs/fsdp/0_toy/ddp", "0_toy/ddp"),
+        ("moved/from/0_toy", "0_toy"),
+        ("outputs/fsdp/fsdp", "fsdp"),  # hydra.sweep.subdir='${parallel.name}'
+    ],
+)
+def test_a_run_is_known_by_its_place_below_its_sweep(directory, name):
+    assert store.below(Path("/now/fsdp"), directory) == name
+
+
 def test_what_goes_while_runs_are_looked_for_is_passed_over(tmp_path, monkeypatch):
     """As a checkpoint of a run that goes on, or a directory that is being made."""
     for name in ("a/checkpoints/step-1", "b", "b/tries/1"):
