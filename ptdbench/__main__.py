@@ -1,7 +1,8 @@
 """``ptdbench COMMAND``, also ``python -m ptdbench COMMAND``; each module of :mod:`ptdbench.commands` is one.
 
-A command has ``HELP``, ``add_arguments(parser)`` and ``main(arguments)``, which returns the exit status. It imports
-what it needs when it runs, so that ``--help`` answers at once. ``train`` is none of them: Hydra reads what follows it.
+A command has ``HELP``, ``add_arguments(parser)`` and ``main(arguments)``, which returns the exit status; that
+where its input cannot be used is 1, or its ``UNUSABLE``. It imports what it needs when it runs, so that ``--help``
+answers at once. ``train`` is none of them: Hydra reads what follows it.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ def main() -> int:
     if of_command := of_commands.get(next(iter(sys.argv[1:]), "")):
         words = sys.argv[2:]  # in any order, unless a -- keeps what follows it from being options
         arguments = of_command.parse_args(words) if "--" in words else of_command.parse_intermixed_args(words)
+        from ptdbench.records.store import Damaged
+
         try:
             return int(arguments.main(arguments))
-        except ConfigError as error:
-            echo(str(error), sys.stderr)
-            return 1
+        except (ConfigError, Damaged) as refusal:
+            echo(str(refusal), sys.stderr)
+        except OSError as error:
+            echo(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
+        return int(arguments.unusable)
     if parser.parse_args().version:
         from ptdbench.measure import hardware
 
@@ -67,7 +72,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
         about = (command.__doc__ or "").replace("``", "")
         of_commands[name] = choices.add_parser(name, help=command.HELP, description=about)
         command.add_arguments(of_commands[name])
-        of_commands[name].set_defaults(main=command.main)
+        of_commands[name].set_defaults(main=command.main, unusable=getattr(command, "UNUSABLE", 1))
     return parser, of_commands
 
 

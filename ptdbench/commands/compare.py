@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.problems import Problem, require
 from ptdbench.terminal import command, echo, plural
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def _share(text: str) -> float:
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; the exit status is that of the gate, see :func:`ptdbench.report.versus.status`."""
     from ptdbench import files
-    from ptdbench.records.store import Damaged
     from ptdbench.report import recorded_phases, text, versus
 
     try:
@@ -79,12 +78,6 @@ def main(arguments: argparse.Namespace) -> int:
         found = versus.match(*sides)
     except versus.Incomparable as refusal:
         echo(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
-        return UNUSABLE
-    except (ConfigError, Damaged) as refusal:
-        echo(str(refusal), sys.stderr)
-        return UNUSABLE
-    except OSError as error:
-        echo(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return UNUSABLE
     if arguments.json:
         echo(files.as_text(versus.as_json(found, arguments.fail_if_slower)))
@@ -177,7 +170,7 @@ def _trained(folder: Path) -> list[Run]:
     """The runs that train and are measured; raises FileNotFoundError where there is none."""
     from ptdbench.records.load import load_telling
 
-    found = load_telling(folder, lambda damage: echo(damage, sys.stderr))
+    found = load_telling(folder)
     runs = found if isinstance(found, list) else [found]
     trained = [run for run in runs if run.get("model")]
     if not trained:

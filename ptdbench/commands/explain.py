@@ -14,7 +14,7 @@ from ptdbench.terminal import echo, plural
 
 if TYPE_CHECKING:
     from ptdbench.comparison.ranking import Place
-    from ptdbench.records.load import Run, Runs
+    from ptdbench.records.load import Run
 
 HELP = "where the time and the memory of a step went, and why one run is faster than another"
 
@@ -53,17 +53,13 @@ class _Found:
 def main(arguments: argparse.Namespace) -> int:
     """Print tables and lines of figures; the exit status is 1 where nothing can be explained."""
     from ptdbench import files
-    from ptdbench.records.store import Damaged
     from ptdbench.report import text, virtual
 
     width = shutil.get_terminal_size((110, 24)).columns
     try:
         found = _found(arguments.directory, arguments.against)
-    except (_Refused, Damaged) as refusal:
+    except _Refused as refusal:
         echo(str(refusal), sys.stderr)
-        return 1
-    except OSError as error:
-        echo(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
         return 1
     if arguments.json:
         imitated = [
@@ -81,11 +77,12 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _found(directory: Path, other: Path | None) -> _Found:
     """Find the runs to explain in a directory, or in two runs."""
+    from ptdbench.records.load import load_telling
     from ptdbench.report import labels, recorded_phases, virtual
 
     if other:
         return _Found([_pair(directory, other)])
-    loaded = _load(directory)
+    loaded = load_telling(directory)
     runs = loaded if isinstance(loaded, list) else [loaded]
     imitated = [run for run in runs if virtual.has_figures(run)]
     found = _Found([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
@@ -215,15 +212,10 @@ def _pair(directory: Path, other: Path) -> _Group:
     return _Group(reference, {called: run, reference: against}, [1, 1], lines)
 
 
-def _load(directory: Path) -> Run | Runs:
-    """The records, with a line on standard error for each one that is damaged."""
+def _single(directory: Path) -> Run:
     from ptdbench.records.load import load_telling
 
-    return load_telling(directory, lambda damage: echo(damage, sys.stderr))
-
-
-def _single(directory: Path) -> Run:
-    found = _load(directory)
+    found = load_telling(directory)
     if isinstance(found, list):
         names = ", ".join(str(run.directory) for run in found[:3])
         raise _Refused(f"{directory}: --against compares two runs, and this is a folder of them; try {names}")

@@ -47,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Write the files; the exit status is 1 where nothing can be reported, and then nothing is written."""
     from ptdbench.files import replace_bytes
-    from ptdbench.records.store import Damaged
 
     try:
         arguments.directories = arguments.directories or [_newest()]
@@ -57,9 +56,6 @@ def main(arguments: argparse.Namespace) -> int:
         texts = {form: _text(form, title, subtitle, runs) for form in paths}
         for form, path in paths.items():
             replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
-    except (ConfigError, Damaged) as refusal:
-        echo(str(refusal), sys.stderr)
-        return 1
     except OSError as error:
         said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         echo(said, sys.stderr)
@@ -80,13 +76,13 @@ def _newest() -> Path:
     Raises:
         ConfigError: There is none.
     """
-    from ptdbench.records.store import LATEST, OF_SWEEPS
+    from ptdbench.records.store import LATEST, is_sweep
 
     outputs = Path("outputs")
     link = outputs / LATEST
     if link.is_symlink() and link.is_dir():
         return link.parent / link.readlink()
-    sweeps = sorted(path for path in outputs.glob("*") if any((path / name).exists() for name in OF_SWEEPS))
+    sweeps = sorted(filter(is_sweep, outputs.glob("*")))
     if not sweeps:
         rule = "there is no sweep in outputs"
         raise ConfigError([Problem("report", "(no directory)", rule, "give the directory of a run or of a sweep")])
@@ -119,7 +115,7 @@ def _runs(directories: Sequence[Path]) -> list[Run]:
 
     found: dict[Path, Run] = {}
     for directory in directories:
-        loaded = load_telling(directory, lambda damage: echo(damage, sys.stderr))
+        loaded = load_telling(directory)
         for run in loaded if isinstance(loaded, list) else [loaded]:
             found.setdefault(run.directory.resolve(), run)
     return list(found.values())

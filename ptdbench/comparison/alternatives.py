@@ -42,7 +42,7 @@ def of_sweeps(runs: Iterable[Written]) -> list[Alternative]:
     for run in runs:
         directory, parent = Path(run["directory"]), sweep_of(run)
         if parent not in is_sweep:  # also where only the results of one were kept
-            known = any((parent / name).exists() for name in store.OF_SWEEPS)
+            known = store.is_sweep(parent)
             is_sweep[parent] = known or parent != directory.parent or not (directory / store.RECORD).exists()
         sweeps.setdefault(parent if is_sweep[parent] else directory, []).append(run)
     return [one for sweep in sweeps.values() for one in group(sweep)]

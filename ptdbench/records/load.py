@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from ptdbench.records import series, store
 from ptdbench.records.schema import Written
+from ptdbench.terminal import echo
 
 if TYPE_CHECKING:
     import pandas
@@ -111,10 +113,10 @@ class Runs(list[Run]):
         return found.drop(columns=unknown)
 
 
-def load_telling(path: Path, tell: Callable[[str], object]) -> Run | Runs:
-    """Read as :func:`load` does, but ``tell`` of damaged records; each ``directory`` is where the run is now.
+def load_telling(path: Path) -> Run | Runs:
+    """Read as :func:`load` does, but tell of damaged records on standard error; each ``directory`` is the place now.
 
-    Messages are told also if nothing can be read.
+    They are told also if nothing can be read.
     """
     with warnings.catch_warnings(record=True) as damage:
         warnings.simplefilter("always")
@@ -123,7 +125,7 @@ def load_telling(path: Path, tell: Callable[[str], object]) -> Run | Runs:
             return Runs(map(_as_it_lies, found)) if isinstance(found, Runs) else _as_it_lies(found)
         finally:
             for one in damage:
-                tell(str(one.message))
+                echo(str(one.message), sys.stderr)
 
 
 def _as_it_lies(run: Run) -> Run:

@@ -41,6 +41,11 @@ LATEST = "latest"
 OF_SWEEPS = (RESULTS, "sweep.json", "multirun.yaml")
 
 
+def is_sweep(directory: Path) -> bool:
+    """Return whether a directory is that of a sweep."""
+    return any((directory / name).exists() for name in OF_SWEEPS)
+
+
 class Damaged(ValueError):
     """A damaged file; the message names it and says in one line what is wrong."""
 
@@ -213,7 +218,7 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
         raise _unwritable(directory, option, error) from None
     lock(directory, option)
     if not is_new:
-        of_sweep = any((directory / name).exists() for name in OF_SWEEPS) or any(directory.glob(f"*/{RECORD}"))
+        of_sweep = is_sweep(directory) or any(directory.glob(f"*/{RECORD}"))
         if not again and (of_sweep or (directory / RECORD).exists()):
             remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
             raise ConfigError([Problem(option, directory, "it already holds results", remedy)])

@@ -43,8 +43,7 @@ class Line:
 
 def command(directory: Path) -> str:
     """Return what to type to go on with a run or a sweep."""
-    is_sweep = any((directory / name).exists() for name in store.OF_SWEEPS)
-    return f"{terminal.command()} {shlex.quote(f'{SWEEP if is_sweep else RUN}={directory}')}"
+    return f"{terminal.command()} {shlex.quote(f'{SWEEP if store.is_sweep(directory) else RUN}={directory}')}"
 
 
 def read(typed: Sequence[str], multirun: bool, world: World | None, config_name: str = "config") -> Line:

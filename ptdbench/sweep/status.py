@@ -90,18 +90,16 @@ def look(directory: Path) -> Sweep:
     Raises:
         FileNotFoundError: There is no run.
     """
-    if _is_sweep(directory) or not (sweeps := store.holding(directory, *store.OF_SWEEPS)):
+    if store.is_sweep(directory) or not (sweeps := store.holding(directory, *store.OF_SWEEPS)):
         return _one(directory)
     return _together(directory, [directory, *sorted(sweeps, key=_in_turn)])
 
 
-def _is_sweep(directory: Path) -> bool:
-    return any((directory / name).exists() for name in store.OF_SWEEPS)
-
-
-def _in_turn(sweep: Path) -> tuple[int, bool, Path]:
+def _in_turn(sweep: Path) -> tuple[Path, int, bool]:
     """For the order: the blocks of a comparison whose sides took turns lie in a folder for each side."""
-    return int(sweep.name) if sweep.name.isdecimal() else -1, sweep.parent.name == "after", sweep
+    if sweep.name.isdecimal():
+        return sweep.parent.parent, int(sweep.name), sweep.parent.name == "after"
+    return sweep, 0, False
 
 
 def _one(directory: Path) -> Sweep:
@@ -138,7 +136,7 @@ def _one(directory: Path) -> Sweep:
 
 def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:
     """The runs that have no job; of one that is done once more its record knows more than its result, which is open."""
-    paths = store.holding(directory, store.RECORD) if _is_sweep(directory) else [directory, *directory.glob("*")]
+    paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
     found, places = dict(results), {}
     for path in (one for one in paths if (one / store.RECORD).exists()):
         name = path.name if path == directory else str(path.relative_to(directory))
