@@ -136,6 +136,7 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
 
         name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
         directory = store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
+        store.lock(directory, "outputs")  # between two blocks it is not over
         try:
             alternating.run(sides, overrides, repeat, directory)
         except BaseException:

@@ -248,6 +248,19 @@ def lock(directory: Path, option: str) -> None:
         os.close(descriptor)
 
 
+def is_locked(directory: Path) -> bool:
+    """Return whether a process that has locked a directory goes on, as far as can be seen from here."""
+    with suppress(OSError):  # nobody ever has, or the file system has no locks
+        descriptor = os.open(directory / LOCK, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
 def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, Path], None]) -> Path:
     """Create a directory of this process alone: ``name``, else ``name-2``, ``name-3``, ...
 

@@ -74,11 +74,12 @@ class Sweep:
     runs: Sequence[Run]  #: In the order of their numbers.
     silence: str = ""  #: Why SLURM could not be asked; empty where it could, or need not be.
     damage: Sequence[str] = ()  #: A sentence for each line of its results that is damaged, and for its list of jobs.
+    goes_on: bool = False  #: Whether a process carries it out here: it may begin more runs.
 
     @property
     def is_over(self) -> bool:
         """Tell whether every run has ended."""
-        return all(run.is_over for run in self.runs)
+        return not self.goes_on and all(run.is_over for run in self.runs)
 
 
 def look(directory: Path) -> Sweep:
@@ -131,7 +132,7 @@ def _one(directory: Path) -> Sweep:
     runs += _of_this_machine(directory, results, {run.directory for run in runs})
     if not runs:
         raise FileNotFoundError(directory)
-    return Sweep(sorted(runs, key=_number), silence, damage)
+    return Sweep(sorted(runs, key=_number), silence, damage, store.is_locked(directory))
 
 
 def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:
@@ -163,7 +164,7 @@ def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
             silence = silence or sweep.silence
     if not runs:
         raise FileNotFoundError(directory)
-    return Sweep(runs, silence, damage)
+    return Sweep(runs, silence, damage, any(map(store.is_locked, sweeps)))
 
 
 def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:

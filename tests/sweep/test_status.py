@@ -40,6 +40,14 @@ class TestOnThisMachine:
         assert [run.job for run in seen.runs] == [None] * 4
         assert sweep.asked == []
 
+    def test_it_is_not_over_between_two_of_its_runs(self, sweep):
+        sweep.begin(0)
+        sweep.end(0)
+        assert status.look(sweep.path).is_over
+        store.lock(sweep.path, "hydra.sweep.dir")  # by the process that carries it out
+        assert not status.look(sweep.path).is_over
+        assert not watch.as_json(status.look(sweep.path.parent))["is_over"]
+
     def test_runs_in_folders_of_folders(self, sweep):
         """By ``hydra.sweep.subdir=${model.name}/${parallel.name}``; what only tries a micro-batch is no run."""
         ledger.begin(sweep.path, [])
