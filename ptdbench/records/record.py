@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ptdbench.files import strict
+from ptdbench.problems import as_typed
 from ptdbench.records import schema, store
 from ptdbench.records.bearing import bearing, bears, leaves
 from ptdbench.records.failure import Failure, status_of
@@ -160,9 +161,25 @@ def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
     An emptied group is not told from none, nor a shape that is not given. Options of the dotted names ``ignored``
     make no difference, besides those that never do.
     """
+    return _digest({name: value for name, value in _asked(config).items() if name not in ignored})
+
+
+def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a resolved configuration that make its run what it is, by their dotted names."""
     asked = {name: value for name, value in leaves(config) if not bears(name, "nothing", "queue") and value != {}}
     unset = {name for name in bearing("shape") if asked.get(name) is None}
-    return _digest({name: value for name, value in asked.items() if name not in unset and name not in ignored})
+    return {name: value for name, value in asked.items() if name not in unset}
+
+
+def other_work(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Describe by which options two resolved configurations are of other runs: ``train.steps=5 (here 7)``.
+
+    Of many, as where one is of another version of this package, the first three are named.
+    """
+    sides = [{name: as_typed(value) for name, value in _asked(config).items()} for config in (was, now)]
+    values = {name: [side.get(name, "not set") for side in sides] for name in sides[0] | sides[1]}
+    found = [f"{name}={one} (here {other})" for name, (one, other) in values.items() if one != other]
+    return ", ".join([*found[:3], *([f"{len(found) - 3} more"] if len(found) > 3 else [])]) or None
 
 
 def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

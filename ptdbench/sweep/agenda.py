@@ -215,9 +215,9 @@ class Agenda:
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
         if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             ownership.open_record(directory, draft)
-        trained = record.option(earlier or {}, "model", dict)
-        if other := trained and record.other_model(trained, record.option(draft, "model", dict) or {}):
-            echo(f"{directory.name}: was done with another model, {other}; done again", sys.stderr)
+        other = record.other_work(record.configuration(earlier), record.configuration(draft)) if earlier else None
+        if earlier and other and (earlier["status"] == "ok" or earlier.get("steps")):
+            echo(f"{directory.name}: was done with other options, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # done once more: its earlier result counts no longer
             store.append_result(self.directory, draft)

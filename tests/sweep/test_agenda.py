@@ -82,15 +82,17 @@ def test_what_is_done_or_queued_or_not_meant_is_left_alone(asked, tmp_path):
     assert [bool(only.open(number)) for number in range(3)] == [False, True, False]
 
 
-def test_a_run_that_was_done_with_another_model_is_done_again_and_says_so(asked, tmp_path, capsys):
+def test_a_run_that_was_done_with_other_options_is_done_again_and_says_so(asked, tmp_path, capsys):
     Agenda(tmp_path, asked("seed=0")).open(0)
     written = done(tmp_path)
     written["config"]["model"]["width"] = 7  # as if the file in conf/ had changed since
+    for name in ("seed", "compile", "timeout_minutes"):  # as an earlier version that did not have them
+        del written["config"][name]
     store.write_record(tmp_path / "0_toy_ddp", written)
     capsys.readouterr()
     assert Agenda(tmp_path, asked("seed=0")).open(0) is not None
-    said = capsys.readouterr().err
-    assert said == "0_toy_ddp: was done with another model, toy with width=7 (here 64); done again\n"
+    named = "model.width=7 (here 64), compile=not set (here false), seed=not set (here 0), 1 more"
+    assert capsys.readouterr().err == f"0_toy_ddp: was done with other options, {named}; done again\n"
     done(tmp_path)
     assert Agenda(tmp_path, asked("seed=0", "cluster.time_minutes=50")).open(0) is None  # with more time it is the same
     assert Agenda(tmp_path, asked("seed=0", "cluster.nodes=2")).open(0) is not None
