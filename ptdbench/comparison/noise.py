@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -27,7 +27,7 @@ _KIND = "noise"
 #: Fewer degrees of freedom say too little: two alternatives with three runs each have four.
 _LEAST_FREEDOM = 4
 
-#: Of each size the latest sweeps are known, by the names of their directories, which are the same from everywhere.
+#: Of each size the latest sweeps are known, by the names of their directories.
 _SWEEPS = 8
 
 
@@ -53,6 +53,13 @@ def pool(found: Sequence[Alternative]) -> Pool:
     return Pool([one.sample for one in found], look_up(run for one in found for run in one.runs))
 
 
+@dataclass(frozen=True)
+class _OfSweep(Noise):
+    """The noise that one sweep found."""
+
+    marks: frozenset[str] = frozenset()  #: See :func:`_marks`.
+
+
 def keep(found: Sequence[Alternative]) -> None:
     """Store how much the runs of a sweep differ, for each size of runs of which there are enough.
 
@@ -64,12 +71,12 @@ def keep(found: Sequence[Alternative]) -> None:
             groups.setdefault(json.dumps(_key(one.median_run), sort_keys=True), []).append(one)
     for group in groups.values():
         key, sweep = _key(group[0].median_run), name_of_sweep(group[0].median_run)
-        noise = variation.noise([one.sample for one in group])
+        noise, marks = variation.noise([one.sample for one in group]), _marks(run for one in group for run in one.runs)
         if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:
-            earlier = {name: one for name, one in _sweeps(key).items() if name != sweep}
-            kept = dict([*earlier.items(), (sweep, noise)][-_SWEEPS:])
+            kept = _others(key, marks) | {sweep: _OfSweep(noise.paired, noise.unpaired, marks)}
+            written = {name: msgspec.to_builtins(one) for name, one in [*kept.items()][-_SWEEPS:]}
             with suppress(OSError):
-                cache.keep(_KIND, key, {"sweeps": {name: asdict(one) for name, one in kept.items()}})
+                cache.keep(_KIND, key, {"sweeps": written})
 
 
 def look_up(runs: Iterable[Written]) -> Noise | None:
@@ -80,21 +87,29 @@ def look_up(runs: Iterable[Written]) -> Noise | None:
     """
     runs = [run for run in runs if throughput(run)]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
-    own = set(map(name_of_sweep, runs))  # what they say themselves is known
-    found = [[noise for sweep, noise in _sweeps(key).items() if sweep not in own] for key in keys.values()]
+    own = _marks(runs)  # what they say themselves is known
+    found = [_others(key, own) for key in keys.values()]
     if not all(found):
         return None
-    return max((sum(noises, Noise()) for noises in found), key=lambda noise: noise.unpaired.deviation, default=None)
+    return max(
+        (sum(noises.values(), Noise()) for noises in found), key=lambda noise: noise.unpaired.deviation, default=None
+    )
 
 
-def _sweeps(key: Mapping[str, Any]) -> dict[str, Noise]:
-    """Return what each sweep found, the latest one last; without those whose figures cannot be."""
+def _marks(runs: Iterable[Written]) -> frozenset[str]:
+    """What sweeps are known by: their names, and when runs began, as they may have been moved since."""
+    return frozenset(mark for run in runs for mark in (name_of_sweep(run), run.get("started")) if mark)
+
+
+def _others(key: Mapping[str, Any], marks: frozenset[str]) -> dict[str, _OfSweep]:
+    """Return what each sweep without these marks found, the latest one last; without those whose figures cannot be."""
     found = cache.look_up(_KIND, key).get("sweeps")
     noises = {}
     for sweep, written in (found if isinstance(found, dict) else {}).items():
         with suppress(ValueError):
-            noise = msgspec.convert(written, Noise)
-            if noise.unpaired.squares and noise.unpaired.freedom >= _LEAST_FREEDOM:
+            noise = msgspec.convert(written, _OfSweep)
+            is_other = marks.isdisjoint({sweep, *noise.marks})
+            if is_other and noise.unpaired.squares and noise.unpaired.freedom >= _LEAST_FREEDOM:
                 noises[sweep] = noise
     return noises
 

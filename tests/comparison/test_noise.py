@@ -83,6 +83,15 @@ def test_a_sweep_is_not_judged_by_itself(tmp_path, monkeypatch):
     assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 8
 
 
+def test_nor_where_it_was_moved_away_as_in_ci():
+    runs = [{**one, "started": f"2026-11-26T12:00:{place:02}"} for place, one in enumerate(sweep())]
+    keep(runs)
+    moved = elsewhere(runs, "before")
+    assert noise.look_up(moved[1:]) is None
+    keep(moved)
+    assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 4
+
+
 def test_the_latest_eight_sweeps_are_kept():
     for number in range(10):
         keep(elsewhere([*noisy("ddp", 0.01 + number), *noisy("fsdp", 0.01 + number)], f"outputs/{number}"))
