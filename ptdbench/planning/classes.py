@@ -5,6 +5,7 @@ Some at a time are carried out where there are more of them than cores; :func:`m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
@@ -14,7 +15,7 @@ from ptdbench.parallel.footprint import modules_of_ranks
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.setup.training_spec import TrainingSpec
 
-#: Stages of a pipeline that are all carried out; of longer ones the first two and the last two.
+#: Stages of a pipeline that are all carried out; of longer ones the first, the last two, and one of each kind between.
 _ALL_STAGES = 4
 
 
@@ -22,8 +23,8 @@ def classes(training: TrainingSpec) -> dict[int, int]:
     """For a rank of each class, in ascending order, how many ranks it stands for, itself included.
 
     Copies of a shard, and ranks that share products, do the same. Each stage differs from the others. Of a long
-    pipeline the second stage stands for those that follow, as none of them has more micro-batches under way, unless one
-    of them has more weights. The last shard of a weight is smaller than the first where it cannot be cut evenly. Where
+    pipeline a stage stands for those after it that have weights of the same shapes, as none of them has more
+    micro-batches under way. The last shard of a weight is smaller than the first where it cannot be cut evenly. Where
     replicas, and ranks that share a sequence, divide the optimizer's state, each of them differs.
     """
     dims = training.layout.dims
@@ -65,10 +66,9 @@ def _stages(training: TrainingSpec) -> dict[int, int]:
     if count <= _ALL_STAGES:
         return dict.fromkeys(range(count), 1)
     held = modules_of_ranks(training.model, training.strategy.stage_ranks(training.layout.dims))
-    sizes = [sum(weight.numel() for part in of_rank for weight in part.parameters()) for of_rank in held]
-    largest = max(range(1, count - 2), key=lambda stage: (sizes[stage], -stage))
-    middle = {1, largest}
-    return {0: 1, **dict.fromkeys(middle, 1), 1: count - 3 - (len(middle) - 1), count - 2: 1, count - 1: 1}
+    shapes = [[weight.shape for part in of_rank for weight in part.parameters()] for of_rank in held]
+    alike = Counter(shapes.index(shapes[stage], 1) for stage in range(1, count - 2))
+    return {0: 1, **alike, count - 2: 1, count - 1: 1}
 
 
 def _is_uneven(training: TrainingSpec) -> bool:

@@ -23,6 +23,10 @@ EVEN = ["model=llama_tiny", "virtual=h100", "data=synthetic_tokens", "train.glob
         ("parallel=pdp parallel.pipeline=2 cluster.ranks_per_node=8", {0: 4, 1: 4}),
         ("parallel=3d parallel.tensor=2 parallel.pipeline=2 cluster.ranks_per_node=8", {0: 4, 4: 4}),
         ("parallel=pdp parallel.pipeline=8 model.layers=8 cluster.ranks_per_node=8", {0: 1, 1: 5, 6: 1, 7: 1}),
+        (  # activations are largest in the stages with fewest weights
+            "model=resnet50 data=synthetic_images parallel=pdp parallel.pipeline=6 cluster.ranks_per_node=6",
+            dict.fromkeys(range(6), 1),
+        ),
         ("parallel=ddp parallel.optimizer=zero1 cluster.ranks_per_node=4", {0: 1, 1: 1, 2: 1, 3: 1}),
         (
             "parallel=ddp parallel.optimizer=zero1 parallel.context=2 cluster.ranks_per_node=4",
