@@ -36,7 +36,7 @@ class Measurement:
     flops_per_sample: float | None
     flops_reason: str | None  #: Why there is no such formula, else ``None``.
     world_size: int  #: Ranks, one device each.
-    device_name: str  #: As ``torch.cuda.get_device_name`` reports it, or ``cpu``.
+    device_name: str  #: As :func:`device_name` has it.
     dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
     peak_memory_bytes: int | None  #: Peak memory, maximum over ranks.
     #: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
@@ -140,6 +140,8 @@ def ceiling_of_run(job: Job) -> Ceiling:
         return None, "virtual GPUs have none"
     if dtype == "fp8":
         return None, "workload=matmul measures no products in fp8"
+    if job.device.type == "cuda" and (name := device_name(job)) != torch.cuda.get_device_name(job.device):
+        return None, f"the ranks have different GPUs: {name}"
     return known_ceiling(job.world, job.device, dtype, job.spec.config.cluster.cpus_per_rank)
 
 
@@ -165,7 +167,7 @@ def figures(
             masked_flops_per_sample=training.masked_flops_per_sample,
             flops_reason=training.flops_reason,
             world_size=job.spec.world_size,
-            device_name=torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu",
+            device_name=device_name(job),
             dtype=dtype_of(job),
             peak_memory_bytes=peaks[0],
             peak_reserved_bytes=peaks[1] or None,
@@ -219,6 +221,13 @@ def first_not_finite(path: Path) -> int | None:
 def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
     """The part of a series that belongs to one start of the run."""
     return values[segment["first_step"] :][: segment["steps"]]
+
+
+def device_name(job: Job) -> str:
+    """``cpu``, or the GPUs' name as ``torch.cuda.get_device_name`` has it, or all names where they differ."""
+    if job.device.type == "cpu":
+        return "cpu"
+    return " and ".join(sorted({peer.device.partition(" ")[2] for peer in job.peers}))
 
 
 def dtype_of(job: Job) -> str:

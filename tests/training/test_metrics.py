@@ -1,13 +1,16 @@
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.hardware import environment
+from ptdbench.training import metrics as train_metrics
 from ptdbench.training.metrics import Measurement, against_higher_ceiling, metrics
 from ptdbench.workloads import train
 from tests.conftest import composed
@@ -85,6 +88,22 @@ def test_mfu_is_null_with_its_reason(change, reason):
     found = figures(**change)
     assert found["mfu"] is None
     assert reason in found["mfu_reason"]
+
+
+def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch):
+    names = ["NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: names[0])
+    monkeypatch.setattr(train_metrics, "dtype_of", lambda _: "bf16")
+    job: Any = SimpleNamespace(
+        device=torch.device("cuda", 0),
+        peers=[SimpleNamespace(device=f"cuda:{place} {name}") for place, name in enumerate(names)],
+        spec=SimpleNamespace(virtual=None),
+    )
+    both = " and ".join(names)
+    assert figures(device_name=train_metrics.device_name(job))["mfu_reason"] == (
+        f"no data-sheet peak on record for {both} in bf16"
+    )
+    assert train_metrics.ceiling_of_run(job) == (None, f"the ranks have different GPUs: {both}")
 
 
 def test_a_run_without_a_step_has_all_names_and_no_rates():
