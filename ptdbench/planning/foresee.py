@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ptdbench.measure.memory import host_memory
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
@@ -89,6 +90,8 @@ def plan(asked: Asked) -> dict[str, Any]:
         run_spec.place(short, spec.world_size)
     except ConfigError as lack:
         return _state_only(asked, spec, str(lack))
+    if (lacking := _lacking_on_host(spec)) is not None:
+        return _state_only(asked, spec, lacking)
     return _Virtual(asked, short, spec).fields()
 
 
@@ -103,6 +106,18 @@ def _state(training: TrainingSpec) -> list[dict[str, int]]:
     return [asdict(footprint) for footprint in training.footprints()]
 
 
+def _lacking_on_host(spec: RunSpec) -> str | None:
+    """Why no rank can be carried out whose training state is in the memory of this host; ``None`` if one can."""
+    assert spec.training
+    if not spec.is_on_host:
+        return None
+    needed, available = max(map(_total, _state(spec.training))), host_memory().available
+    if needed <= available:
+        return None
+    offload = f"offload={spec.config.general.offload} keeps {gib_text(needed)} of a rank in host memory"
+    return f"{offload}, and this machine has {gib_text(available)} to carry one out"
+
+
 def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     """What is known without carrying anything out."""
     training = spec.training
@@ -113,18 +128,14 @@ def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     state = _state(training)
     stages = [training.layout.dims.stage(rank) for rank in range(min(room.ranks, spec.world_size))]
     needs = sum(sum(state[stage].values()) for stage in stages) if room.ranks > 1 else max(map(_total, state))
-    found = {
-        "capacity_bytes": room.size,
-        "capacity_of": room.origin,
-        "room_bytes": room.size,
-        "state": state,
-        "needed_bytes": needs,
-        "fits": False if needs > room.size else None,
-        "reason": reason,
-    }
+    is_known = not (spec.virtual and spec.is_on_host)  # nobody said how much the hosts of these GPUs have
+    found: dict[str, Any] = {"state": state, "needed_bytes": needs, "fits": None, "reason": reason}
+    if is_known:
+        found |= {"capacity_bytes": room.size, "capacity_of": room.origin, "room_bytes": room.size}
     batch = {"layout": layout.as_dict(), "global_batch": layout.global_batch}
     fields = {**spec.summary.fields, **batch, "kind": "planned", "plan": found}
-    if needs > room.size:
+    if is_known and needs > room.size:
+        found["fits"] = False
         rule = (
             f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has {gib_text(room.size)}"
         )
@@ -283,7 +294,7 @@ class _Virtual:
         none = f"{rule}; no micro-batch fits"
         if smallest.needed_bytes is None:
             return none
-        rest = smallest.needed_bytes - max(map(_total, self._state))
+        rest = smallest.needed_bytes - (0 if self._spec.is_on_host else max(map(_total, self._state)))
         if rest >= self._room:
             return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {_else(config)}"
         least = math.ceil(whole.total / (self._room - rest))

@@ -199,6 +199,9 @@ def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator
         )
     if any(option(record, "eval.every", int) for record in carried_out):
         yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
+    offloaded = (part(record, Plan).state for record in records if option(record, "offload", str) not in (None, "none"))
+    for size in dict.fromkeys(max(sum(astuple(one)) for one in state) for state in offloaded if state):
+        yield f"offload: {gib_text(size)} of a rank are in host memory, which is compared with nothing"
     yield from (line for record in records if record.get("virtual") for line in virtual.of_experts(record))
     for known in (part(record, Plan) for record in records):
         if known.capacity_bytes and known.reason:

@@ -21,6 +21,7 @@ from ptdbench.planning import foresee, plans
 from ptdbench.problems import ConfigError
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
+from ptdbench.report import table
 from ptdbench.setup import config
 from ptdbench.setup.config import Config
 from tests.conftest import ROOT, outputs
@@ -181,6 +182,22 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed(monkeypatch):
     assert found["outside"]["samples"] == (8 - 2) * 2 * 32 * 8
     assert found["needed_bytes"] == 20 + sum(found["outside"].values())
     assert {*found["sources"]} == {*found["outside"]}
+
+
+def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_one_has_it(monkeypatch):
+    monkeypatch.setattr("ptdbench.setup.run_spec.place", lambda *_: None)
+    monkeypatch.setattr(foresee, "host_memory", lambda: HostMemory(1 << 40, 100))
+    words = [*SMALL, "virtual=h100", "parallel=fsdp", "offload=optimizer_and_weights"]
+    (job,) = plans.composed(words, None).jobs
+
+    def carry_out(*_: object) -> None:
+        raise AssertionError("nothing is to be carried out")
+
+    made = foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))
+    assert (made["status"], made["plan"]["fits"], made["plan"].get("capacity_bytes")) == ("ok", None, None)
+    assert "and this machine has 0.0 GiB to carry one out" in made["plan"]["reason"]
+    shown = table.of_plans([record.begin(config.read(job).resolved, Path(), {}) | made], 200)
+    assert "of a rank are in host memory, which is compared with nothing" in shown
 
 
 def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_path):
