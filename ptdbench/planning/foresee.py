@@ -17,7 +17,6 @@ from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in, waiting
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
-from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import failure, schema, store
 from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec
@@ -162,8 +161,7 @@ class _Virtual:
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
         self._state = _state(spec.training)  # before anything is carried out, as not every optimizer tells
-        buffers = spec.training.communicators * NCCL_BUFFERS if spec.backend == "nccl" else 0
-        self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": buffers} if buffers else {})
+        self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": spec.nccl_bytes} if spec.nccl_bytes else {})
         self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}
 

@@ -64,12 +64,15 @@ _SHORT = {
 
 def of_try(config: Config, steps: int = 3) -> dict[str, Any]:
     """The options that make a try of a run; its optimizer's state is there from the second step on."""
-    found = _SHORT | {"train.steps": steps}
+    found: dict[str, Any] = _SHORT | {"train.steps": steps}
     if isinstance(config.cluster, Slurm):
         found["cluster.requeue"] = False  # it makes no checkpoint to go on after
     if config.call("parallel").options.get("gradients") == "powersgd":
         # Two steps at least are averaged as they are, and what the third one leaves out is in memory in the fourth.
         found |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
+    if config.resolved.get("precision") == "fp16" and not config.resolved.get("virtual"):
+        # A step that overflows is skipped, and makes no state: the loss scale is 2**16 at first, and half after each.
+        found["train.steps"] += 16
     return found
 
 
@@ -193,6 +196,7 @@ class Finder:
         if self._spec.device_type == "cpu":
             peak = metrics.peak_memory_bytes
             return None if peak is None else (peak + waits) * self._ranks_here
+        waits += self._spec.nccl_bytes if self._spec.virtual else 0  # which a real GPU has beside torch's allocator
         reserved = metrics.peak_reserved_bytes
         return None if reserved is None else reserved + waits + (metrics.outside_memory_bytes or 0)
 

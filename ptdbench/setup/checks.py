@@ -16,7 +16,6 @@ from ptdbench.parallel import fp8
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.problems import Problem, require, try_these
-from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
@@ -101,23 +100,23 @@ def on_host(ranks: int, reserve: float, running: bool) -> Room:
     return Room(max(size - kept, 0), ranks, "this machine", "such machines", origin)
 
 
-def on_gpu(device: torch.device, reserve: float, communicators: int) -> Room:
+def on_gpu(device: torch.device, reserve: float, buffers: int) -> Room:
     """Return the memory of a rank's GPU, without the part to leave; initializes CUDA, whose context is not free then.
 
-    For ``communicators`` see :attr:`ptdbench.parallel.dims.Dims.communicators`.
+    NCCL's ``buffers``, in bytes, come on top.
     """
     free, total = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device)  # by the run before, which makes room for this one
-    return _on_gpu(free, total, reserve, communicators, torch.cuda.get_device_properties(device).name)
+    return _on_gpu(free, total, reserve, buffers, torch.cuda.get_device_properties(device).name)
 
 
-def on_virtual(gpu: Device, reserve: float, communicators: int) -> Room:
+def on_virtual(gpu: Device, reserve: float, buffers: int) -> Room:
     """Return the memory of a rank's GPU that is not there."""
-    return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, communicators, f"virtual {gpu.name}")
+    return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, buffers, f"virtual {gpu.name}")
 
 
-def _on_gpu(free: int, total: int, reserve: float, communicators: int, name: str) -> Room:
-    kept, buffers = int(reserve * total), communicators * NCCL_BUFFERS
+def _on_gpu(free: int, total: int, reserve: float, buffers: int, name: str) -> Room:
+    kept = int(reserve * total)
     taken = [f"of {gib_text(total)} {gib_text(free)} are free"]
     taken += [f"NCCL takes about {gib_text(buffers)}"] if buffers else []
     origin = f"{name}: {', '.join([*taken, f'memory_reserve={reserve:g} keeps {gib_text(kept)}'])}"

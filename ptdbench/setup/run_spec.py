@@ -23,6 +23,7 @@ from ptdbench.models.protocol import module_of, only_loss
 from ptdbench.parallel import fp8
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ErrorCollector, Problem, require
+from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.setup import checks, choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
@@ -61,6 +62,11 @@ class RunSpec:
     def is_on_host(self) -> bool:
         """True if the training state is in the memory of hosts."""
         return self.device_type == "cpu" or self.config.general.offload != "none"
+
+    @property
+    def nccl_bytes(self) -> int:
+        """Bytes of its GPU that NCCL's buffers take on a rank that trains, by their documented size."""
+        return self.training.communicators * NCCL_BUFFERS if self.training and self.backend == "nccl" else 0
 
     def ranks_here(self, world: World | None) -> int:
         """Return how many ranks are on this machine; those of virtual GPUs all are, whatever their node."""
@@ -191,13 +197,11 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
 
     Without the part ``reserve``. So many ``ranks`` are on this machine, and may be ``running`` already.
     """
-    assert spec.training
     if spec.is_on_host:
         return checks.on_host(ranks, reserve, running=running)
-    communicators = spec.training.communicators if spec.backend == "nccl" else 0
     if spec.virtual:
-        return checks.on_virtual(spec.virtual.gpu, reserve, communicators)
-    return checks.on_gpu(spec.device(local_rank), reserve, communicators)
+        return checks.on_virtual(spec.virtual.gpu, reserve, spec.nccl_bytes)
+    return checks.on_gpu(spec.device(local_rank), reserve, spec.nccl_bytes)
 
 
 def _check_virtual(config: Config, world: World | None) -> None:

@@ -13,6 +13,7 @@ from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
 from ptdbench.planning.micro_batch import Broken, Finder, Found, as_found, of_try
+from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
 from ptdbench.report.display import Heading
 from ptdbench.run import find_micro_batch, run
@@ -176,6 +177,15 @@ def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, roo
     assert found._needed(4, {"metrics": {"peak_memory_bytes": 5 * MIB}}) == 10 * MIB
 
 
+def test_what_nccl_takes_beside_the_allocator_counts_on_virtual_gpus(tmp_path):
+    words = [word for word in TOY if word != "device=cpu"]
+    read = config.read(compose_all([*words, "virtual=h100", "train.micro_batch=max"]).jobs[0])
+    finder = Finder(tmp_path, read, Heading("toy"), lambda *_: None, lambda _: None)
+    assert finder.given(4)
+    metrics = {"peak_reserved_bytes": 5 * MIB, "outside_memory_bytes": MIB}
+    assert finder._needed(4, {"metrics": metrics}) == 6 * MIB + NCCL_BUFFERS
+
+
 def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):
     steps = of_job(tmp_path, ["sh", "-c", "exit 3"], "train.micro_batch=max")
     assert not find_micro_batch(tmp_path, steps)
@@ -195,6 +205,13 @@ def test_a_try_lasts_until_powersgd_has_all_its_state():
     tries = [read.changed(of_try(read, steps)) for steps in (2, 10)]
     assert [one.train.steps for one in tries] == [4, 10]
     assert {one.call("parallel").options["powersgd_start"] for one in tries} == {2}
+
+
+@pytest.mark.parametrize(("device", "steps"), [("device=cpu", 3 + 16), ("virtual=v100", 3)])
+def test_a_try_in_fp16_lasts_until_the_loss_scale_is_small_enough_for_a_step(device, steps):
+    """One that is skipped for an overflow leaves the optimizer without its state; nothing overflows on virtual GPUs."""
+    words = [word for word in TOY if word != "device=cpu"]
+    assert of_try(config.read(compose_all([*words, device, "precision=fp16"]).jobs[0]))["train.steps"] == steps
 
 
 @pytest.mark.ranks

@@ -135,7 +135,7 @@ def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     spec = run_spec.specify(config.read(composed(*SMALL)), World(0, 2, 0, 2, "torchrun"))
     assert spec.training
     with pytest.raises(ConfigError) as caught:
-        checks.check_memory(spec.training, checks.on_gpu(torch.device("cuda", 0), 0.1, communicators=2))
+        checks.check_memory(spec.training, checks.on_gpu(torch.device("cuda", 0), 0.1, buffers=GIB // 2))
     assert str(caught.value) == (
         "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, and its GPU has 0.8 GiB for it "
         "(NVIDIA L4: of 2.0 GiB 1.5 GiB are free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB); "
