@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 
 from ptdbench.launch.collect import gather, most
 from ptdbench.measure import clock
+from ptdbench.measure.memory import host_memory
 from ptdbench.problems import ConfigError, Problem, at_least
 
 #: About the clock's resolution: avoids division by zero.
@@ -79,7 +79,7 @@ def require_memory(device: torch.device, local_size: int, need: int, option: str
     if device.type == "cuda":
         free, what = torch.cuda.mem_get_info(device)[0], "its GPU"
     else:
-        free, what = psutil.virtual_memory().available // local_size, "its share of the node"
+        free, what = host_memory().available // local_size, "its share of the node"
     room = gather((free, what))
     rank = min(range(len(room)), key=lambda number: room[number][0])
     least, place = room[rank]

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.measure import timing
+from ptdbench.measure.memory import HostMemory
 from ptdbench.measure.timing import Effort
 from ptdbench.problems import ConfigError
 from ptdbench.workloads.collectives import Collectives
@@ -24,6 +25,14 @@ def test_repetitions_fill_the_time_within_bounds_and_what_takes_too_long_is_not_
     effort = Effort(seconds=0.1, min_repetitions=5, max_repetitions=200, max_seconds=1.0)
     assert [effort.repetitions(once) for once in (0.001, 0.01, 0.02, 3.0, 1e-5, 0.0)] == [100, 10, 5, 5, 200, 200]
     assert (effort.affords(0.2), effort.affords(0.21)) == (True, False)
+
+
+def test_a_rank_has_its_share_of_what_the_container_or_job_has_left(monkeypatch):
+    monkeypatch.setattr(timing, "host_memory", lambda: HostMemory(100, 60))
+    monkeypatch.setattr(timing, "gather", lambda told: [told])
+    timing.require_memory(CPU, 2, 30, "workload.shapes", "512")
+    with pytest.raises(ConfigError, match="and rank 0 has"):
+        timing.require_memory(CPU, 2, 31, "workload.shapes", "512")
 
 
 @pytest.fixture
