@@ -63,10 +63,6 @@ class Fit(Struct, frozen=True):
     max_relative_error: float  #: The largest relative error over the measured sizes.
     points: int  #: Number of sizes fitted.
 
-    def seconds(self, size: float) -> float:
-        """Predict the time of a message of ``size`` bytes."""
-        return self.alpha + self.beta * size
-
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     """Fit the latency-bandwidth line, seconds over bytes, that minimizes the sum of squared relative errors.
