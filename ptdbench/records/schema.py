@@ -220,8 +220,8 @@ class Virtual(Struct):
     allocated_bytes: list[Count] | None = None  #: Peak memory allocated by PyTorch.
     #: Peak of what torch's allocator took from the device: with what it keeps for later.
     reserved_bytes: list[Count] | None = None
-    #: What the CUDA context takes beside it, by the figure in ``conf/virtual``, an estimate. Workspaces of cuBLAS and
-    #: cuDNN are torch's own, and in the peaks. NCCL's buffers are beside it too, and not counted.
+    #: What the CUDA context takes beside it, by the figure in ``conf/virtual``, an estimate. Workspaces of cuBLAS are
+    #: torch's own, and in the peaks; those of cuDNN would be, and are empty here. NCCL's buffers are not counted.
     context_bytes: Count | None = None
     communicators: list[Count] | None = None  #: Process groups, each of which has an NCCL communicator with buffers.
     #: Seconds in which the host had launched a step: of this machine, beside the other ranks on it; null with

@@ -202,7 +202,7 @@ def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator
     offloaded = (part(record, Plan).state for record in records if option(record, "offload", str) not in (None, "none"))
     for size in dict.fromkeys(max(sum(astuple(one)) for one in state) for state in offloaded if state):
         yield f"offload: {gib_text(size)} of a rank are in host memory, which is compared with nothing"
-    yield from (line for record in records if record.get("virtual") for line in virtual.of_experts(record))
+    yield from (line for record in records if record.get("virtual") for line in virtual.of_model(record))
     for known in (part(record, Plan) for record in records):
         if known.capacity_bytes and known.reason:
             yield f"memory: {known.capacity_of}"

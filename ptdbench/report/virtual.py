@@ -36,16 +36,18 @@ def remarks(records: Iterable[Written]) -> Iterator[str]:
     if names:
         devices = ", ".join(dict.fromkeys(names))
         yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
-    yield from dict.fromkeys(line for record in records if record.get("virtual") for line in of_experts(record))
+    yield from dict.fromkeys(line for record in records if record.get("virtual") for line in of_model(record))
 
 
-def of_experts(record: Written) -> Iterator[str]:
-    """That experts are in turn on virtual GPUs, where a model has any."""
+def of_model(record: Written) -> Iterator[str]:
+    """What a model does otherwise on virtual GPUs: that experts are in turn, and convolutions without workspaces."""
     if option(record, "model.router", dict):
         yield (
             "experts take turns by position, as with model.router.balance=forced: nothing is computed to choose by; "
             "real tokens choose less evenly"
         )
+    if any((part(record, Virtual).kernels or {}).get("convolution", ())):
+        yield "convolutions have no workspaces, which cuDNN chooses on a GPU and are part of its memory: it needs more"
 
 
 def explained(record: Written, called: str, width: int) -> str:
@@ -59,7 +61,7 @@ def explained(record: Written, called: str, width: int) -> str:
         lines.append(wrap(f"no kernels and no messages: {found['reason']}", width))
     else:
         lines += [*_kernels(found, width), *_messages(found, width)]
-    lines += [wrap(line, width) for line in of_experts(record)]
+    lines += [wrap(line, width) for line in of_model(record)]
     if hosts := found["host_seconds"]:
         told = f"the host launched a step in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
         lines.append(wrap(told, width))

@@ -49,6 +49,14 @@ def test_experts_in_turn_are_told():
     assert told not in virtual.explained(RUN, "fsdp", 140)
 
 
+def test_convolutions_need_more_than_is_known():
+    of_images = {**RUN, "virtual": {**RUN["virtual"], "kernels": {"convolution": [0, 3]}}}
+    told = "convolutions have no workspaces"
+    assert told in virtual.explained(of_images, "ddp", 140)
+    assert told in of_plans([{**run(), **of_images, "kind": "planned", "plan": {"fits": True}}], 200)
+    assert told not in virtual.explained(RUN, "ddp", 140)
+
+
 def test_what_came_to_its_end_without_a_throughput_gives_no_reason():
     ended = [run(name, kind=kind, metrics=None) for name, kind in (("ddp", "virtual"), ("fsdp", "planned"))]
     assert "no reason on record" not in render(ended)
