@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import psutil
-
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import ceiling
 from ptdbench.measure.products import DTYPES, Shape
@@ -47,15 +45,11 @@ class Matmul:
         require(*found)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raise ConfigError for a dtype that the device lacks, and for matrices that do not fit its memory."""
-        shapes, dtypes = self._chosen(device_type)
-        found = []
+        """Raise ConfigError for a dtype that the device lacks; ranks tell whether matrices fit into their memory."""
+        _, dtypes = self._chosen(device_type)
         if device_type == "cpu" and "tf32" in dtypes:
             rule = "TF32 is a format of GPUs"
-            found.append(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
-        if device_type == "cpu":  # only a GPU's rank knows its free memory
-            found += _too_large(shapes, dtypes, psutil.virtual_memory().total)
-        require(*found)
+            require(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
 
     def __call__(self, job: Job) -> Outcome:
         """Do one rank's part; the measured ceilings are stored for later runs."""
@@ -72,14 +66,3 @@ class Matmul:
     def _typed(values: Sequence[object]) -> str:
         """Write a list as typed on the command line."""
         return f"[{','.join(map(str, values))}]"
-
-
-def _too_large(shapes: Sequence[Shape], dtypes: Sequence[str], memory: int) -> list[Problem]:
-    """Find products whose matrices do not fit into memory even for one rank."""
-    found = []
-    for shape in shapes:
-        needed = max(ceiling.product_bytes(shape, dtype) for dtype in dtypes)
-        if needed > memory:
-            rule = f"needs {needed / 2**30:,.0f} GiB for its matrices, and this machine has {memory / 2**30:,.0f} GiB"
-            found.append(Problem("workload.shapes", shape, rule, "give a smaller one"))
-    return found
