@@ -9,7 +9,8 @@ the one before has returned, and nothing else may depend on the samples. That is
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
@@ -361,21 +362,40 @@ class Chain:
             raise NoChain(f"has no weights {'after' if self._before else 'before'} its blocks")
 
     def _require_independence(self) -> None:
-        """Nothing but the hidden state may depend on the samples: tried with two, from which stubs make others."""
+        """Require that nothing but the hidden state depends on the samples, and no piece on weights of another.
+
+        Tried with two samples, from which stubs make others, and with weights elsewhere that spoil what they are in.
+        """
         shape = (2, *self._example.shape[1:])
-        other = self._with_slots(self._stubs(1.0))
-        zeros, ones = torch.zeros(shape, dtype=self._example.dtype), torch.ones(shape, dtype=self._example.dtype)
-        leaves = [tree_leaves(self._beside(*one)) for one in ((self._back, zeros), (other, ones))]
-        pairs = zip(*leaves, strict=True)
-        if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in pairs):
-            raise NoChain("calls its blocks with more than the hidden state that depends on the samples")
+        zeros, ones = (torch.full(shape, value, dtype=self._example.dtype) for value in (0, 1))
         hidden = torch.randn((2, *self._hidden_shape[1:]))
-        results = [self._finish(self._rest(shell, hidden), None) for shell in (self._back, other)]
-        if not torch.equal(*results):
-            raise NoChain("uses what comes before its blocks after them too")
+        begun, beside = self._begin(zeros), tree_leaves(self._beside(self._back, zeros))
+        rest = self._finish(self._rest(self._back, hidden), None)
+        with _spoiled(self._module, [*self._before.values(), *self._blocks.values()]):
+            other = self._with_slots(self._stubs(1.0))
+            pairs = zip(beside, tree_leaves(self._beside(other, ones)), strict=True)
+            if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in pairs):
+                raise NoChain("calls its blocks with more than the hidden state that depends on samples or weights")
+            if not torch.equal(rest, self._finish(self._rest(other, hidden), None)):
+                raise NoChain("uses what comes before its blocks after them too")
+        with _spoiled(self._module, [*self._blocks.values(), *self._after.values()]):
+            if not torch.equal(begun, self._begin(zeros)):
+                raise NoChain("uses what comes after its blocks before them too")
 
     def _stubs(self, fill: float) -> dict[str, nn.Module]:
         return {name: _Stub(one, self._shapes[name], lambda: self._dtype, fill) for name, one in self._before.items()}
+
+
+@contextmanager
+def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
+    """As :func:`unchanged`, with weights in ``others`` that are no numbers, whatever of ``module`` reads them."""
+    with unchanged(module):
+        for part in (inner for one in others for inner in one.modules()):
+            for name, weight in part._parameters.items():
+                if weight is not None and weight.is_floating_point():
+                    spoiled = torch.full((), math.nan, dtype=weight.dtype).expand_as(weight)
+                    part._parameters[name] = nn.Parameter(spoiled, weight.requires_grad)
+        yield
 
 
 def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:

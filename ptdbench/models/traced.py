@@ -83,10 +83,14 @@ def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
         raise NoChain(f"has a weight, {own[0][0]}, outside of its submodules")
     try:
         with unchanged(called.module):  # it may keep what stands for a tensor
-            return _Tracer(blocks).trace(called)
+            graph = _Tracer(blocks).trace(called)
     except Exception as error:  # the code of a stranger, with proxies in the place of tensors
         reason = said(error).partition("\n")[0] or type(error).__name__
         raise NoChain(f"cannot be traced: {reason}") from error
+    for node in graph.find_nodes(op="get_attr"):
+        if str(node.target).startswith("module."):  # and not a constant, which stands in no module
+            raise NoChain(f"reads {str(node.target).removeprefix('module.')} outside of the module that has it")
+    return graph
 
 
 def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:

@@ -158,6 +158,30 @@ class HeadOnStem(Net):
         return self.head(hidden + first)
 
 
+class HeadOnWeights(Net):
+    """Its head multiplies with the weight of the stem, as language models do whose embedding is their head."""
+
+    def forward(self, inputs):
+        return super().forward(inputs) @ self.stem.weight.T[:4]
+
+
+class StemOnWeights(Net):
+    """The same the other way round."""
+
+    def forward(self, inputs):
+        return super().forward(inputs * self.head.weight.sum())
+
+
+class BlocksOnWeights(Net):
+    """Its blocks get a weight of the first of them."""
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = block(hidden, self.blocks[0].norm.weight)
+        return self.head(hidden)
+
+
 class Again(Net):
     """Its first block runs a second time."""
 
@@ -277,14 +301,17 @@ def test_what_has_no_weights_is_no_stage_of_its_own():
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (Guided, "calls its blocks with more than the hidden state that depends on the samples"),
-        (GuidedLater, "calls its blocks with more than the hidden state that depends on the samples"),
+        (Guided, "calls its blocks with more than the hidden state that depends on samples or weights"),
+        (GuidedLater, "calls its blocks with more than the hidden state that depends on samples or weights"),
         (Particular, "cannot be tried between its blocks: nothing to tell apart"),
         (Residual, "does not call blocks.1 with what blocks.0 returns"),
         (Skips, "does not call blocks.0 to blocks.2 once each and in order"),
         (Bare, "has a weight, shift, in Bare, which is around the blocks"),
         (Again, "calls blocks.3.norm between its blocks"),
         (HeadOnStem, "uses what comes before its blocks after them too"),
+        (HeadOnWeights, "uses what comes before its blocks after them too"),
+        (StemOnWeights, "uses what comes after its blocks before them too"),
+        (BlocksOnWeights, "calls its blocks with more than the hidden state that depends on samples or weights"),
         (lambda: nn.Linear(6, 4), "has no parts(), and no list of blocks of one class to cut between"),
     ],
 )

@@ -115,6 +115,13 @@ class Bare(Plain):
         return super().forward(x) * self.scale
 
 
+class Reads(Plain):
+    """Multiplies with a weight that is another stage's."""
+
+    def forward(self, x):
+        return super().forward(x) @ self.first.weight[:4, :4]
+
+
 BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and "
 
 
@@ -126,6 +133,7 @@ BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and
         (Functional, "computes something else when its submodules are called one after the other"),
         (Misfit, "cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
         (Bare, "has a weight, scale, outside of its submodules"),
+        (Reads, "reads first.weight outside of the module that has it"),
         (lambda: nn.Linear(6, 4), "has a weight, weight, outside of its submodules"),
     ],
 )
