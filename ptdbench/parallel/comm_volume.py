@@ -25,7 +25,7 @@ from ptdbench.parallel import experts, fp8
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import local_like, modules_of_ranks
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline.stage import cut
+from ptdbench.parallel.pipeline.stage import by_stage, cut
 from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.roles import roles_of
 from ptdbench.parallel.tensor import cut_dimensions
@@ -227,7 +227,7 @@ def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:
 def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, float]:
     """Each micro-batch's activations go to the next stage, and their gradients come back (Huang et al. 2019).
 
-    The two gradients of a weight that is in two stages are exchanged once a step.
+    The gradients of a weight that several stages train are exchanged once a step, each with each other's.
     """
     dims = work.layout.dims
     where = cut(work.model, work.ranks)
@@ -236,10 +236,11 @@ def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, fl
     size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if work.how.sequence else 1)
     dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
     shards = dims.shards if work.is_sharded else 1
-    for names in work.model.tied():
-        if len({where.ranks[where.owner(name)] for name in names}) > 1:
-            weight = module_of(work.model).get_parameter(names[0])
-            size += weight.nbytes / shards / (dims.tensor if weight in dimensions else 1)
+    for stages in by_stage(work.model.tied(), where):
+        ranks = len({where.ranks[stage] for stage in stages})
+        weight = module_of(work.model).get_parameter(next(iter(stages.values()))[0])
+        if weight.requires_grad:
+            size += ranks * (ranks - 1) / 2 * weight.nbytes / shards / (dims.tensor if weight in dimensions else 1)
     return {"send": 2 * size, "recv": 2 * size}
 
 

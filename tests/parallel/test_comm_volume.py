@@ -50,6 +50,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "hsdp": (Strategy(replicate=2, shard="auto"), {}),
     "pdp": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
     "gpipe in bf16": (Strategy(replicate=2, pipeline=2, schedule="gpipe", microbatches=2), {"precision": "bf16"}),
+    "stages with a frozen weight in common": (Strategy(replicate=2, pipeline=2, microbatches=2), {}),
     "stages in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
     "stages of two layers in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
     "stages that keep weights": (
@@ -99,6 +100,13 @@ _MOE = partial(
 
 _TOKENS = partial(SyntheticTokens, sequence_length=8, vocabulary=42)
 
+
+def with_frozen_table(**options: Any) -> GPT:
+    model = GPT(**options)
+    model.embedding.token.requires_grad_(False)
+    return model
+
+
 #: The models of cases whose names begin so, on the meta device, and their data; of others a GPT.
 MODELS: dict[str, Any] = {
     "images": (
@@ -114,6 +122,9 @@ MODELS: dict[str, Any] = {
     **dict.fromkeys(
         ("stages of two layers", "both ends on a rank"),
         (partial(GPT, layers=4, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
+    ),
+    "stages with a frozen weight": (
+        partial(with_frozen_table, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS
     ),
     "": (partial(GPT, layers=2, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
 }  # fmt: skip
@@ -156,8 +167,9 @@ def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     "name",
     CASES,
     daily=[
-        "ddp in bf16", "images in shards", "zero1", "fsdp by muon", "hsdp", "pdp", "tensor and shards",
-        "tensor and stages", "context and shards", "ring and tensor", "llama in bf16",
+        "ddp in bf16", "images in shards", "zero1", "fsdp by muon", "hsdp", "pdp",
+        "stages with a frozen weight in common", "tensor and shards", "tensor and stages", "context and shards",
+        "ring and tensor", "llama in bf16",
     ],
 )  # fmt: skip
 def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):

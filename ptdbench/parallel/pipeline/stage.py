@@ -158,7 +158,7 @@ class Shared:
     ranks: Sequence[int]
 
 
-def _by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
+def by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
     """Of each weight that is in several stages, its names in each of them."""
     first: dict[str, str] = {}
     found: dict[str, dict[int, list[str]]] = {}
@@ -172,7 +172,7 @@ def _by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
 def untie(model: Model, tied: Tied, cut: Cut) -> None:
     """Give each stage of a rank but the first its own copy of a weight that several use, on the same device."""
     module = module_of(model)
-    for stages in _by_stage(tied, cut):
+    for stages in by_stage(tied, cut):
         has_one: set[int] = set()
         for stage, names in stages.items():
             if cut.ranks[stage] in has_one:
@@ -185,16 +185,18 @@ def untie(model: Model, tied: Tied, cut: Cut) -> None:
 
 
 def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
-    """Find the shared weights in a rank's part of a model, by its names; copies of one are made equal."""
+    """Find the trained weights in a rank's part of a model that stages share; copies of one are made equal."""
     here = dict(module.named_parameters(remove_duplicate=False))  # reading one may give its local part
     mine = dist.get_rank(group)
     found = []
-    for stages in _by_stage(tied, cut):
+    for stages in by_stage(tied, cut):
         copies = [here[name] for stage, (name, *_) in stages.items() if cut.ranks[stage] == mine]
         if not copies:
             continue
         for other in copies[1:]:
             local_part(other.detach()).copy_(local_part(copies[0].detach()))
+        if not copies[0].requires_grad:
+            continue  # frozen, it has no gradients to add up
         first, others = (copies[0], copies[1:]) if cut.ranks[next(iter(stages))] == mine else (None, copies)
         ranks = sorted({dist.get_global_rank(group, cut.ranks[stage]) for stage in stages})
         found.append(Shared(first, others, ranks))

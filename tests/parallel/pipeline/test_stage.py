@@ -111,6 +111,7 @@ def gradients_of_a_shared_weight() -> list[Tensor]:
     shared = stages.find_shared(tied, here, where, dist.group.WORLD)
     assert [one.first is None for one in shared] == [rank > 0]
     stages.add_up_shared(shared, dist.group.WORLD)
+    assert stages.find_shared(tied, here.requires_grad_(False), where, dist.group.WORLD) == []  # no gradients
     return [copy.grad for copy in here.parameters()]
 
 
