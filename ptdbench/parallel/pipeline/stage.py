@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -101,6 +101,8 @@ class Stage(nn.Module):
 
         The schedule concatenates the results of micro-batches along the first dimension, which a scalar lacks.
         """
+        if inputs.requires_grad:
+            inputs = _Arrived.apply(inputs)
         for part in self._chain[:-1]:
             inputs = part(inputs)
         last = self._chain[-1]
@@ -108,6 +110,21 @@ class Stage(nn.Module):
             return last(inputs, targets).reshape(1).clone()  # FSDP does not accept a view
         # Messages must be contiguous, and images may be channels-last.
         return last(inputs).contiguous()
+
+
+class _Arrived(torch.autograd.Function):
+    """What another stage has sent, whose gradient goes back as a message does: contiguous.
+
+    Since torch 2.14 a stage receives gradients into memory of the strides that they had in a trial.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor) -> Tensor:
+        return arrived.view_as(arrived)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
 
 
 def balance(costs: Sequence[float], stages: int) -> list[range]:

@@ -46,6 +46,20 @@ def test_a_chain_of_stages_computes_what_the_whole_does():
     torch.testing.assert_close(loss, model(tokens, targets).reshape(1))
 
 
+class Across(nn.Linear):
+    """Mixes positions, as a convolution over time does: gradients of its inputs have other strides than these."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_gradients_that_go_back_are_contiguous():
+    """By torch.autograd.grad, too, by which torch learns of their strides, and computes them under a split backward."""
+    x = torch.randn(2, 4, 3, requires_grad=True)
+    (gradient,) = torch.autograd.grad(Stage({"across": Across(4, 4)})(x).square().sum(), x)
+    assert gradient.is_contiguous()
+
+
 def test_a_cut_says_which_rank_has_what():
     where = stages.cut(small(), [0, 1, 0])
     assert [name for stage in where.stages for name in stage] == list(small().parts())
