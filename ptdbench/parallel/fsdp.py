@@ -16,11 +16,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.compile import beside
-from ptdbench.parallel.dims import Dims
+from ptdbench.parallel.dims import Dims, Size
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.experts import SHARDED
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.precision import DTYPES, Name
+from ptdbench.problems import Problem, try_these
 
 
 def shard(
@@ -191,14 +192,21 @@ def _reshard(module: nn.Module) -> None:
             part.reshard()
 
 
-def shared_between_layers(model: Model) -> tuple[str, str] | None:
-    """Two names of one weight in different layers, which cannot be sharded; without layers the module is one layer."""
-    layers = set(model.layers())
+def problems(model: Model, degree: Size) -> Iterator[Problem]:
+    """Yield the reasons why the weights of a model cannot be sharded; ``degree``: the option, as it is asked for."""
+    layers = set(model.layers())  # without any the module is one layer
     units = [f"{name}." for name, part in module_of(model).named_modules() if part in layers]
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
     for name, weight in module_of(model).named_parameters(remove_duplicate=False):
         unit = next((unit for unit in units if name.startswith(unit)), None)
         other, other_unit = first.setdefault(weight, (name, unit))
         if unit != other_unit:
-            return other, name
-    return None
+            rule = f"{other} and {name} are one weight, and fully_shard wants it in one layer"
+        elif weight.is_complex():
+            rule = f"{name} is complex, and fully_shard gathers weights and adds up gradients in real formats"
+        elif not weight.dim():
+            rule = f"{name} has no dimension to shard, as a tensor of one number has: torch.ones(1)"
+        else:
+            continue
+        yield Problem("shard", degree, rule, try_these(["parallel=ddp"]))
+        return

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel import conflicts, context, experts, tensor
+from ptdbench.parallel import conflicts, context, experts, fsdp, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
@@ -18,13 +18,12 @@ from ptdbench.parallel.compile import start_afresh
 from ptdbench.parallel.dims import Dims, derive, waiting
 from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
-from ptdbench.parallel.fsdp import shared_between_layers
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
 from ptdbench.parallel.pipeline.pipelined import Pipelined
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
 from ptdbench.parallel.precision import DTYPES, Name
-from ptdbench.problems import Problem, at_least, require, try_these
+from ptdbench.problems import at_least, require
 
 
 def choose_convolutions(module: nn.Module, device: torch.device) -> None:
@@ -98,9 +97,8 @@ class Strategy(Options):
             require(*context.problems(model, dims.context, dims.tensor, self.context_method))
         if dims.expert > 1:
             require(*experts.problems(model, dims))
-        if self.shards(dims) and (names := shared_between_layers(model)):
-            rule = f"{names[0]} and {names[1]} are one weight, and fully_shard wants it in one layer"
-            require(Problem("shard", self.shard, rule, try_these(["parallel=ddp"])))
+        if self.shards(dims):
+            require(*fsdp.problems(model, self.shard))
 
     def check_sample(self, inputs: Tensor, layout: BatchPlan) -> None:
         """Raise ConfigError for samples, ``[batch, length]``, that cannot be divided this way."""

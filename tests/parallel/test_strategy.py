@@ -287,6 +287,12 @@ def with_frozen_trunk() -> GPT:
     return model
 
 
+def with_gate(gate: Tensor) -> GPT:
+    model = gpt()
+    model.blocks[1].gate = nn.Parameter(gate)
+    return model
+
+
 def with_equal_layers() -> GPT:
     model = gpt()
     model.blocks[1].mlp.up.weight = model.blocks[0].mlp.up.weight
@@ -327,6 +333,10 @@ def with_equal_layers() -> GPT:
          "stages"),
         ({"shard": 2}, with_equal_layers, "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one weight, "
          "and fully_shard wants it in one layer; try parallel=ddp"),
+        ({"shard": 2}, lambda: with_gate(torch.ones(())), "shard=2: blocks.1.gate has no dimension to shard, as a "
+         "tensor of one number has: torch.ones(1); try parallel=ddp"),
+        ({"shard": 2}, lambda: with_gate(torch.ones(2, dtype=torch.complex64)), "shard=2: blocks.1.gate is complex, "
+         "and fully_shard gathers weights and adds up gradients in real formats; try parallel=ddp"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_laid_out_so_is_refused(options, build, message):
