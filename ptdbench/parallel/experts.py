@@ -125,8 +125,6 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
         if virtual:  # which answers nothing
             arriving = leaving[mesh.get_local_rank()].expand_as(leaving)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
-        if torch.is_grad_enabled():
-            noted.append(sum(received))
         dispatched = _Sent.apply(tokens, received, sent, group, (DISPATCH, COMBINE))
         # From the order of ranks and their experts to that of experts.
         expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(ranks)
@@ -134,6 +132,10 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
         order = order.to(tokens.device)
         places = places_in(order, len(order))
         computed = compute(take(dispatched, order, places), arriving.sum(0))
+        if computed.requires_grad:  # in the backward pass, which a recomputation does not repeat
+            computed.register_hook(lambda _: noted.append(sum(received)))
+        elif torch.is_grad_enabled():
+            noted.append(sum(received))
         return _Sent.apply(take(computed, places, order), sent, received, group, (COMBINE, DISPATCH))
 
     return dispatch
@@ -216,7 +218,7 @@ class Routing:
             self._routers[name].counts.clear()
         for layer in self._experts:
             received: list[int] = layer.received  # type: ignore[assignment]
-            self._taken.append(sum(received))
+            self._taken.append(sum(received[-self._passes :]))
             received.clear()
         if balanced := {name: counts[:-1] for name, counts in counted.items() if self._routers[name].balances}:
             whole = self._of_all_ranks(torch.cat([*balanced.values()]))

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -55,13 +56,18 @@ def by_layout(layout: str, kind: str, precision: Name = "fp32", **setting: Any) 
     foreseen = strategy.footprints(model(kind), plan, sgd, average=False)[plan.dims.stage(dist.get_rank())]
     held = [*engine.module.parameters(), *engine.module.buffers()]
     assert foreseen.weights == sum(local_part(tensor.detach()).nbytes for tensor in held)
-    return by_engine(engine, plan, replica)
+    found = by_engine(engine, plan, replica)
+    for routing in (part.routing for part in engine.parts if kind == "forced" and part.routing):
+        computed = torch.tensor(routing._taken).view(len(found), -1)
+        assert (computed == computed[0]).all()  # whatever the first pass of a pipeline begins with
+    return found
 
 
 #: Layout, kind and precision.
 CASES = [
     *((layout, "loss", "fp32") for layout in LAYOUTS),
-    ("context", "forced", "fp32"), ("tensor", "forced", "fp32"), ("shards", "bias", "fp32"),
+    ("context", "forced", "fp32"), ("tensor", "forced", "fp32"), ("pipeline", "forced", "fp32"),
+    ("shards", "bias", "fp32"),
     *((layout, "latent", "fp32") for layout in ("context", "tensor", "tensor without FSDP")),
     *((layout, "loss", "bf16") for layout in LAYOUTS),
 ]  # fmt: skip
@@ -82,7 +88,8 @@ def expected(kind: str) -> list[list[float]]:
     "case",
     CASES,
     daily=[
-        *CASES[:7], ("shards", "bias", "fp32"), ("tensor", "latent", "fp32"), ("shards", "loss", "bf16"),
+        *CASES[:7], ("pipeline", "forced", "fp32"),
+        ("shards", "bias", "fp32"), ("tensor", "latent", "fp32"), ("shards", "loss", "bf16"),
         ("tensor without FSDP", "loss", "bf16"),
     ],
     ids=str,
