@@ -291,7 +291,9 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
         if role.kind in ("each", "tokens") or (role.kind == "entry" and sequence):
             summands |= set(module.get_submodule(name).parameters())
     summands -= experts.parts(work.model, work.layout.dims).keys()
-    yield {"all_reduce": float(sum(weight.nbytes for weight in summands))}
+    # FSDP adds them up where it reduces: under a pipeline in each pass of its schedule.
+    times = work.layout.accumulation if work.is_sharded and work.layout.dims.pipeline > 1 else 1
+    yield {"all_reduce": float(times * sum(weight.nbytes for weight in summands))}
 
 
 def _bytes_per_sample(work: CommModel) -> float:

@@ -77,6 +77,9 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "llama with context": (Strategy(shard=2, context=2), {}),
     "experts in turn": (Strategy(shard="auto", expert=2), {"micro_batch": 1}),
     "experts in turn and stages": (Strategy(shard=2, expert=2, pipeline=2), {"precision": "bf16"}),
+    "experts in turn, positions and stages": (
+        Strategy(pipeline=2, tensor=2, expert=2, sequence=True, microbatches=2), {"micro_batch": 1}
+    ),
     "experts in turn and context": (Strategy(shard=2, context=2, expert=4), {}),
     "experts chosen": (Strategy(shard="auto", expert=4), {"micro_batch": 1}),
     "experts chosen that recompute": (Strategy(shard="auto", expert=2), {"activations": Recompute()}),
