@@ -14,8 +14,9 @@ from ptdbench.optim.groups import Rule, rules
 from ptdbench.parallel import experts
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import MakeOptimizer
+from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline.stage import cut
-from ptdbench.parallel.precision import copied_weights
+from ptdbench.parallel.precision import DTYPES, Name, copied_weights
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.parallel.zero import assign_owners
 from ptdbench.problems import ConfigError, Problem, said
@@ -37,29 +38,29 @@ class Footprint:
 
 def footprints(
     model: Model,
-    dims: Dims,
     make: MakeOptimizer,
+    how: Options = Options(),  # noqa: B008, it is frozen
+    dims: Dims = Dims(),  # noqa: B008
     *,
-    stages: Sequence[int] = (0,),
-    shards: int = 1,
     average: bool,
-    gradient_copies: int,
-    owners: int = 1,
-    copied: torch.dtype | None = None,
+    precision: Name = "fp32",
 ) -> list[Footprint]:
     """The footprint of a rank of each place in a pipeline: of the one with the largest shards, or part of the state.
 
     Args:
         model: On the meta device or with its weights.
-        dims: The degrees of parallelism.
         make: Creates the optimizer.
-        stages: The rank in the pipeline of each stage.
-        shards: Ranks over which each weight is sharded.
+        how: The options of the layout.
+        dims: Its degrees.
         average: Whether a moving average of the weights is kept.
-        gradient_copies: 2 if DDP keeps its buckets beside the gradients, else 1.
-        owners: Ranks that divide the optimizer's state among them.
-        copied: Dtype of the copies of weights, if the ranks keep any.
+        precision: Dtype of the arithmetic.
     """
+    is_sharded, in_buckets, narrow = how.shards(dims), how.replicates(dims), DTYPES[precision]
+    shards = dims.shards if is_sharded else 1
+    owners = dims.ways("samples", "positions") if in_buckets and how.optimizer == "zero1" else 1
+    copied = None if is_sharded or narrow == torch.float32 else narrow
+    gradient_copies = 2 if in_buckets and not how.gradient_as_bucket_view else 1
+    gradient_copies += in_buckets and how.gradients == "powersgd"  # what has not been sent yet
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
     of, of_experts = rules(module_of(model)), experts.parts(model, dims)
@@ -95,7 +96,7 @@ def footprints(
             optimizer=max(state_of),
         )
 
-    return [of_rank(held) for held in modules_of_ranks(model, stages)]
+    return [of_rank(held) for held in modules_of_ranks(model, how.stage_ranks(dims))]
 
 
 def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:

@@ -22,7 +22,7 @@ from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
 from ptdbench.parallel.pipeline.pipelined import Pipelined
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
-from ptdbench.parallel.precision import DTYPES, Name
+from ptdbench.parallel.precision import Name
 from ptdbench.problems import at_least, require
 
 
@@ -115,21 +115,7 @@ class Strategy(Options):
         self, model: Model, layout: BatchPlan, make: MakeOptimizer, *, average: bool, precision: Name = "fp32"
     ) -> list[Footprint]:
         """Foresee the training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
-        dims = layout.dims
-        in_buckets = self.replicates(dims)
-        copies = 2 if in_buckets and not self.gradient_as_bucket_view else 1
-        copies += in_buckets and self.gradients == "powersgd"  # what has not been sent yet
-        return footprints(
-            model,
-            dims,
-            make,
-            stages=self.stage_ranks(dims),
-            shards=dims.shards if self.shards(dims) else 1,
-            average=average,
-            gradient_copies=copies,
-            owners=dims.ways("samples", "positions") if in_buckets and self.optimizer == "zero1" else 1,
-            copied=None if self.shards(dims) or DTYPES[precision] == torch.float32 else DTYPES[precision],
-        )
+        return footprints(model, make, self, layout.dims, average=average, precision=precision)
 
     def volume(
         self,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.measure.memory import host_memory
-from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in, waiting
@@ -287,7 +286,7 @@ class _Virtual:
             return f"{rule}; train.micro_batch={search.best} fits"
         config, training = self._asked.config, self._training
         average = config.train.ema is not None
-        (whole,) = footprints(training.model, Dims(), training.optimizer, average=average, gradient_copies=1)
+        (whole,) = footprints(training.model, training.optimizer, average=average)
         smallest = min(search.tries, key=lambda one: one.micro_batch)
         none = f"{rule}; no micro-batch fits"
         if smallest.needed_bytes is None:

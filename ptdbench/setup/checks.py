@@ -13,7 +13,6 @@ from ptdbench.measure.memory import host_memory
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel import fp8
-from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.problems import Problem, require, try_these
 from ptdbench.setup.config import Slurm
@@ -167,6 +166,6 @@ def remedy(training: TrainingSpec, room: Room) -> str:
     if not room.size:
         return "end other programs"
     average = training.config.train.ema is not None
-    (whole,) = footprints(training.model, Dims(), training.optimizer, average=average, gradient_copies=1)
+    (whole,) = footprints(training.model, training.optimizer, average=average)
     places = math.ceil(whole.total / room.size)
     return "try parallel=fsdp" if places == 1 else f"try parallel=fsdp on at least {places:,} {room.more}"

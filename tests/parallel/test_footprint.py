@@ -104,13 +104,14 @@ class TestOneProcess:
         model = ResNet(depth=18, classes=10)
         model.requires_grad_(False)
         trained = next(model.parameters()).requires_grad_(True)
-        (found,) = footprints(model, Dims(), SGD, average=False, gradient_copies=1)
+        (found,) = footprints(model, SGD, average=False)
         assert found.weights == sum(tensor.nbytes for tensor in model.state_dict().values())
         assert (found.gradients, found.optimizer) == (trained.nbytes, 0)
 
     def test_an_average_is_another_copy_and_so_are_buckets_beside_the_gradients(self):
-        (plain,) = footprints(uneven(), Dims(), ADAMW, average=False, gradient_copies=1)
-        (more,) = footprints(uneven(), Dims(), ADAMW, average=True, gradient_copies=2)
+        (plain,) = footprints(uneven(), ADAMW, average=False)
+        buckets = Strategy(replicate=2, gradient_as_bucket_view=False)
+        (more,) = footprints(uneven(), ADAMW, buckets, Dims(replicate=2), average=True)
         assert more == Footprint(plain.weights, 2 * plain.gradients, plain.optimizer + plain.weights)
 
     def test_copies_in_a_narrow_dtype_are_weights_too_unless_shards_are_gathered_in_it(self):
@@ -154,9 +155,9 @@ class TestOneProcess:
         with pytest.raises(
             ConfigError, match="optimizer=Reader: the memory of its state is unknown, as it takes no step"
         ):
-            footprints(uneven(), Dims(), Reader, average=False, gradient_copies=1)
+            footprints(uneven(), Reader, average=False)
 
     def test_nothing_is_allocated_for_a_model_of_a_trillion(self):
         model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
-        (found,) = footprints(model, Dims(shard=8), ADAMW, shards=8, average=False, gradient_copies=1)
+        (found,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
         assert found == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)
