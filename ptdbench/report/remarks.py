@@ -7,6 +7,8 @@ import math
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from datetime import datetime
+from operator import itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
@@ -167,6 +169,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
     return [
         *([certainty] if certainty else []),
         *_devices(list(zip(named, found.places, strict=True))),
+        *_out_of_turn(list(zip(named, found.places, strict=True))),
         *_reasons(list(zip(named, found.places, strict=True))),
         *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
         *_ceiling_remarks(by_name),
@@ -189,6 +192,26 @@ def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
             found.setdefault(", ".join(sorted(devices)), []).append(label)
     if len(found) > 1:
         yield f"ranked across devices: {'; '.join(f'{listed(names)} on {device}' for device, names in found.items())}"
+
+
+def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+    """Rows, by their names, that were measured after all others of the same blocks, as after a resume.
+
+    In blocks a drift of the machine cancels only where configurations take turns.
+    """
+    begun = []
+    for label, place in places:
+        runs = [run for run in place.alternative.runs if throughput(run)]
+        if starts := [datetime.fromisoformat(run["started"]) for run in runs if run.get("started")]:
+            begun.append((min(starts), max(starts), label, place.alternative.sample.keys()))
+    begun.sort(key=itemgetter(0))
+    for number in range(1, len(begun)):
+        earlier, later = begun[:number], begun[number:]
+        together = len(later[0][3] & set().union(*(blocks for *_, blocks in earlier))) > 1
+        if together and later[0][0] > max(last for _, last, *_ in earlier):
+            names, others = ([label for _, _, label, _ in rows] for rows in (later, earlier))
+            since = "not in turns: a machine that has changed since counts"
+            yield f"{listed(names)}: measured after {listed(others)}, {since}"
 
 
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:

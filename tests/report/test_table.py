@@ -307,6 +307,18 @@ def test_what_else_is_to_be_known_of_a_run_is_said_below(changes, said):
     assert [line for line in lines if not line.startswith("one run each")] == said
 
 
+def test_what_was_not_measured_in_turns_is_told():
+    """As where a configuration failed in every block, was mended, and ran the next day."""
+    ddp, fsdp, pdp = (repeated(name, [1000.0, 1010.0, 990.0]) for name in ("ddp", "fsdp", "pdp"))
+    for one, hours in ((ddp, (1, 4, 5)), (fsdp, (2, 3, 6)), (pdp, (20, 21, 22))):
+        for record, hour in zip(one, hours, strict=True):
+            record["started"] = f"2026-11-26T{hour:02}:00:00+00:00"
+    said = "pdp: measured after ddp, fsdp, not in turns: a machine that has changed since counts"
+    assert [line for line in render([*ddp, *fsdp, *pdp], 300).splitlines() if "turns" in line] == [said]
+    single = [run(name, started=one[0]["started"]) for name, one in (("ddp", ddp), ("pdp", pdp))]
+    assert "turns" not in render([*ddp, *fsdp], 300) + render(single, 300)
+
+
 def test_what_was_measured_on_other_devices_is_told():
     machines = {"ddp": ["A100", "A100"], "fsdp": ["H100"], "pdp": [], "hsdp": ["H100"]}
     runs = [run(name, environment={"devices": gpus, "cpu": "Xeon"}) for name, gpus in machines.items()]
