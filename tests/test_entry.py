@@ -82,7 +82,7 @@ class TestHelp:
     def test_help_lists_every_group_and_choice_and_imports_no_torch(self, tmp_path, monkeypatch):
         (tmp_path / "torch.py").write_text("raise ImportError('it would cost seconds')")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        done = call(*TRAIN, "model=toy", "--help", "parallel=pdp", cwd=ROOT, environ=os.environ)
+        done = call(*TRAIN, "--help", "model=toy", "parallel=pdp", cwd=ROOT, environ=os.environ)
         assert (done.returncode, done.stderr) == (0, "")
         for group in (path for path in (ROOT / "conf").iterdir() if path.is_dir() and path.name != "hydra"):
             choices = ", ".join(sorted(path.stem for path in group.iterdir()))
@@ -100,6 +100,9 @@ class TestHelp:
         done = forked.train_py("--cfg", "job", "parallel=fsdp", "--package", "parallel", cwd=tmp_path)  # one group
         assert (done.returncode, "reshard_after_forward: true" in done.stdout) == (0, True)
         assert "global_batch" not in done.stdout
+        done = forked.train_py("model=toy", "--hydra-help", "parallel=fsdp", cwd=tmp_path)
+        said = "Hydra shows this, and takes no flags between overrides; give them first"
+        assert (done.returncode, done.stderr) == (1, f"command line=model=toy --hydra-help parallel=fsdp: {said}\n")
         assert list(tmp_path.iterdir()) == []
 
     def test_a_configuration_of_ones_own_lies_in_the_current_directory(self, tmp_path):

@@ -88,10 +88,9 @@ def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
     if arguments.config_path and not Path(arguments.config_path).is_absolute():
         rule = "must be absolute where Hydra shows something of it"
         require(Problem("--config-path", arguments.config_path, rule, f"try {conf}"))
-    flags = sys.argv[1:]
-    for override in arguments.overrides:
-        flags.remove(override)
-    sys.argv[1:] = [*arguments.overrides, *flags]  # Hydra takes no flags between overrides
+    places = [place for place, word in enumerate(sys.argv) if word in arguments.overrides]
+    if places and places[-1] - places[0] >= len(places):  # a flag is between them
+        raise ConfigError([_line("Hydra shows this, and takes no flags between overrides; give them first")])
     task = hydra.main(version_base="1.3", config_path=str(conf), config_name="config")(lambda _: None)
     shown = io.StringIO()
     try:
