@@ -47,7 +47,7 @@ def main() -> int:
         except (ConfigError, Damaged) as refusal:
             echo(str(refusal), sys.stderr)
         except OSError as error:
-            echo(f"{error.filename}: cannot be read: {error.strerror}" if error.filename else str(error), sys.stderr)
+            echo(f"{error.filename}: {error.strerror}" if error.filename else str(error), sys.stderr)  # read or written
         return int(arguments.unusable)
     if parser.parse_args().version:
         from ptdbench.measure import hardware

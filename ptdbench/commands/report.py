@@ -48,18 +48,13 @@ def main(arguments: argparse.Namespace) -> int:
     """Write the files; the exit status is 1 where nothing can be reported, and then nothing is written."""
     from ptdbench.files import replace_bytes
 
-    try:
-        arguments.directories = arguments.directories or [_newest()]
-        paths = _paths(arguments)
-        runs = _runs(arguments.directories)
-        title, subtitle = _titles(arguments.directories, runs)
-        texts = {form: _text(form, title, subtitle, runs) for form in paths}
-        for form, path in paths.items():
-            replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        echo(said, sys.stderr)
-        return 1
+    arguments.directories = arguments.directories or [_newest()]
+    paths = _paths(arguments)
+    runs = _runs(arguments.directories)
+    title, subtitle = _titles(arguments.directories, runs)
+    texts = {form: _text(form, title, subtitle, runs) for form in paths}
+    for form, path in paths.items():
+        replace_bytes(path, texts[form].encode("utf-8", "backslashreplace"))
     for form, path in paths.items():
         echo(f"report       {path}")
         if form == "md" and len(texts[form]) > _MOST_OF_COMMENT:

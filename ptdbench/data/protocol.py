@@ -123,7 +123,7 @@ def _fingerprint(tensor: torch.Tensor) -> str | float:
     """A digest of integers; of fractions, which processors may round differently, their mean."""
     if tensor.is_floating_point():
         return tensor.double().mean().item()
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def _matches(one: str | float, other: str | float) -> bool:

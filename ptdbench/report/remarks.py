@@ -7,7 +7,6 @@ import math
 import os
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 
@@ -202,7 +201,7 @@ def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
     begun = []
     for label, place in places:
         runs = [run for run in place.alternative.runs if throughput(run)]
-        if starts := [datetime.fromisoformat(run["started"]) for run in runs if run.get("started")]:
+        if starts := [run["started"] for run in runs if run.get("started")]:  # in UTC and one form: ordered as texts
             begun.append((min(starts), max(starts), label, place.alternative.sample.keys()))
     begun.sort(key=itemgetter(0))
     for number in range(1, len(begun)):

@@ -171,7 +171,7 @@ class TestRefused:
     def test_a_record_that_may_not_be_read(self, refused, sides):
         path = sides[0] / "0_ddp" / RECORD
         path.chmod(0)
-        assert refused(path.parent, sides[1]) == f"{path}: cannot be read: Permission denied"
+        assert refused(path.parent, sides[1]) == f"{path}: Permission denied"
 
     @pytest.mark.parametrize("typed", ["3", "0%", "0", "100%", "-3%", "x", "", "nan%", "%"])
     def test_a_threshold_that_is_none(self, refused, sides, typed):
