@@ -157,7 +157,9 @@ def bind_cores(threads: int, cores: Cores | None) -> None:
         # Every thread: one that runs already does not follow the main thread to other cores.
         threads_now = Path("/proc/self/task")
         for thread in [int(path.name) for path in threads_now.iterdir()] if threads_now.exists() else [0]:
-            os.sched_setaffinity(thread, cores)
+            # One that ended since it was listed has nothing left to bind.
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(thread, cores)
 
 
 def unbind_thread() -> None:

@@ -6,12 +6,14 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from ptdbench.launch.settings import (
+    bind_cores,
     leave_sanitizer_to_ranks,
     let_segments_grow,
     log_errors_only,
@@ -128,6 +130,8 @@ def test_a_quota_of_time_is_shared_as_cores_are(quota, threads):
     assert share_cores([FOUR, FOUR], 1, "auto", quota) == (threads, None)
 
 
+binds = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")
+
 #: Binds itself while a thread of its own runs, not at all and then to a core, and tells where each thread may run then.
 BINDS = """
 import json, os, sys, threading
@@ -139,17 +143,18 @@ for wish in (None, frozenset(json.loads(sys.argv[1]))):
     settings.bind_cores(3, wish)
     import torch
     threads = [sorted(os.sched_getaffinity(int(thread))) for thread in os.listdir("/proc/self/task")]
-    everywhere = []
-    aside = threading.Thread(target=lambda: (settings.unbind_thread(), everywhere.extend(os.sched_getaffinity(0))))
-    aside.start()
-    aside.join()
+    everywhere, told = [], threading.Event()
+    # It lives to the end: one that is joined may still be listed, and is gone when it is asked.
+    work = lambda: (settings.unbind_thread(), everywhere.extend(os.sched_getaffinity(0)), told.set(), go_on.wait())
+    threading.Thread(target=work, daemon=True).start()
+    told.wait()
     main = sorted(os.sched_getaffinity(0))
     print(json.dumps([torch.get_num_threads(), os.environ["OMP_NUM_THREADS"], threads, sorted(everywhere), main]))
 go_on.set()
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind processes to cores")
+@binds
 def test_a_process_keeps_to_its_threads_and_cores_with_all_that_runs_in_it(environ):
     cores = sorted(own_cores())
     command = [sys.executable, "-c", BINDS, json.dumps(cores[-1:])]
@@ -160,3 +165,24 @@ def test_a_process_keeps_to_its_threads_and_cores_with_all_that_runs_in_it(envir
         assert len(affinities) >= 2
         assert affinities == [own] * len(affinities)
         assert (everywhere, main) == (cores, own)
+
+
+@binds
+def test_a_thread_that_ends_while_cores_are_bound_is_passed_over(monkeypatch):
+    bound, go_on = [], threading.Event()
+
+    def bind(thread, cores):
+        if thread == threading.get_native_id():
+            raise ProcessLookupError
+        bound.append(thread)
+
+    other = threading.Thread(target=go_on.wait)
+    other.start()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "sched_setaffinity", bind)
+    try:
+        bind_cores(torch.get_num_threads(), own_cores())
+    finally:
+        go_on.set()
+        other.join()
+    assert other.native_id in bound
