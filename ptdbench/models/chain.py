@@ -118,38 +118,18 @@ def _stop(_: str, given: _Given) -> NoReturn:
 
 
 class _Slot(nn.Module):
-    """Stands where a block is, and has the block's attributes, which the code around it may ask for."""
+    """Stands where a module is, and has its attributes, which the code around it may ask for."""
 
-    def __init__(self, block: nn.Module, act: Callable[[_Given], Any]) -> None:
-        super().__init__()
-        self.__dict__["block"] = block  # not a submodule
-        self._act = act
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["block"], name)
-
-    def forward(self, *arguments: Any, **options: Any) -> Any:
-        """Do what the pass is for."""
-        return self._act(_given(arguments, options))
-
-
-class _Stub(nn.Module):
-    """Stands where a module before the blocks is, has its attributes, and returns zeros: values do not matter."""
-
-    def __init__(self, module: nn.Module, shape: Sequence[int], dtype: Callable[[], torch.dtype], fill: float) -> None:
+    def __init__(self, module: nn.Module, act: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__["module"] = module  # not a submodule
-        self._shape = tuple(shape)
-        self._dtype = dtype
-        self._fill = fill
+        self._act = act  # no local function, which a copy of the model would share
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["module"], name)
 
-    def forward(self, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Zeros, as many as there are inputs."""
-        shape = (inputs.shape[0], *self._shape[1:])
-        return torch.full(shape, self._fill, dtype=self._dtype(), device=inputs.device)
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self._act(*arguments, **options)
 
 
 class Chain:
@@ -294,12 +274,19 @@ class Chain:
         shape = (hidden.shape[0], *self._example.shape[1:])
         return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
 
-    def _at(self, name: str, given: _Given) -> Any:
-        """Do at a block what this run is for; no local function, which a copy of the model would share."""
-        return self._act(name, given)
+    def _at(self, name: str, /, *arguments: Any, **options: Any) -> Any:
+        """Do at a block what this run is for."""
+        return self._act(name, _given(arguments, options))
+
+    def _stub(self, shape: torch.Size, fill: float, /, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
+        """What a module before the blocks might return of as many inputs: values do not matter."""
+        return torch.full((len(inputs), *shape[1:]), fill, dtype=self._dtype, device=inputs.device)
+
+    def _stubs(self, fill: float) -> dict[str, nn.Module]:
+        return {name: _Slot(one, partial(self._stub, self._shapes[name], fill)) for name, one in self._before.items()}
 
     def _with_slots(self, stubs: Mapping[str, nn.Module]) -> nn.Module:
-        """The module with slots and stubs; the modules around them are copies, all others the same."""
+        """The module with slots for its blocks, and stubs; the modules around them are copies, all others the same."""
         slots = {name: _Slot(block, partial(self._at, name)) for name, block in self._blocks.items()}
         replaced = {**slots, **stubs}
 
@@ -381,9 +368,6 @@ class Chain:
         with _spoiled(self._module, [*self._blocks.values(), *self._after.values()]):
             if not torch.equal(begun, self._begin(zeros)):
                 raise NoChain("uses what comes after its blocks before them too")
-
-    def _stubs(self, fill: float) -> dict[str, nn.Module]:
-        return {name: _Stub(one, self._shapes[name], lambda: self._dtype, fill) for name, one in self._before.items()}
 
 
 @contextmanager

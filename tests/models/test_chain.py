@@ -51,10 +51,11 @@ class Scaled(Net):
 
 
 class Alternating(Scaled):
-    """Every other of its blocks gets another constant, as masks alternate in a Gemma."""
+    """Every other of its blocks gets another constant, as masks alternate in a Gemma, in the dtype of the stem."""
 
     def forward(self, inputs):
-        hidden, scale = self.stem(inputs), torch.arange(1.0, WIDTH + 1)
+        hidden = self.stem(inputs)
+        scale = torch.arange(1.0, WIDTH + 1, dtype=hidden.dtype)
         for number, block in enumerate(self.blocks):
             hidden = block(hidden, scale if number % 2 else scale.flip(0))
         return self.head(hidden)
@@ -255,7 +256,10 @@ def test_pieces_of_a_copy_are_its_own():
     """As a lone stage copies the model to learn what arrives."""
     model = adapt(Alternating(), example)
     model.parts()
-    check_pieces(copy.deepcopy(model))
+    twin = copy.deepcopy(model)
+    check_pieces(twin)
+    inputs = torch.randn(5, 6).bfloat16()
+    assert torch.equal(run(twin.bfloat16(), inputs), twin(inputs))
 
 
 @pytest.mark.parametrize("number", range(5))
