@@ -89,6 +89,18 @@ def trying(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn what a stranger's code raises, which may be anything, into the reason why it cannot be cut."""
+    try:
+        yield
+    except NoChain:
+        raise
+    except Exception as error:
+        reason = said(error).partition("\n")[0] or type(error).__name__
+        raise NoChain(f"{what}: {reason}") from error
+
+
 def has_weights(module: nn.Module, recurse: bool = True) -> bool:
     """Whether a module has parameters; with ``recurse=False``, of its own."""
     return next(module.parameters(recurse), None) is not None
@@ -172,18 +184,13 @@ class Chain:
         self._known: dict[Any, dict[str, _Beside]] = {}
         if any(weight.is_meta for weight in module.parameters()):
             raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
-        try:
-            with trying(module):
-                self._front = self._with_slots({})
-                with unchanged(self._front):  # it has modules of its own
-                    self._observe()
-                self._back = self._with_slots(self._stubs(0.0))
-                with unchanged(self._back):
-                    self._require_independence()
-        except NoChain:
-            raise
-        except Exception as error:  # a stranger's code may raise anything
-            raise NoChain(f"cannot be tried between its blocks: {said(error)}".partition("\n")[0]) from None
+        with refusing("cannot be tried between its blocks"), trying(module):
+            self._front = self._with_slots({})
+            with unchanged(self._front):  # it has modules of its own
+                self._observe()
+            self._back = self._with_slots(self._stubs(0.0))
+            with unchanged(self._back):
+                self._require_independence()
 
     def parts(self, prefix: str = "") -> dict[str, nn.Module]:
         """The pieces in order; the last one is called with ``(hidden, targets)``.
@@ -431,17 +438,15 @@ def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> di
         if has_weights(child) and any(map(has_weights, groups[-1].values())):
             groups.append({})
         groups[-1][prefix + name] = child
+    return named([Piece(group, nn.Sequential(*group.values()).forward) for group in groups], finish, prefix)
 
-    def run(group: Mapping[str, nn.Module], inputs: Tensor) -> Tensor:
-        for child in group.values():
-            inputs = child(inputs)
-        return inputs
 
-    def last(group: Mapping[str, nn.Module], inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        return finish(run(group, inputs), targets)
+def named(pieces: Sequence[Piece], finish: Finish, prefix: str) -> dict[str, nn.Module]:
+    """Pieces in order by the first of their members; the last one is called with ``(hidden, targets)``."""
+    *front, last = pieces
+    every = [*front, Piece(last.members, partial(_finished, last, finish))]
+    return {next(iter(piece.members)).removeprefix(prefix): piece for piece in every}
 
-    runs = [run] * (len(groups) - 1) + [last]
-    return {
-        next(iter(group)).removeprefix(prefix): Piece(group, partial(one, group))
-        for group, one in zip(groups, runs, strict=True)
-    }
+
+def _finished(piece: Piece, finish: Finish, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
+    return finish(piece(inputs), targets)

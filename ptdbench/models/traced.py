@@ -8,16 +8,14 @@ is between them is replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ptdbench.models.chain import Finish, NoChain, has_weights, trying, unchanged
+from ptdbench.models.chain import Finish, NoChain, has_weights, named, refusing, trying, unchanged
 from ptdbench.models.protocol import Piece
-from ptdbench.problems import said
 
 
 def parts(
@@ -47,8 +45,7 @@ def parts(
         raise NoChain("has no place between its submodules where only one tensor passes")
     pieces = [_piece(called, nodes, prefix) for nodes in groups]
     _try(module, call, pieces, example)
-    runs = [*pieces[:-1], Piece(pieces[-1].members, partial(_last, pieces[-1], finish))]
-    return {next(iter(piece.members)).removeprefix(prefix): piece for piece in runs}
+    return named(pieces, finish, prefix)
 
 
 class _Tracer(fx.Tracer):
@@ -81,12 +78,8 @@ def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     own = [*called.module.named_parameters(recurse=False), *called.module.named_buffers(recurse=False)]
     if own:
         raise NoChain(f"has a weight, {own[0][0]}, outside of its submodules")
-    try:
-        with unchanged(called.module):  # it may keep what stands for a tensor
-            graph = _Tracer(blocks).trace(called)
-    except Exception as error:  # the code of a stranger, with proxies in the place of tensors
-        reason = said(error).partition("\n")[0] or type(error).__name__
-        raise NoChain(f"cannot be traced: {reason}") from error
+    with refusing("cannot be traced"), unchanged(called.module):  # it may keep what stands for a tensor
+        graph = _Tracer(blocks).trace(called)
     for node in graph.find_nodes(op="get_attr"):
         if str(node.target).startswith("module."):  # and not a constant, which stands in no module
             raise NoChain(f"reads {str(node.target).removeprefix('module.')} outside of the module that has it")
@@ -97,21 +90,20 @@ def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The nodes of each piece, as many pieces as there can be: each has weights, and hands on one value."""
     places = {node: place for place, node in enumerate(nodes)}
     last_call = {node.target: place for place, node in enumerate(nodes) if node.op == "call_module"}
-    groups: list[list[fx.Node]] = [[]]
-    cut: int | None = None  # where the present group may end: the last place after its last weight
-    start, bound = 0, 0
+    ends: list[int] = []
+    end: int | None = None  # of the present group, if it may end: the last place after its last weight
+    bound, is_weighted = 0, False
     for place, node in enumerate(nodes):
-        if _has_weights(module, node) and cut is not None:
-            groups[-1] = list(nodes[start:cut])
-            groups.append([])
-            start, cut = cut, None
+        if _has_weights(module, node):
+            is_weighted = True
+            if end is not None:
+                ends.append(end)
+                end = None
         bound = max(bound, last_call.get(node.target, 0) if node.op == "call_module" else 0)
-        weighted = any(_has_weights(module, earlier) for earlier in nodes[start : place + 1])
         crossing = [one for one in nodes[: place + 1] if any(places[user] > place for user in one.users)]
-        if weighted and place >= bound and len(crossing) == 1 and crossing[0].op != "placeholder":
-            cut = place + 1
-    groups[-1] = list(nodes[start:])
-    return groups
+        if is_weighted and place >= bound and len(crossing) == 1 and crossing[0].op != "placeholder":
+            end = place + 1
+    return [list(nodes[start:stop]) for start, stop in pairwise([0, *ends, len(nodes)])]
 
 
 def _has_weights(module: nn.Module, node: fx.Node) -> bool:
@@ -139,25 +131,16 @@ def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
     return Piece(members, replay.forward)
 
 
-def _last(piece: Piece, finish: Finish, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-    return finish(piece(inputs), targets)
-
-
 def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Sequence[Piece], example: Tensor) -> None:
     """Compare the pieces, one after the other, with the module, on two samples."""
     device = next((weight.device for weight in chain(module.parameters(), module.buffers())), torch.device("cpu"))
     inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=device)
-    try:
-        with trying(module):
-            expected = call(module, inputs)
-            for piece in pieces:
-                if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
-                    raise NoChain("hands on something else than a tensor with the samples first")
-                inputs = piece(inputs)
-    except NoChain:
-        raise
-    except Exception as error:  # as above
-        raise NoChain(f"cannot be tried in pieces: {said(error)}".partition("\n")[0]) from error
+    with refusing("cannot be tried in pieces"), trying(module):
+        expected = call(module, inputs)
+        for piece in pieces:
+            if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
+                raise NoChain("hands on something else than a tensor with the samples first")
+            inputs = piece(inputs)
     alike = isinstance(expected, Tensor) and isinstance(inputs, Tensor) and expected.shape == inputs.shape
     if not alike or not (expected.is_meta or torch.equal(expected, inputs)):
         raise NoChain("computes something else when its submodules are called one after the other")
