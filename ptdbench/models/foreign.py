@@ -153,32 +153,33 @@ class Adapted(nn.Module):
     def parts(self) -> dict[str, nn.Module] | None:
         """The module's own chain, else what can be found by trying; ``None``, and :attr:`uncut`, if it is none."""
         parts = self._method("parts")
-        return self._found if parts is None else _prefixed(parts())
+        return _prefixed(parts()) if parts else self._found
 
     @cached_property
     def _found(self) -> dict[str, nn.Module] | None:
-        """The chain of a module that names none."""
-        if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
-            try:
-                return chain.of_sequential(self.module, self._finish, PREFIX)
-            except chain.NoChain as reason:
-                self.uncut = str(reason)
-                return None
-        if self._takes_targets:
-            self.uncut = "has no parts(), and computes its loss in forward()"
+        try:
+            return self._cut()
+        except chain.NoChain as reason:
+            self.uncut = str(reason)
             return None
+
+    def _cut(self) -> dict[str, nn.Module]:
+        """The chain of a module that names none; raises NoChain if it is none."""
+        if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
+            return chain.of_sequential(self.module, self._finish, PREFIX)
+        if self._takes_targets:
+            raise chain.NoChain("has no parts(), and computes its loss in forward()")
         layers = set(self.layers())
         blocks = {name: one for name, one in self.module.named_modules() if one in layers}
         inputs = self._example()[0]
         try:
             return chain.Chain(self.module, blocks, self._call, self._finish, inputs).parts(PREFIX)
         except chain.NoChain as reason:
-            self.uncut = str(reason)
+            first = str(reason)
         try:
             return traced.parts(self.module, layers, self._call, self._finish, inputs, PREFIX)
         except chain.NoChain as reason:
-            self.uncut = f"{self.uncut}, and {reason}"
-            return None
+            raise chain.NoChain(f"{first}, and {reason}") from None
 
     def _call(self, module: nn.Module, inputs: Tensor) -> Any:
         """What the module returns; ``module`` is it, or another of its signature."""
@@ -204,8 +205,7 @@ class Adapted(nn.Module):
 
     def roles(self) -> dict[str, Role]:
         """Those that the module names."""
-        roles = self._method("roles")
-        return {} if roles is None else _prefixed(roles())
+        return _prefixed((self._method("roles") or dict)())
 
     def train_flops(self) -> dict[str, float]:
         """The module's own figures; else PyTorch's count for one sample, under the key ``module``.
@@ -214,14 +214,11 @@ class Adapted(nn.Module):
             FlopsUnknown: If the module does not run on the meta device, where they are counted.
         """
         train_flops = self._method("train_flops")
-        if train_flops is None:
-            return {"module": self._flops.total}
-        return _prefixed(train_flops())
+        return _prefixed(train_flops()) if train_flops else {"module": self._flops.total}
 
     def masked_flops(self) -> float | None:
         """The module's own figure; else counted, unless it has FLOPs of its own."""
-        masked_flops = self._method("masked_flops")
-        if masked_flops is not None:
+        if masked_flops := self._method("masked_flops"):
             return masked_flops()
         return None if self._method("train_flops") else self._flops.masked
 
@@ -232,8 +229,7 @@ class Adapted(nn.Module):
     def tied(self) -> list[tuple[str, str]]:
         """The module's tied weights: those that it names, else those that are one object."""
         tied = self._method("tied")
-        pairs = self._same if tied is None else tied()
-        return [(PREFIX + first, PREFIX + second) for first, second in pairs]
+        return [(PREFIX + first, PREFIX + second) for first, second in (tied() if tied else self._same)]
 
     @cached_property
     def _same(self) -> list[tuple[str, str]]:
