@@ -43,13 +43,8 @@ class Routing:
     def of(cls, options: Mapping[str, Any]) -> Routing:
         """From the options of a configuration."""
         names = [one.name for one in fields(cls)]
-        require(
-            *(
-                Problem(f"router.{name}", options[name], "there is no such option", try_these(names))
-                for name in options
-                if name not in names
-            )
-        )
+        rule, remedy = "there is no such option", try_these(names)
+        require(*(Problem(f"router.{name}", options[name], rule, remedy) for name in options if name not in names))
         return cls(**options)
 
     def __post_init__(self) -> None:
@@ -172,13 +167,11 @@ class _Counted(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, router: Router, counts: Tensor, kept: Tensor) -> Tensor:
-        """See above."""
         ctx.router, ctx.counts, ctx.kept = router, counts, kept
         return scores.view_as(scores)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        """See above."""
         router, counts = ctx.router, ctx.counts.to(gradient)
         dropped = counts.sum(0, keepdim=True) - ctx.kept.sum(0, keepdim=True).to(gradient)
         router.counts.append(torch.cat([counts, dropped]))
@@ -210,7 +203,7 @@ class Experts(nn.Module):
         """
         if self.product == "loop":
             matrices = zip(tokens.split(counts.tolist()), self.gate_up.unbind(), self.down.unbind(), strict=True)
-            return torch.cat([F.linear(_gated(F.linear(some, both)), down) for some, both, down in matrices])
+            return torch.cat([F.linear(_Gated.apply(F.linear(some, both)), down) for some, both, down in matrices])
         if not len(tokens):  # the kernel has no gradient of no tokens: a row of zeros for the last expert
             tokens, ends = F.pad(tokens, (0, 0, 0, 1)), (torch.arange(len(counts)) == len(counts) - 1).int()
             return self._grouped(tokens, ends.to(tokens.device))[:0]
@@ -219,21 +212,17 @@ class Experts(nn.Module):
     def _grouped(self, tokens: Tensor, ends: Tensor) -> Tensor:
         """One kernel for all experts; ``ends``: where the tokens of each end."""
         both, down = (matrix.transpose(-2, -1) for matrix in (self.gate_up, self.down))
-        return F.grouped_mm(_gated(F.grouped_mm(tokens, both, offs=ends)), down, offs=ends)
-
-
-def _gated(both: Tensor) -> Tensor:
-    """``silu(gate) * up`` of the two halves of ``[tokens, 2 * hidden]``."""
-    found: Tensor = _Gated.apply(both)
-    return found
+        return F.grouped_mm(_Gated.apply(F.grouped_mm(tokens, both, offs=ends)), down, offs=ends)
 
 
 class _Gated(torch.autograd.Function):
-    """See :func:`_gated`. The gradients of the halves are written where the product wants them, side by side."""
+    """``silu(gate) * up`` of the two halves of ``[tokens, 2 * hidden]``.
+
+    The gradients of the halves are written where the product wants them, side by side.
+    """
 
     @staticmethod
     def forward(ctx: Any, both: Tensor) -> Tensor:
-        """See above."""
         gate, up = both.chunk(2, dim=-1)
         opened = F.silu(gate)
         ctx.save_for_backward(both, opened)
@@ -241,7 +230,6 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        """See above."""
         both, opened = ctx.saved_tensors
         (gate, up), found = both.chunk(2, dim=-1), torch.empty_like(both)
         of_gate, of_up = found.chunk(2, dim=-1)
@@ -296,8 +284,7 @@ def take(rows: Tensor, numbers: Tensor, back: Tensor, copies: int = 1) -> Tensor
     Returns:
         ``[len(numbers), width]``.
     """
-    taken: Tensor = _Taken.apply(rows, numbers, back, copies)
-    return taken
+    return _Taken.apply(rows, numbers, back, copies)
 
 
 class _Taken(torch.autograd.Function):
@@ -305,14 +292,12 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, numbers: Tensor, back: Tensor, copies: int) -> Tensor:
-        """See above."""
         ctx.save_for_backward(back)
         ctx.copies = copies
         return _select(rows, numbers if copies == 1 else numbers // copies, len(numbers) > len(rows) * copies)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        """See above."""
         (back,) = ctx.saved_tensors
         found = _select(gradient, back, len(back) > len(gradient))
         return found if ctx.copies == 1 else found.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
