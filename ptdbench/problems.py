@@ -96,6 +96,18 @@ def at_least(minimum: int, **options: object) -> list[Problem]:
     ]
 
 
+def divides(option: str, value: int, total: int, what: str) -> Problem | None:
+    """Return a problem if ``value`` does not divide ``total``, which the rule calls ``what``."""
+    if value >= 1 and total % value == 0:
+        return None
+    return Problem(option, value, f"must divide {what}", try_these(nearest_numbers(value, divisors(total))))
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a positive number, ascending."""
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
 def try_these(values: Iterable[object]) -> str:
     """Turn ``[4, 8]`` into ``"try 4, 8"``, and nothing into nothing."""
     text = ", ".join(str(value) for value in values)

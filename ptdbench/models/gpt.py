@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
-from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
+from ptdbench.problems import at_least, divides, require
 
 
 class GPT(Decoder):
@@ -39,7 +39,13 @@ class GPT(Decoder):
         vocabulary: int = 50304,
         tie_weights: bool = True,
     ) -> None:
-        require(*_problems(layers, heads, width, sequence_length, vocabulary))
+        too_small = at_least(1, layers=layers, heads=heads, width=width, sequence_length=sequence_length)
+        is_divisible = not {"heads", "width"} & {problem.option for problem in too_small}
+        require(
+            *too_small,
+            *at_least(2, vocabulary=vocabulary),
+            divides("heads", heads, width, f"width={width}") if is_divisible else None,
+        )
         norm = partial(nn.LayerNorm, width)
         super().__init__(
             Embedding(vocabulary, width, sequence_length),
@@ -89,14 +95,3 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
         return self.down(F.gelu(self.up(x), approximate="tanh"))
-
-
-def _problems(layers: int, heads: int, width: int, sequence_length: int, vocabulary: int) -> list[Problem]:
-    found = at_least(1, layers=layers, heads=heads, width=width, sequence_length=sequence_length)
-    found += at_least(2, vocabulary=vocabulary)
-    comparable = not {"heads", "width"} & {problem.option for problem in found}
-    if comparable and width % heads:
-        divisors = [number for number in range(1, width + 1) if width % number == 0]
-        remedy = try_these(nearest_numbers(heads, divisors))
-        found.append(Problem("heads", heads, f"must divide width={width}", remedy))
-    return found

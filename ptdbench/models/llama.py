@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
-from ptdbench.problems import Problem, at_least, nearest_numbers, require, try_these
+from ptdbench.problems import Problem, at_least, divides, divisors, nearest_numbers, require, try_these
 
 #: Llama 3's scaling of rotary frequencies: the sequence length that it stretches, and between how many turns in that
 #: length frequencies are scaled in part. Slower ones are divided by the whole factor, faster ones left as they are.
@@ -177,19 +177,15 @@ class SwiGLU(nn.Module):
 
 def problems_of_heads(
     heads: int, key_value_heads: int, width: int, head_width: int | Literal["auto"] = "auto"
-) -> list[Problem]:
+) -> list[Problem | None]:
     """What is wrong with the heads of attention; ``head_width``: features of one, if it is no share of ``width``."""
-    found = at_least(1, heads=heads, key_value_heads=key_value_heads, width=width)
-    if found:
-        return found
+    if too_small := at_least(1, heads=heads, key_value_heads=key_value_heads, width=width):
+        return [*too_small]
+    of_head = None
     if head_width == "auto" and width % (2 * heads):
-        fitting = [number for number in range(1, width + 1) if width % (2 * number) == 0]
+        fitting = [number for number in divisors(width) if width % (2 * number) == 0]
         rule = f"must divide width={width} into heads of an even number of features, which are turned in pairs"
-        found.append(Problem("heads", heads, rule, try_these(nearest_numbers(heads, fitting))))
+        of_head = Problem("heads", heads, rule, try_these(nearest_numbers(heads, fitting)))
     if head_width != "auto" and (head_width < 2 or head_width % 2):
-        found.append(Problem("head_width", head_width, "must be even and at least 2: features are turned in pairs"))
-    if heads % key_value_heads:
-        divisors = [number for number in range(1, heads + 1) if heads % number == 0]
-        remedy = try_these(nearest_numbers(key_value_heads, divisors))
-        found.append(Problem("key_value_heads", key_value_heads, f"must divide heads={heads}", remedy))
-    return found
+        of_head = Problem("head_width", head_width, "must be even and at least 2: features are turned in pairs")
+    return [of_head, divides("key_value_heads", key_value_heads, heads, f"heads={heads}")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ptdbench.parallel.dims import Dims, divisors
-from ptdbench.problems import Problem, nearest_numbers, require, try_these
+from ptdbench.parallel.dims import Dims
+from ptdbench.problems import Problem, divides, require, try_these
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,7 @@ def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) 
         close = [number for number in (below, below + replicas) if number > 0]
         rule = f"must be a multiple of the number of data-parallel replicas, {replicas}"
         require(Problem("global_batch", global_batch, rule, try_these(close)))
+    own = global_batch // replicas
     if micro_batch != "auto":
-        require(divides("micro_batch", micro_batch, global_batch // replicas, "a replica's share of the batch"))
-    return global_batch // replicas
-
-
-def divides(option: str, value: int, total: int, what: str) -> Problem | None:
-    """A problem if ``value`` does not divide ``total``."""
-    if value >= 1 and total % value == 0:
-        return None
-    return Problem(option, value, f"must divide {what}, {total}", try_these(nearest_numbers(value, divisors(total))))
+        require(divides("micro_batch", micro_batch, own, f"a replica's share of the batch, {own}"))
+    return own

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, Literal, TypeVar
 
-from ptdbench.problems import Problem, require, try_these
+from ptdbench.problems import Problem, divisors, require, try_these
 
 #: A degree as it is asked for.
 Size = int | Literal["auto"]
@@ -197,11 +197,6 @@ def waiting(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> l
     """The degrees that are derived from the number of ranks, in order."""
     order = {name: row.derived for name, row in kind.rows().items() if row.derived is not None}
     return sorted((name for name in order if wanted[name] == "auto"), key=lambda name: order[name])
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from ptdbench.local_part import local_part
 from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of
-from ptdbench.parallel.batch import BatchPlan, divides
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import schedules
-from ptdbench.problems import ConfigError, Problem, require, try_these
+from ptdbench.problems import ConfigError, Problem, divides, require, try_these
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def divide_batch(
     whole = "a replica's share of the batch" if micro_batch == "auto" else "the micro-batches of a replica's step"
     automatic = schedule.busy if micro_batch == "auto" else schedule.most
     count = automatic(total, size, per_rank) if how.microbatches == "auto" else how.microbatches
-    require(divides("microbatches", count, total, whole))
+    require(divides("microbatches", count, total, f"{whole}, {total}"))
     accumulation = 1 if micro_batch == "auto" else total // count
     each = share // (count * accumulation)
     found = BatchPlan(dims, global_batch, each, count, accumulation)
