@@ -7,7 +7,7 @@ import itertools
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import util
 from typing import Any
@@ -40,7 +40,7 @@ class Feed:
         self._batches = _Batches(data, rows)
         self._workers = data.workers
         self._device = device
-        self._ahead: _Workers | _Thread | None = None
+        self._ahead: Generator[Batch, None, None] | None = None
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
@@ -70,10 +70,11 @@ class Feed:
             return self._batches[step]
         if self._ahead is None or self._next != step:
             self.close()
-            if self._workers:
-                self._ahead = _Workers(self._batches, step, self._workers, pinned=on_gpu)
-            else:
-                self._ahead = _Thread(self._batches, step, self._device)
+            self._ahead = (
+                _by_workers(self._batches, step, self._workers, pinned=on_gpu)
+                if self._workers
+                else _by_thread(self._batches, step, self._device)
+            )
         self._next = step + 1
         return next(self._ahead)
 
@@ -109,61 +110,44 @@ class _Batches(Dataset[Batch]):
         return read(self._data, *self._rows(step), self._example)
 
 
-class _Workers:
-    """Makes batches from step ``first`` on in ``count`` processes."""
-
-    def __init__(self, batches: _Batches, first: int, count: int, pinned: bool) -> None:
-        loader = DataLoader(
-            batches,
-            batch_size=None,
-            sampler=itertools.count(first),  # type: ignore[arg-type] # endless, and never asked for its length
-            num_workers=count,
-            prefetch_factor=AHEAD,
-            pin_memory=pinned,  # in a thread of this process
-            # Forked by the rank, to die with it: those of a server that forks for it would outlive it for ever.
-            multiprocessing_context="fork",
-            worker_init_fn=_belong_to_the_rank,
-            # Its own, so that the rank's stays where a run without workers has it.
-            generator=torch.Generator(),
-        )
-        made: Any = iter(loader)
-        # As they leave signals to the rank, a rank that ends without close() would wait for them for ever.
-        util.Finalize(None, made._shutdown_workers, exitpriority=100)
-        self._made = made
-
-    def __next__(self) -> Batch:
-        batch: Batch = next(self._made)
-        return batch
-
-    def close(self) -> None:
-        """End the processes."""
-        # By hand: the traceback of a step that has failed may hold the iterator for as long as the rank lives.
-        self._made._shutdown_workers()
+def _by_workers(batches: _Batches, first: int, count: int, pinned: bool) -> Generator[Batch, None, None]:
+    """Batches from step ``first`` on, made in ``count`` processes, which end with it."""
+    loader = DataLoader(
+        batches,
+        batch_size=None,
+        sampler=itertools.count(first),  # type: ignore[arg-type] # endless, and never asked for its length
+        num_workers=count,
+        prefetch_factor=AHEAD,
+        pin_memory=pinned,  # in a thread of this process
+        # Forked by the rank, to die with it: those of a server that forks for it would outlive it for ever.
+        multiprocessing_context="fork",
+        worker_init_fn=_belong_to_the_rank,
+        # Its own, so that the rank's stays where a run without workers has it.
+        generator=torch.Generator(),
+    )
+    made: Any = iter(loader)
+    # As they leave signals to the rank, a rank that ends without close() would wait for them for ever.
+    util.Finalize(None, made._shutdown_workers, exitpriority=100)
+    try:
+        yield from made
+    finally:  # by hand: the traceback of a step that has failed may hold the iterator for as long as the rank lives
+        made._shutdown_workers()
 
 
-class _Thread:
-    """Makes and pins batches from step ``first`` on in a thread, for ``device``."""
+def _by_thread(batches: _Batches, first: int, device: torch.device) -> Generator[Batch, None, None]:
+    """Batches from step ``first`` on, made and pinned for ``device`` in a thread, which ends with it."""
 
-    def __init__(self, batches: _Batches, first: int, device: torch.device) -> None:
-        self._batches = batches
-        self._steps = itertools.count(first)
-        # A thread begins on device 0, where pinning would create a context.
-        self._thread = ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))
-        self._made: deque[Future[Batch]] = deque()
-        for _ in range(AHEAD):
-            self._make_another()
-
-    def __next__(self) -> Batch:
-        self._make_another()
-        return self._made.popleft().result()
-
-    def close(self) -> None:
-        """End the thread, once it has made the batch that it is making."""
-        self._thread.shutdown(cancel_futures=True)
-
-    def _make_another(self) -> None:
-        self._made.append(self._thread.submit(self._pinned, next(self._steps)))
-
-    def _pinned(self, step: int) -> Batch:
-        inputs, targets = self._batches[step]
+    def pinned(step: int) -> Batch:
+        inputs, targets = batches[step]
         return inputs.pin_memory(), targets.pin_memory()
+
+    # A thread begins on device 0, where pinning would create a context.
+    thread = ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))
+    made: deque[Future[Batch]] = deque()
+    try:
+        for step in itertools.count(first):
+            made.append(thread.submit(pinned, step))
+            if len(made) > AHEAD:
+                yield made.popleft().result()
+    finally:
+        thread.shutdown(cancel_futures=True)
