@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, BinaryIO, NamedTuple
@@ -132,14 +133,10 @@ def blocks(documents: Iterable[Document]) -> Iterator[Block]:
     """
     for document in documents:
         left = document.size
-        waiting: bytes | None = None  # which block is the last is known when no other comes
-        for text in document.read():
-            if waiting is not None:
-                yield Block(waiting, len(waiting), is_last=False)
-                left -= len(waiting)
-            waiting = text
-        if waiting is not None:
-            yield Block(waiting, left, is_last=True)
+        for text, following in pairwise(chain(document.read(), [b""])):  # none that is read is empty
+            size = len(text) if following else left
+            left -= size
+            yield Block(text, size, is_last=not following)
 
 
 def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
