@@ -7,6 +7,10 @@ import torch
 
 from ptdbench.models import decoder
 from ptdbench.models.decoder import CausalMix
+from ptdbench.models.gpt import GPT
+from ptdbench.models.llama import Rotary, turn
+from ptdbench.models.materialize import parameter_count
+from tests.models.made import filled
 
 
 def test_fewer_heads_of_keys_give_the_same_without_a_kernel_for_them(monkeypatch):
@@ -27,3 +31,29 @@ def test_of_the_kernels_of_a_gpu_only_flash_attention_takes_fewer_heads(is_cuda,
     assert decoder._has_grouped_kernel(asked) == has
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=7))  # has it not
     assert decoder._has_grouped_kernel(asked) == (not is_cuda)
+
+
+def test_the_tied_weight_is_one_parameter_with_both_gradients():
+    sizes = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabulary": 60}
+    tied, untied = (filled(GPT, **sizes, tie_weights=tie_weights) for tie_weights in (True, False))
+    untied.load_state_dict(tied.state_dict())
+    tokens, targets = torch.randint(60, (2, 2, 24))
+    for model in (tied, untied):
+        model(tokens, targets).backward()
+    assert tied.head.projection.weight is tied.embedding.token.weight
+    assert tied.tied() == [("embedding.token.weight", "head.projection.weight")]
+    assert untied.tied() == []
+    both = untied.embedding.token.weight.grad + untied.head.projection.weight.grad
+    torch.testing.assert_close(tied.embedding.token.weight.grad, both)
+    assert parameter_count(untied) - parameter_count(tied) == 60 * 32
+
+
+def test_angles_are_fp32_where_the_arithmetic_is_not():
+    """Position 1001 is no number of bf16."""
+    angles = Rotary(8, 10000.0, 1.0)(torch.tensor([1000, 1001]))
+    assert angles.dtype == torch.float32
+    x = torch.ones(2, 8, dtype=torch.bfloat16)
+    turned = turn(x, angles)
+    assert turned.dtype == torch.bfloat16
+    torch.testing.assert_close(turned.float(), turn(x.float(), angles), rtol=1e-2, atol=1e-2)
+    assert not torch.equal(turned[0], turned[1])

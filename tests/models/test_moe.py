@@ -1,4 +1,4 @@
-"""A decoder with experts, against transformers, by hand and by its own slower product."""
+"""A decoder with experts, by hand and by its own slower product."""
 
 from __future__ import annotations
 
@@ -10,42 +10,16 @@ from ptdbench.models.experts import Experts, Router, Routing, places_in, take
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.moe import MoE
 from ptdbench.problems import ConfigError
-from tests.models.made import check_logits, filled
-from tests.models.their_weights import from_llama
+from tests.models.made import filled
 
 SIZES = {
     "layers": 2, "heads": 4, "key_value_heads": 2, "width": 32, "experts": 6, "active": 2, "expert_hidden": 24,
     "sequence_length": 24, "vocabulary": 60,
 }  # fmt: skip
-#: What transformers calls the same.
-THEIRS = {
-    "vocab_size": 60, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_experts_per_tok": 2, "rms_norm_eps": 1e-5,
-}  # fmt: skip
-MIXTRAL = ("Mixtral", {}, {"intermediate_size": 24, "num_local_experts": 6})
-QWEN = (
-    "Qwen3Moe",
-    {"head_width": 12, "head_norm": True, "router": {"normalize": False}},
-    {"moe_intermediate_size": 24, "num_experts": 6, "head_dim": 12, "norm_topk_prob": False},
-)
 
 
 def moe(**options):
     return filled(MoE, **SIZES | options)
-
-
-@pytest.mark.parametrize(("kind", "options", "config"), [MIXTRAL, QWEN], ids=["mixtral", "qwen3"])
-def test_the_weights_of_transformers_give_their_logits(kind, options, config):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    configured = getattr(transformers, f"{kind}Config")(**THEIRS, **config)
-    theirs = getattr(transformers, f"{kind}ForCausalLM")(configured)
-    ours = moe(rope_theta=configured.rope_parameters["rope_theta"], **options)
-
-    def weights(state):
-        return {name.replace("mlp_norm", "mixture.norm"): tensor for name, tensor in from_llama(state, 2).items()}
-
-    check_logits(ours, theirs, weights)
 
 
 def test_parameters_and_flops_by_hand():
