@@ -165,13 +165,11 @@ class Classifier(nn.Linear):
 def _residual(block: nn.Module, size: int) -> tuple[int, int]:
     """Forward FLOPs of a residual block on images of ``size`` pixels a side, and the size it returns."""
     assert isinstance(block, BasicBlock | Bottleneck)
-    total = 0
-    if block.downsample is not None:
-        total, _ = _convolution(block.downsample[0], size)
-    chain = [block.conv1, block.conv2, *([block.conv3] if isinstance(block, Bottleneck) else [])]
-    for convolution in chain:
-        flops, size = _convolution(convolution, size)
-        total += flops
+    total, _ = (0, size) if block.downsample is None else _convolution(block.downsample[0], size)
+    for convolution in block.children():
+        if isinstance(convolution, nn.Conv2d):
+            flops, size = _convolution(convolution, size)
+            total += flops
     return total, size
 
 
