@@ -12,7 +12,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import Model
-from tests.daily import cases
 
 FILES = sorted((Path(__file__).parents[2] / "conf" / "model").glob("*.yaml"))
 RUNNABLE = [path.stem for path in FILES if path.stem != "custom" and not path.stem.startswith("hf_")]
@@ -81,7 +80,7 @@ def test_a_token_meets_what_names_and_papers_say():
     assert active == pytest.approx({"mixtral_8x7b": 12.9, "qwen3_30b_a3b": 3.3, "deepseek_v2_lite": 2.7}, rel=0.02)
 
 
-@cases("name", DENSE, daily=["gpt_tiny", "gpt_small", "llama_8b", "resnet18", "resnet50", "toy"])
+@pytest.mark.parametrize("name", DENSE)
 def test_flops_are_those_that_pytorch_counts(name):
     chosen = options(name)
     if name.startswith(("gpt", "llama")):
@@ -99,8 +98,7 @@ def test_flops_are_those_that_pytorch_counts(name):
             inputs, targets = torch.empty(1, chosen["inputs"]), torch.empty(1, chosen["outputs"])
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(inputs, targets).backward()
-    assert counter.get_total_flops() > 0
-    assert sum(model.train_flops().values()) == pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert sum(model.train_flops().values()) == counter.get_total_flops() > 0
     of_attention = counter.get_flop_counts()["Global"].get(torch.ops.aten.bmm, 0)
     assert model.masked_flops() == of_attention / 2
 

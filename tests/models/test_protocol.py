@@ -142,27 +142,6 @@ def test_the_loss_is_fp32_in_low_precision(case, precision):
     torch.testing.assert_close(loss, exact, rtol=rtol, atol=0)
 
 
-SIZES = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabulary": 60}
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "flops"),
-    [
-        # Per token 24 · 32² + 4 · 24 · 32 = 27648 a block and 2 · 32 · 60 = 3840 in the head, times 3 · 24.
-        (GPT, SIZES, {"embedding": 0, "blocks.0": 1990656, "blocks.1": 1990656, "head": 276480}),
-        # 2 · 64 · 32 + 4 · 24 · 32 + 2 · 32² + 6 · 32 · 48 = 18432 a block.
-        (Llama, {**SIZES, "key_value_heads": 2, "hidden": 48},
-         {"embedding": 0, "blocks.0": 1327104, "blocks.1": 1327104, "head": 276480}),
-        (Toy, {"inputs": 6, "width": 5, "outputs": 4, "layers": 3},
-         {"chain.0": 4 * 30, "chain.1": 6 * 25, "chain.2": 6 * 20}),
-    ],
-)  # fmt: skip
-def test_flops_by_hand(family, options, flops):
-    assert filled(family, **options).train_flops() == flops
-    if family is not Toy:  # scores and mixing are of all heads, and half of them is masked
-        assert filled(family, **options).masked_flops() == 2 * 3 * 4 * 24 * 24 * 32 / 2
-
-
 SPARSE = {"key_value_heads": 2, "experts": 4, "active": 1, "expert_hidden": 64, "shared_experts": 1, "head_norm": True}
 
 
