@@ -9,8 +9,6 @@ from omegaconf import OmegaConf
 CONF = Path(__file__).parents[2] / "conf" / "data"
 
 MODEL = {"sequence_length": 32, "vocabulary": 300, "image_size": 8, "classes": 5, "inputs": 6, "outputs": 4}
-
-
 #: What each gives to :data:`MODEL`; where the images are what they are, the model is made for them.
 SHAPES = {
     "text": ({}, (1, 32)),
@@ -32,11 +30,3 @@ def test_takes_its_shapes_from_the_model(name, tmp_path):
     for option, value in changes.items():
         OmegaConf.update(root, option, value.format(folder=tmp_path) if isinstance(value, str) else value)
     assert instantiate(root.data).example()[0].shape == shape
-
-
-def test_a_model_without_such_keys_leaves_the_options_to_the_command_line():
-    data = OmegaConf.load(CONF / "text.yaml")
-    root = OmegaConf.create({"seed": 1, "model": {}, "data": data})
-    root.merge_with_dotlist(["data.sequence_length=128", "data.vocabulary=256"])
-    root.data.pop("name")
-    assert instantiate(root.data).tokens_per_sample == 128
