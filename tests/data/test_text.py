@@ -72,15 +72,6 @@ def test_by_default_it_is_the_standard_library_in_the_users_cache(cache):
     assert b"self." in words
 
 
-def test_a_changed_text_gets_a_cache_of_its_own(file, cache):
-    text(file).prepare()
-    file.write_bytes(b"x" * len(CONTENT))
-    os.utime(file, ns=(1, 1))  # certainly another time, however coarse the file system's clock
-    inputs, _ = text(file).samples(0, 4)
-    assert set(inputs.flatten().tolist()) == {ord("x")}
-    assert len(list(cache.glob("*.tokens"))) == 2
-
-
 def test_the_cache_can_lie_elsewhere(file, cache, tmp_path):
     text(file, cache=str(tmp_path / "scratch" / "deep")).prepare()
     assert list((tmp_path / "scratch" / "deep").glob("book.txt-*.tokens"))
