@@ -37,7 +37,6 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
     several modules. Those of shorter lists count too, as in a ResNet. Lists within a block, such as heads and experts,
     do not: what is in them need not be called in order, nor on every rank.
     """
-    longest: list[nn.Module] = []
     lists = {
         one: list(one.children())
         for one in module.modules()
@@ -46,17 +45,15 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
     within = {
         part for children in lists.values() if _are_blocks(children) for one in children for part in one.modules()
     }
-    for one, children in lists.items():
-        is_outer = one not in within and next(children[0].children(), None) is not None
-        if is_outer and len(children) > max(1, len(longest)):
-            longest = children
-    if not longest:
+    outer = [children for one, children in lists.items() if one not in within and len(children) > 1]
+    of_several = [children for children in outer if list(children[0].children())]
+    if not of_several:
         return {}
-    of_lists = {child for children in lists.values() for child in children if type(child) is type(longest[0])}
+    kind = type(max(of_several, key=len)[0])
+    of_kind = {child for children in lists.values() for child in children if type(child) is kind}
     found: dict[str, nn.Module] = {}
     for name, one in module.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
-        if one in of_lists and not inside:
+        if one in of_kind and not any(name.startswith(f"{around}.") for around in found):
             found[name] = one
     return found
 

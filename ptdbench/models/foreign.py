@@ -293,11 +293,8 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda told: "run m
 def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Flops:
     """Count on tensors without values, of a device."""
     tensors = {
-        **{
-            name: torch.empty_like(p, device=device, requires_grad=p.requires_grad)
-            for name, p in module.named_parameters()
-        },
-        **{name: torch.empty_like(buffer, device=device) for name, buffer in module.named_buffers()},
+        name: torch.empty_like(one, device=device, requires_grad=one.requires_grad)
+        for name, one in [*module.named_parameters(), *module.named_buffers()]
     }
     # Counted on two samples, as batch norm refuses to train on one.
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
