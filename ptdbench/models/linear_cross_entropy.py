@@ -34,43 +34,33 @@ LEAST_ROWS = 1024
 
 
 class LinearCrossEntropy(nn.Module):
-    """:func:`linear_cross_entropy` as a module, for a weight that may be a rank's share."""
-
-    share: VocabularyShare | None = None  #: This rank's share of the vocabulary; ``None``: all of it.
-
-    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor | None = None) -> Tensor:
-        """See :func:`linear_cross_entropy`."""
-        return linear_cross_entropy(hidden, weight, targets, self.share, original)
-
-
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    share: VocabularyShare | None = None,
-    original: Tensor | None = None,
-) -> Tensor:
-    """Mean cross entropy of ``hidden @ weight.T`` against ``targets``; every target counts.
+    """Mean cross entropy of ``hidden @ weight.T`` against targets; every target counts.
 
     The products run in the weight's dtype; softmax and loss are computed in fp32 (fp64 for fp64), and the chunks'
     contributions to the weight's gradient are summed in it.
-
-    Args:
-        hidden: ``[..., width]``, floating point.
-        weight: ``[vocabulary, width]``, floating point.
-        targets: ``[...]``, int64, in ``[0, vocabulary)``.
-        share: Which rows of a vocabulary that is cut among ranks ``weight`` is. No logits are gathered: the ranks
-            agree on three numbers a token. The gradient of ``hidden`` is then this rank's summand of it.
-        original: What ``weight`` is a copy of, if it is one: this gets the gradient, in its own dtype.
-
-    Returns:
-        The loss, a scalar in fp32 (fp64 for fp64).
     """
-    original = weight if original is None else original
-    if not torch.is_grad_enabled():  # the function below would compute unused gradients
-        hidden, original = hidden.detach(), original.detach()
-    loss: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight.detach(), original, targets.flatten(), share)
-    return loss
+
+    #: Which rows of a vocabulary that is cut among ranks the weight is; ``None``: all of them. No logits are gathered:
+    #: the ranks agree on three numbers a token. The gradient of ``hidden`` is then this rank's summand of it.
+    share: VocabularyShare | None = None
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor | None = None) -> Tensor:
+        """Compute the loss.
+
+        Args:
+            hidden: ``[..., width]``, floating point.
+            weight: ``[vocabulary, width]``, floating point.
+            targets: ``[...]``, int64, in ``[0, vocabulary)``.
+            original: What ``weight`` is a copy of, if it is one: this gets the gradient, in its own dtype.
+
+        Returns:
+            A scalar in fp32 (fp64 for fp64).
+        """
+        original = weight if original is None else original
+        if not torch.is_grad_enabled():  # the function below would compute unused gradients
+            hidden, original = hidden.detach(), original.detach()
+        rows = hidden.flatten(0, -2)
+        return _LinearCrossEntropy.apply(rows, weight.detach(), original, targets.flatten(), self.share)
 
 
 def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:

@@ -41,7 +41,7 @@ Size = float | tuple[float, float] | None
 #: Bytes of a number in a gradient, in a loss and in what a softmax is normalized by.
 _WIDE = 4
 
-#: Numbers a token that ranks with shares of a vocabulary agree on, see ``linear_cross_entropy``.
+#: Numbers a token that ranks with shares of a vocabulary agree on, see ``LinearCrossEntropy``.
 _OF_LOSS = 3
 
 #: Bytes of a number of what is sent to average gradients; how large PowerSGD's matrices are depends on the buckets.

@@ -115,13 +115,13 @@ def whole() -> dict[str, Any]:
         return [loss.detach(), *torch.autograd.grad(loss * 3, (hidden, weight))]
 
     usual = of(lambda hidden, weight, targets: F.cross_entropy(hidden @ weight.T, targets))
-    ours = linear_cross_entropy.linear_cross_entropy
-    alone = softmax.VocabularyShare(0, torch.clone, torch.clone)
+    ours, of_share = linear_cross_entropy.LinearCrossEntropy(), linear_cross_entropy.LinearCrossEntropy()
+    of_share.share = softmax.VocabularyShare(0, torch.clone, torch.clone)
     ways = {
         "eager": ours,
         "graph": torch.compile(ours, fullgraph=True, backend="aot_eager"),
-        "share": lambda *inputs: ours(*inputs, alone),
-        "graph of a share": torch.compile(lambda *inputs: ours(*inputs, alone), fullgraph=True, backend="aot_eager"),
+        "share": of_share,
+        "graph of a share": torch.compile(of_share, fullgraph=True, backend="aot_eager"),
     }
     with (
         mock.patch.object(softmax, "has_kernels", yes),

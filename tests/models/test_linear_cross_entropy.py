@@ -6,9 +6,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.models import linear_cross_entropy as module
-from ptdbench.models.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy, chunk_rows
 
 CPU = torch.device("cpu")
+
+linear_cross_entropy = LinearCrossEntropy()
 
 
 @pytest.fixture

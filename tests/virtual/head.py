@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ptdbench.models.linear_cross_entropy import linear_cross_entropy
+from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.models.softmax import VocabularyShare
 
 #: On a GPU of 20 GiB two chunks.
 ROWS, VOCABULARY, WIDTH = 6000, 50304, 64
 
-ALONE = VocabularyShare(0, torch.clone, torch.clone)
+#: Of all the vocabulary, and as ranks compute that share it.
+LOSSES = {"whole": LinearCrossEntropy(), "share": LinearCrossEntropy()}
+LOSSES["share"].share = VocabularyShare(0, torch.clone, torch.clone)
 
 
 def counted(loss_of: Callable[..., Tensor]) -> dict[str, Any]:
@@ -41,19 +43,9 @@ def counted(loss_of: Callable[..., Tensor]) -> dict[str, Any]:
     return {"kernels": kernels, "peak": peak}
 
 
-def whole(hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor) -> Tensor:
-    """Of all the vocabulary."""
-    return linear_cross_entropy(hidden, weight, targets, None, original)
-
-
-def share(hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor) -> Tensor:
-    """As ranks compute that share the vocabulary."""
-    return linear_cross_entropy(hidden, weight, targets, ALONE, original)
-
-
 if __name__ == "__main__":
     found = {}
-    for one in (whole, share):
-        found[one.__name__] = counted(one)
-        found[f"{one.__name__} compiled"] = counted(torch.compile(one, fullgraph=True))
+    for name, one in LOSSES.items():
+        found[name] = counted(one)
+        found[f"{name} compiled"] = counted(torch.compile(one, fullgraph=True))
     print(json.dumps(found))
