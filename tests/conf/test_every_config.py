@@ -25,16 +25,23 @@ CONF = ROOT / "conf"
 FILES = sorted(CONF.glob("[!h]*/*.yaml"))  # Hydra's own folder is looked at below
 #: What a choice needs beside its name, where it does not suit the defaults.
 COMPANIONS = {
-    "data/synthetic_images": ("model=resnet18",),
-    "data/synthetic_vectors": ("model=toy",),
+    "data/synthetic_images": ("model=resnet18", "model.image_size=64"),
+    "data/synthetic_tokens": ("model.sequence_length=32",),
+    "data/synthetic_vectors": ("model=toy", "model.inputs=6"),
+    "data/text": ("model.sequence_length=32",),
     "data/digits": ("model=resnet18", "data=digits", "model.stem=small", "model.image_size=8", "model.classes=10"),
     "data/cifar10": ("experiment=cifar10_resnet18", "data.root={images}"),
-    "data/image_folder": ("model=resnet18", "data=image_folder", "data.root={images}"),
+    "data/image_folder": ("model=resnet18", "model.image_size=64", "data=image_folder", "data.root={images}"),
     "parallel/ep": ("model=moe_tiny",),
     "experiment/cifar10_resnet18": ("data.root={images}",),
     "experiment/imagefolder_resnet50": ("data.root={images}",),
     "experiment/text_gpt_small": ("data.path={texts}", "data.tokenizer={texts}/tokenizer.json"),
 }
+#: A sample of each data set, as it suits the model that it is used with.
+SHAPES = {
+    "synthetic_images": (3, 64, 64), "synthetic_tokens": (32,), "synthetic_vectors": (6,), "text": (32,),
+    "digits": (3, 8, 8), "cifar10": (3, 32, 32), "image_folder": (3, 64, 64),
+}  # fmt: skip
 #: What SLURM would say on the clusters that the headers of conf/cluster describe.
 PARTITIONS = [
     Partition("batch", is_default=True, nodes=16, minutes=None, gpus=(0,), cpus=64),
@@ -108,6 +115,8 @@ class TestFile:
             call = made.config.resolved[group]
             assert call["name"] in (name, call.get("_target_", "").rpartition(".")[2])
         assert made.world_size in (1, 2)
+        if group == "data":
+            assert made.training.data.example()[0].shape == (1, *SHAPES[name])
 
 
 def test_numbers_are_numbers():
