@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from ptdbench.data.digits import Digits
 from ptdbench.data.image_folder import ImageFolder
-from ptdbench.data.protocol import Data
+from ptdbench.data.protocol import Data, Images
 from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens, SyntheticVectors
 from ptdbench.data.text import Text
 from tests.conftest import ROOT
@@ -18,36 +19,30 @@ from tests.data.small_cifar10 import SmallCifar10
 
 #: Kept aside by the content of documents.
 SOME = -1
-#: How each is made, with any seed, of what lies in a folder; its samples of an epoch, and how many it keeps aside.
-SOURCES: dict[str, tuple[Callable[..., Data], int, int | None]] = {
-    "synthetic_tokens": (lambda folder, **it: SyntheticTokens(sequence_length=16, vocabulary=1000, **it), 8, None),
-    "synthetic_images": (lambda folder, **it: SyntheticImages(image_size=16, classes=10, pool=24, **it), 24, None),
-    "synthetic_images channel by channel": (
-        lambda folder, **it: SyntheticImages(image_size=16, classes=10, pool=24, channels_last=False, **it), 24, None,
-    ),
-    "synthetic_vectors": (lambda folder, **it: SyntheticVectors(inputs=5, outputs=7, **it), 8, None),
-    "digits": (lambda folder, **it: Digits(held_out=20, **it), 1777, 20),
-    "digits channel by channel": (lambda folder, **it: Digits(channels_last=False, **it), 1437, 360),
-    "cifar10": (lambda folder, **it: SmallCifar10(root=f"{folder}/cifar", **it), 200, 20),
-    "cifar10 channel by channel": (
-        lambda folder, **it: SmallCifar10(root=f"{folder}/cifar", channels_last=False, **it), 200, 20,
-    ),
-    "image_folder": (
-        lambda folder, **it: ImageFolder(root=f"{folder}/images", classes=3, image_size=32, workers=3, **it), 18, 6,
-    ),
-    "image_folder channel by channel": (
-        lambda folder, **it: ImageFolder(
-            root=f"{folder}/images", classes=3, image_size=32, channels_last=False, **it
-        ), 18, 6,
-    ),
-    "text": (
-        lambda folder, **it: Text(sequence_length=16, vocabulary=256, path=f"{folder}/texts", **it), 8, None,
-    ),
+#: What each is made of beside a seed, from a folder; its samples of an epoch, and how many it keeps aside.
+SOURCES: dict[str, tuple[type[Data], dict[str, Any], int, int | None]] = {
+    "synthetic_tokens": (SyntheticTokens, {"sequence_length": 16, "vocabulary": 1000}, 8, None),
+    "synthetic_vectors": (SyntheticVectors, {"inputs": 5, "outputs": 7}, 8, None),
+    "text": (Text, {"sequence_length": 16, "vocabulary": 256, "path": "{}/texts"}, 8, None),
     "text in two parts": (
-        lambda folder, **it: Text(sequence_length=3, vocabulary=256, path=f"{folder}/texts", held_out=0.3, **it),
-        8, SOME,
+        Text, {"sequence_length": 3, "vocabulary": 256, "path": "{}/texts", "held_out": 0.3}, 8, SOME
     ),
+    "synthetic_images": (SyntheticImages, {"image_size": 16, "classes": 10, "pool": 24}, 24, None),
+    "digits": (Digits, {"held_out": 20}, 1777, 20),
+    "cifar10": (SmallCifar10, {"root": "{}/cifar"}, 200, 20),
+    "image_folder": (ImageFolder, {"root": "{}/images", "classes": 3, "image_size": 32, "workers": 3}, 18, 6),
 }  # fmt: skip
+SOURCES |= {
+    f"{name} channel by channel": (kind, options | {"channels_last": False}, *counts)
+    for name, (kind, options, *counts) in SOURCES.items()
+    if issubclass(kind, Images)
+}
+
+
+def made(name: str, folder: Path, seed: int) -> Data:
+    kind, options, *_ = SOURCES[name]
+    texts = {option: value.format(folder) for option, value in options.items() if isinstance(value, str)}
+    return kind(**options | texts, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +70,7 @@ def make(name, folder) -> Callable[..., Data]:
     """Makes a source, prepared."""
 
     def prepared(seed: int = 3) -> Data:
-        data = SOURCES[name][0](folder, seed=seed)
+        data = made(name, folder, seed)
         data.prepare()
         return data
 
@@ -87,7 +82,7 @@ def test_every_choice_is_looked_at():
 
 
 def test_samples_do_not_depend_on_the_split_or_on_what_was_drawn_before(make, name):
-    epoch = SOURCES[name][1]
+    epoch = SOURCES[name][2]
     whole = make().samples(epoch - 7, epoch + 7)  # over its end
     other = make()
     torch.rand(7)
@@ -107,7 +102,7 @@ def test_the_example_has_the_form_of_a_sample_and_needs_no_data(make, name, tmp_
     (tmp_path / "images" / "train").mkdir(parents=True)
     for folder in ("cifar", "texts"):
         (tmp_path / folder).mkdir()
-    example = SOURCES[name][0](tmp_path, seed=3).example()
+    example = made(name, tmp_path, seed=3).example()
     batches = (make().samples(*rows) for rows in ((0, 1), (0, 3), (5, 5)))
     for expected, sample, three, none in zip(example, *batches, strict=True):
         assert expected.is_meta
@@ -125,7 +120,7 @@ def test_the_example_has_the_form_of_a_sample_and_needs_no_data(make, name, tmp_
 
 
 def test_what_is_held_out_is_finite_and_the_same_for_every_seed_and_in_every_split(make, name):
-    count = SOURCES[name][2]
+    count = SOURCES[name][3]
     held_out, others = make(seed=0).held_out, make(seed=1).held_out
     if count is None:
         assert held_out is None
