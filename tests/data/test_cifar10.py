@@ -85,11 +85,6 @@ class TestOptions:
         assert "data.root=FOLDER" in problem.remedy
         assert "data.download=true" in problem.remedy
 
-    def test_a_download_goes_to_the_users_cache_unless_it_is_told_where(self, cache, tmp_path):
-        assert Cifar10(seed=0, download=True).root == cache / "cifar-10"
-        assert Cifar10(seed=0, download=True, root=str(tmp_path / "new")).root == tmp_path / "new"
-        assert list(tmp_path.iterdir()) == [], "a constructor is light"
-
 
 class TestPreparing:
     def test_writes_nothing_where_all_is_there(self, root):
@@ -230,11 +225,12 @@ class TestDownload:
             assert "could not be downloaded or unpacked" in problem_of(small(tmp_path, download=True).prepare).rule
         assert socket.getdefaulttimeout() is None
 
-    def test_makes_the_folder_that_it_goes_to(self, tmp_path, server, monkeypatch):
+    def test_goes_to_the_users_cache_unless_it_is_told_where(self, cache, tmp_path, server, monkeypatch):
         root, _ = self.shown(tmp_path, server)
         reader = small(root).reader()
         monkeypatch.setattr(Cifar10, "reader", lambda self: reader)
         data = Cifar10(seed=0, download=True)
+        assert not cache.exists(), "a constructor is light"
         data.prepare()
-        assert names(tmp_path / "cache" / "ptdbench" / "cifar-10") == {ARCHIVE, FOLDER, LOCK}
+        assert names(cache / "cifar-10") == {ARCHIVE, FOLDER, LOCK}
         assert len(data.held_out) == 20
