@@ -18,6 +18,7 @@ import torch
 from ptdbench.data import sampling
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images
 from ptdbench.data.sampling import Epochs, draws
+from ptdbench.launch.settings import own_cores
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
 # Of ImageNet's training images; what torchvision's own weights were trained with
@@ -100,9 +101,8 @@ class ImageFolder(Images):
         """Processes that read images for this rank; ``auto`` is one less than its share of cores, from 1 to 8."""
         if self._wanted_workers != "auto":
             return self._wanted_workers
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         # Ranks that are not bound to cores of their own have been given their share as a number of threads.
-        share = min(cores, torch.get_num_threads())
+        share = min(len(own_cores()), torch.get_num_threads())
         return min(max(share - 1, 1), _MOST_WORKERS)
 
     @property
