@@ -133,8 +133,7 @@ def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
 
 def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Sequence[Piece], example: Tensor) -> None:
     """Compare the pieces, one after the other, with the module, on two samples."""
-    device = next((weight.device for weight in chain(module.parameters(), module.buffers())), torch.device("cpu"))
-    inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=device)
+    inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=next(module.parameters()).device)
     with refusing("cannot be tried in pieces"), trying(module):
         expected = call(module, inputs)
         for piece in pieces:
