@@ -35,8 +35,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hydra.utils import instantiate
 from model_speed import Options, stepper
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -46,7 +46,7 @@ from torch.utils.flop_counter import flop_registry
 from ptdbench.measure import memory
 from ptdbench.models import softmax  # noqa: F401 # makes operations of torch's
 from ptdbench.profiling import trace
-from ptdbench.setup.compose import conf_folder
+from ptdbench.setup.compose import compose_all
 from ptdbench.training import profile
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
@@ -226,9 +226,9 @@ def is_cast(kernel: str) -> bool:
 
 
 def device(name: str) -> Device:
-    """A model of GPU, by its file in ``conf/virtual``."""
-    gpu: Any = OmegaConf.to_container(OmegaConf.load(conf_folder() / "virtual" / f"{name}.yaml").gpu)
-    return Device(**gpu)
+    """A model of GPU, as ``virtual`` chooses it."""
+    found: Device = instantiate(compose_all([f"virtual={name}"]).jobs[0].virtual.gpu)
+    return found
 
 
 def row(label: str, found: Mapping[str, Any]) -> str:
