@@ -1,4 +1,4 @@
-"""Feeds in ranks of their own, as workers are forked, and a test's process has threads of many others'."""
+"""Feeds with workers in a rank of their own, as these are forked, and a test's process has threads of many others'."""
 
 import gc
 import os
@@ -17,7 +17,7 @@ import torch
 
 from ptdbench.data.feed import Feed
 from tests.conftest import ROOT
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import each, on_ranks
 from tests.workloads.made_task import Largest, Reveals
 
 CPU = torch.device("cpu")
@@ -27,11 +27,7 @@ def rows(step: int) -> tuple[int, int]:
     return 10 * step, 10 * step + 4
 
 
-def in_a_rank(body: Callable[..., Any], *arguments: Any) -> Any:
-    return on_ranks(1, body, *arguments)[0]
-
-
-def used() -> None:
+def batches_are_those_of_the_rows_from_any_step_on_and_leave_chance_alone() -> None:
     before = torch.get_rng_state()
     for workers in (0, 1, 2):
         feed = Feed(Largest(seed=3, workers=workers), rows, CPU)
@@ -44,12 +40,7 @@ def used() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.ranks
-def test_batches_are_those_of_the_rows_from_any_step_on_and_leave_chance_alone():
-    in_a_rank(used)
-
-
-def made_by_workers() -> None:
+def workers_make_them_elsewhere_and_end_with_it_and_without_any_it_is_done_here() -> None:
     here, there = (Feed(Reveals(seed=0, workers=workers), rows, CPU) for workers in (0, 2))
     by_rank, by_workers = ({feed(step)[1][0].item() for step in range(4)} for feed in (here, there))
     assert by_rank == {os.getpid()}
@@ -58,11 +49,6 @@ def made_by_workers() -> None:
     assert all(maker.is_running() for maker in processes)
     there.close()
     assert all(not maker.is_running() or maker.status() == psutil.STATUS_ZOMBIE for maker in processes)
-
-
-@pytest.mark.ranks
-def test_workers_make_them_elsewhere_and_end_with_it_and_without_any_it_is_done_here():
-    in_a_rank(made_by_workers)
 
 
 def test_waiting_is_counted_for_every_step(monkeypatch):
@@ -97,7 +83,7 @@ def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
         time.sleep(0.2)
 
 
-def signaled() -> None:
+def a_signal_to_all_processes_is_left_to_the_rank() -> None:
     feed = Feed(Reveals(seed=0, workers=1), rows, CPU)
     maker = int(feed(0)[1][0])
     for step, number in enumerate((signal.SIGINT, signal.SIGUSR2, signal.SIGTERM), start=1):
@@ -105,11 +91,6 @@ def signaled() -> None:
         found = [feed(3 * step - 2 + ahead)[1][0].item() for ahead in range(3)]  # more than were ready
         assert found == [maker] * 3
     feed.close()
-
-
-@pytest.mark.ranks
-def test_a_signal_to_all_processes_is_left_to_the_rank():
-    in_a_rank(signaled)
 
 
 class Collects(Reveals):
@@ -124,20 +105,14 @@ class Circle:
     """As a traceback that holds the store of a run before, and that it is held by."""
 
 
-def seen_in_a_worker() -> bool:
+def garbage_of_the_rank_is_not_collected_in_a_worker() -> None:
     gc.disable()
     circle = Circle()
     circle.itself = circle  # type: ignore[attr-defined]
     del circle
     feed = Feed(Collects(seed=3, workers=1), rows, CPU)
-    seen = bool(feed(0)[1][0])
+    assert not feed(0)[1][0]
     feed.close()
-    return seen
-
-
-@pytest.mark.ranks
-def test_garbage_of_the_rank_is_not_collected_in_a_worker():
-    assert not in_a_rank(seen_in_a_worker)
 
 
 class Broken(Largest):
@@ -147,15 +122,26 @@ class Broken(Largest):
         raise ValueError(f"cat.jpg is broken in {start}")
 
 
-def what_is_raised() -> str:
-    with pytest.raises(ValueError, match="broken") as caught:
+def what_a_worker_raises_is_raised_here() -> None:
+    with pytest.raises(ValueError, match=r"cat\.jpg is broken in 10"):
         Feed(Broken(seed=0, workers=1), rows, CPU)(1)
-    return str(caught.value)
+
+
+def called(body: Callable[[], None]) -> None:
+    body()
 
 
 @pytest.mark.ranks
-def test_what_a_worker_raises_is_raised_here():
-    assert "cat.jpg is broken in 10" in in_a_rank(what_is_raised)
+def test_feeds_of_a_rank():
+    """In one rank; what fails is named."""
+    bodies = [
+        batches_are_those_of_the_rows_from_any_step_on_and_leave_chance_alone,
+        workers_make_them_elsewhere_and_end_with_it_and_without_any_it_is_done_here,
+        a_signal_to_all_processes_is_left_to_the_rank,
+        what_a_worker_raises_is_raised_here,
+        garbage_of_the_rank_is_not_collected_in_a_worker,
+    ]
+    on_ranks(1, each, called, bodies)
 
 
 class Cuda:
