@@ -1,6 +1,7 @@
 """What every built-in model must keep of the protocol, family by family."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -21,50 +22,41 @@ from tests.models.made import filled, small_resnet
 from tests.parallel.ranks import on_ranks
 
 
-def gpt(**options):
-    model = filled(GPT, layers=3, heads=2, width=16, sequence_length=12, vocabulary=40, **options)
+def of_tokens(family, **options):
+    model = filled(family, layers=3, width=16, sequence_length=12, vocabulary=40, **options)
     return model, torch.randint(40, (3, 12)), torch.randint(40, (3, 12))
 
 
-def untied_gpt():
-    return gpt(tie_weights=False)
+def llama(**options):
+    return of_tokens(Llama, key_value_heads=2, hidden=24, **options)
 
 
-def llama(heads=4, **options):
-    sizes = {"layers": 3, "heads": heads, "key_value_heads": 2, "width": 16, "hidden": 24}
-    model = filled(Llama, **sizes, sequence_length=12, vocabulary=40, **options or {"rope_factor": 8.0})
-    return model, torch.randint(40, (3, 12)), torch.randint(40, (3, 12))
+def of_images(side, **options):
+    model = small_resnet(classes=10, image_size=side, **options)
+    return model, torch.randn(3, 3, side, side), torch.randint(10, (3,))
 
 
-def tied_llama():
-    return llama(heads=2, tie_weights=True)
+def toy():
+    return filled(Toy, inputs=6, width=4, outputs=4, layers=3), torch.randn(3, 6)
 
 
-def resnet():
-    return small_resnet(classes=10, image_size=45), torch.randn(3, 3, 45, 45), torch.randint(10, (3,))
+FAMILIES = {
+    "gpt": lambda: of_tokens(GPT, heads=2),
+    "untied_gpt": lambda: of_tokens(GPT, heads=2, tie_weights=False),
+    "llama": lambda: llama(heads=4, rope_factor=8.0),
+    "tied_llama": lambda: llama(heads=2, tie_weights=True),
+    "resnet": lambda: of_images(45),
+    "bottleneck_resnet": lambda: of_images(8, block=Bottleneck, stem="small"),
+    "toy_of_numbers": lambda: (*toy(), torch.randn(3, 4)),
+    "toy_of_classes": lambda: (*toy(), torch.randint(4, (3,))),
+}
 
 
-def bottleneck_resnet():
-    model = small_resnet(Bottleneck, classes=10, image_size=8, stem="small")
-    return model, torch.randn(3, 3, 8, 8), torch.randint(10, (3,))
-
-
-def toy_of_numbers():
-    return filled(Toy, inputs=6, width=4, outputs=4, layers=3), torch.randn(3, 6), torch.randn(3, 4)
-
-
-def toy_of_classes():
-    return filled(Toy, inputs=6, width=4, outputs=4, layers=3), torch.randn(3, 6), torch.randint(4, (3,))
-
-
-FAMILIES = [gpt, untied_gpt, llama, tied_llama, resnet, bottleneck_resnet, toy_of_numbers, toy_of_classes]
-
-
-@pytest.fixture(params=FAMILIES, ids=lambda family: family.__name__)
+@pytest.fixture(params=FAMILIES)
 def case(request):
     """A model on the CPU with a batch of inputs and targets."""
     torch.manual_seed(0)
-    return request.param()
+    return FAMILIES[request.param]()
 
 
 def test_it_is_a_model_whose_layers_are_in_order_and_whose_parts_hold_every_tensor_once(case):
@@ -84,7 +76,7 @@ def test_it_is_a_model_whose_layers_are_in_order_and_whose_parts_hold_every_tens
 
 def test_a_llama_compiles_without_a_graph_break():
     """Other models: ``tests/parallel/test_compile.py``."""
-    model, tokens, targets = llama()
+    model, tokens, targets = FAMILIES["llama"]()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
 
@@ -221,9 +213,9 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
     """What each model that has roles computes whole, and divided by them; the weights of cut layers are halves."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found = {}
-    for family, sequence in ((family, sequence) for family in FAMILIES for sequence in (False, True)):
+    for family, sequence in product(FAMILIES, (False, True)):
         torch.manual_seed(0)
-        model, inputs, targets = family()
+        model, inputs, targets = FAMILIES[family]()
         kinds = {role.kind for role in model.roles().values()}
         if not kinds or (sequence and "stream" not in kinds):
             continue
@@ -235,7 +227,7 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         tied = {second.removesuffix(".weight") for _, second in model.tied()}
         assert {f"{name}.weight" for name in roles - tied} <= cut
         divided = model(inputs).detach(), model(inputs, targets).detach()
-        found[f"{family.__name__}, {sequence}"] = [*zip(whole, divided, strict=True)]
+        found[f"{family}, {sequence}"] = [*zip(whole, divided, strict=True)]
     return found
 
 
