@@ -54,7 +54,7 @@ def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparis
     )
 
 
-def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
+def margin(pool: Pool, sample: Sample) -> float | None:
     """Return how far the interval of a configuration's geometric mean reaches upwards, as a share.
 
     It has what other runs of the same sweep would give; on another day the machine may be another one. ``None`` with
@@ -64,7 +64,7 @@ def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
     if found is None:
         return None
     error, freedom = found
-    return _share(error * _quantile(freedom, 1 - level / 2))
+    return _share(error * _quantile(freedom, 1 - LEVEL / 2))
 
 
 def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[set[int]]:

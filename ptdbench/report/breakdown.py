@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.schema import Communication, Memory, Phases, Written, part
 from ptdbench.report import recorded_phases, why
-from ptdbench.report.text import MISSING, difference, drawn, wrap
+from ptdbench.report.text import MISSING, decimals, difference, drawn, figure_text, range_text, wrap
 from ptdbench.units import three_digits
 
 _MEANT = (
@@ -20,83 +21,79 @@ _MEANT = (
 _EQUAL = 0.01
 
 
+@dataclass(frozen=True)
+class _Rank:
+    """The memory of a rank when a step takes the most."""
+
+    number: int
+    bytes: Mapping[str, int]  #: Of each of :data:`KINDS`.
+    moment: str  #: What the step did then.
+
+    @property
+    def peak(self) -> int:
+        return sum(self.bytes.values())
+
+
 def memory_of_runs(records: Mapping[str, Written], width: int) -> list[str]:
     """A table with one row a run, of the rank that takes the most; empty if no run has its memory on record."""
-    rows = {called: (record, _fullest(record)) for called, record in records.items() if _is_known(record)}
+    rows = {called: rank for called, record in records.items() if (rank := _fullest(record))}
     return _table("run", rows, width)
 
 
 def memory_of_ranks(record: Written, width: int) -> list[str]:
     """A table with one row a rank; of many ranks only those with the highest and the lowest peak."""
-    if not _is_known(record):
-        return []
-    peaks, phases = _peaks(record), part(record, Phases)
-    many = len(peaks) > recorded_phases.MOST_RANKS
-    shown = dict.fromkeys((peaks.index(max(peaks)), peaks.index(min(peaks))) if many else range(len(peaks)))
-    return _table("rank", {recorded_phases.rank_name(phases, rank): (record, rank) for rank in shown}, width)
+    ranks, phases = _ranks(record), part(record, Phases)
+    if len(ranks) > recorded_phases.MOST_RANKS:
+        ranks = [choose(ranks, key=attrgetter("peak")) for choose in (max, min)]
+    return _table("rank", {recorded_phases.rank_name(phases, rank.number): rank for rank in ranks}, width)
 
 
 def compare_memory(record: Written, against: Written, called: str, reference: str) -> Iterator[str]:
     """Yield by how much one run's peak is above or below another's, and for what, if both are on record."""
-    if not (_is_known(record) and _is_known(against)):
+    ours, theirs = _fullest(record), _fullest(against)
+    if not (ours and theirs):
         return
-    ours, theirs = (_of_rank(one, _fullest(one)) for one in (record, against))
-    total = [sum(one.values()) for one in (ours, theirs)]
-    if abs(total[0] - total[1]) <= _EQUAL * max(total):
-        sizes = [f"{size / 2**20:,.{_digits(size)}f} MiB" for size in total]
-        yield f"memory: {called} {sizes[0]} vs {reference} {sizes[1]}: within {_EQUAL:.0%}"
+    if abs(ours.peak - theirs.peak) <= _EQUAL * max(ours.peak, theirs.peak):
+        one, other = (f"{size:,.{decimals(size, 3)}f} MiB" for size in (ours.peak / 2**20, theirs.peak / 2**20))
+        yield f"memory: {called} {one} vs {reference} {other}: within {_EQUAL:.0%}"
         return
-    parts = {kind: (ours[kind] - theirs[kind]) / 2**20 for kind in KINDS}
+    parts = {kind: (ours.bytes[kind] - theirs.bytes[kind]) / 2**20 for kind in KINDS}
     yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"
 
 
-def memory_of_largest_rank(record: Written) -> dict[str, int] | None:
+def memory_of_largest_rank(record: Written) -> Mapping[str, int] | None:
     """Bytes of each of :data:`KINDS` on the rank that takes the most; ``None`` if they are not on record."""
-    return None if recorded_phases.missing(record) or not _is_known(record) else _of_rank(record, _fullest(record))
+    rank = None if recorded_phases.missing(record) else _fullest(record)
+    return rank.bytes if rank else None
 
 
-def _is_known(record: Written) -> bool:
-    """Tell whether a record with phases has its memory, whole and of the same ranks."""
+def _ranks(record: Written) -> list[_Rank]:
+    """The ranks of a record with phases; none where its memory is not whole, or of other ranks."""
     found, count = part(record, Memory), len(recorded_phases.compute_seconds(part(record, Phases)))
-    lists = [found.moments, *((found.ranks or {}).get(kind) for kind in KINDS)]
-    return all(len(one or []) == count for one in lists)
+    moments, kinds = found.moments or [], [(found.ranks or {}).get(kind) or [] for kind in KINDS]
+    if {len(moments), *map(len, kinds)} != {count}:
+        return []
+    sizes = (dict(zip(KINDS, of_rank, strict=True)) for of_rank in zip(*kinds, strict=True))
+    return [_Rank(number, *known) for number, known in enumerate(zip(sizes, moments, strict=True))]
 
 
-def _peaks(record: Written) -> list[int]:
-    ranks = record["memory"]["ranks"]
-    return [sum(amounts) for amounts in zip(*(ranks[kind] for kind in KINDS), strict=True)]
+def _fullest(record: Written) -> _Rank | None:
+    return max(_ranks(record), key=attrgetter("peak"), default=None)
 
 
-def _fullest(record: Written) -> int:
-    """The rank that takes the most."""
-    peaks = _peaks(record)
-    return peaks.index(max(peaks))
-
-
-def _of_rank(record: Written, rank: int) -> dict[str, int]:
-    return {kind: record["memory"]["ranks"][kind][rank] for kind in KINDS}
-
-
-def _table(heading: str, rows: Mapping[str, tuple[Written, int]], width: int) -> list[str]:
-    """One row for each rank of a record."""
+def _table(heading: str, rows: Mapping[str, _Rank], width: int) -> list[str]:
     if not rows:
         return []
-    amounts = {title: _of_rank(record, rank) for title, (record, rank) in rows.items()}
-    kinds = [kind for kind in KINDS if any(of_rank[kind] for of_rank in amounts.values())]
+    kinds = [kind for kind in KINDS if any(rank.bytes[kind] for rank in rows.values())]
     of_runs = heading == "run"
-    headings, shown = [heading, "peak", *kinds, *["rank"] * of_runs, "in"], []
-    digits = _digits(min(sum(of_rank.values()) for of_rank in amounts.values()))
-    for title, (record, rank) in rows.items():
-        sizes = (sum(amounts[title].values()), *(amounts[title][kind] for kind in kinds))
-        cells = [f"{size / 2**20:,.{digits}f}" for size in sizes]
-        shown.append([title, *cells, *[str(rank)] * of_runs, record["memory"]["moments"][rank]])
+    headings = [heading, "peak", *kinds, *["rank"] * of_runs, "in"]
+    places = decimals(min(rank.peak for rank in rows.values()) / 2**20, 3)
+    shown = []
+    for title, rank in rows.items():
+        sizes = [f"{size / 2**20:,.{places}f}" for size in (rank.peak, *(rank.bytes[kind] for kind in kinds))]
+        shown.append([title, *sizes, *[str(rank.number)] * of_runs, rank.moment])
     which = "; rank: the one that takes the most" if of_runs else ""
     return [drawn(headings, shown, width, words=["in"], folding=heading), wrap(_MEANT + which, width)]
-
-
-def _digits(size: float) -> int:
-    """Decimals of MiB that show three digits of a size, and all of one of more digits."""
-    return max(0, 2 - math.floor(math.log10(abs(size) / 2**20))) if size else 0
 
 
 #: The heading of each phase.
@@ -154,8 +151,8 @@ def _blocks(
 def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: int) -> list[str]:
     """Return a table of steps and their phases, and what its columns mean; rows are seconds of the step and of each."""
     shortest = 1e3 * min(seconds for seconds, *_ in rows.values())
-    decimals = next((number for number, least in enumerate((1e3, 10.0, 1.0)) if shortest >= least), 3)
-    cells = [[f"{1e3 * seconds:,.{decimals}f}" for seconds in row] for row in rows.values()]
+    places = next((number for number, least in enumerate((1e3, 10.0, 1.0)) if shortest >= least), 3)
+    cells = [[f"{1e3 * seconds:,.{places}f}" for seconds in row] for row in rows.values()]
     columns = dict(zip(("step", *_HEADINGS), zip(*cells, strict=True), strict=True))
     kept = {name: texts for name, texts in columns.items() if name not in _RARE or any(t.strip("-0.") for t in texts)}
     shown = list(zip(rows, *kept.values(), strict=True))
@@ -168,13 +165,8 @@ def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
     found = [part(record, Phases) for record in records]
     seconds = [(one.profiled_step_seconds, one.step_seconds) for one in found]
     if slower := [profiled / timed for profiled, timed in seconds if profiled and timed]:
-        steps, times = _range([one.steps or 0 for one in found], "d"), _range(slower, ".2f")
+        steps, times = range_text([one.steps or 0 for one in found], str), range_text(slower, "{:.2f}".format)
         yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and rescaled to them", width)
-
-
-def _range(values: Sequence[float], form: str) -> str:
-    """``5``, or ``1.12 to 1.31``."""
-    return " to ".join(dict.fromkeys(f"{choose(values):{form}}" for choose in (min, max)))
 
 
 #: The figures of an operation by heading; ``None`` where one is unknown.
@@ -195,7 +187,7 @@ _BESIDE = {"by formula": "MB that the layout should send", "by fit": "ms by the 
 def _figures(sent: Communication) -> dict[str, str]:
     """The figures as text, by formula ``1.57-2.36`` where that is known no better."""
     known = {heading: figure(sent) for heading, figure in _FIGURES.items()}
-    texts = {heading: MISSING if one is None else three_digits(one) for heading, one in known.items()}
+    texts = {heading: figure_text(one, three_digits) for heading, one in known.items()}
     ends = "-".join(three_digits(size / 1e6) for size in sent.formula_range or [])
     return texts | ({"by formula": ends} if ends else {})
 

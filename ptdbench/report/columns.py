@@ -15,7 +15,7 @@ from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_te
 from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
 from ptdbench.report import remarks, text, why
 from ptdbench.report.labels import labels, names
-from ptdbench.report.text import MISSING
+from ptdbench.report.text import MISSING, figure_text
 from ptdbench.units import memory_text, three_digits
 
 
@@ -73,11 +73,6 @@ class Column(text.Column[Row]):
         head = self.name if self.words else self.heading
         told = {"name": self.name, "head": head, "field": self.field or self.name, "scale": self.scale}
         return told | {"most": self.most, "words": self.words}
-
-
-def figure_text(value: Any, write: Callable[[Any], str] = str) -> str:
-    """A figure, or that there is none."""
-    return MISSING if value is None else write(value)
 
 
 def _rate(row: Row) -> str:

@@ -23,6 +23,7 @@ from rich.file_proxy import FileProxy
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from ptdbench.report.text import cropped
 from ptdbench.terminal import clear_line, echo, plain, redraws
 from ptdbench.units import duration_text, span_text, three_digits
 
@@ -246,14 +247,14 @@ class Display:
 
     def line(self, width: int, now: float) -> Line:
         """Return the live line, in so many columns."""
-        heading = _cropped(str(self._heading), max(12, width - 40))
+        heading = cropped(plain(str(self._heading)), max(12, width - 40))
         idle, phase = now - self._moved_at, self._phase
         if phase is not None:
             left, right = f"{heading} · {phase}… {duration_text(int(idle))}", ""
         else:
             left = f"{heading}  {self._steps()}"
             room = width - len(left) - _BAR
-            right = _cropped(self._late_step(idle) or _fitting(self._figures(now), room), room)
+            right = cropped(plain(self._late_step(idle) or _fitting(self._figures(now), room)), room)
         return Line(left, right, self._done, self.total_steps or None)
 
     def tick(self, now: float) -> None:
@@ -337,8 +338,3 @@ def _fitting(figures: dict[str, str], room: int) -> str:
         if len("  ".join(figures.values())) > room:
             figures.pop(least, None)
     return "  ".join(figures.values())
-
-
-def _cropped(text: str, width: int) -> str:
-    text = plain(text)
-    return text if len(text) <= width else f"{text[: max(0, width - 1)]}…" if width > 0 else ""

@@ -20,6 +20,7 @@ from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Hardware, Layout, Metrics, MicroBatch, Remarks, Written, part
 from ptdbench.report import virtual
 from ptdbench.report.labels import options
+from ptdbench.report.text import range_text
 from ptdbench.terminal import plural
 from ptdbench.units import flops_text
 
@@ -118,8 +119,9 @@ def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | N
     size, most = max(map(abs, [*one, *other])), rounding(sides[0][0])
     if gap <= most * size:
         return None
-    losses = f"{_range_text(one)} before and {_range_text(other)} after"
-    return f"the last loss is {losses}: {gap / size:.2g} of it apart, where rounding makes {most:.2g} at most"
+    was, now = (range_text(losses, "{:.6g}".format) for losses in (one, other))
+    apart = f"{gap / size:.2g} of it apart, where rounding makes {most:.2g} at most"
+    return f"the last loss is {was} before and {now} after: {apart}"
 
 
 def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
@@ -147,10 +149,6 @@ def _python_that_is_read(run: Written) -> str | None:
     return part(run, Environment).python if data.get("path", "") is None else None
 
 
-def _range_text(losses: Sequence[float]) -> str:
-    return " to ".join(dict.fromkeys(f"{loss:.6g}" for loss in (min(losses), max(losses))))
-
-
 #: From this share of a run's time on, waiting for data is mentioned.
 _WAITED = 0.05
 
@@ -160,16 +158,16 @@ _HELD_BACK = 0.01
 
 def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
     """Sentences on the order, on failures and on what was measured, for the rows of a table by their names."""
+    places = list(zip(named, found.places, strict=True))
+    by_name = [(name, place.alternative.median_run) for name, place in places]
     records = [run for place in found.places for run in place.alternative.runs]
-    typical = [place.alternative.median_run for place in found.places]
     ranked = [place.alternative.median_run for place in found.places if place.rank]
-    by_name = list(zip(named, typical, strict=True))
     certainty = ranking.remark(found)
     return [
         *([certainty] if certainty else []),
-        *_devices(list(zip(named, found.places, strict=True))),
-        *_out_of_turn(list(zip(named, found.places, strict=True))),
-        *_reasons(list(zip(named, found.places, strict=True))),
+        *_devices(places),
+        *_out_of_turn(places),
+        *_reasons(places),
         *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
         *_ceiling_remarks(by_name),
         *_of_losses([(name, run) for name, run in by_name if run["status"] == "ok"]),

@@ -25,7 +25,7 @@ from ptdbench.report import columns, recorded_phases, text, virtual
 from ptdbench.report.columns import Block
 from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
-from ptdbench.report.text import MISSING, Column, wrap
+from ptdbench.report.text import MISSING, Column, figure_text, wrap
 from ptdbench.terminal import command
 from ptdbench.units import gib_text, size_text, three_digits
 
@@ -168,12 +168,12 @@ def _plan_row(name: str, record: Written) -> dict[str, str]:
         "of GPU": _gib(plan.capacity_bytes),
         "left": _gib(None if room is None or needed is None else room - needed),
         "fits": {True: "yes", False: "no", None: "?"}[plan.fits] if record.get("plan") else "failed",
-        "max mb": MISSING if largest is None else str(largest or "none"),
+        "max mb": figure_text(largest, lambda size: str(size or "none")),
     }
 
 
 def _gib(size: int | None) -> str:
-    return MISSING if size is None else three_digits(size / 2**30)
+    return figure_text(size, lambda known: three_digits(known / 2**30))
 
 
 def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator[str]:

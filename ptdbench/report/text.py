@@ -28,6 +28,17 @@ _NAMED, _MOST_NAMED = 0.1, 5
 MISSING = "-"
 
 R = TypeVar("R")
+F = TypeVar("F")
+
+
+def figure_text(value: F | None, write: Callable[[F], str] = str) -> str:
+    """A figure, or that there is none."""
+    return MISSING if value is None else write(value)
+
+
+def range_text(values: Collection[float], write: Callable[[float], str]) -> str:
+    """The least and the most: ``1.12 to 1.31``, or ``5`` where they are alike."""
+    return " to ".join(dict.fromkeys(write(choose(values)) for choose in (min, max)))
 
 
 @dataclass(frozen=True)
@@ -109,7 +120,7 @@ def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds
 
 def cropped(line: str, width: int | None) -> str:
     """The line, cut to a width."""
-    return line if width is None or cell_len(line) <= width else set_cell_size(line, width - 1) + "…"
+    return line if width is None or cell_len(line) <= width else set_cell_size(line, max(width - 1, 0)) + "…"
 
 
 def wrap(text: str, width: int | None) -> str:
@@ -164,11 +175,16 @@ def difference(
     parentheses; ``digits`` are the significant ones of the difference.
     """
     total = sum(parts.values())
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(total) or 1.0)))
+    places = decimals(total, digits)
     ordered = sorted(parts, key=lambda name: -abs(parts[name]))
     named = [name for name in ordered if abs(parts[name]) >= _NAMED * abs(total)][:_MOST_NAMED]
-    rest = round(total, decimals) - sum(round(parts[name], decimals) for name in named)
-    shown = [(name, parts[name]) for name in named] + [("rest", rest)] * bool(round(rest, decimals))
+    rest = round(total, places) - sum(round(parts[name], places) for name in named)
+    shown = [(name, parts[name]) for name in named] + [("rest", rest)] * bool(round(rest, places))
     noted = {name: f" ({note})" for name, note in notes.items() if note}
-    said = [f"{name} {value:+,.{decimals}f}{noted.get(name, '')}" for name, value in shown]
-    return f"{called} {total:+,.{decimals}f} {unit} vs {reference}: {', '.join(said)}"
+    said = [f"{name} {value:+,.{places}f}{noted.get(name, '')}" for name, value in shown]
+    return f"{called} {total:+,.{places}f} {unit} vs {reference}: {', '.join(said)}"
+
+
+def decimals(value: float, digits: int) -> int:
+    """The decimals that show so many significant digits of a figure, and all of one that has more before the point."""
+    return max(0, digits - 1 - math.floor(math.log10(abs(value) or 1.0)))

@@ -20,8 +20,8 @@ from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
 from ptdbench.report.recorded_phases import other_work
-from ptdbench.report.remarks import reason
-from ptdbench.report.text import drawn, wrap
+from ptdbench.report.remarks import listed, reason
+from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -38,9 +38,6 @@ _ENVIRONMENT = ("ptdbench", "python", "torch", "cuda", "driver", "nccl", "cpu", 
 
 #: What to do where there is nothing to compare.
 _REMEDY = "give runs of the same model, global batch and precision, with the same options"
-
-#: Options that are named at most.
-_NAMED = 5
 
 
 class Incomparable(Exception):
@@ -93,7 +90,7 @@ def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
         pairs, common = [(f"{called[first]} → {called[last]}", was, now)], [first, last]
     else:
         raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, one, other, []))}; {_REMEDY}")
-    alone = [f"only {listed}" for listed in _alone(called, one, other, common)]
+    alone = [f"only {configurations}" for configurations in _alone(called, one, other, common)]
     return Versus(_judged(pairs, is_same), [*alone, *_not_compared(ignored)])
 
 
@@ -121,9 +118,7 @@ def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozens
 def _not_compared(ignored: Collection[str]) -> list[str]:
     """These options, each with all below it once."""
     outermost = sorted(name for name in ignored if name.rpartition(".")[0] not in ignored)
-    more = f" and {len(outermost) - _NAMED} more" if len(outermost) > _NAMED else ""
-    named = f"{', '.join(outermost[:_NAMED])}{more}"
-    return [f"options of one version of ptdbench alone, not compared: {named}"] if outermost else []
+    return [f"options of one version of ptdbench alone, not compared: {listed(outermost)}"] if outermost else []
 
 
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
@@ -141,8 +136,8 @@ def _alone(
 ) -> list[str]:
     """List the configurations of one side alone: ``before: ddp, fsdp``."""
     sides = {"before": before, "after": after}
-    listed = {word: [called[key] for key in keys if key not in common] for word, keys in sides.items()}
-    return [f"{word}: {', '.join(found)}" for word, found in listed.items() if found]
+    alone = {word: [called[key] for key in keys if key not in common] for word, keys in sides.items()}
+    return [f"{word}: {', '.join(found)}" for word, found in alone.items() if found]
 
 
 def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool) -> list[Pair]:
@@ -279,17 +274,15 @@ def _unit(found: Versus) -> str:
 
 
 def _rate(one: Alternative) -> str:
-    rate = variation.geometric_mean(one.sample)
-    if rate is None:
-        return "-"
-    return f"{three_digits(rate)}{margin_text(significance.margin(noise.pool([one]), one.sample))}"
+    rate, margin = variation.geometric_mean(one.sample), significance.margin(noise.pool([one]), one.sample)
+    return f"{figure_text(rate, three_digits)}{margin_text(margin)}"
 
 
 def _ratio(pair: Pair) -> str:
     if pair.known:
         return f"{pair.known.ratio:.3f}{interval_text(pair.known, 3)}"
     before, after = (variation.geometric_mean(one.sample) for one in (pair.before, pair.after))
-    return f"{after / before:.3f}" if before and after else "-"
+    return f"{after / before:.3f}" if before and after else MISSING
 
 
 def _seen(pairs: Sequence[Pair]) -> list[str]:

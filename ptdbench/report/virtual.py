@@ -7,7 +7,8 @@ from typing import Any
 
 from ptdbench.records.record import option
 from ptdbench.records.schema import Memory, Virtual, Written, part
-from ptdbench.report.text import drawn, wrap
+from ptdbench.report.text import drawn, figure_text, wrap
+from ptdbench.terminal import rank_names
 from ptdbench.units import size_text
 
 #: What the lines below a table of memory say.
@@ -53,10 +54,9 @@ def of_model(record: Written) -> Iterator[str]:
 def explained(record: Written, called: str, width: int) -> str:
     """Memory, kernels and messages of one run."""
     found = record["virtual"]
-    lines = [
-        wrap(f"{called} on {found['device']}, {_ranks(found['ranks'], record.get('world_size'))}", width),
-        *_memory(record, width),
-    ]
+    ranks, size = found["ranks"], record.get("world_size")
+    present = f"all {size} ranks" if len(ranks) == size else f"{rank_names(ranks)} of {size}"
+    lines = [wrap(f"{called} on {found['device']}, {present}", width), *_memory(record, width)]
     if found.get("reason"):
         lines.append(wrap(f"no kernels and no messages: {found['reason']}", width))
     else:
@@ -66,12 +66,6 @@ def explained(record: Written, called: str, width: int) -> str:
         told = f"the host launched a step in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
         lines.append(wrap(told, width))
     return "\n".join(lines)
-
-
-def _ranks(ranks: list[int], size: int | None) -> str:
-    if len(ranks) == size:
-        return f"all {size} ranks"
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))} of {size}"
 
 
 def _memory(record: Written, width: int) -> Iterator[str]:
@@ -98,6 +92,6 @@ def _messages(found: Mapping[str, Any], width: int) -> Iterator[str]:
         return
     rows = []
     for operation, sent in found["messages"].items():
-        sizes = (sent.get("bytes"), sent.get("formula_bytes"))
-        rows.append([operation, f"{sent['calls']:,.0f}", *("-" if size is None else f"{size:,.0f}" for size in sizes)])
+        figures = (sent["calls"], sent.get("bytes"), sent.get("formula_bytes"))
+        rows.append([operation, *(figure_text(figure, "{:,.0f}".format) for figure in figures)])
     yield drawn(["messages of a step", "calls", "bytes", "by formula"], rows, width, words=["messages of a step"])

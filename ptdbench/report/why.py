@@ -88,14 +88,8 @@ def remarks(record: Written, called: str) -> Iterator[str]:
     found = part(record, Phases)
     yield from doubt(record, called)
     for name, sent in (found.communication or {}).items():
-        formula = sent.formula_bytes
-        if formula is not None and abs(sent.bytes - formula) > max(_AS_FORMULA * formula, _SINGLE_NUMBERS):
-            yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {bytes_text(formula)} by formula"
-        known = sent.formula_range or []
-        low, high = known if len(known) == 2 else (0.0, math.inf)
-        if not low <= sent.bytes <= high:
-            between = f"{bytes_text(low)} to {bytes_text(high)}"
-            yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {between} by formula"
+        if formula := _unlike(sent):
+            yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {formula} by formula"
     if (fullest := part(record, Experts).fullest_rank or 1.0) > 1:
         waited = recorded_phases.step(record).phases["experts"]
         share = f"{waited / (found.step_seconds or math.inf):.0%} of the step"
@@ -155,6 +149,16 @@ def against_first(groups: Sequence[Mapping[str, Written]]) -> list[str]:
         slower = [(called, run) for called, run in others if (1 - _NOISE) * _takes(run) >= _takes(first)]
         lines += [_explained(run, first, called, reference) for called, run in slower] or [shares(first, reference)]
     return lines
+
+
+def _unlike(sent: Communication) -> str:
+    """The bytes by formula, where others were sent."""
+    exact, ends = sent.formula_bytes, sent.formula_range or []
+    if exact is not None and abs(sent.bytes - exact) > max(_AS_FORMULA * exact, _SINGLE_NUMBERS):
+        return bytes_text(exact)
+    if len(ends) == 2 and not ends[0] <= sent.bytes <= ends[1]:
+        return " to ".join(map(bytes_text, ends))
+    return ""
 
 
 def _bubble(record: Written) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from ptdbench.report.text import MISSING, drawn, wrap
+from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
 
@@ -35,12 +35,8 @@ def hello_table(hello: Mapping[str, Any], width: int) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """``[0, 1, 2, 3, 8]`` becomes ``0-3,8``."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
+    alike = groupby(enumerate(sorted(numbers)), lambda placed: placed[1] - placed[0])  # as far from their places
+    parts = [[number for _, number in part] for _, part in alike]
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
@@ -157,16 +153,16 @@ def collectives_tables(collectives: Mapping[str, Any], width: int) -> str:
 
 
 def _rate(bytes_per_second: float | None) -> str:
-    return MISSING if bytes_per_second is None else three_digits(bytes_per_second / 1e9)
+    return figure_text(bytes_per_second, lambda rate: three_digits(rate / 1e9))
 
 
 def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: float, ranks: int, width: int) -> str:
-    figures = {(pair["source"], pair["target"]): pair[name] for pair in pairs if pair[name] is not None}
+    figures = {(pair["source"], pair["target"]): scale * pair[name] for pair in pairs if pair[name] is not None}
     numbers = [str(rank) for rank in range(ranks)]
     rows = []
     for source in range(ranks):
         cells = [figures.get((source, target)) for target in range(ranks)]
-        rows.append([numbers[source], *(MISSING if cell is None else three_digits(cell * scale) for cell in cells)])
+        rows.append([numbers[source], *(figure_text(cell, three_digits) for cell in cells)])
     return f"{title}\n{drawn(['rank', *numbers], rows, width, words=['rank'])}"
 
 
@@ -210,7 +206,7 @@ def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
     every = max(1, -(-len(results) // _ROWS))
     headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
     shown = []
-    for name, rows in groupby(results, key=_name):
+    for name, rows in groupby(results, key=name_of_series):
         of_series = list(rows)
         for number, row in enumerate(of_series):
             if number % every and row is not of_series[-1]:
@@ -229,7 +225,7 @@ def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
         alphas = (three_digits(1e6 * fit[name]) for name in ("alpha", "alpha_error"))
         bandwidth = _rate(1 / beta if (beta := fit["beta"]) > 0 else None)
         doubts = f"{fit['r2']:.3f}", f"{100 * fit['max_relative_error']:.0f}%", str(fit["points"])
-        rows.append([_name(fit), *alphas, bandwidth, *doubts])
+        rows.append([name_of_series(fit), *alphas, bandwidth, *doubts])
     shown = drawn(headings, rows, width, words=["operation"])
     return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
 
@@ -256,11 +252,11 @@ def _cut(cut: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
 def _what(row: Mapping[str, Any]) -> str:
     if "source" in row:
         return f"rank {row['source']} to rank {row['target']}"
-    return f"ranks {_pair(row['ranks'])}" if "ranks" in row else _name(row)
+    return f"ranks {_pair(row['ranks'])}" if "ranks" in row else name_of_series(row)
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    """Name a measurement: ``all_reduce fp32 sum async``."""
+def name_of_series(row: Mapping[str, Any]) -> str:
+    """Name what collectives were measured together: ``all_reduce fp32 sum async``."""
     return " ".join(str(row[part]) for part in ("op", "dtype", "reduction", "mode") if row[part])
 
 
