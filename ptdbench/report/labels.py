@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,24 @@ def differences(records: Sequence[Written]) -> list[str]:
     differing = {
         name: values for name, values in differing.items() if name.partition(".")[0] not in differing or "." not in name
     }
-    lasts = [_last(name) for name in differing]
-    called = {name: _last(name) if lasts.count(_last(name)) == 1 else name for name in differing}
+    called = short_names(differing)
     return [
         " ".join(f"{called[name]}={_cut(text)}" for name, texts in differing.items() if (text := texts[place]))
         for place in range(len(records))
     ]
 
 
+def short_names(options: Collection[str]) -> dict[str, str]:
+    """Call each option by the last part of its name, if no other of them ends so."""
+    lasts = Counter(map(_last, options))
+    return {name: _last(name) if lasts[_last(name)] == 1 else name for name in options}
+
+
 def by_option(records: Sequence[Written]) -> dict[str, list[str | None]]:
     """Each option of any of the runs, with its value in each as it is typed; ``None`` in those without it."""
     configs = [options(record) for record in records]
     names = dict.fromkeys(name for config in configs for name in config)
-    return {name: [_typed(config[name]) if name in config else None for config in configs] for name in names}
+    return {name: [as_text(config[name]) if name in config else None for config in configs] for name in names}
 
 
 def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None]]:
@@ -68,7 +74,8 @@ def options(record: Written) -> dict[str, Any]:
     return dict(kept)
 
 
-def _typed(value: Any) -> str:
+def as_text(value: Any) -> str:
+    """A text as it is, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -206,7 +213,7 @@ class Environments:
     def titles(self) -> list[str]:
         """A line for each environment: machine and versions, and whatever else differs."""
         known = [
-            {name.removeprefix("settings."): _typed(value) for name, value in leaves(one) if value not in (None, {})}
+            {name.removeprefix("settings."): as_text(value) for name, value in leaves(one) if value not in (None, {})}
             for one in self.found
         ]
         names = dict.fromkeys(name for one in known for name in one if name not in _HEAD)

@@ -27,6 +27,7 @@ from ptdbench.problems import said
 from ptdbench.records.ledger import sweep_of
 from ptdbench.records.schema import Written
 from ptdbench.report import scalars
+from ptdbench.report.labels import short_names
 from ptdbench.report.scalars import Scalar
 from ptdbench.terminal import echo
 
@@ -54,8 +55,7 @@ class Start:
 class Service(Protocol):
     """The type of ``logger=<name>``."""
 
-    package: str  #: What is imported for it.
-    extra: str  #: The optional dependencies that install this.
+    package: str  #: What is imported for it, and the optional dependencies that install this.
 
     def begin(self, start: Start) -> str:
         """Open the run, and return the service's name of it; empty if it has none."""
@@ -73,7 +73,7 @@ class Service(Protocol):
 class TensorBoard:
     """TensorBoard, which every run has: curves over its steps, and one line of the HPARAMS tab."""
 
-    package = extra = "tensorboard"
+    package = "tensorboard"
 
     def __init__(self) -> None:
         self._writer: Any = None
@@ -144,7 +144,7 @@ class WandB:
             else ``online``.
     """
 
-    package = extra = "wandb"
+    package = "wandb"
 
     def __init__(
         self, project: str, entity: str | None = None, mode: Literal["online", "offline"] | None = None
@@ -203,7 +203,7 @@ class MLflow:
             ``null``: ``MLFLOW_TRACKING_URI``, else MLflow's default.
     """
 
-    package = extra = "mlflow"
+    package = "mlflow"
 
     def __init__(self, experiment: str, tracking_uri: str | None = None) -> None:
         self._experiment, self._uri = experiment, tracking_uri
@@ -299,7 +299,7 @@ class Log:
         sweep = found.name if found else None
         swept = scalars.swept(self._directory)
         hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
-        called = {one.called for one in swept.values()}
+        called = short_names(swept).values()
         start = Start(self._directory, first, known, sweep, hparams, called, metrics, record.get("kind"))
         name = self._service.begin(start)
         self._is_open = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from ptdbench.records.load import Run
 from ptdbench.records.record import retyped
 from ptdbench.report import columns, table
 from ptdbench.report.columns import Block, Column
-from ptdbench.report.labels import Environments
+from ptdbench.report.labels import Environments, as_text
 from ptdbench.terminal import plain
 
 #: Columns in which the output of other workloads is shown.
@@ -55,8 +54,7 @@ def _of_workload(run: Run) -> Iterator[str]:
 
 
 def _environment(values: Mapping[str, Any]) -> str:
-    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
-    return "\n".join(f"{name}: {text}" for name, text in texts.items() if values[name] is not None)
+    return "\n".join(f"{name}: {as_text(value)}" for name, value in values.items() if value is not None)
 
 
 def _folded(title: str, texts: Sequence[str]) -> str:

@@ -19,7 +19,7 @@ from ptdbench.records import ledger, series
 from ptdbench.records.load import SERIES, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
-from ptdbench.report.labels import options
+from ptdbench.report.labels import options, short_names
 
 #: The columns that become curves.
 _SHOWN = (*series.NUMBERS, "slowest_seconds")
@@ -122,15 +122,8 @@ def _started(record: Written) -> float:
     return datetime.fromisoformat(record["started"]).timestamp()
 
 
-class Swept(NamedTuple):
-    """An option that a sweep gives several values."""
-
-    called: str  #: The last part of its name if that is enough.
-    is_number: bool  #: Whether all of these are numbers.
-
-
-def swept(directory: Path) -> dict[str, Swept]:
-    """The options that a run's sweep gives several values, by their names."""
+def swept(directory: Path) -> dict[str, bool]:
+    """The options that a run's sweep gives several values, and whether all of these are numbers."""
     if (sweep := ledger.sweep_of(directory.resolve())) is None:
         return {}
     # Here, as Hydra is nothing that a reader of this file's tags needs.
@@ -145,29 +138,23 @@ def swept(directory: Path) -> dict[str, Swept]:
 
     with suppress(Damaged, HydraException):
         asked = OverridesParser.create().parse_overrides(ledger.read(sweep).overrides)
-        several = {override.key_or_group: is_number(override) for override in asked if override.is_sweep_override()}
-        lasts = [name.rpartition(".")[2] for name in several]
-        called = [last if lasts.count(last) == 1 else name for name, last in zip(several, lasts, strict=True)]
-        return {name: Swept(word, several[name]) for name, word in zip(several, called, strict=True)}
+        return {override.key_or_group: is_number(override) for override in asked if override.is_sweep_override()}
     return {}
 
 
-def hparams(record: Written, swept: Mapping[str, Swept]) -> dict[str, str | float]:
+def hparams(record: Written, swept: Mapping[str, bool]) -> dict[str, str | float]:
     """Return the hyperparameters that tell the runs of a sweep apart.
 
     Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first, and sorts
     no column of numbers and words, as of ``auto,2``.
     """
-    config = options(record)
-    values = {one: config.get(name) for name, one in swept.items()}
-    return {
-        **{name: str(record.get(name) or "") for name in ("model", "parallel", "precision")},
-        **{called: record.get(name) or 0 for called, name in (("ranks", "world_size"), ("batch", "global_batch"))},
-        **{
-            one.called: value if one.is_number and isinstance(value, int | float) else as_typed(value)
-            for one, value in values.items()
-        },
-    }
+    config, called = options(record), short_names(swept)
+    found: dict[str, str | float] = {name: str(record.get(name) or "") for name in ("model", "parallel", "precision")}
+    found |= {"ranks": record.get("world_size") or 0, "batch": record.get("global_batch") or 0}
+    for name, is_number in swept.items():
+        value = config.get(name)
+        found[called[name]] = value if is_number and isinstance(value, int | float) else as_typed(value)
+    return found
 
 
 def summary(record: Written) -> dict[str, float | None]:

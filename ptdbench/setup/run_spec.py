@@ -271,7 +271,7 @@ def _check_logger(config: Config, trains: bool) -> None:
         require(Problem("logger", name, rule, "omit it"))
     if importlib.util.find_spec(logger.package) is None:
         rule = f"needs the package {logger.package}, which is not installed"
-        require(Problem("logger", name, rule, f"try pip install 'ptdbench[{logger.extra}]'"))
+        require(Problem("logger", name, rule, f"try pip install 'ptdbench[{logger.package}]'"))
 
 
 def _check_sought(config: Config, world: World | None, virtual: Machine | None) -> None:

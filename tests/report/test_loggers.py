@@ -34,7 +34,6 @@ class Kept:
 
     fails_at: int = 99
     package: str = "kept"
-    extra: str = "kept"
     calls: list[str] = field(default_factory=list)
     opened: list[Start] = field(default_factory=list)
     points: list[Scalar] = field(default_factory=list)

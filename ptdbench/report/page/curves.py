@@ -16,6 +16,7 @@ from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
 from ptdbench.report.remarks import listed, rounding
+from ptdbench.report.workload_tables import name_of_series
 from ptdbench.terminal import plural
 
 #: Curves of so many rows are drawn: of more, none can be told from another.
@@ -164,8 +165,7 @@ def _collectives(found: Mapping[str, Any]) -> list[Figure]:
     lines: dict[str, list[tuple[float, float]]] = {}
     for result in found["results"]:
         if result["busbw"]:
-            words = (result["op"], result["dtype"], result["reduction"], result["mode"])
-            lines.setdefault(" ".join(filter(None, words)), []).append((result["bytes"], result["busbw"]))
+            lines.setdefault(name_of_series(result), []).append((result["bytes"], result["busbw"]))
     return _by_size("Collectives", "bus bandwidth", lines)
 
 
