@@ -11,17 +11,19 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TextIO
 
+import rich.live
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
 from rich.file_proxy import FileProxy
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from rich.progress_bar import ProgressBar
+from rich.table import Column, Table
+from rich.text import Text
 
 from ptdbench.report.text import cropped
 from ptdbench.terminal import clear_line, echo, plain, redraws
@@ -77,35 +79,25 @@ class Line:
     total: int | None = None  #: All of its steps; ``None`` where it only moves.
 
 
-class Live(Progress):
+class Live(rich.live.Live):
     """One line, asked for each time it is drawn, which stays below what is printed and is gone when it stops."""
 
     def __init__(self, stream: TextIO, line: Callable[[int], Line]) -> None:
         self._line = line
-        words = Column(no_wrap=True)
         super().__init__(
-            TextColumn("{task.description}", markup=False, table_column=words),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[figures]}", markup=False, table_column=words.copy()),
             console=_Console(file=stream, force_terminal=True, highlight=False, emoji=False),
             auto_refresh=False,
             transient=True,
             redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),  # what a model of the user's own prints, too
-            expand=True,
         )
-        self.add_task("", total=None, figures="")
 
-    def get_renderables(self) -> Iterable[RenderableType]:
+    def get_renderable(self) -> RenderableType:
         """Called by rich for what it draws."""
-        if not self.task_ids:  # rich asks before there is anything
-            return
-        line = self._line(self._width)
-        self.update(self.task_ids[0], description=line.left, total=line.total, completed=line.done, figures=line.right)
-        yield Constrain(self.make_tasks_table(self.tasks), self._width)
-
-    @property
-    def _width(self) -> int:
-        return max(1, self.console.width - _ECHO)
+        width = max(1, self.console.width - _ECHO)
+        line = self._line(width)
+        row = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 1), expand=True)
+        row.add_row(Text(line.left), ProgressBar(line.total, line.done), Text(line.right))
+        return Constrain(row, width)
 
 
 REDRAW_SECONDS = 0.5  # on a terminal, in place
@@ -148,8 +140,6 @@ class Display:
         self.remark = ""  #: Text to show beside the loss.
         self._heading, self._stays, self._clock = heading, stays, clock
         self._stream = sys.stderr if stream is None else stream
-        in_place = heading is not None and redraws(self._stream)
-        self._live = Live(self._stream, lambda width: self.line(width, clock())) if in_place else None
         self._phase: str | None = "starting"  # None: steps are done
         self._began = self._moved_at = clock()
         self._noted = 0.0  # the last of the times without a step at which there was a line
@@ -163,12 +153,14 @@ class Display:
         self._shown_step, self._shown_at, self._next = 0, self._began, math.inf
         self._wake, self._over = threading.Event(), False
         self._thread = threading.Thread(target=self._watch, daemon=True, name="display")
+        in_place = heading is not None and redraws(self._stream)
+        self._live = Live(self._stream, lambda width: self.line(width, clock())) if in_place else None
 
     def __enter__(self) -> Display:
         if self._live:
             clear_line(self._stream)  # of the hint of the process that has started this one
             with suppress(OSError, ValueError):
-                self._live.start()
+                self._live.start(refresh=True)
         if self._heading:
             self._thread.start()
         return self
