@@ -105,7 +105,6 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def _runs(directories: Sequence[Path]) -> list[Run]:
-    """The runs of all directories, each once."""
     from ptdbench.records.load import load_telling
 
     found: dict[Path, Run] = {}
@@ -129,7 +128,6 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
 
 
 def _text(form: str, title: str, subtitle: str, runs: Sequence[Run]) -> str:
-    """The report in one of :data:`_FORMS`."""
     if form == "html":
         from ptdbench.report.page.document import content, document
 

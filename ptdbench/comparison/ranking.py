@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ptdbench.comparison import significance, variation
+from ptdbench.comparison import noise, significance, variation
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
 from ptdbench.comparison.variation import MIN_RUNS, Noise, Pool
@@ -66,13 +66,13 @@ class Place:
     """An alternative among the others."""
 
     alternative: Alternative  #: All its runs.
-    rank: tuple[int, int] | None  #: The best and the worst rank that it may have; ``None`` where no run is ok.
-    rate: float | None  #: Tokens or samples a second, the geometric mean over runs.
+    rank: tuple[int, int] | None = None  #: The best and the worst rank that it may have; ``None`` where no run is ok.
+    rate: float | None = None  #: Tokens or samples a second, the geometric mean over runs.
     #: How far the interval of that reaches upwards, as a share; ``None`` with less than
     #: :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
-    margin: float | None
-    ratio: float | None  #: Its rate over that of the first place; ``None`` where there is none.
-    against_best: Comparison | None  #: The same with its interval, where there are enough runs.
+    margin: float | None = None
+    ratio: float | None = None  #: Its rate over that of the first place; ``None`` where there is none.
+    against_best: Comparison | None = None  #: The same with its interval, where there are enough runs.
     number: int | None = None  #: Its number among those with a rank.
     faster: Collection[int] = ()  #: The numbers of those that are known to be faster.
 
@@ -97,18 +97,36 @@ class Ranking:
 def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     """Rank the alternatives of one model; without noise of earlier sweeps on their machine few runs have no order."""
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
-    samples = [one.sample for one in ok]
+    samples, means = [one.sample for one in ok], [_mean(one) for one in ok]
     pool = Pool(samples, earlier)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
-    order = list(_in_order(ranks, [*map(_mean, ok)]))
-    tests = math.comb(len(ok), 2) * round(LEVEL / level)
-    places = [
-        replace(_place(ok[number], ok[order[0]], pool, tests), rank=ranks[number], number=number, faster=faster[number])
-        for number in order
-    ]
-    places += [Place(one, None, None, None, None, None) for one in found if not one.sample]
-    return Ranking(places, earlier)
+    tests = math.comb(len(ok), 2) * round(LEVEL / level)  # of each pair, at each look
+    order = list(_in_order(ranks, means))
+    places = []
+    for number in order:
+        apart = pool.difference(samples[number], samples[order[0]]) if number != order[0] else None
+        known = significance.compare(apart, pairs=tests) if apart else None
+        place = Place(
+            alternative=ok[number],
+            rank=ranks[number],
+            rate=means[number],
+            margin=significance.margin(pool, samples[number]),
+            ratio=known.ratio if known else means[number] / means[order[0]],  # of the blocks that both have
+            against_best=known,
+            number=number,
+            faster=faster[number],
+        )
+        places.append(place)
+    return Ranking([*places, *(Place(one) for one in found if not one.sample)], earlier)
+
+
+def of_models(found: Iterable[Alternative]) -> list[Ranking]:
+    """Rank the alternatives of each model by themselves, in the order of their first runs, which train."""
+    models: dict[str, list[Alternative]] = {}
+    for one in found:
+        models.setdefault(one.median_run["model"], []).append(one)
+    return [rank(some, noise.look_up(run for one in some for run in one.runs)) for some in models.values()]
 
 
 def _in_order(ranks: Sequence[tuple[int, int]], means: Sequence[float]) -> Iterator[int]:
@@ -123,20 +141,6 @@ def _in_order(ranks: Sequence[tuple[int, int]], means: Sequence[float]) -> Itera
         number = waiting.pop(next(place for place, one in enumerate(waiting) if ranks[one][0] <= first))
         gone.add(number)
         yield number
-
-
-def _place(one: Alternative, best: Alternative, pool: Pool, tests: int) -> Place:
-    """An alternative without its rank, among so many tests: of each pair, at each look."""
-    apart = None if one is best else pool.difference(one.sample, best.sample)
-    known = significance.compare(apart, pairs=tests) if apart else None
-    return Place(
-        alternative=one,
-        rank=None,
-        rate=_mean(one),
-        margin=significance.margin(pool, one.sample),
-        ratio=known.ratio if known else _mean(one) / _mean(best),  # of the blocks that both have
-        against_best=known,
-    )
 
 
 def remark(ranking: Ranking) -> str | None:

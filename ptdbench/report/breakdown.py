@@ -110,13 +110,6 @@ _RARE = {
 }
 
 
-def title(record: Written) -> str:
-    """Return what runs that did the same work have in common: ``gpt_tiny · 842,496 parameters · fp32 · batch 16``."""
-    size = f"{record['parameters']:,} parameters" if record.get("parameters") else ""
-    batch = f"batch {record['global_batch']}" if record.get("global_batch") else ""
-    return " · ".join(filter(None, (record["model"], size, record.get("precision"), batch)))
-
-
 def of_runs(records: Mapping[str, Written], width: int) -> str:
     """One row a run, and one for each of its operations of communication."""
     steps = {called: recorded_phases.step(record) for called, record in records.items()}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Any
 
-from ptdbench.comparison import noise, ranking
+from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, sweep_of
 from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
 from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
 from ptdbench.report import remarks, text, why
-from ptdbench.report.labels import labels, names
+from ptdbench.report.labels import labels, names, title
 from ptdbench.report.text import MISSING, figure_text
 from ptdbench.units import memory_text, three_digits
 
@@ -24,8 +24,8 @@ class Row:
     """A row of a table: a run, or an alternative with its repeats."""
 
     place: Place
-    label: str
-    is_alone: bool = False  #: Whether it is the only one of its model.
+    label: str  #: What it is called in a table, which has columns for the ranks and the global batch.
+    name: str  #: What it is called in lines and figures.
 
     @property
     def runs(self) -> Sequence[Written]:
@@ -58,15 +58,16 @@ class Column(text.Column[Row]):
     field: str = ""  #: Its name in the rows of the page, if that is another one.
     most: bool = False  #: Whether the largest figure is the best.
     kept: bool = False  #: Whether every table has it, figures or not.
+    compares: bool = False  #: Whether it says nothing of a row that is the only one of its model.
     paged: bool = False  #: Whether the page alone has it.
     moved: str = ""  #: How it stands in the title of a table without room for it, if all rows have the same.
     #: ``spared`` where rows have repeats, if another: how sure the order is says more there than the steps of one run.
     in_repeats: int | None = None
 
-    def in_table(self, heading: str, repeats: bool, is_alike: bool) -> text.Column[Mapping[str, str]]:
-        """Return it for rows of texts by their headings; one that is alike in all of them is the first to be spared."""
+    def in_table(self, repeats: bool, is_alike: bool) -> Column:
+        """Return it with its place among what is spared; one that is alike in all rows is the first."""
         order = self.in_repeats if repeats and self.in_repeats is not None else self.spared
-        return text.Column(heading, itemgetter(heading), self.words, -1 if is_alike else order, self.least)
+        return replace(self, spared=-1 if is_alike else order)
 
     def on_page(self) -> dict[str, Any]:
         """Return the column as the page is told of it."""
@@ -83,8 +84,6 @@ def _rate(row: Row) -> str:
 
 def _ratio(row: Row) -> str:
     """``0.65x (0.63-0.67)``."""
-    if row.is_alone:
-        return MISSING
     return f"{figure_text(row.place.ratio, '{:.2f}x'.format)}{interval_text(row.place.against_best, 2)}"
 
 
@@ -125,7 +124,6 @@ def _last_evaluation(row: Row) -> tuple[str, float | None]:
 
 
 def _evaluation(row: Row) -> str:
-    """The last evaluation as text."""
     name, figure = _last_evaluation(row)
     form = {"top1": "{:.1%}", "bits_per_byte": "{:.3f} b/B", "loss": "{:.3f}"}[name]
     return figure_text(figure, form.format)
@@ -150,8 +148,8 @@ COLUMNS = (
     _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, paged=True),
     _figure("batch", "batch", lambda row: row.run.get("global_batch"), moved="batch {}"),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate", most=True),
-    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, most=True, spared=2,
-           in_repeats=5),
+    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, most=True,
+           compares=True, spared=2, in_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, scale=1e3,
            field="step", in_repeats=2),
     _figure("memory", "memory_mib", attrgetter("metrics.peak_memory_bytes"), memory_text, scale=2**-20,
@@ -178,36 +176,26 @@ _EXPLAINED = 5
 class Block:
     """The alternatives of one model."""
 
-    ranking: Ranking  #: All of them, in the order of the rows.
-    labels: list[str]  #: What each is called in a table, which has columns for the ranks and the global batch.
-    names: list[str]  #: What each is called in lines and figures.
-    #: The cells of each by their headings, :data:`MISSING` where there is no figure; at least one.
-    rows: list[dict[str, str]]
+    rows: list[Row]  #: In the order of their ranking; at least one.
+    unit: str  #: What their throughput counts, see :func:`unit`.
     remarks: list[str]  #: Sentences on the order, on failures and on what was measured.
     why: list[str]  #: Sentences on why the runs that come next are slower than the fastest one.
 
-    def title(self, moved: Sequence[str] = ()) -> str:
-        """The model, what all its runs have in common, and what has no column."""
-        records = [run for place in self.ranking.places for run in place.alternative.runs]
-        sizes = sorted({r["parameters"] for r in records if r.get("parameters")})
-        parameters = " to ".join(f"{size:,}" for size in dict.fromkeys([*sizes[:1], *sizes[-1:]]))
-        precisions = dict.fromkeys(str(r["precision"]) for r in records if r.get("precision"))
-        parts = [records[0]["model"], parameters and f"{parameters} parameters", ", ".join(precisions), *moved]
-        return " · ".join(part for part in parts if part and part != MISSING)
+    def title(self, moved: Iterable[str] = ()) -> str:
+        """What all runs have in common, and what has no column."""
+        return title([run for row in self.rows for run in row.runs], moved)
 
-    def columns(self) -> dict[str, Column]:
-        """Those with a figure, by their headings."""
-        shown = zip(self.rows[0], COLUMNS, strict=True)
-        known = {name: one for name, one in shown if one.kept or any(row[name] != MISSING for row in self.rows)}
-        return {name: one for name, one in known.items() if not one.paged}
+    def columns(self) -> list[Column]:
+        """Those of a table: with a figure in any row, or kept."""
+        one_row = len(self.rows) == 1
+        tabled = [one for one in COLUMNS if not one.paged and not (one.compares and one_row)]
+        known = [one for one in tabled if one.kept or any(one.cell(row) != MISSING for row in self.rows)]
+        return [replace(one, heading=one.heading.format(unit=self.unit)) for one in known]
 
 
-def blocks(found: Sequence[Alternative]) -> list[Block]:
-    """A block for each model, in the order of their first runs; each alternative has runs of a model."""
-    models: dict[str, list[Alternative]] = {}
-    for one in found:
-        models.setdefault(one.median_run["model"], []).append(one)
-    return [_block(of_model) for of_model in models.values()]
+def blocks(found: Iterable[Alternative]) -> list[Block]:
+    """A block for each model, in the order of their first runs, which train."""
+    return [_block(of_model) for of_model in ranking.of_models(found)]
 
 
 def unit(records: Iterable[Written]) -> str:
@@ -215,23 +203,16 @@ def unit(records: Iterable[Written]) -> str:
     return "tokens" if any(part(record, Metrics).tokens_per_second for record in records) else "samples"
 
 
-def _block(alternatives: Sequence[Alternative]) -> Block:
-    records = [run for one in alternatives for run in one.runs]
-    counted = unit(records)
-    found = ranking.rank(alternatives, noise.look_up(records))
+def _block(found: Ranking) -> Block:
     typical = [place.alternative.median_run for place in found.places]
-    called, named = labels(typical), names(typical)
-    rows = [
-        {column.heading.format(unit=counted): column.cell(row) for column in COLUMNS}
-        for place, label in zip(found.places, called, strict=True)
-        for row in [Row(place, label, is_alone=len(called) == 1)]
-    ]
-    return Block(found, called, named, rows, remarks.of_rows(found, named), _why(found, named))
+    named = names(typical)
+    rows = [Row(*of_row) for of_row in zip(found.places, labels(typical), named, strict=True)]
+    counted = unit(run for row in rows for run in row.runs)
+    return Block(rows, counted, remarks.of_rows(found, named), _why(rows))
 
 
-def _why(found: Ranking, named: Sequence[str]) -> list[str]:
+def _why(rows: Sequence[Row]) -> list[str]:
     """Explain why the runs that come next are slower than the first one, where that order is known."""
-    ranked = {name: place for name, place in zip(named, found.places, strict=True) if place.rank}
-    groups = why.in_order(ranked)
+    groups = why.in_order({row.name: row.place for row in rows if row.place.rank})
     doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
     return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]

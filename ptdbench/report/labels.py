@@ -13,6 +13,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.records.bearing import OF_CHOICE, bears, leaves
 from ptdbench.records.record import configuration, option
 from ptdbench.records.schema import Layout, Written, part
+from ptdbench.report.text import range_text
 from ptdbench.terminal import plural
 
 #: What says again what the name of a choice says.
@@ -131,6 +132,15 @@ def _told_apart(
                 for place, text in zip(places, words, strict=True):
                     names[place] = f"{names[place]} {text}".rstrip()
     return names
+
+
+def title(runs: Sequence[Written], more: Iterable[str] = ()) -> str:
+    """What runs of one model have in common: ``gpt_tiny · 842,496 parameters · fp32``, and more than that."""
+    sizes = [run["parameters"] for run in runs if run.get("parameters")]
+    parameters = f"{range_text(sizes, '{:,}'.format)} parameters" if sizes else ""
+    precisions = dict.fromkeys(str(run["precision"]) for run in runs if run.get("precision"))
+    parts = [runs[0]["model"], parameters, ", ".join(precisions), *more]
+    return " · ".join(filter(None, parts))
 
 
 def name(record: Written) -> str:

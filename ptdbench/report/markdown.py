@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.load import Run
 from ptdbench.records.record import retyped
 from ptdbench.report import columns, table
-from ptdbench.report.columns import Block, Column
+from ptdbench.report.columns import Block, Column, Row
 from ptdbench.report.labels import Environments, as_text
 from ptdbench.terminal import plain
 
@@ -35,15 +35,14 @@ def _of_model(found: Block) -> Iterator[str]:
     yield _table(found.columns(), found.rows)
     if lines := [*found.remarks, *found.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    typed = [retyped(place.alternative.median_run) for place in found.ranking.places]
-    commands = [one or "what was typed is not on record" for one in typed]
-    yield _folded("commands", [f"# {name}\n{one}" for name, one in zip(found.names, commands, strict=True)])
+    typed = [(row.name, retyped(row.run) or "what was typed is not on record") for row in found.rows]
+    yield _folded("commands", [f"# {name}\n{command}" for name, command in typed])
 
 
-def _table(columns: Mapping[str, Column], rows: Iterable[Mapping[str, str]]) -> str:
-    rule = ["---" if column.words else "---:" for column in columns.values()]
-    cells = [[_escaped(row[name]) for name in columns] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in [columns, rule, *cells])
+def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
+    rule = ["---" if column.words else "---:" for column in columns]
+    cells = [[_escaped(column.cell(row)) for column in columns] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in [[column.heading for column in columns], rule, *cells])
 
 
 def _of_workload(run: Run) -> Iterator[str]:

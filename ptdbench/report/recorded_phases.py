@@ -11,6 +11,7 @@ from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import is_open, option
 from ptdbench.records.schema import Communication, Environment, Phases, Written, part
 
+_Key = TypeVar("_Key")
 _Run = TypeVar("_Run", bound=Written)
 
 #: Computing in blue and green, waiting in warm colors: Okabe and Ito's palette, made for color-blind people too, and
@@ -147,9 +148,9 @@ def other_work(one: Written, other: Written) -> str | None:
     return None
 
 
-def groups(records: Mapping[str, _Run]) -> list[dict[str, _Run]]:
-    """The runs, by what they are called, that did the same work together, in the order in which they come."""
-    found: dict[Hashable, dict[str, _Run]] = {}
-    for called, record in records.items():
-        found.setdefault(tuple(record.get(field) for field in _WORK), {})[called] = record
+def groups(records: Mapping[_Key, _Run]) -> list[dict[_Key, _Run]]:
+    """The runs that did the same work together, in the order in which they come."""
+    found: dict[Hashable, dict[_Key, _Run]] = {}
+    for key, record in records.items():
+        found.setdefault(tuple(record.get(field) for field in _WORK), {})[key] = record
     return list(found.values())

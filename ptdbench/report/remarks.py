@@ -90,11 +90,10 @@ _MOST = 5e-2
 _NAMED = 5
 
 
-def _training(run: Written) -> Hashable:
-    """Equal for two runs if and only if their losses should be: the same training on the same data, equally long."""
-    found = options(run)
-    kept = {name: value for name, value in found.items() if not bears(name, "layout")}
-    return run.get("steps"), _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
+def training(run: Written) -> Hashable:
+    """Equal for two runs if and only if their losses should be, as far as both have come."""
+    kept = {name: value for name, value in options(run).items() if not bears(name, "layout")}
+    return _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
 
 def rounding(run: Written) -> float:
@@ -130,7 +129,7 @@ def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
     most = {name: rounding(run) for name, run in named}
     for name, run in named:
         if run.get("final_loss") is not None:
-            groups.setdefault(_training(run), []).append((name, run["final_loss"]))
+            groups.setdefault((run.get("steps"), training(run)), []).append((name, run["final_loss"]))
     for (first, expected), *others in groups.values():
         apart = {name: abs(loss - expected) / max(abs(expected), sys.float_info.min) for name, loss in others}
         if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:

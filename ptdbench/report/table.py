@@ -115,16 +115,21 @@ def _as_it_is(found: object) -> str:
 
 
 def _of_model(found: Block, width: int) -> str:
-    """Title, table and remarks for the runs of one model."""
-    columns, repeats = found.columns(), any(len(place.alternative.runs) > 1 for place in found.ranking.places)
-    alike = [name for name, one in columns.items() if one.moved and len({row[name] for row in found.rows}) == 1]
-    shown = [one.in_table(name, repeats, name in alike) for name, one in columns.items()]
-    lines, gone = text.table(shown, found.rows, width)
-    moved = [columns[name].moved.format(found.rows[0][name]) for name in gone if name in alike]
+    """Title, table and remarks for the runs of one model; what is alike in all rows is the first to be left out."""
+    rows, known = found.rows, found.columns()
+    repeats = any(len(row.runs) > 1 for row in rows)
+    alike = {
+        one.heading: one.moved.format(one.cell(rows[0]))
+        for one in known
+        if one.moved and len({*map(one.cell, rows)}) == 1
+    }
+    shown = [one.in_table(repeats, one.heading in alike) for one in known]
+    lines, gone = text.table(shown, rows, width)
     by_place = sorted(shown, key=lambda one: one.spared or 0)
     spared = [one.heading for one in by_place if one.heading in gone and one.heading not in alike]
     remarks = [*text.left_out(spared, width), *found.remarks, *found.why]
-    return "\n".join([found.title(moved), *lines, *(wrap(line, width) for line in remarks)])
+    title = found.title(alike[heading] for heading in gone if heading in alike)
+    return "\n".join([title, *lines, *(wrap(line, width) for line in remarks)])
 
 
 #: The columns of a plan that are left out where there is no room, the first one first.

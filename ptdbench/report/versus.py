@@ -301,7 +301,6 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _failures(pairs: Sequence[Pair]) -> list[str]:
-    """Give the reasons of the runs that are not ok."""
     return [
         f"{pair.label} {word}: {said}"
         for pair in pairs

@@ -8,6 +8,8 @@ import pytest
 
 from tests.report.made import DDP, FSDP, PDP, failed, keep, repeated, run
 
+TOY = DDP | {"model": "toy", "config": DDP["config"] | {"model": "toy"}}
+
 
 @pytest.fixture
 def explain(ptdbench):
@@ -60,7 +62,7 @@ class TestSweep:
         assert "median" not in explain(tmp_path / "sweep" / "0_ddp")[1]
 
     def test_runs_of_other_work_stand_apart(self, explain, sweep):
-        keep(sweep, "3_toy", DDP | {"model": "toy"})
+        keep(sweep, "3_toy", TOY)
         status, out, _ = explain(sweep)
         first, second = out.split("\ntoy · ")
         assert status == 0
@@ -160,7 +162,7 @@ class TestRefused:
         assert explain(tmp_path) == (1, "", lines)
 
     def test_runs_of_other_work(self, explain, sweep):
-        toy = keep(sweep, "3_toy", DDP | {"model": "toy"})
+        toy = keep(sweep, "3_toy", TOY)
         ddp = sweep / "1_gpt_tiny_ddp"
         rule = "they did other work, model=gpt_tiny and model=toy"
         line = f"{ddp} and {toy}: {rule}; give two runs of the same model, global batch and precision"

@@ -8,7 +8,7 @@ import pytest
 
 from ptdbench.profiling.phases import KINDS
 from ptdbench.report import breakdown
-from ptdbench.report.breakdown import of_ranks, of_runs, title
+from ptdbench.report.breakdown import of_ranks, of_runs
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 
 MIB = 2**20
@@ -176,8 +176,3 @@ def test_lines_fit(width):
     text = of_runs({"ddp": DDP, "pdp 1x2 interleaved1f1b m8": PDP, "fsdp": FSDP}, width)
     assert width - 20 < max(map(len, text.splitlines())) <= width
     assert "…" not in text
-
-
-def test_the_title_is_what_the_runs_have_in_common():
-    assert title(DDP) == "gpt_tiny · 1,234,567 parameters · fp32 · batch 16"
-    assert title(DDP | {"parameters": None, "precision": None, "global_batch": None}) == "gpt_tiny"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.report.labels import Environments, differences, labels, titles
+from ptdbench.report.labels import Environments, differences, labels, title, titles
 from tests.report.made import run
 
 
@@ -28,6 +28,11 @@ def pdp(schedule="1f1b", microbatches=4, **changes):
 )
 def test_titles_say_what_differs(runs, expected):
     assert titles(runs) == expected
+
+
+def test_a_title_is_what_all_runs_of_a_model_have_in_common():
+    assert title([run(), run("fsdp", parameters=7)]) == "gpt_tiny · 7 to 1,234,567 parameters · fp32"
+    assert title([run(parameters=None, precision=None)], ["batch 16"]) == "gpt_tiny · batch 16"
 
 
 def layout(parallel, **degrees):

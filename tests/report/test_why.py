@@ -215,7 +215,7 @@ class TestRanks:
 
 def placed(record, number, *faster):
     """An alternative of one run, with its number and those that are known to be faster."""
-    return Place(Alternative([record], {}), None, None, None, None, None, number, faster)
+    return Place(Alternative([record], {}), number=number, faster=faster)
 
 
 class TestSweep:

@@ -15,7 +15,8 @@ from ptdbench.records.bearing import bearing, bears
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
-from ptdbench.report.remarks import listed, rounding
+from ptdbench.report import columns
+from ptdbench.report.remarks import listed, rounding, training
 from ptdbench.report.workload_tables import name_of_series
 from ptdbench.terminal import plural
 
@@ -26,26 +27,21 @@ _ROWS = 40
 _POINTS = 400
 
 
-def of_steps(
-    rows: Mapping[int, Written], called: Mapping[int, str], options: Mapping[str, Sequence[str | None]]
-) -> dict[str, Any]:
-    """The curves of the first measured rows by their typical runs, and what is said of the losses of all.
-
-    ``options`` are the varying ones, with a value for each row by its number.
+def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, Any]:
+    """The curves of the first measured rows, by their numbers, and what is said of the losses of all.
 
     Returns:
         ``steps``: for each of the first rows that has done any ``number``, ``step`` (points of the curves, counted from
         1), ``seconds`` of the slowest rank and ``loss``; null is unknown. ``losses``: lines on whether they agree.
         ``drawn``: how many rows there are curves of at most.
     """
-    rows = {number: run for number, run in rows.items() if not run.get("kind")}  # others have no times and no losses
-    drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number]))]
-    alike: dict[Hashable, list[int]] = {}
-    for number in rows:
-        alike.setdefault(_training(number, options), []).append(number)
-    groups = [numbers for numbers in alike.values() if len(numbers) > 1]
-    said = [line for group in groups for line in _agreement(group, rows, called)]
-    said += [f"{called[number]}: {damage}" for number, run in rows.items() if (damage := _damage(run))]
+    rows = {number: row for number, row in rows.items() if not row.run.get("kind")}  # others: no times and no losses
+    drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number].run))]
+    alike: dict[Hashable, dict[str, Written]] = {}
+    for row in rows.values():
+        alike.setdefault(training(row.run), {})[row.name] = row.run
+    said = [line for group in alike.values() if len(group) > 1 for line in _agreement(group)]
+    said += [f"{row.name}: {damage}" for row in rows.values() if (damage := _damage(row.run))]
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
 
@@ -97,27 +93,21 @@ def _json(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.7g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
-def _training(number: int, options: Mapping[str, Sequence[str | None]]) -> Hashable:
-    """Equal for two rows if and only if their losses should be: what they train differs in no option."""
-    return tuple(values[number] for name, values in options.items() if not bears(name, "layout"))
-
-
-def _agreement(group: Sequence[int], rows: Mapping[int, Written], called: Mapping[int, str]) -> Iterator[str]:
-    """Yield how far the losses of the same training lie from those of its first row, as far as both have come."""
-    losses = {number: found for number in group if len(found := _series(rows[number], "losses"))}
+def _agreement(runs: Mapping[str, Written]) -> Iterator[str]:
+    """Yield how far the losses of the same training, by names, lie from the first, as far as both have come."""
+    losses = {name: found for name, run in runs.items() if len(found := _series(run, "losses"))}
     broken = {
-        number: int(np.argmin(np.isfinite(found))) for number, found in losses.items() if not np.isfinite(found).all()
+        name: int(np.argmin(np.isfinite(found))) for name, found in losses.items() if not np.isfinite(found).all()
     }
-    whole = [number for number in losses if number not in broken]
+    whole = {name: found for name, found in losses.items() if name not in broken}
     if len(whole) > 1:
-        first, *others = whole
-        apart = {number: _apart(losses[number], losses[first]) for number in others}
-        lengths = {len(losses[number]) for number in whole}
+        (first, expected), *others = whole.items()
+        apart = {name: _apart(found, expected) for name, found in others}
+        lengths = {*map(len, whole.values())}
         steps = plural(lengths.pop(), "step") if len(lengths) == 1 else "common steps"
-        compared = _compared(apart, called, called[first], rounding(rows[first]))
-        yield f"{compared} ({plural(len(others), 'row')}, {steps})"
+        yield f"{_compared(apart, first, rounding(runs[first]))} ({plural(len(others), 'row')}, {steps})"
     if broken:
-        named = listed([f"{called[number]} from step {step + 1}" for number, step in broken.items()])
+        named = listed([f"{name} from step {step + 1}" for name, step in broken.items()])
         yield f"losses not finite or not on record: {named}"
 
 
@@ -129,14 +119,14 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.max(difference / size, initial=0.0))
 
 
-def _compared(apart: Mapping[int, float], called: Mapping[int, str], reference: str, bound: float) -> str:
+def _compared(apart: Mapping[str, float], reference: str, bound: float) -> str:
     """``losses agree with ddp within 3.1e-06``; else which are how far away, beyond what rounding explains."""
-    far = sorted((number for number in apart if apart[number] > bound), key=lambda number: -apart[number])
+    far = sorted((name for name in apart if apart[name] > bound), key=lambda name: -apart[name])
     most = max((size for size in apart.values() if size <= bound), default=None)
     near = f"within {most:.1e}" if most else "exactly"
     if not far:
         return f"losses agree with {reference} {near}"
-    named = listed([f"{called[number]} {apart[number]:.2g}" for number in far])
+    named = listed([f"{name} {apart[name]:.2g}" for name in far])
     return f"losses differ from {reference}, relative: {named}{'' if most is None else f', others {near}'}"
 
 

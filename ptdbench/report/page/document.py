@@ -39,11 +39,10 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     """
     trained = [run for run in runs if run.get("model")]
     blocks = columns.blocks(of_sweeps(trained))
-    typical = [place.alternative.median_run for one in blocks for place in one.ranking.places]
-    values = by_option(typical)
+    values = by_option([row.run for one in blocks for row in one.rows])
     differing = varying(values)
     environments = Environments(runs)
-    firsts = accumulate((len(one.ranking.places) for one in blocks), initial=0)
+    firsts = accumulate((len(one.rows) for one in blocks), initial=0)
     models = [_model(one, first, differing, environments) for one, first in zip(blocks, firsts, strict=False)]
     others = [run for run in runs if not run.get("model")]
     return {
@@ -65,28 +64,26 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 def _model(
     found: Block, first: int, differing: Mapping[str, Sequence[str | None]], environments: Environments
 ) -> dict[str, Any]:
-    places = dict(enumerate(found.ranking.places, start=first))
-    typical = {number: place.alternative.median_run for number, place in places.items()}
-    called = dict(zip(places, found.names, strict=True))
-    ranked = sum(place.rank is not None for place in places.values())
+    numbered = dict(enumerate(found.rows, start=first))
+    ranks = [row.place.rank for row in found.rows if row.place.rank]
     rows = [
         {
             "number": number,
-            "name": name,
+            "name": row.name,
             # None of the others is known to be faster, and one to be slower.
-            "best": place.rank is not None and place.rank[0] == 1 and place.rank[1] < ranked,
-            **_row(columns.Row(place, label), environments),
+            "best": row.place.rank is not None and row.place.rank[0] == 1 and row.place.rank[1] < len(ranks),
+            **_row(row, environments),
         }
-        for (number, name), label, place in zip(called.items(), found.labels, places.values(), strict=True)
+        for number, row in numbered.items()
     ]
     return {
         "title": found.title(),
-        "unit": columns.unit(typical.values()),
+        "unit": found.unit,
         "rows": rows,
         "remarks": found.remarks,
         "why": found.why,
         "scaling": curves.scaling_curves(rows, differing),
-        **curves.of_steps(typical, called, differing),
+        **curves.of_steps(numbered),
     }
 
 
@@ -155,5 +152,4 @@ def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
 
 
 def _part(name: str) -> str:
-    """A file of the page, beside this module."""
     return (files(__package__) / name).read_text(encoding="utf-8")

@@ -5,17 +5,24 @@ import math
 import numpy as np
 import pytest
 
+from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.ranking import Place
 from ptdbench.records import series
 from ptdbench.records.load import Run
+from ptdbench.report.columns import Row
 from ptdbench.report.page.curves import of_steps, scaling_curves, workload_curves
+
+
+def shown(*runs):
+    return of_steps({number: Row(Place(Alternative([run], {})), "", f"run{number}") for number, run in enumerate(runs)})
 
 
 @pytest.fixture
 def trained(tmp_path):
-    """Runs with these losses, and step times if they are given, by their numbers."""
+    """What is drawn of runs with these losses, and step times if they are given; options have a value for each."""
 
-    def write(*losses, seconds=None, options=None, kind=None):
-        found = {}
+    def write(*losses, seconds=None, options=None, **fields):
+        runs = []
         for number, values in enumerate(losses):
             directory = tmp_path / str(number)
             directory.mkdir()
@@ -23,8 +30,10 @@ def trained(tmp_path):
             rows["loss"] = values
             rows["step_seconds"][:, 0] = 0.1 if seconds is None else seconds
             series.write(directory / series.NAME, [rows])
-            found[number] = Run({"schema": 2, "steps": len(values), "precision": "fp32", "kind": kind}, directory)
-        return of_steps(found, {number: f"run{number}" for number in found}, options or {})
+            config = {name: of_runs[number] for name, of_runs in (options or {}).items()}
+            record = {"schema": 2, "status": "ok", "steps": len(values), "precision": "fp32", "config": config}
+            runs.append(Run({**record, **fields}, directory))
+        return shown(*runs)
 
     return write
 
@@ -78,7 +87,7 @@ def test_losses_that_are_not_finite_are_named_and_the_others_compared(trained):
 
 
 def test_each_training_by_itself_and_a_run_alone_not_at_all(trained):
-    options = {"optimizer.lr": ["1", "2", "1", "3", "3"], "parallel": ["ddp", "ddp", "tp", "ddp", "tp"]}
+    options = {"optimizer.lr": [1, 2, 1, 3, 3], "parallel": ["ddp", "ddp", "tp", "ddp", "tp"]}
     assert trained([3.0], [9.0], [3.0], [5.0], [5.5], options=options)["losses"] == [
         "losses agree with run0 exactly (1 row, 1 step)",
         "losses differ from run3, relative: run4 0.1 (1 row, 1 step)",
@@ -90,8 +99,8 @@ def test_virtual_runs_have_neither_times_nor_losses(trained):
 
 
 def test_rows_without_their_series_have_no_curves(tmp_path):
-    runs = {0: Run({"schema": 2, "steps": 5}, tmp_path / "gone"), 1: Run({"schema": 2, "steps": None}, tmp_path / "no")}
-    assert of_steps(runs, {0: "a", 1: "b"}, {}) == {"steps": [], "losses": [], "drawn": 40}
+    runs = (Run({"schema": 2, "status": "ok", "steps": steps}, tmp_path / "gone") for steps in (5, None))
+    assert shown(*runs) == {"steps": [], "losses": [], "drawn": 40}
 
 
 def result(op, size, busbw, dtype="fp32", mode="blocking"):

@@ -1,0 +1,176 @@
+"""What ``ptdbench explain`` tells of runs: where time and memory of a step went, and why one is faster than another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from msgspec import to_builtins
+
+from ptdbench.comparison import ranking
+from ptdbench.comparison.alternatives import Alternative, of_sweeps
+from ptdbench.comparison.ranking import Place, Ranking
+from ptdbench.records.load import Run, load_telling
+from ptdbench.records.schema import Written
+from ptdbench.report import breakdown, labels, recorded_phases, virtual, why
+from ptdbench.report.text import wrap
+from ptdbench.terminal import plural
+
+
+class Refused(Exception):
+    """Nothing can be explained; the message has a line for each reason."""
+
+
+@dataclass
+class Group:
+    """Runs that did the same work, in the order of their table."""
+
+    reference: str  #: The one that others are compared with.
+    runs: dict[str, Written]  #: The typical run of each alternative, by what it is called.
+    repeats: list[int]  #: How many runs each one stands for.
+    lines: list[str]  #: Why the others are slower, and what takes more memory; of a run by itself none.
+
+
+@dataclass
+class Explanation:
+    """What can be told of runs."""
+
+    groups: list[Group]  #: Measured runs.
+    #: Runs on virtual GPUs, by what they are called; they have no times.
+    virtual: dict[str, Run] = field(default_factory=dict)
+    reasons: list[str] = field(default_factory=list)  #: Why other runs are not explained.
+
+
+def explain(directory: Path, against: Path | None) -> Explanation:
+    """Explain the runs of a directory, or one run against another.
+
+    Raises:
+        Refused: There is nothing to explain.
+    """
+    if against:
+        return Explanation([_pair(directory, against)])
+    loaded = load_telling(directory)
+    runs = loaded if isinstance(loaded, list) else [loaded]
+    imitated = [run for run in runs if virtual.has_figures(run)]
+    found = Explanation([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
+    if not isinstance(loaded, list):
+        if not imitated:
+            _require_phases(loaded)
+        if not recorded_phases.missing(loaded):  # a virtual run has them where its GPUs take their time
+            (called,) = labels.names([loaded])
+            found.groups.append(Group(called, {called: loaded}, [1], []))
+        return found
+    measured = [run for run in runs if not run.get("kind")]
+    found.reasons += _without_phases(measured)
+    if not imitated and len(found.reasons) == len(measured):
+        raise Refused("\n".join(found.reasons))
+    for ranked in ranking.of_models(of_sweeps(run for run in measured if run.get("model"))):
+        found.groups += _of_model(ranked)
+    return found
+
+
+def render(found: Explanation, width: int) -> str:
+    """Tables and lines; of a run by itself its ranks."""
+    blocks = [_text(group, width) for group in found.groups]
+    blocks += [virtual.explained(run, name, width) for name, run in found.virtual.items()]
+    return "\n\n".join([*blocks, *(["\n".join(found.reasons)] if found.reasons else [])])
+
+
+def as_json(found: Explanation) -> dict[str, Any]:
+    """The same as ``--json`` prints it; docs/results.md says what each key means."""
+    imitated = [
+        {"run": name, "directory": run["directory"], "virtual": run["virtual"], "memory": run.get("memory")}
+        for name, run in found.virtual.items()
+    ]
+    return {"groups": [*map(_as_json, found.groups)], "virtual": imitated, "not_explained": found.reasons}
+
+
+def _text(group: Group, width: int) -> str:
+    called, first = next(iter(group.runs.items()))
+    title = labels.title([first], [f"batch {first['global_batch']}"] if first.get("global_batch") else [])
+    if not group.lines:
+        return f"{title}\n{breakdown.of_ranks(first, called, width)}"
+    return "\n".join([title, breakdown.of_runs(group.runs, width), "", *(wrap(line, width) for line in group.lines)])
+
+
+def _as_json(group: Group) -> dict[str, Any]:
+    reference, runs = group.runs[group.reference], []
+    for (called, run), repeats in zip(group.runs.items(), group.repeats, strict=True):
+        step = recorded_phases.step(run)
+        runs.append({
+            "run": called,
+            "directory": run["directory"],
+            "runs": repeats,
+            "step_seconds": step.seconds,
+            "phases": step.phases,
+            "communication": to_builtins(step.operations),
+            "slower_by": None if run is reference else why.parts_of_difference(run, reference),
+            "memory": breakdown.memory_of_largest_rank(run),
+            "remarks": list(why.remarks(run, called)),
+        })  # fmt: skip
+    return {"reference": group.reference, "runs": runs, "lines": group.lines}
+
+
+def _of_model(ranked: Ranking) -> list[Group]:
+    """The alternatives that did the same work together, by their runs that have phases."""
+    phased = [
+        replace(place, alternative=Alternative(kept, {}))
+        for place in ranked.places
+        if (kept := [run for run in place.alternative.runs if not recorded_phases.missing(run)])
+    ]
+    typical = {place: one.alternative.median_run for place, one in enumerate(phased)}
+    return [_side_by_side([phased[place] for place in group], ranked) for group in recorded_phases.groups(typical)]
+
+
+def _side_by_side(places: Sequence[Place], ranked: Ranking) -> Group:
+    """Why the first one is faster, where that is known, and else what the typical runs show."""
+    named = dict(zip(labels.names([place.alternative.median_run for place in places]), places, strict=True))
+    runs = {name: place.alternative.median_run for name, place in named.items()}
+    (reference, first), *others = runs.items()
+    if others and not ranked.is_known:
+        lines = [why.compare(run, first, name, reference) for name, run in others]
+    else:
+        (behind,) = why.in_order(named)
+        lines = why.against_first([behind])
+        if tied := [name for name, _ in others if name not in behind]:
+            lines.append(f"{', '.join(tied)}: no order vs {reference} is known, not explained")
+    lines += [line for name, run in others for line in breakdown.compare_memory(run, first, name, reference)]
+    repeats = [len(place.alternative.runs) for place in places]
+    if max(repeats) > 1:
+        listed = ", ".join(f"{name} ({plural(count, 'run')})" for name, count in zip(named, repeats, strict=True))
+        lines.append(f"shown: the run with the median throughput of {listed}")
+    return Group(reference, runs, repeats, lines)
+
+
+def _pair(directory: Path, other: Path) -> Group:
+    """One run against another."""
+    run, against = _single(directory), _single(other)
+    _require_phases(run, against)
+    if difference := recorded_phases.other_work(run, against):
+        rule = f"they did other work, {difference}; give two runs of the same model, global batch and precision"
+        raise Refused(f"{directory} and {other}: {rule}")
+    if directory.resolve() == other.resolve():
+        raise Refused(f"{directory} and {other}: they are the same run; give two")
+    called, reference = labels.names([run, against])
+    lines = [why.compare(run, against, called, reference), *breakdown.compare_memory(run, against, called, reference)]
+    return Group(reference, {called: run, reference: against}, [1, 1], lines)
+
+
+def _single(directory: Path) -> Run:
+    found = load_telling(directory)
+    if isinstance(found, list):
+        names = ", ".join(str(run.directory) for run in found[:3])
+        raise Refused(f"{directory}: --against compares two runs, and this is a folder of them; try {names}")
+    return found
+
+
+def _require_phases(*runs: Run) -> None:
+    if reasons := _without_phases(runs):
+        raise Refused("\n".join(reasons))
+
+
+def _without_phases(runs: Sequence[Run]) -> list[str]:
+    """Why some of the runs are not explained."""
+    return [f"{run.directory}: {reason}" for run in runs if (reason := recorded_phases.missing(run))]
