@@ -14,21 +14,6 @@ from ptdbench.records.schema import Communication, Environment, Phases, Written,
 _Key = TypeVar("_Key")
 _Run = TypeVar("_Run", bound=Written)
 
-#: Computing in blue and green, waiting in warm colors: Okabe and Ito's palette, made for color-blind people too, and
-#: a brown.
-COLORS = {
-    "data": "#cc79a7",
-    "forward": "#56b4e9",
-    "backward": "#0072b2",
-    "communication": "#d55e00",
-    "stragglers": "#e69f00",
-    "experts": "#8c510a",
-    "bubble": "#f0e442",
-    "host": "#000000",
-    "optimizer": "#009e73",
-    "other": "#999999",
-}
-
 #: The phases in which a rank does the work of its layers.
 COMPUTE = ("forward", "backward")
 

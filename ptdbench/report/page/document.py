@@ -51,7 +51,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "options": differing,
         "told": bearing("told"),
         "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
-        "phases": {phase: {"name": name, "color": recorded_phases.COLORS[phase]} for phase, name in PHASES.items()},
+        "phases": PHASES,
         "kinds": KINDS,
         "others": [_other(run, title, environments) for run, title in zip(others, titles(others), strict=True)],
         "environments": [

@@ -4,8 +4,19 @@
 const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#666666", "#b8a800"];
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "cross", "star", "triangle-down", "x"];
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
-// Waiting has a pattern.
-const PATTERNS = { data: ".", communication: "/", stragglers: "\\", experts: "-", bubble: "x", host: "+" };
+// Computing in blue and green; waiting in warm colors, a brown and black, with a pattern.
+const PHASES = {
+  data: { color: "#cc79a7", pattern: "." },
+  forward: { color: "#56b4e9" },
+  backward: { color: "#0072b2" },
+  communication: { color: "#d55e00", pattern: "/" },
+  stragglers: { color: "#e69f00", pattern: "\\" },
+  experts: { color: "#8c510a", pattern: "-" },
+  bubble: { color: "#f0e442", pattern: "x" },
+  host: { color: "#000000", pattern: "+" },
+  optimizer: { color: "#009e73" },
+  other: { color: "#999999" },
+};
 
 const INK = "#1f2328";
 const GRID = "#e4e8ec";
@@ -122,7 +133,7 @@ function stacked(all, field, parts, scale, title) {
 }
 
 function drawPhases(model, rows) {
-  const parts = Object.entries(report.phases).map(([phase, of]) => ({ ...of, pattern: PATTERNS[phase] }));
+  const parts = Object.entries(report.phases).map(([phase, name]) => ({ name, ...PHASES[phase] }));
   return stacked(rows, "phases", parts, 1e3, "ms of a step, mean over ranks");
 }
 
