@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import struct
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +13,11 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, series
 from ptdbench.report import loggers, scalars
-from ptdbench.report.loggers import Log, Start
+from ptdbench.report.loggers import Log, Service, Start
 from ptdbench.report.scalars import Scalar
 from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed
@@ -58,19 +57,13 @@ class Kept:
         self._called(f"end {is_ok}")
 
 
-def shown(service: Kept, directory: Path) -> Log:
+def shown(service: Service, directory: Path) -> Log:
+    """What has sent two of three steps, the first of which was evaluated."""
     series.write(directory / series.NAME, [rows()])
     log = Log(service, directory)
     log.show(RECORD, 0, rows()[:1], LOOKS[:1])
     log.show(RECORD, 1, rows()[1:2], [])
     return log
-
-
-def test_the_evaluation_that_a_resumed_run_begins_with_is_sent(tmp_path):
-    series.write(tmp_path / series.NAME, [rows()])
-    service, segments = Kept(), [{"first_step": 0, "steps": 1}, {"first_step": 1, "steps": 2}]
-    Log(service, tmp_path).finish({**RECORD, "segments": segments})
-    assert [point.step for point in service.points if point.tag == "eval/top1"] == [1, 3]
 
 
 class TestLog:
@@ -86,13 +79,6 @@ class TestLog:
         assert len(service.points) == len(whole)
         assert set(service.points) == set(whole)
         assert service.summary["summary/last_loss"] == 3.5
-
-    def test_a_run_that_showed_nothing_on_the_way_is_sent_at_its_end(self, tmp_path):
-        series.write(tmp_path / series.NAME, [rows()])
-        service = Kept()
-        Log(service, tmp_path).finish({**RECORD, "status": "diverged"})
-        assert service.calls == ["begin", "send", "end False"]
-        assert service.points == scalars.remaining(tmp_path, RECORD)
 
     def test_one_that_breaks_off_has_failed(self, tmp_path):
         service = Kept()
@@ -172,26 +158,16 @@ def test_none_is_the_default_and_no_choice_changes_the_identity_of_a_run():
     assert record.fingerprint(config.resolve(plain)) == record.fingerprint(config.resolve(logged))
 
 
-def curves_of(found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """What a run's record and its series say."""
-    assert found["status"] == "ok", found["error"]
-    slowest = [max(of_ranks) for of_ranks in zip(*found["rank_step_seconds"], strict=True)]
-    return {
-        "step/loss": dict(enumerate(found["losses"])),
-        "step/seconds": dict(enumerate(slowest)),
-        "step/learning_rate": dict(enumerate(found["learning_rates"])),
-        "eval/loss": {one["step"]: one["loss"] for one in found["evaluations"]},
-    }
+def curves_of(directory: Path, found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """What a service should have of a run, by its record and its series: each tag by its steps."""
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
+    for tag, value, step, _ in scalars.remaining(directory, found):
+        curves[tag][step] = value
+    return curves
 
 
-def tensorboard_tags(found: Mapping[str, Any]) -> set[str]:
-    events = EventAccumulator(found["directory"])
-    events.Reload()
-    return {tag for tag in events.Tags()["scalars"] if not tag.startswith("inputs")}
-
-
-def same(one: Mapping[int, float], other: Mapping[int, float]) -> bool:
-    return one.keys() == other.keys() and all(math.isclose(one[step], other[step], rel_tol=1e-6) for step in one)
+def summary_of(found: Mapping[str, Any]) -> dict[str, float]:
+    return {tag: value for tag, value in scalars.summary(found).items() if value is not None}
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
@@ -225,50 +201,49 @@ def test_wandb_gets_a_run_of_its_own_where_an_earlier_one_of_this_process_is_ope
     assert len(names) == 2
 
 
-@pytest.mark.ranks
-class TestServices:
-    def test_wandb_offline_has_the_series_of_the_record(self, run):
-        found = run(*RUN, "logger=wandb", "logger.mode=offline")
-        expected = curves_of(found)
-        directory = Path(found["directory"])
-        (path,) = directory.glob("wandb/offline-run-*/*.wandb")
-        curves: dict[str, dict[int, float]] = {}
-        summary, hparams, ends = {}, {}, []
-        for message in wandb_records(path):
-            kind = message.WhichOneof("record_type")
-            if kind == "history":
-                row = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in message.history.item}
-                for tag in row.keys() - {"_step", "_timestamp", "_runtime"}:
-                    curves.setdefault(tag, {})[row["_step"]] = row[tag]
-            elif kind == "summary":
-                summary |= {item.key: json.loads(item.value_json) for item in message.summary.update if item.key}
-            elif kind == "run":
-                hparams |= {item.key: json.loads(item.value_json) for item in message.run.config.update}
-            elif kind == "exit":
-                ends.append(message.exit.exit_code)
-        for tag, values in expected.items():
-            assert same(curves[tag], values), tag
-        assert curves.keys() | {tag for tag in summary if tag.startswith("summary/")} == tensorboard_tags(found)
-        assert summary["summary/ok"] == 1.0
-        assert summary["summary/throughput"] == pytest.approx(found["metrics"]["samples_per_second"])
-        assert (hparams["model"], hparams["parallel"], hparams["ranks"]) == ("Net", "ddp", 2)
-        assert ends == [0]
+def test_wandb_offline_has_the_series_of_the_record(tmp_path):
+    import wandb
 
-    def test_mlflow_has_the_series_of_the_record(self, run, tmp_path, monkeypatch):
-        from mlflow import MlflowClient
+    shown(loggers.WandB("any", mode="offline"), tmp_path).finish(RECORD)
+    wandb.teardown()  # which ends the process that writes the file
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    curves: dict[str, dict[int, float]] = defaultdict(dict)
+    summary, hparams, ends = {}, {}, []
+    for message in wandb_records(path):
+        kind = message.WhichOneof("record_type")
+        if kind == "history":
+            row = {(item.key or item.nested_key[0]): json.loads(item.value_json) for item in message.history.item}
+            for tag in row.keys() - {"_step", "_timestamp", "_runtime"}:
+                curves[tag][row["_step"]] = row[tag]
+        elif kind == "summary":
+            summary |= {item.key: json.loads(item.value_json) for item in message.summary.update if item.key}
+        elif kind == "run":
+            hparams |= {item.key: json.loads(item.value_json) for item in message.run.config.update}
+        elif kind == "exit":
+            ends.append(message.exit.exit_code)
+    assert curves == curves_of(tmp_path, RECORD)
+    assert {tag: value for tag, value in summary.items() if tag.startswith("summary/")} == summary_of(RECORD)
+    assert (hparams["model"], hparams["parallel"], hparams["ranks"]) == ("gpt_tiny", "pdp", 2)
+    assert ends == [0]
 
-        uri = f"file:{tmp_path}/mlruns"
-        found = run(*RUN, "logger=mlflow", f"logger.tracking_uri={uri}")
-        expected = curves_of(found)
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # this process reads; the run has set it for itself
-        client = MlflowClient(uri)
-        experiment = client.get_experiment_by_name("ptdbench")
-        assert experiment
-        (logged,) = client.search_runs([experiment.experiment_id])
-        for tag, values in expected.items():
-            history = client.get_metric_history(logged.info.run_id, tag)
-            assert same({point.step: point.value for point in history}, values), tag
-        assert logged.data.metrics.keys() == tensorboard_tags(found)
-        assert logged.data.metrics["summary/ok"] == 1.0
-        assert (logged.data.params["model"], logged.data.params["ranks"]) == ("Net", "2")
-        assert (logged.info.status, logged.info.run_name) == ("FINISHED", Path(found["directory"]).name)
+
+def test_mlflow_has_the_series_of_the_record(run, tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    uri = f"file:{tmp_path}/mlruns"
+    found = run(*RUN, "logger=mlflow", f"logger.tracking_uri={uri}")
+    assert found["status"] == "ok", found["error"]
+    directory = Path(found["directory"])
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # this process reads; the run has set it for itself
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("ptdbench")
+    assert experiment
+    (logged,) = client.search_runs([experiment.experiment_id])
+    expected = curves_of(directory, found)
+    for tag, curve in expected.items():
+        history = client.get_metric_history(logged.info.run_id, tag)
+        assert {point.step: point.value for point in history} == pytest.approx(curve), tag
+    assert logged.data.metrics.keys() == expected.keys() | summary_of(found)
+    assert logged.data.metrics["summary/ok"] == 1.0
+    assert (logged.data.params["model"], logged.data.params["ranks"]) == ("Net", "2")
+    assert (logged.info.status, logged.info.run_name) == ("FINISHED", directory.name)

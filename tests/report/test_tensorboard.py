@@ -202,16 +202,6 @@ def test_what_a_killed_start_had_shown_beyond_its_checkpoint_is_replaced(tmp_pat
     assert values(events, "eval/top1") == [(1, 0.25)]  # of the checkpoint, at the step that is replaced
 
 
-def test_each_look_shows_only_what_is_new_at_its_own_time(tmp_path):
-    live = log(tmp_path / "live")
-    for first in range(3):
-        live.show(RECORD, first, rows()[first : first + 1], LOOKS[: 1 + first // 2])
-    on_the_way = shown(tmp_path / "live")
-    at_once = written(tmp_path / "at once", RECORD)
-    for tag in ("step/loss", "step/data_wait_share", "eval/top1"):
-        assert on_the_way.Scalars(tag) == at_once.Scalars(tag)
-
-
 def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
     one_rank = series.unknown(1)
     for name in series.NUMBERS:
