@@ -127,6 +127,8 @@ def test_figures_that_nothing_can_be_made_of_are_named(ptdbench, tmp_path, at, v
     status, out, err = ptdbench("report", sweep, "--md")
     assert (status, out) == (0, f"report       {sweep / 'report.md'}\n")
     assert f"{sweep / '2_damaged' / RECORD} is damaged: {said}" in err
+    status, out, others = ptdbench("explain", sweep)
+    assert (status, others, "fsdp +44 ms vs ddp: " in out) == (0, err, True)
 
 
 def test_a_block_that_is_no_number_is_none(ptdbench, tmp_path):

@@ -9,7 +9,7 @@ import webbrowser
 import pytest
 
 from ptdbench.records import store
-from ptdbench.records.store import RECORD, RESULTS
+from ptdbench.records.store import RESULTS
 from tests.report.made import DDP, FSDP, failed, keep, run
 
 
@@ -131,17 +131,6 @@ class TestRefused:
         remedy = "give the directory of a run or of a sweep, or a folder of them"
         assert report(tmp_path) == (1, [], [f"{tmp_path}: {rule}; {remedy}"])
         assert list(tmp_path.iterdir()) == []
-
-    def test_damaged_records_are_named_and_the_others_reported(self, report, sweep):
-        results = (sweep / RESULTS).read_bytes().splitlines(keepends=True)
-        (sweep / RESULTS).write_bytes(b"".join([results[0][:50] + b"\n", *results[1:]]))
-        (sweep / "0_gpt_tiny_fsdp" / RECORD).write_text('{"sta')
-        status, _, err = report(sweep, "--csv")
-        assert status == 0
-        assert [line.partition(" is damaged")[0] for line in err] == [
-            str(sweep / "0_gpt_tiny_fsdp" / RECORD), f"{sweep / RESULTS}: line 1",
-        ]  # fmt: skip
-        assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 2
 
     def test_records_of_a_later_version(self, report, tmp_path):
         path = keep(tmp_path / "sweep", "0", run(schema=3, world_size={"another": "form"}))
