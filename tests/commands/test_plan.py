@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,26 @@ def plan(environ: dict[str, str], folder: Path, *words: str) -> subprocess.Compl
     return call(
         sys.executable, "-m", "ptdbench", "plan", *words, cwd=folder, environ={**environ, "COLUMNS": "200"}, timeout=300
     )
+
+
+def small(*words: str) -> Config:
+    """The configuration of a small model on GPUs that are not there."""
+    (job,) = plans.composed([*SMALL, "virtual=h100", *words], None).jobs
+    return config.read(job)
+
+
+def nothing(*_: object) -> None:
+    raise AssertionError("nothing is to be carried out")
+
+
+def planned(asked: Config, carry_out: Callable[..., None] = nothing) -> dict[str, Any]:
+    return foresee.plan(foresee.Asked(asked, False, "toy", carry_out))
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run is refused where it would be carried out."""
+    monkeypatch.setattr("ptdbench.setup.run_spec.place", lambda *_: None)
 
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
@@ -142,61 +162,47 @@ def test_a_command_line_that_is_no_plan_is_one_line(word, said):
     ],
 )
 def test_a_layout_that_cannot_be_is_one_line(word, said):
-    strategy = "parallel=tp" if "tensor" in word else "parallel=fsdp"
-    (job,) = plans.composed([*SMALL, "virtual=h100", strategy, word], None).jobs
-
-    def carry_out(*_: object) -> None:
-        raise AssertionError("nothing is to be carried out")
-
     with pytest.raises(ConfigError) as refused:
-        foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))
+        planned(small("parallel=tp" if "tensor" in word else "parallel=fsdp", word))
     (problem,) = refused.value.problems
     assert str(problem).startswith(said)
 
 
 @pytest.mark.parametrize(("kind", "status"), [("OutOfMemoryError", "oom"), ("MemoryError", "failed")])
-def test_the_memory_of_this_machine_tells_nothing_of_a_gpu(monkeypatch, kind, status):
-    monkeypatch.setattr("ptdbench.setup.run_spec.place", lambda *_: None)
-    (job,) = plans.composed([*SMALL, "virtual=h100", "parallel=ddp", "train.micro_batch=4"], None).jobs
-
+@pytest.mark.usefixtures("anywhere")
+def test_the_memory_of_this_machine_tells_nothing_of_a_gpu(kind, status):
     def carry_out(where: Path, read: Config, *_: object) -> None:
         error = {"rank": 0, "type": kind, "message": "", "traceback": ""}
         store.write_record(where, record.begin(read.resolved, where, {}) | {"status": "oom", "error": error})
 
-    made = plans._fields(plans._Lacking(config.read(job), False, "toy", None), carry_out, 1)
+    asked = small("parallel=ddp", "train.micro_batch=4")
+    made = plans._fields(plans._Lacking(asked, False, "toy", None), carry_out, 1)
     assert (made["status"], "plan" in made) == (status, status == "oom")
 
 
-def test_samples_that_wait_for_their_pass_are_in_what_is_needed(monkeypatch):
+@pytest.mark.usefixtures("anywhere")
+def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
     """Of a replica's 8, two are carried out, one a pass."""
-    monkeypatch.setattr("ptdbench.setup.run_spec.place", lambda *_: None)
-    (job,) = plans.composed([*SMALL, "virtual=h100", "parallel=ddp", "train.global_batch=16", "train.micro_batch=1"],
-                            None).jobs  # fmt: skip
 
     def carry_out(where: Path, read: Config, *_: object) -> None:
         virtual = {"ranks": [0], "allocated_bytes": [10], "reserved_bytes": [20]}
         made = {"status": "ok", "error": None, "virtual": virtual, "memory": {"ranks": {}}}
         store.write_record(where, record.begin(read.resolved, where, {}) | made)
 
-    found = foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))["plan"]
+    found = planned(small("parallel=ddp", "train.global_batch=16", "train.micro_batch=1"), carry_out)["plan"]
     assert found["outside"]["samples"] == (8 - 2) * 2 * 32 * 8
     assert found["needed_bytes"] == 20 + sum(found["outside"].values())
     assert {*found["sources"]} == {*found["outside"]}
 
 
+@pytest.mark.usefixtures("anywhere")
 def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_one_has_it(monkeypatch):
-    monkeypatch.setattr("ptdbench.setup.run_spec.place", lambda *_: None)
     monkeypatch.setattr(foresee, "host_memory", lambda: HostMemory(1 << 40, 100))
-    words = [*SMALL, "virtual=h100", "parallel=fsdp", "offload=optimizer_and_weights"]
-    (job,) = plans.composed(words, None).jobs
-
-    def carry_out(*_: object) -> None:
-        raise AssertionError("nothing is to be carried out")
-
-    made = foresee.plan(foresee.Asked(config.read(job), False, "toy", carry_out))
+    asked = small("parallel=fsdp", "offload=optimizer_and_weights")
+    made = planned(asked)
     assert (made["status"], made["plan"]["fits"], made["plan"].get("capacity_bytes")) == ("ok", None, None)
     assert "and this machine has 0.0 GiB to carry one out" in made["plan"]["reason"]
-    shown = table.of_plans([record.begin(config.read(job).resolved, Path(), {}) | made], 200)
+    shown = table.of_plans([record.begin(asked.resolved, Path(), {}) | made], 200)
     assert "of a rank are in host memory, which is compared with nothing" in shown
 
 

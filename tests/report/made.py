@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ptdbench.profiling.phases import PHASES
+from ptdbench.records.load import Run
 from ptdbench.records.store import append_result, write_record
 
 
@@ -114,6 +116,15 @@ PDP = phased(
     waited_for=[0.0, 0.03],
     layout={"data": 1, "replicate": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1},
 )
+
+
+def loaded(*records, sweep="outputs/sweep"):
+    """Records as they are loaded; each has a directory of its own."""
+    made = []
+    for number, record in enumerate(records):
+        directory = Path(sweep, f"{number}_{record.get('parallel')}")
+        made.append(Run({"workload": "train", **record, "directory": str(directory)}, directory))
+    return made
 
 
 def keep(sweep, name, record):

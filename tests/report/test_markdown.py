@@ -1,20 +1,13 @@
 """The report as Markdown."""
 
-from pathlib import Path
-
 from ptdbench.comparison import noise
 from ptdbench.comparison.variation import Noise, Spread
-from ptdbench.records.load import Run
 from ptdbench.report.markdown import markdown
-from tests.report.made import DDP, FSDP, failed, run
+from tests.report.made import DDP, FSDP, failed, loaded, run
 
 
 def made(*records):
-    found = []
-    for number, record in enumerate(records):
-        directory = Path("outputs/sweep", str(number))
-        found.append(Run({"workload": "train", **record, "directory": str(directory)}, directory))
-    return markdown("my_sweep", "2 runs", found)
+    return markdown("my_sweep", "2 runs", loaded(*records))
 
 
 def test_a_table_sentences_commands_and_the_environment(monkeypatch):

@@ -1,24 +1,13 @@
 """The data of a report: what is in records, and nothing else."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from ptdbench.profiling.phases import KINDS
-from ptdbench.records.load import Run
 from ptdbench.records.schema import Clocks
 from ptdbench.report.page.document import content, document
-from tests.report.made import DDP, FSDP, failed, repeated, run
-
-
-def runs(*records, sweep="outputs/sweep"):
-    """Records as they are loaded; each has a directory of its own."""
-    made = []
-    for number, record in enumerate(records):
-        directory = Path(sweep, f"{number}_{record.get('parallel')}")
-        made.append(Run({"workload": "train", **record, "directory": str(directory)}, directory))
-    return made
+from tests.report.made import DDP, FSDP, failed, loaded, repeated, run
 
 
 def rows(found):
@@ -30,7 +19,7 @@ def test_rows_are_numbered_over_all_models_and_options_have_a_value_for_each():
         run(model="toy", config={"optimizer": {"lr": lr}, "seed": 0}, tokens_per_second=rate)
         for lr, rate in ((0.1, 3.0), (0.2, 1.0), (0.3, 2.0))
     ]
-    found = content(runs(*toys, run(config={"optimizer": {"lr": 0.4}, "seed": 0})))
+    found = content(loaded(*toys, run(config={"optimizer": {"lr": 0.4}, "seed": 0})))
     assert [model["title"].split(" · ")[0] for model in found["models"]] == ["toy", "gpt_tiny"]
     assert [row["number"] for row in rows(found)] == [0, 1, 2, 3]
     assert [row["rate"] for row in rows(found)] == [3.0, 2.0, 1.0, 1000.0]
@@ -41,7 +30,7 @@ def test_rows_are_numbered_over_all_models_and_options_have_a_value_for_each():
 def test_a_row_has_the_figures_of_its_typical_run_and_all_its_runs():
     one, *others = repeated("ddp", [1000.0, 1300.0, 1100.0])
     odd = {**one["metrics"], "step_seconds": {"mean": 0.25, "median": 0.2}, "peak_memory_bytes": 7}
-    (row,) = rows(content(runs(one, others[0], {**others[1], "metrics": {**odd, "tokens_per_second": 1100.0}})))
+    (row,) = rows(content(loaded(one, others[0], {**others[1], "metrics": {**odd, "tokens_per_second": 1100.0}})))
     assert row["rate"] == pytest.approx((1000.0 * 1300 * 1100) ** (1 / 3))
     assert (row["step"], row["step_p5"], row["memory"]) == (0.25, None, 7)
     assert [(one["rate"], one["block"]) for one in row["runs"]] == [(1000.0, 0), (1300.0, 1), (1100.0, 2)]
@@ -49,7 +38,7 @@ def test_a_row_has_the_figures_of_its_typical_run_and_all_its_runs():
 
 
 def test_a_run_that_failed_has_its_reason_and_no_figure():
-    ok, bad = rows(content(runs(run(), failed("fsdp", "no room", "oom"))))
+    ok, bad = rows(content(loaded(run(), failed("fsdp", "no room", "oom"))))
     assert (ok["runs"][0]["reason"], bad["rate"], bad["rank"]) == (None, None, None)
     assert bad["runs"][0]["reason"].startswith("oom on rank 1: RuntimeError: no room; try ")
 
@@ -57,34 +46,36 @@ def test_a_run_that_failed_has_its_reason_and_no_figure():
 def test_the_best_rows_are_those_that_nothing_is_known_to_beat_if_something_is_beaten():
     steady = [1000.0, 1010.0, 990.0]
     slower = [0.5 * rate * (1 + place / 1000) for place, rate in enumerate(steady)]
-    known = runs(*repeated("ddp", steady), *repeated("fsdp", slower))
+    known = loaded(*repeated("ddp", steady), *repeated("fsdp", slower))
     assert [row["best"] for row in rows(content(known))] == [True, False]
-    assert [row["best"] for row in rows(content(runs(run(), run("fsdp"))))] == [False, False]
+    assert [row["best"] for row in rows(content(loaded(run(), run("fsdp"))))] == [False, False]
 
 
 def test_runs_of_two_sweeps_are_two_rows_which_their_names_tell_apart():
-    found = rows(content([*runs(run(), sweep="outputs/a"), *runs(run(), sweep="outputs/b")]))
+    found = rows(content([*loaded(run(), sweep="outputs/a"), *loaded(run(), sweep="outputs/b")]))
     assert [(row["label"], row["sweep"]) for row in found] == [("ddp [a]", "outputs/a"), ("ddp [b]", "outputs/b")]
 
 
 def test_names_in_figures_say_what_has_columns_in_the_table():
-    found = rows(content(runs(run(world_size=2), run(world_size=4, tokens_per_second=900.0))))
+    found = rows(content(loaded(run(world_size=2), run(world_size=4, tokens_per_second=900.0))))
     assert [(row["label"], row["name"]) for row in found] == [("ddp", "ddp 2 ranks"), ("ddp", "ddp 4 ranks")]
 
 
 def test_each_environment_once():
     one, other = {"host": "a", "torch": "2.11"}, {"host": "b", "torch": "2.11"}
-    found = content(runs(run(environment=one), run("fsdp", environment=other), run("pdp", environment=one), run("tp")))
+    found = content(
+        loaded(run(environment=one), run("fsdp", environment=other), run("pdp", environment=one), run("tp"))
+    )
     assert found["environments"] == [{"title": f"{e['host']}, torch 2.11", "values": e} for e in (one, other)]
     assert [row["runs"][0]["environment"] for row in rows(found)] == [0, 1, 0, None]
 
 
 def test_phases_and_memory_are_those_of_the_record():
     memory = {"ranks": {kind: [1, 2] for kind in KINDS} | {"weights": [9, 3]}, "moments": ["forward", "backward"]}
-    ddp, fsdp = rows(content(runs(DDP | {"memory": memory}, FSDP)))
+    ddp, fsdp = rows(content(loaded(DDP | {"memory": memory}, FSDP)))
     assert ddp["phases"] == pytest.approx([0.0, 0.024, 0.039, 0.006, 0.0, 0.0, 0.0, 0.0, 0.004, 0.003])
     assert (ddp["kinds"], fsdp["kinds"]) == ([9, 1, 1, 1, 1, 1], None)
-    assert rows(content(runs(DDP | {"kind": "virtual"})))[0]["phases"] is None  # its times are no measured ones
+    assert rows(content(loaded(DDP | {"kind": "virtual"})))[0]["phases"] is None  # its times are no measured ones
 
 
 def test_energy_is_that_of_gpus_if_there_are_any():
@@ -92,12 +83,12 @@ def test_energy_is_that_of_gpus_if_there_are_any():
     clocks = [dict.fromkeys(Clocks.__struct_fields__) | {"rank": 0}]
     unknown = {"joules_per_sample": None, "reason": "NVML does not tell"}
     hardware = [{**both, "clocks": clocks}, {**both, "gpu": unknown}, {**both, "gpu": unknown, "clocks": clocks}, None]
-    found = rows(content(runs(*(run(str(place), hardware=one) for place, one in enumerate(hardware)))))
+    found = rows(content(loaded(*(run(str(place), hardware=one) for place, one in enumerate(hardware)))))
     assert [row["joules"] for row in found] == [2.0, 1.0, None, None]
 
 
 def test_runs_of_nothing_else_are_no_models():
-    found = content(runs(run(model=None, workload="hello", config={"workload": {"_target_": "gone"}})))
+    found = content(loaded(run(model=None, workload="hello", config={"workload": {"_target_": "gone"}})))
     assert (found["models"], found["options"], len(found["others"])) == ([], {}, 1)
     assert found["others"][0]["text"] == "hello: ok: no reason on record"
 
