@@ -58,13 +58,6 @@ def test_holm():
 def test_ranks_are_ranges():
     assert ranks(LAYOUTS) == [(1, 1), (2, 3), (2, 3)]
     assert ranks(LAYOUTS[:2]) == [(1, 2), (1, 2)]  # the third says how much runs differ
-    # Of three the noisy middle one is tied with either of the outer two, which differ from each other.
-    noise = (0.01, -0.01, 0.0, 0.005, -0.005)
-    samples = [
-        {block: math.exp(mean + scale * one) for block, one in enumerate(noise)}
-        for mean, scale in ((0.01, 0.1), (0.005, 1.0), (0.0, 0.0))
-    ]
-    assert ranks(samples) == [(1, 2), (1, 3), (2, 3)]
     assert ranks([{0: 1.0, 1: 1.1, 2: 0.9}, {0: 3.0, 1: 3.1, 2: 2.9}]) == [(2, 2), (1, 1)]
 
 

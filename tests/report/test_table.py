@@ -114,8 +114,6 @@ def test_models_have_tables_of_their_own():
     text = render([run("fsdp"), images, run("ddp")])
     first, second = text.split("\n\n")
     assert first.startswith("gpt_tiny · 1,234,567 parameters · fp32\n")
-    large = run("ddp", parameters=7_000_000)
-    assert render([large, run("fsdp")]).startswith("gpt_tiny · 1,234,567 to 7,000,000 parameters · fp32\n")
     assert "tokens/s" in first
     assert len(cells(first)) == 2
     assert second.startswith("resnet18 ·")
@@ -160,12 +158,12 @@ class TestRepeats:
         assert "±" in text
 
 
-def test_a_missing_mfu_is_explained_once():
-    why = "a CPU has no data-sheet peak"
-    metrics = {**run()["metrics"], "mfu": None, "mfu_reason": why}
-    text = render([run("ddp", metrics=metrics), run("fsdp", metrics=metrics)])
+def test_what_is_so_of_several_runs_is_told_once():
+    mfu, check = "a CPU has no data-sheet peak", "unsound: rank 1 is slow"
+    known = {"metrics": {**run()["metrics"], "mfu": None, "mfu_reason": mfu}, "remarks": {"check": check}}
+    text = render([run("ddp", **known), run("fsdp", **known), run("pdp", remarks={}, metrics=known["metrics"])])
     assert "MFU " not in text  # the column would be empty
-    assert text.count(why) == 1
+    assert (text.count(mfu), text.splitlines().count(check)) == (1, 1)
 
 
 LARGE = run("pdp", 123456789.0, world_size=1024, global_batch=16384, layout={"replicate": 128, "pipeline": 8})
@@ -362,12 +360,6 @@ class TestWhy:
         text = render([DDP, DDP | {"global_batch": 32, "config": {}}, FSDP], 300)
         assert "fsdp +44 ms vs ddp b16: " in text
         assert "\nddp b32: forward 32%" in text
-
-
-def test_an_unsound_check_before_a_run_is_told_once():
-    remark = {"check": "unsound: rank 1 is slow"}
-    text = render([run("ddp", remarks=remark), run("fsdp", remarks=remark), run("pdp", remarks={})])
-    assert text.splitlines().count("unsound: rank 1 is slow") == 1
 
 
 class Guest:
