@@ -24,7 +24,7 @@ from msgspec import Struct, convert, to_builtins
 from msgspec.structs import asdict, replace
 
 from ptdbench.files import first_foreign_entry, in_the_way, remove, write_json
-from ptdbench.launch.collect import gathered_or_alone, place_in
+from ptdbench.launch.collect import gather
 from ptdbench.records.schema import Count, Evaluation
 
 MANIFEST = "manifest.json"
@@ -165,17 +165,16 @@ class Search:
 
 
 def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:
-    """Find the newest checkpoint that is complete and matches its checksums; called in all ranks of ``group``.
+    """Find the newest checkpoint that is complete and matches its checksums; called in all ranks, as :func:`gather`.
 
     Every rank checks names and sizes; the reading of the files is divided among the ranks. All get the same result.
-    ``group`` is on the CPU; ``None``: this process alone.
     """
     broken: dict[Path, str] = {}
     # Rank 0's list: a network file system may show another host an older one.
-    for name in gathered_or_alone([path.name for path in _complete_by_name(run_directory)], group)[0]:
+    for name in gather([path.name for path in _complete_by_name(run_directory)], group)[0]:
         path = run_directory / FOLDER / name
-        found, fault = _examine(path, *place_in(group))
-        faults = list(dict.fromkeys(of_rank for of_rank in gathered_or_alone(fault, group) if of_rank))
+        found, fault = _examine(path, dist.get_rank(group), dist.get_world_size(group))
+        faults = list(dict.fromkeys(of_rank for of_rank in gather(fault, group) if of_rank))
         if found and not faults:
             return Search(Found(path, found), broken)
         broken[path] = "; ".join(faults)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import pickle
 import re
-import warnings
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -65,7 +64,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks of ``group``, if there is one.
+    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks, with a ``group`` on the CPU.
 
     They have the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved. Ranks may pass
     different names, and all fail if one does.
@@ -75,15 +74,12 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
     """
     reader = _Reader(path, _read_metadata(path))
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(
-                tensors,  # type: ignore[arg-type]  # a dict of any values
-                storage_reader=reader,
-                planner=DefaultLoadPlanner(flatten_state_dict=False),
-                process_group=group,
-                no_dist=group is None,
-            )
+        dcp.load(
+            tensors,  # type: ignore[arg-type]  # a dict of any values
+            storage_reader=reader,
+            planner=DefaultLoadPlanner(flatten_state_dict=False),
+            process_group=group,
+        )
     except CheckpointException as failure:
         reason = why(failure)
         asked = re.search(r"GLOBAL (\S+)", reason)

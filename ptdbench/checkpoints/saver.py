@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
 from ptdbench.launch import settings
-from ptdbench.launch.collect import gathered_or_alone, place_in
+from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
 
 #: A name, and where in the whole tensor the part that a rank holds begins.
@@ -46,9 +46,9 @@ class Shares:
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's share of ``tensors``; called in all ranks, each with all that it holds."""
         held = _parts(tensors)
-        if any(gathered_or_alone(held != self._held, self._group)):  # at the first save, and rarely later
+        if any(gather(held != self._held, self._group)):  # at the first save, and rarely later
             self._held = held
-            mine = assign_shares(gathered_or_alone(held, self._group))[place_in(self._group)[0]]
+            mine = assign_shares(gather(held, self._group))[dist.get_rank(self._group)]
             self._names = {name for name, _ in mine}
         return {name: tensor for name, tensor in tensors.items() if name in self._names}
 
@@ -229,7 +229,7 @@ class Saver:
         self.broken: set[Path] = set()
         self._run_directory = run_directory
         self._keep = keep
-        self._rank, self._world_size = place_in(self.group)
+        self._rank = dist.get_rank(self.group)
         self._shares = Shares(self.group)
         self._staging = Staging() if asynchronous else None
         self._thread: threading.Thread | None = None
@@ -355,9 +355,10 @@ class Saver:
             self._on_rank_0(lambda: checkpoint_dir.begin(partial))
             self._together(lambda: _write_tensors(partial, tensors, self.group))
             files: dict[str, Stamp] = {}
-            for of_rank in gathered_or_alone(self._together(lambda: _stamps(partial, self._rank)), self.group):
+            for of_rank in gather(self._together(lambda: _stamps(partial, self._rank)), self.group):
                 files |= of_rank
-            written = Manifest(step, self._world_size, model, facts, files, torch.__version__, time.time())
+            world_size = dist.get_world_size(self.group)
+            written = Manifest(step, world_size, model, facts, files, torch.__version__, time.time())
 
             def finish() -> None:
                 checkpoint_dir.write_manifest(partial, written)
@@ -379,7 +380,7 @@ class Saver:
         error = done.exception()
         mine = f"rank {self._rank}: {type(error).__name__}: {error}" if error else None
         mine = str(error) if isinstance(error, _Failed) else mine  # which names the ranks
-        faults = dict.fromkeys(fault for fault in gathered_or_alone(mine, self.group) if fault)
+        faults = dict.fromkeys(fault for fault in gather(mine, self.group) if fault)
         if faults:
             raise _Failed("; ".join(faults))
         return done.result()

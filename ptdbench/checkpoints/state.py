@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.checkpoints import safe_load
-from ptdbench.launch.collect import gathered_or_alone
+from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, unwrapped
 from ptdbench.problems import ConfigError, Problem
 
@@ -86,8 +86,7 @@ def restore(
     rank had, are restored in the ``same_layout``, and left unchanged in another: there this rank may share products
     with others, which must draw as it does.
 
-    Args as for :func:`collect`; the optimizer has no state yet. ``group``: all ranks, on the CPU; ``None``: this
-    process alone.
+    Args as for :func:`collect`; the optimizer has no state yet. ``group``: all ranks, on the CPU.
 
     Returns:
         What only this rank had, by name, on the CPU.
@@ -172,7 +171,7 @@ def _require_same(
 ) -> None:
     """Raise a ConfigError in all ranks if the tensors of any of them differ from those stored."""
     wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for of_rank in gathered_or_alone({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
+    for of_rank in gather({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
         wanted |= of_rank
     of_ranks = {name for name in stored if name.startswith(("rng.", "own."))}
     differences = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,9 +56,9 @@ def through(circle: Circle) -> Iterator[None]:
         _circles.pop()
 
 
-def gather(value: Any) -> list[Any]:
-    """Return every rank's ``value``, by rank."""
-    return _circles[-1].gather(value)
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return every rank's ``value``, by rank; through a ``group`` of all ranks on the CPU where one is given."""
+    return (Circle(group) if group else _circles[-1]).gather(value)
 
 
 def most(*numbers: float) -> list[float]:
@@ -79,16 +79,3 @@ def are_all_there() -> bool:
 def barrier() -> None:
     """Wait until every rank has come here; on a GPU not for its queue."""
     _circles[-1].barrier()
-
-
-T = TypeVar("T")
-
-
-def gathered_or_alone(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return every rank's ``value``, by rank; called in all ranks of ``group``. ``None``: this process alone."""
-    return [value] if group is None else Circle(group).gather(value)
-
-
-def place_in(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return this process's rank in ``group``, and the group's size."""
-    return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))

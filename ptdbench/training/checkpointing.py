@@ -13,7 +13,7 @@ from ptdbench.checkpoints import checkpoint_dir, state
 from ptdbench.checkpoints.checkpoint_dir import Found
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.job import Job
-from ptdbench.launch.collect import barrier, gather, gathered_or_alone
+from ptdbench.launch.collect import barrier, gather
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.setup import run_spec
 from ptdbench.terminal import echo
@@ -156,7 +156,7 @@ class Checkpointing:
     def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
         """A problem if the data changed: the same sample numbers would then be other samples."""
         data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
-        if identity is None or identity == gathered_or_alone(self._identity(), group)[0]:
+        if identity is None or identity == gather(self._identity(), group)[0]:
             return None
         rule = f"was trained on other data than data={data} holds now"
         return Problem("resume", found.path, rule, "restore the data, or start a new run without resume")

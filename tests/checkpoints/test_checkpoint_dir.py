@@ -21,6 +21,8 @@ from ptdbench.launch import local
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 
+pytestmark = pytest.mark.usefixtures("alone")
+
 CONTENT = b"0123456789" * 1000
 
 

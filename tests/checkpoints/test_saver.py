@@ -254,7 +254,7 @@ def fail_on_rank_1(run_directory: Path) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.ranks
-def test_where_one_rank_fails_all_note_it_and_go_on(tmp_path):
+def test_where_one_rank_fails_all_note_it_and_go_on(alone, tmp_path):
     problems = [f"step {step}: not saved: rank 1: OSError: on purpose" for step in FAILS_THERE]
     assert on_ranks(2, fail_on_rank_1, tmp_path) == [(problems, [1, 5])] * 2
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
