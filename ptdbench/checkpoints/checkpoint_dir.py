@@ -137,7 +137,7 @@ BEST = "best"
 
 _PARTIAL, _DELETED = ".partial", ".deleted"
 
-_STEP = re.compile(r"step-(\d{8,})")
+_STEP = re.compile(r"step-\d{8,}")
 
 #: All file names that the saver uses, including temporary ones.
 _FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json|\.manifest\.json\.[0-9a-f]{8}\.tmp")
@@ -247,10 +247,10 @@ def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
     return True
 
 
-def mark_best(run_directory: Path, step: int) -> None:
+def mark_best(run_directory: Path, step: int | None) -> None:
     """Point the link ``checkpoints/best`` to a checkpoint, if it exists; raises OSError if the name is taken."""
     folder = run_directory / FOLDER
-    if not (folder / _name(step)).exists():
+    if step is None or not (folder / _name(step)).exists():
         return
     best, fresh = folder / BEST, folder / f"{BEST}.new"
     for path in (best, fresh):
@@ -290,19 +290,14 @@ def _is_ours(name: str) -> bool:
 def _left(run_directory: Path, suffix: str) -> list[Path]:
     """List directories with that suffix that hold only files of the saver."""
     named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
-    return [
-        path
-        for path in named
-        if _STEP.fullmatch(path.name.removesuffix(suffix)) and not first_foreign_entry(path, _is_ours)
-    ]
+    steps = [path for path in named if _STEP.fullmatch(path.name.removesuffix(suffix))]
+    return [path for path in steps if not first_foreign_entry(path, _is_ours)]
 
 
 def _complete_by_name(run_directory: Path) -> list[Path]:
     """List directories with a final name, newest first."""
-    folder = run_directory / FOLDER
-    steps = {path: _STEP.fullmatch(path.name) for path in folder.glob("step-*") if path.is_dir()}
-    numbered = {path: int(found[1]) for path, found in steps.items() if found}
-    return sorted(numbered, key=lambda path: numbered[path], reverse=True)
+    named = (path for path in (run_directory / FOLDER).glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
+    return sorted(named, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
 def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:

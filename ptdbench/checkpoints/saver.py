@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -325,15 +326,9 @@ class Saver:
             self._mark_and_prune(step)
 
     def _mark_and_prune(self, step: int) -> None:
-        """Mark the best checkpoint, and prune older ones."""
-
-        def mark() -> None:
-            if self.best is not None:
-                checkpoint_dir.mark_best(self._run_directory, self.best)
-
-        def prune() -> None:
-            checkpoint_dir.prune(self._run_directory, self._keep, self.best, self.broken)
-
+        run_directory, best = self._run_directory, self.best
+        mark = partial(checkpoint_dir.mark_best, run_directory, best)
+        prune = partial(checkpoint_dir.prune, run_directory, self._keep, best, self.broken)
         self._tidy(step, "the best checkpoint could not be marked", mark)
         self._tidy(step, "older checkpoints could not be deleted", prune)
 
@@ -349,26 +344,26 @@ class Saver:
         def copied() -> dict[str, Tensor]:
             return prepared.result()()
 
-        tensors = self._together(copied)
-        partial = checkpoint_dir.partial(self._run_directory, step)
+        copies = self._together(copied)
+        folder = checkpoint_dir.partial(self._run_directory, step)
         try:
-            self._on_rank_0(lambda: checkpoint_dir.begin(partial))
-            self._together(lambda: _write_tensors(partial, tensors, self.group))
+            self._on_rank_0(lambda: checkpoint_dir.begin(folder))
+            self._together(lambda: _write_tensors(folder, copies, self.group))
             files: dict[str, Stamp] = {}
-            for of_rank in gather(self._together(lambda: _stamps(partial, self._rank)), self.group):
+            for of_rank in gather(self._together(lambda: _stamps(folder, self._rank)), self.group):
                 files |= of_rank
             world_size = dist.get_world_size(self.group)
             written = Manifest(step, world_size, model, facts, files, torch.__version__, time.time())
 
             def finish() -> None:
-                checkpoint_dir.write_manifest(partial, written)
-                self.broken.discard(checkpoint_dir.publish(partial))
+                checkpoint_dir.write_manifest(folder, written)
+                self.broken.discard(checkpoint_dir.publish(folder))
 
             self._on_rank_0(finish)
         except _Failed:  # no rank is writing any more
             if self._rank == 0:
                 with suppress(OSError):  # the next start retries
-                    checkpoint_dir.discard(partial)
+                    checkpoint_dir.discard(folder)
             raise
 
     def _on_rank_0(self, task: Callable[[], object]) -> None:
