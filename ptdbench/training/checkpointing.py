@@ -33,25 +33,19 @@ class Checkpointing:
         self._loop = loop
         self._evaluator = evaluator
         self._recorder = recorder
-        self._every = job.spec.config.checkpoint.every_steps
         self._saver: Saver | None = None
         self._saved = -1
         self._passed_over: list[str] = []
-        self.resumed_from: str | None = None  #: Path of the checkpoint that this process resumed from.
-        self.reshaped: str | None = None  #: How the ranks or the layout have changed since; ``None`` if they have not.
-        if self._every:
+        #: After which step and from which checkpoint this process resumed, and with which other ranks or layout.
+        self.resumed: str | None = None
+        options = job.spec.config.checkpoint
+        if options.every_steps:
             if job.world.is_first:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
                     checkpoint_dir.remove_partial(job.directory)
             barrier()  # rank 0 may have renamed a checkpoint that the others search for
-            options = job.spec.config.checkpoint
             self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
             loop.update.before_change = self._saver.settle
-
-    @property
-    def saves(self) -> bool:
-        """Whether this run writes checkpoints."""
-        return self._saver is not None
 
     @property
     def saved(self) -> bool | None:
@@ -102,7 +96,8 @@ class Checkpointing:
     @property
     def due(self) -> bool:
         """Whether a checkpoint is due, whatever an evaluation says of the weights; in all ranks after the same step."""
-        return self._every is not None and self._loop.done % self._every == 0
+        every = self._job.spec.config.checkpoint.every_steps
+        return every is not None and self._loop.done % every == 0
 
     def save(self) -> None:
         """Save the last step unless it is saved; called in all ranks, between two steps."""
@@ -128,26 +123,29 @@ class Checkpointing:
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
         facts = found.manifest.facts
         require(self._same_data(found, group))
-        layout = self._job.training.layout
-        self.reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
+        layout, step = self._job.training.layout, found.manifest.step
+        reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
         own = state.restore(
             found.path,
             self._loop.engine.module,
             self._loop.update.optimizer,
             self._job.training.tied,
             rank=self._job.world.rank,
-            same_layout=self.reshaped is None,
+            same_layout=reshaped is None,
             group=group,
         )
         self._loop.engine.load_own_state(own)
-        self._loop.resume(found.manifest.step, facts.get("scaler", {}))
+        self._loop.update.load_scaler(facts.get("scaler", {}))
+        self._loop.first_step = step
         source = found.path.parent.parent
         if source == self._job.directory:
-            self._saved = found.manifest.step
-        self.resumed_from = str(found.path)
-        if self.reshaped and self._job.world.is_first:
-            echo(f"{found.path}: goes on with {self.reshaped}", sys.stderr)
-        self._recorder.begin(found.manifest.step, source, facts)
+            self._saved = step
+        self.resumed = f"after step {step}, from {found.path}"
+        if reshaped:
+            self.resumed += f", with {reshaped}"
+            if self._job.world.is_first:
+                echo(f"{found.path}: goes on with {reshaped}", sys.stderr)
+        self._recorder.begin(step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
         if self._saver and self._saved >= 0:
             self._saver.saved.append(self._saved)

@@ -153,11 +153,6 @@ class StepLoop:
         """Number of steps of the run that the device has finished; never blocks, and in any thread."""
         return self.first_step + self._drained + self.clock.finished()
 
-    def resume(self, first_step: int, scaler: dict[str, Any]) -> None:
-        """Continue after ``first_step`` steps; weights and optimizer state are already restored."""
-        self.first_step = first_step
-        self.update.load_scaler(scaler)
-
     def rehearse(self) -> None:
         """Let the engine reach its steady state on the next step's batch; no training state changes."""
         self.engine.rehearse(*self.feed.peek(self.done), self.update.scale)

@@ -56,7 +56,7 @@ class Train:
         checkpointing = Checkpointing(job, loop, evaluator, recorder)
         meter = EnergyMeter(job, loop)
         checkpointing.resume()
-        if checkpointing.saves or checkpointing.resumed_from:
+        if job.spec.config.checkpoint.every_steps or checkpointing.resumed:
             job.display.phase("rehearsing the first step")
             loop.rehearse()
         job.watch.lap("build")
@@ -127,10 +127,8 @@ def _outcome(
         remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
         if not isinstance(job.training.schedule, Constant):
             remarks["cut_short"] += "; the learning rate schedule spans all of them"
-    if checkpointing.resumed_from:
-        remarks["resumed"] = f"after step {loop.first_step}, from {checkpointing.resumed_from}"
-        if checkpointing.reshaped:
-            remarks["resumed"] += f", with {checkpointing.reshaped}"
+    if checkpointing.resumed:
+        remarks["resumed"] = checkpointing.resumed
     if notes := [*checkpointing.problems, *recorder.warnings]:
         remarks["checkpoints"] = notes
     recorder.finish()

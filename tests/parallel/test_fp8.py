@@ -150,7 +150,7 @@ def in_rank(folder):
     going_on, path = train(loop), checkpoint_dir.newest(folder).found.path
     other = loop_of("fp8_tensorwise", seed=1)
     state.restore(path, other.engine.module, other.update.optimizer, **kept, same_layout=True, group=saver.group)
-    other.resume(4, {})
+    other.first_step = 4
     saver.close()
     resumed = train(other)
     fp8.is_gathered = lambda *_, **__: False

@@ -146,7 +146,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
         own = state.restore(path, other.engine.module, other.update.optimizer, tied,
                             rank=rank, same_layout=True, group=saver.group)  # fmt: skip
         other.engine.load_own_state(own if keeps else {})
-        other.resume(3, {})
+        other.first_step = 3
         other.rehearse()
         losses.append(train(other, 3))
     other = loop_under(Lever(replicate="auto", gradients="powersgd", powersgd_rank=3))
