@@ -24,10 +24,13 @@ from ptdbench.records import series
 from ptdbench.training.loop import StepLoop
 from ptdbench.units import flops_text
 
+#: What matrix products reach on a device, or ``None`` and the reason.
+Ceiling = tuple[Measured | None, str | None]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The combined measurements of all ranks of a run."""
+    """The steps of a run, as all ranks have measured them."""
 
     step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank; the first step included.
     samples_per_step: int  #: Samples of one step over all ranks: the global batch.
@@ -38,16 +41,11 @@ class Measurement:
     world_size: int  #: Ranks, one device each.
     device_name: str  #: As :func:`device_name` has it.
     dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-    peak_memory_bytes: int | None  #: Peak memory, maximum over ranks.
-    #: Peak of what torch's allocator took from the device, likewise; ``None`` on a CPU.
-    peak_reserved_bytes: int | None = None
-    startup_seconds: Mapping[str, float]  #: Seconds of each phase up to the end of the first step, by name.
     warmup_steps: int  #: Number of warm-up steps among them.
     earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
     #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
-    #: What was measured on this device in matrix products of ``dtype``, or ``None`` and the reason.
-    ceiling: tuple[Measured | None, str | None] = (None, "no ceiling was looked up")
+    ceiling: Ceiling = (None, "no ceiling was looked up")  #: In ``dtype``.
     #: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
     masked_flops_per_sample: float | None = None
 
@@ -88,17 +86,9 @@ def metrics(measured: Measurement) -> dict[str, Any]:
         "mfu_of_bf16": _mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
         **against_ceiling(*measured.ceiling, rate),
         "data_wait_share": sum(waited) / sum(own) if waited and own else None,
-        "peak_memory_bytes": measured.peak_memory_bytes,
-        "peak_reserved_bytes": measured.peak_reserved_bytes,
-        "first_step_seconds": sum(measured.startup_seconds.values()),
-        "startup_seconds": dict(measured.startup_seconds),
         "causal_flops_per_second": causal,
         "mfu_causal": _mfu(measured, _times(causal, per_device), measured.dtype)[0],
     }
-
-
-#: The figures of a run on virtual GPUs, which compute nothing: its memory, and how long the host took to begin.
-_OF_VIRTUAL = ("peak_memory_bytes", "peak_reserved_bytes", "first_step_seconds", "startup_seconds")
 
 
 def _times(quantity: float | None, factor: float | None) -> float | None:
@@ -130,9 +120,6 @@ def against_ceiling(
     }
 
 
-Ceiling = tuple[Measured | None, str | None]
-
-
 def ceiling_of_run(job: Job) -> Ceiling:
     """Return the rate that matrix products of the run's arithmetic reach on this device; see :func:`known_ceiling`."""
     dtype = dtype_of(job)
@@ -158,7 +145,8 @@ def figures(
     )
     own, earlier = _seconds_of_starts(segments, seconds, job.spec.config.train.warmup_steps)
     last, training = segments[-1], job.training
-    found = metrics(
+    startup = last["startup_seconds"]
+    of_steps = metrics(
         Measurement(
             step_seconds=own,
             samples_per_step=training.layout.global_batch,
@@ -169,20 +157,19 @@ def figures(
             world_size=job.spec.world_size,
             device_name=device_name(job),
             dtype=dtype_of(job),
-            peak_memory_bytes=peaks[0],
-            peak_reserved_bytes=peaks[1] or None,
-            startup_seconds=last["startup_seconds"],
             warmup_steps=last["warmup_steps"],
             earlier_seconds=earlier,
             wait_seconds=_of(last, waits).tolist(),
             ceiling=ceiling,
         )
     )
-    if job.spec.virtual:
-        found = {name: value if name in _OF_VIRTUAL else None for name, value in found.items()}
+    if job.spec.virtual:  # which computes nothing
+        of_steps = dict.fromkeys(of_steps)
+    of_host = {"first_step_seconds": sum(startup.values()), "startup_seconds": startup}
+    memory = {"peak_memory_bytes": peaks[0], "peak_reserved_bytes": peaks[1] or None}
     return {
         "warmup_steps": last["warmup_steps"],
-        "metrics": found,
+        "metrics": {**of_steps, **memory, **of_host},
         "steps": len(losses),
         "final_loss": losses[-1] if len(losses) else None,
         "segments": list(segments),
@@ -243,22 +230,22 @@ _OTHERWISE = (
 )
 
 
-def recheck_ceiling(job: Job, fields: Mapping[str, Any]) -> dict[str, Any]:
+def recheck_ceiling(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
     """Measure the ceiling again if the run passed it; called in all ranks, after the last step.
 
     Returns:
         The fields; on rank 0, and if the run passed its ceiling, with the higher one and a remark.
     """
-    share = (fields.get("metrics") or {}).get("share_of_ceiling") or 0.0
+    share = fields.get("metrics", {}).get("share_of_ceiling") or 0.0
     if not gather(share > 1)[0]:
-        return dict(fields)
+        return fields
     with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
         try:
             again: Measured | str = ceiling.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
         except ConfigError as lack:  # of memory, in all ranks: the model takes some
             again = str(lack)
     if not job.world.is_first:
-        return dict(fields)
+        return fields
     metrics, remark = against_higher_ceiling(fields["metrics"], job.world.size, again)
     return {**fields, "metrics": metrics, "remarks": {**fields["remarks"], "ceiling": remark}}
 

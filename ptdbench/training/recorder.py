@@ -149,7 +149,7 @@ class Recorder:
         with self._job.watchdog.paused():
             self._ceiling = self._ceiling or ceiling_of_run(self._job)
             fields = figures(self._job, self.path, segments, (allocated, reserved), self._ceiling)
-            if fields["metrics"] is not None and size:
+            if size:
                 fields["metrics"] |= {"outside_memory_bytes": outside, "device_memory_bytes": -negative}
         took = time.perf_counter() - started
         self._note_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)

@@ -27,8 +27,6 @@ MEASURED = Measurement(
     world_size=2,
     device_name="NVIDIA A100-SXM4-80GB",
     dtype="bf16",
-    peak_memory_bytes=300,
-    startup_seconds={"launch": 1.0, "first_step": 9.0},
     warmup_steps=1,
 )
 
@@ -43,11 +41,9 @@ def test_figures_by_hand():
         "samples_per_second": 4 * 16 / 2.0, "samples_per_second_per_device": 16, "tokens_per_second": 4096,
         "tokens_per_second_per_device": 2048, "model_flops_per_second": 96e12,
         "mfu": 48 / 312,  # per device, of an A100's dense bf16 peak
-        "first_step_seconds": 10.0,
     }  # fmt: skip
     assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert (found["mfu_reason"], found["mfu_of_bf16"], found["peak_memory_bytes"]) == (None, None, 300)
-    assert found["startup_seconds"] == {"launch": 1.0, "first_step": 9.0}
+    assert (found["mfu_reason"], found["mfu_of_bf16"]) == (None, None)
     times = found["step_seconds"]
     assert (times["median"], times["mean"]) == (pytest.approx(0.375), pytest.approx(0.5))
 
@@ -107,9 +103,9 @@ def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch
 
 
 def test_a_run_without_a_step_has_all_names_and_no_rates():
-    found = metrics(replace(MEASURED, step_seconds=[], warmup_steps=0, peak_memory_bytes=None))
+    found = figures(step_seconds=[], warmup_steps=0)
     assert set(found) == set(figures())
-    assert found["samples_per_second"] is found["peak_memory_bytes"] is found["step_seconds"]["median"] is None
+    assert found["samples_per_second"] is found["step_seconds"]["median"] is None
 
 
 def test_the_share_of_the_ceiling_by_hand_and_why_there_is_none():

@@ -30,6 +30,9 @@ def test_every_rank_brings_every_step(shared_run):
     assert len(record["losses"]) == len(record["memory_bytes"]) == 6
     assert all(in_use > 0 for in_use in record["memory_bytes"])
     assert record["remarks"] == {}
+    metrics = record["metrics"]
+    assert metrics["first_step_seconds"] == pytest.approx(sum(metrics["startup_seconds"].values()))
+    assert metrics["peak_memory_bytes"] > 0
     assert record["hardware"]["gpu"] == none("the run used no GPU")
     assert (record["hardware"]["cpu"]["watts"] is None) == bool(record["hardware"]["cpu"]["reason"])
 
