@@ -51,8 +51,7 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
             of_ranks = [told[rank] for rank in virtual_account.present(job)]
             if keep:
                 ahead = traces.clock_ahead(job.world.rank, job.device)
-                write = partial(_write, job, taken, usage)
-                traces.keep(job, FOLDER, write, profile.rank_names(job), ahead, perfetto.MEMORY)
+                traces.keep(job, FOLDER, partial(_write, job, taken, usage), ahead, perfetto.MEMORY)
     if not job.world.is_first:
         return None
     return {

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
@@ -35,6 +36,9 @@ from ptdbench.training.loop import StepLoop
 #: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with one for each rank and
 #: a table of the operations of rank 0 that took the longest.
 TRACES, OPERATIONS = "trace", "operations.txt"
+
+#: Operations in the table.
+_ROWS = 40
 
 #: Seconds that the steps of the pass may take; at least one is done.
 MOST_SECONDS = 60.0
@@ -76,7 +80,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             found = _read(taken, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
             if keep:  # also where no phases can be read from it
-                traces.keep(job, TRACES, partial(_write, job, taken, path), rank_names(job), ahead, perfetto.NAME)
+                traces.keep(job, TRACES, partial(_write, job, taken, path), ahead, perfetto.NAME)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
@@ -86,8 +90,13 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             of_ranks: list[Partition] = gather(divided)
     if not job.world.is_first:
         return None
-    fields = {**_fields(of_ranks, timed), **_pipeline(job), "stage_parts": expected.parts}
-    fields["stage_links"] = getattr(loop.engine, "links", None)
+    fields = {
+        **_fields(of_ranks, timed),
+        "stages": traces.stages(job),
+        "bubble_formula": _bubble(job),
+        "stage_parts": expected.parts,
+        "stage_links": getattr(loop.engine, "links", None),
+    }
     for operation, sent in fields["communication"].items():
         size = expected.volume.get(operation)
         sent["formula_bytes"] = None if isinstance(size, tuple) else size
@@ -150,19 +159,9 @@ def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
     """Write the trace of this rank, for Holistic Trace Analysis, and on rank 0 a table of operations."""
     perfetto.compress(trace, path, traces.facts(job))
     if job.world.is_first:
-        (path.parent / OPERATIONS).write_text(operations(taken))
-
-
-def rank_names(job: Job) -> list[str]:
-    """Name each rank in a trace: ``rank 3, cpu, stages 1, 2``."""
-    names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
-    stages: list[list[int]] | None = _pipeline(job)["stages"]
-    if stages is None:
-        return names
-    return [
-        f"{name}, stage{'s' * (len(held) > 1)} {', '.join(map(str, held))}"
-        for name, held in zip(names, stages, strict=True)
-    ]
+        order = "self_cuda_time_total" if taken.use_device == "cuda" else "self_cpu_time_total"
+        table = taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80)
+        (path.parent / OPERATIONS).write_text(str(table))
 
 
 def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:
@@ -172,16 +171,13 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
     of_ranks = [_without_profiler(one, step_seconds) for one in of_ranks]
     #: From seconds of all steps of a rank to seconds of one timed step.
     scales = [step_seconds / one.duration for one in of_ranks]
-    waited_for = [
-        traces.waited_for(
-            [
-                {rank: seconds * scale for rank, seconds in one.waited_for[step].items() if rank >= 0}
-                for one, scale in zip(of_ranks, scales, strict=True)
-            ],
-            len(of_ranks),
-        )
-        for step in range(of_ranks[0].steps)
-    ]
+    #: By step and rank, the mean over the others.
+    waited_for = np.zeros((of_ranks[0].steps, len(of_ranks)))
+    for one, scale in zip(of_ranks, scales, strict=True):
+        for of_step, waited in zip(waited_for, one.waited_for, strict=True):
+            for rank, seconds in waited.items():
+                if rank >= 0:
+                    of_step[rank] += seconds * scale / max(1, len(of_ranks) - 1)
     return {
         "steps": of_ranks[0].steps,
         "reason": None,
@@ -191,8 +187,8 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
             name: [one.seconds[name] * scale for one, scale in zip(of_ranks, scales, strict=True)] for name in PHASES
         },
         "communication": _communication(of_ranks, scales),
-        "waited_for": [sum(of_steps) for of_steps in zip(*waited_for, strict=True)],
-        "waited_for_most": [one.index(max(one)) if max(one) > 0 else None for one in waited_for],
+        "waited_for": waited_for.sum(axis=0).tolist(),
+        "waited_for_most": [int(of_step.argmax()) if of_step.any() else None for of_step in waited_for],
     }
 
 
@@ -230,24 +226,16 @@ def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float |
     return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
-def _pipeline(job: Job) -> dict[str, Any]:
-    """The stages of each rank and the bubble by the formula of the schedule."""
+def _bubble(job: Job) -> float | None:
+    """The bubble by the formula of the schedule, in a pipeline."""
     layout, how = job.training.layout, job.training.strategy
     if layout.dims.pipeline == 1:
-        return {"stages": None, "bubble_formula": None}
-    schedule, per_rank, where = how.pipeline_schedule, how.stages_on_rank, how.stage_ranks(layout.dims)
-    stages = [
-        [number for number, place in enumerate(where) if place == layout.dims.stage(rank)]
-        for rank in range(job.world.size)
-    ]
-    return {"stages": stages, "bubble_formula": schedule.bubble(layout.dims.pipeline, per_rank, layout.microbatches)}
+        return None
+    return how.pipeline_schedule.bubble(layout.dims.pipeline, how.stages_on_rank, layout.microbatches)
 
 
 #: Above the level of errors, one of which is that a machine without a GPU has none.
 _SILENT = "99"
-
-#: Operations in the table.
-_ROWS = 40
 
 #: Seconds in which threads of gloo note the end of the last message, on a machine that is busy, too.
 _SETTLING = 0.05
@@ -269,12 +257,6 @@ def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
             torch.cuda.synchronize(device)
         else:  # torch 2.11's threads of gloo tell DDP first, and then the profiler, which must still be there
             time.sleep(_SETTLING)
-
-
-def operations(taken: profile) -> str:
-    """A table of the operations, or kernels, that took the longest."""
-    order = "self_cuda_time_total" if taken.use_device == "cuda" else "self_cpu_time_total"
-    return str(taken.key_averages().table(sort_by=order, row_limit=_ROWS, max_name_column_width=80))
 
 
 @contextmanager

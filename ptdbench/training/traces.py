@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -70,12 +70,12 @@ def _answer(asking: int, device: torch.device) -> float:
     return 0.0
 
 
-def keep(job: Job, folder: str, write: Callable[[Path], None], names: Sequence[str], ahead: float, name: str) -> None:
+def keep(job: Job, folder: str, write: Callable[[Path], None], ahead: float, name: str) -> None:
     """Let each rank write its trace, and rank 0 one of all ranks.
 
     Called in all ranks; one that cannot write costs the traces, and not the run. In the run's directory ``folder`` is
-    for compressed traces of single ranks, which ``write`` writes, and ``name`` the file of all ranks, which are called
-    ``names``. This rank's clock is ``ahead`` seconds of that of rank 0.
+    for compressed traces of single ranks, which ``write`` writes, and ``name`` the file of all ranks. This rank's clock
+    is ``ahead`` seconds of that of rank 0.
     """
     error = None
     try:
@@ -90,7 +90,7 @@ def keep(job: Job, folder: str, write: Callable[[Path], None], names: Sequence[s
     if not error:
         try:
             of_ranks = [_of_rank(job, folder, rank) for rank in range(job.world.size)]
-            perfetto.merge(of_ranks, names, [offset for offset, _ in told], job.directory / name)
+            perfetto.merge(of_ranks, _names(job), [offset for offset, _ in told], job.directory / name)
         except (OSError, RuntimeError, ValueError) as failed:
             error = str(failed)
     if error:
@@ -99,6 +99,27 @@ def keep(job: Job, folder: str, write: Callable[[Path], None], names: Sequence[s
 
 def _of_rank(job: Job, folder: str, rank: int) -> Path:
     return job.directory / folder / f"rank{rank}.json.gz"
+
+
+def _names(job: Job) -> list[str]:
+    """Name each rank: ``rank 3, cpu, stages 1, 2``."""
+    names = [f"rank {peer.rank}, {peer.device}" for peer in job.peers]
+    if (held := stages(job)) is None:
+        return names
+    return [
+        f"{name}, stage{'s' * (len(own) > 1)} {', '.join(map(str, own))}" for name, own in zip(names, held, strict=True)
+    ]
+
+
+def stages(job: Job) -> list[list[int]] | None:
+    """Return the numbers of the stages of each rank; ``None`` without a pipeline."""
+    dims = job.training.layout.dims
+    if dims.pipeline == 1:
+        return None
+    where = job.training.strategy.stage_ranks(dims)
+    return [
+        [number for number, place in enumerate(where) if place == dims.stage(rank)] for rank in range(job.world.size)
+    ]
 
 
 def facts(job: Job) -> dict[str, object]:
@@ -223,12 +244,3 @@ def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]
         return {call.peer: times[call.peer][key]} if call.peer is not None and key in times[call.peer] else {}
     found = {other: one[key] for other, one in enumerate(times) if other != rank and key in one}
     return found if len(found) == len(times) - 1 else {}
-
-
-def waited_for(of_ranks: Sequence[Mapping[int, float]], size: int) -> list[float]:
-    """Seconds that ranks waited for each of ``size`` ranks: the mean over the others, each with its seconds by rank."""
-    total: defaultdict[int, float] = defaultdict(float)
-    for one in of_ranks:
-        for rank, seconds in one.items():
-            total[rank] += seconds
-    return [total[rank] / max(1, size - 1) for rank in range(size)]

@@ -33,9 +33,9 @@ class _Own:
     communicators: int  #: Process groups of several ranks.
     #: Seconds in which the host had launched a step; ``None`` if none was taken to see.
     host_seconds: float | None = None
-    kernels: Mapping[str, int] = field(default_factory=dict)  #: Kernels of a step by kind.
-    #: Calls and bytes of a step by operation.
-    messages: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    kernels: Counter[str] = field(default_factory=Counter)  #: Kernels of a step by kind.
+    calls: Counter[str] = field(default_factory=Counter)  #: Calls of a step by operation.
+    bytes: Counter[str] = field(default_factory=Counter)  #: Bytes of these.
     reason: str | None = None  #: Why kernels and messages are not known.
 
 
@@ -50,14 +50,13 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, A
     """
     machine = job.spec.virtual
     assert machine
-    peaks = memory.peak_bytes(job.device), memory.peak_reserved_bytes(job.device)  # of the steps before
-    told: list[_Own] = gather(_own(job, loop, *peaks))
+    told: list[_Own] = gather(_own(job, loop))
     if not job.world.is_first:
         return None
     ranks = present(job)
     owns = [told[rank] for rank in ranks]
     kinds = dict.fromkeys(kind for one in owns for kind in one.kernels)
-    operations = dict.fromkeys(operation for one in owns for operation in one.messages)
+    operations = dict.fromkeys(operation for one in owns for operation in one.calls)
     return {
         "device": machine.gpu_name,
         "real_time": machine.real_time,
@@ -67,11 +66,11 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, A
         "context_bytes": machine.gpu.context,
         "communicators": [one.communicators for one in owns],
         "host_seconds": [one.host_seconds for one in owns] if job.spec.config.profile.steps else None,
-        "kernels": {kind: [one.kernels.get(kind, 0) for one in owns] for kind in kinds},
+        "kernels": {kind: [one.kernels[kind] for one in owns] for kind in kinds},
         "messages": {
             operation: {
-                "calls": fmean(one.messages.get(operation, (0.0, 0.0))[0] for one in owns),
-                "bytes": fmean(one.messages.get(operation, (0.0, 0.0))[1] for one in owns) or None,
+                "calls": fmean(one.calls[operation] for one in owns),
+                "bytes": fmean(one.bytes[operation] for one in owns) or None,
                 "formula_bytes": None if isinstance(size := volume.get(operation), tuple) else size,
             }
             for operation in operations
@@ -96,35 +95,38 @@ def settle() -> None:
             group._wait_for_pending_works()
 
 
-def _own(job: Job, loop: StepLoop, allocated: int, reserved: int) -> _Own:
-    own = _Own(allocated, reserved, len(_communicating()))
+def _own(job: Job, loop: StepLoop) -> _Own:
+    peaks = memory.peak_bytes(job.device), memory.peak_reserved_bytes(job.device)  # of the steps before
+    own = _Own(*peaks, len(_communicating()))
     if not job.spec.config.profile.steps:
         return replace(own, reason="profile.steps=0")
     own = replace(own, host_seconds=_host_seconds(job, loop))
     with job.display.during("profiling"):
         try:
-            kernels, messages = _launched(job, loop)
+            return replace(own, **_launched(job, loop))
         except (OSError, RuntimeError, ValueError) as error:
             return replace(own, reason=f"the trace cannot be written and read: {error}")
         finally:
             settle()
             memory.trim()
-    return replace(own, kernels=kernels, messages=messages)
 
 
-def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, int], dict[str, tuple[float, float]]]:
+def _launched(job: Job, loop: StepLoop) -> dict[str, Any]:
     """Take a step under the profiler: its kernels by kind, and calls and bytes of messages by operation."""
     with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         path = Path(scratch) / "trace.json"
         profile.run(job, loop, 1).export_chrome_trace(str(path))
         memory.trim()  # a step of a large model has 150,000 events
         launched, called = trace.launched_in_steps(path)
-    kinds = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
-    calls, size = Counter[str](), Counter[str]()
+    kernels = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
+    size = Counter[str]()
     for call in called:
-        calls[call.operation] += 1
         size[call.operation] += call.bytes
-    return dict(kinds.most_common()), {name: (float(calls[name]), float(size[name])) for name in calls}
+    return {
+        "kernels": Counter(dict(kernels.most_common())),
+        "calls": Counter(call.operation for call in called),
+        "bytes": size,
+    }
 
 
 def _communicating() -> list[dist.ProcessGroup]:
