@@ -32,8 +32,8 @@ class ProgressReporter:
         unit = "tokens" if per_sample else "samples"
         self._loop, self._store, self._display = loop, job.store, job.display
         self._shows = job.world.is_first
-        self._shows_figures = not job.spec.virtual  # which compute no loss, and have no rate
-        self._owns_loss = self._shows_figures and loop.engine.owns_loss and loop.replica == 0
+        self._has_figures = not job.spec.virtual  # which compute no loss, and have no rate
+        self._owns_loss = self._has_figures and loop.engine.owns_loss and loop.replica == 0
         self._publishes = self._owns_loss and not self._shows
         self._loss: float | None = None
         self._next_publish = time.perf_counter()
@@ -43,7 +43,7 @@ class ProgressReporter:
             loop.done,
             steps,
             unit,
-            units_per_step=job.training.layout.global_batch * (per_sample or 1) if self._shows_figures else None,
+            units_per_step=job.training.layout.global_batch * (per_sample or 1) if self._has_figures else None,
             name="first step, compiling" if job.spec.config.general.compile else "first step",
         )
 
@@ -58,19 +58,10 @@ class ProgressReporter:
                 self._store.set(_LAST_KEY if at_end else _KEY, str(loss))
         elif self._shows and (at_end or self._display.due(now)):
             self._display.total_steps = steps
-            rate = self._display.show(self._shown_loss(at_end), now)
+            loss = self._latest() if self._owns_loss else self._published(at_end)
+            rate = self._display.show(loss, now)
             if self._file:
                 self._file.write(done, steps, rate, now)
-
-    def close(self) -> None:
-        """The steps are over."""
-        self._display.phase("finishing")
-
-    def _shown_loss(self, at_end: bool) -> float | None:
-        """The loss to show beside the step."""
-        if not self._shows_figures:
-            return None
-        return self._latest() if self._owns_loss else self._published(at_end)
 
     def _latest(self) -> float | None:
         """The latest known loss, kept after its step is drained."""
@@ -78,7 +69,9 @@ class ProgressReporter:
         return self._loss
 
     def _published(self, at_end: bool) -> float | None:
-        """The loss published by the last stage."""
+        """The loss published by the last stage, where there is one."""
+        if not self._has_figures:
+            return None
         if at_end:
             with suppress(dist.DistStoreError):
                 self._store.wait([_LAST_KEY], _LAST_WAIT)

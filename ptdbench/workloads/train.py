@@ -231,7 +231,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
         gc.enable()
         gc.unfreeze()
         loop.feed.close()
-        reporter.close()
+        job.display.phase("finishing")
 
 
 def _affordable(job: Job, loop: StepLoop) -> int:
