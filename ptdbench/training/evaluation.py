@@ -96,7 +96,7 @@ class Evaluator:
         module.eval()
         with torch.no_grad(), self._loop.update.averaged():
             for buffer in module.buffers():  # the first replica's: statistics of batch norms are of the samples seen
-                dist.broadcast(buffer, group=self._loop.replicas, group_src=0)
+                dist.broadcast(buffer, group=self._loop.mesh.batch.get_group(), group_src=0)
             sums = self._sums(held_out, stopped)
         module.train()
         if sums is None:

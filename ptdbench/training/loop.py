@@ -119,17 +119,13 @@ def collect_garbage() -> None:
 class StepLoop:
     """Runs optimizer steps."""
 
-    def __init__(
-        self, engine: Engine, update: Update, feed: Feed, device: torch.device, mesh: Mesh | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, update: Update, feed: Feed, device: torch.device, mesh: Mesh) -> None:
         self.engine = engine  #: Turns a batch into gradients.
         self.update = update  #: Turns gradients into new weights.
         self.feed = feed  #: Supplies this rank's batches.
-        self.mesh = mesh  #: The mesh of ranks; ``None`` for a loop without others.
-        #: Process group of the ranks with replicas of this rank's part; ``None`` without a mesh.
-        self.replicas = mesh.batch.get_group() if mesh else None
-        #: This rank's index among them, which selects its share of the batch.
-        self.replica = mesh.batch.get_local_rank() if mesh else 0
+        self.mesh = mesh  #: The mesh of ranks.
+        #: This rank's index among those with replicas of its part, which selects its share of the batch.
+        self.replica = mesh.batch.get_local_rank()
         self._memory = memory.in_use(device)
         self.first_step = 0  #: Number of steps done before this loop, when resumed from a checkpoint.
         self.clock = clock.for_device(device)  #: Times of the undrained steps.

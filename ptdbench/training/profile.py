@@ -84,10 +84,8 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
                 return {"steps": 0, "reason": reasons[0]}
             assert isinstance(found, trace.Trace)
-            assert loop.mesh
-            groups = loop.mesh.groups()
-            divided = partition(found, traces.ready(found.calls, groups, ahead))
-            of_ranks: list[Partition] = gather(divided)
+            ready = traces.ready(found.calls, loop.mesh.groups(), ahead)
+            of_ranks: list[Partition] = gather(partition(found, ready))
     if not job.world.is_first:
         return None
     fields = {

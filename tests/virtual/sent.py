@@ -51,7 +51,6 @@ def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -
         loop.step()  # in which DDP makes its buckets anew
         path = Path(directory, f"trace-{job.world.rank}.json")
         profile.run(job, loop, 1).export_chrome_trace(str(path))
-        assert loop.mesh
         groups = loop.mesh.groups()
         of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
         told = []
