@@ -68,6 +68,13 @@ def length(intervals: Iterable[Interval]) -> float:
 
 T = TypeVar("T")
 
+
+def at(moment: float, spans: Sequence[tuple[Interval, T]]) -> T | None:
+    """What belongs to that of sorted intervals in which the moment lies."""
+    place = bisect_right(spans, moment, key=lambda span: span[0][0]) - 1
+    return spans[place][1] if place >= 0 and moment < spans[place][0][1] else None
+
+
 #: Operations, a longer name before one that it begins with. torch decorates them: ``_allgather_base_``.
 _OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "send", "recv", "barrier",
@@ -233,25 +240,18 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
     The events are all of a trace, in the order of their start.
     """
     launches, groups = launches_of(events), list(_nccl_groups(events))
-    begins = [group.start for group, _ in groups]
-    labels = [event for event in events if event.name in LABELED and event.kind == "user_annotation"]
-    labels_begin = [label.start for label in labels]
+    labels = [(one.interval, one.name) for one in events if one.name in LABELED and one.kind == "user_annotation"]
     found = []
     for kernel in kernels:
-        messages: Sequence[Mapping[str, Any]] = ()
         moment = launches.get(kernel.facts.get("correlation"), -math.inf)
-        if _NCCL_NAME not in kernel.facts or _is_undirected(kernel.facts):
-            place = bisect_right(begins, moment) - 1
-            if place >= 0 and moment < groups[place][0].end:
-                messages = groups[place][1]
-        place = bisect_right(labels_begin, moment) - 1
-        label = labels[place].name if place >= 0 and moment < labels[place].end else ""
-        found += [_nccl_call(kernel, facts, label) for facts in messages or [kernel.facts]]
+        says_all = _NCCL_NAME in kernel.facts and not _is_undirected(kernel.facts)
+        messages = None if says_all else at(moment, groups)
+        found += [_nccl_call(kernel, facts, at(moment, labels)) for facts in messages or [kernel.facts]]
     return found
 
 
-def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Event, list[Mapping[str, Any]]]]:
-    """Each event under which the host launches a kernel of messages, and their facts, from before in its thread.
+def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mapping[str, Any]]]]:
+    """When the host launches kernels of messages, and the facts of these, from before in its thread.
 
     Up to torch 2.14 a message of its own has its kernel under it, and an annotation such as ``nccl:send 0->1``.
     """
@@ -263,12 +263,12 @@ def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Event, list[Mapping[
             asked[event.thread].append(event)
         elif event.name == _RECORDED and event.facts.get(_NCCL_NAME) != "wait":
             if _is_undirected(event.facts):
-                yield event, [_directed(event, message) for message in asked[event.thread]]
+                yield event.interval, [_directed(event, message) for message in asked[event.thread]]
             else:
                 own.append(event)
             asked[event.thread].clear()
         elif event.name == _TOGETHER and event.kind == "user_annotation":
-            yield event, [one.facts for one in own]
+            yield event.interval, [one.facts for one in own]
             own.clear()
         elif event.name.startswith("nccl:") and own and event.end <= own[-1].end:
             own.pop()
@@ -288,7 +288,7 @@ def _directed(recorded: Event, message: Event) -> Mapping[str, Any]:
     return {**recorded.facts, _NCCL_NAME: operation, "In msg nelems": size, "Out msg nelems": 0, _PEER: peer(message)}
 
 
-def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str) -> Call:
+def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> Call:
     """The operation of these facts, carried out by a kernel that was launched under a label."""
     elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
     item = BYTES.get(str(facts.get("dtype", "")).lower(), 1)
@@ -298,7 +298,7 @@ def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str) -> Call:
     operation = operation_of(named.lstrip("_"))
     other = next((int(facts[name]) for name, of in _PEERS.items() if of == operation and name in facts), None)
     return Call(
-        operation=LABELED.get(label, operation),
+        operation=LABELED[label] if label else operation,
         bytes=elements * item,
         start=kernel.start,
         end=kernel.end,

@@ -25,6 +25,7 @@ from ptdbench.profiling.events import (
     Call,
     Event,
     Interval,
+    at,
     calls_of_nccl,
     checked,
     events_of,
@@ -280,19 +281,12 @@ def _launched_by(
     events: Sequence[Event], launches: Mapping[Any, float], by_phase: Mapping[str, Sequence[Interval]]
 ) -> dict[str, list[Interval]]:
     """When the device did what each phase had launched; of what overlaps the first to begin counts."""
+    spans = sorted((time, name) for name, times in by_phase.items() for time in times)
     found: dict[str, list[Interval]] = {name: [] for name in by_phase}
     end = -math.inf
     for event in events:
         if event.end > end:
-            phase = _phase_at(launches.get(event.facts.get("correlation"), event.start), by_phase)
+            phase = at(launches.get(event.facts.get("correlation"), event.start), spans) or "forward"
             found[phase].append((max(event.start, end), event.end))
             end = event.end
     return found
-
-
-def _phase_at(moment: float, by_phase: Mapping[str, Sequence[Interval]]) -> str:
-    for name, times in by_phase.items():
-        place = bisect_right(times, (moment, math.inf)) - 1
-        if place >= 0 and moment < times[place][1]:
-            return name
-    return "forward"
