@@ -150,19 +150,18 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
 
     The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
     """
-    if job.spec.virtual:
-        field = {"virtual": virtual_account.account(job, loop, expected.volume)}
-        outcome = replace(outcome, fields={**outcome.fields, **field})
-    if not job.spec.config.profile.steps:
-        return outcome
-    if job.world.is_first:
-        job.note({**outcome.fields, "status": "ok", "error": None})
-    if job.spec.virtual and not (job.spec.virtual.real_time and job.world.present is None):  # nothing takes time
-        return replace(outcome, fields={**outcome.fields, "memory": memory_split.split(job, loop)})
-    found = profile.phases(job, loop, outcome.fields.get("metrics"), expected)
-    if job.world.is_first:
-        job.note({"phases": found})
-    return replace(outcome, fields={**outcome.fields, "phases": found, "memory": memory_split.split(job, loop)})
+    fields, machine = dict(outcome.fields), job.spec.virtual
+    if machine:
+        fields["virtual"] = virtual_account.account(job, loop, expected.volume)
+    if job.spec.config.profile.steps:
+        if job.world.is_first:
+            job.note({**fields, "status": "ok", "error": None})
+        if not machine or (machine.real_time and job.world.present is None):  # else nothing takes time
+            fields["phases"] = profile.phases(job, loop, fields.get("metrics"), expected)
+            if job.world.is_first:
+                job.note({"phases": fields["phases"]})
+        fields["memory"] = memory_split.split(job, loop)
+    return replace(outcome, fields=fields)
 
 
 def assemble(job: Job) -> StepLoop:
