@@ -80,18 +80,17 @@ class Seen:
     all_counted: bool  #: Whether :attr:`Change.allocated` includes what was allocated before the profiler began.
 
 
-@dataclass(frozen=True)
-class Usage:
-    """The memory of one rank during a step, after each change."""
+class Usage(NamedTuple):
+    """The memory of one rank that is in use after a change."""
 
-    times: Sequence[int]  #: In nanoseconds since the epoch.
-    moments: Sequence[str]  #: What was going on.
-    bytes: Sequence[tuple[int, ...]]  #: By kind, in the order of :data:`KINDS`.
+    time: int  #: In nanoseconds since the epoch.
+    moment: str  #: What was going on.
+    bytes: Mapping[str, int]  #: By kind, in the order of :data:`KINDS`.
 
     @property
-    def peak(self) -> int:
-        """The index of the moment with the most memory; the first if there are several."""
-        return max(range(len(self.bytes)), key=lambda number: sum(self.bytes[number]))
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.bytes.values())
 
 
 @dataclass
@@ -169,7 +168,7 @@ def _tensors(inputs: Any, device_type: str) -> Iterator[tuple[int, int]]:
             yield from _tensors(one, device_type)
 
 
-def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> Usage:
+def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> list[Usage]:
     """The memory in use during the step; of storages of the training state kind and bytes are ``known``, by address."""
     blocks = _blocks(seen.changes)
     before = _assign_kinds(seen, blocks, known)
@@ -185,14 +184,12 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> Usage:
     edges.sort(key=lambda edge: (edge[0], edge[2]))  # a free that nobody saw comes before the next allocation
     if seen.all_counted:
         present["other"] += _unseen(seen, sum(present.values()))
-    times, moments, amounts = [seen.begin], ["data"], [tuple(present.values())]
+    found = [Usage(seen.begin, "data", dict(present))]
     moment_at = {change.time: change.around.moment for change in seen.changes}
     for time, block, sign in edges:
         present[block.kind] += sign * block.bytes
-        times.append(int(time))
-        moments.append(moment_at[int(time)])
-        amounts.append(tuple(present.values()))
-    return Usage(times, moments, amounts)
+        found.append(Usage(int(time), moment_at[int(time)], dict(present)))
+    return found
 
 
 def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:

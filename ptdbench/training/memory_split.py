@@ -19,6 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.profiling import allocations, perfetto
+from ptdbench.profiling.allocations import Usage
+from ptdbench.profiling.phases import KINDS
 from ptdbench.terminal import echo
 from ptdbench.training import profile, traces, virtual_account
 from ptdbench.training.loop import StepLoop
@@ -46,9 +48,9 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
             usage = _usage(taken, known, job.device.type)
             if reasons := [one for one in gather(usage if isinstance(usage, str) else None) if one]:
                 return {"reason": reasons[0]}
-            assert isinstance(usage, allocations.Usage)
-            told = gather((usage.bytes[usage.peak], usage.moments[usage.peak]))
-            of_ranks = [told[rank] for rank in virtual_account.present(job)]
+            assert not isinstance(usage, str)
+            told: list[Usage] = gather(max(usage, key=lambda one: one.total))
+            peaks = [told[rank] for rank in virtual_account.present(job)]
             if keep:
                 ahead = traces.clock_ahead(job.world.rank, job.device)
                 traces.keep(job, FOLDER, partial(_write, job, taken, usage), ahead, perfetto.MEMORY)
@@ -56,13 +58,13 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
         return None
     return {
         "reason": None,
-        "ranks": {kind: [amounts[place] for amounts, _ in of_ranks] for place, kind in enumerate(allocations.KINDS)},
-        "moments": [moment for _, moment in of_ranks],
+        "ranks": {kind: [peak.bytes[kind] for peak in peaks] for kind in KINDS},
+        "moments": [peak.moment for peak in peaks],
         "pass_seconds": time.perf_counter() - started,
     }
 
 
-def _usage(taken: Any, known: dict[int, tuple[str, int]], device_type: str) -> allocations.Usage | str:
+def _usage(taken: Any, known: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
     """The memory of the step, or why it is not known: what costs the figures must not cost the phases, too."""
     try:
         return allocations.usage(allocations.read(taken, device_type), known)
@@ -108,13 +110,12 @@ def _plain(tensor: Any) -> Iterator[Tensor]:
         yield tensor
 
 
-def _write(job: Job, taken: Any, usage: allocations.Usage, path: Path) -> None:
+def _write(job: Job, taken: Any, usage: list[Usage], path: Path) -> None:
     """Write the trace of this rank's step with its memory."""
-    amounts: Iterable[Mapping[str, int]] = (dict(zip(allocations.KINDS, one, strict=True)) for one in usage.bytes)
     with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken.export_chrome_trace(str(Path(scratch) / "trace.json"))
-        together = zip(usage.times, amounts, strict=True)
-        perfetto.compress(Path(scratch) / "trace.json", path, traces.facts(job), together)
+        memory = ((one.time, one.bytes) for one in usage)
+        perfetto.compress(Path(scratch) / "trace.json", path, traces.facts(job), memory)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ def used(
     known: Mapping[int, tuple[str, int]] = MappingProxyType({}),
     sent: Iterable[Sent] = (),
     all_counted: bool = False,
-) -> Usage:
+) -> list[Usage]:
     return allocations.usage(Seen(BEGIN, END, INVENTORY, sorted(changes), sorted(sent), all_counted), known)
 
 
@@ -32,26 +32,31 @@ def change(time: int, address: int, size: int, place: Surroundings = FORWARD, al
     return Change(time, address, size, allocated, place)
 
 
-def by_kind(amounts: tuple[int, ...]) -> dict[str, int]:
-    return {kind: size for kind, size in zip(KINDS, amounts, strict=True) if size}
+def by_kind(at: Usage) -> dict[str, int]:
+    return {kind: size for kind, size in at.bytes.items() if size}
 
 
-def at_peak(found: Usage) -> dict[str, int]:
-    return by_kind(found.bytes[found.peak])
+def peak(found: list[Usage]) -> Usage:
+    return max(found, key=lambda at: at.total)
+
+
+def at_peak(found: list[Usage]) -> dict[str, int]:
+    return by_kind(peak(found))
 
 
 def test_the_peak_is_the_moment_with_the_most_memory_of_all_kinds():
     blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
     found = used(*blocks, change(140, 3, 40, BACKWARD), known={9: ("weights", 1000), 8: ("optimizer", 2000)})
     assert at_peak(found) == {"weights": 1000, "optimizer": 2000, "activations": 120}
-    assert (found.times[found.peak], found.moments[found.peak]) == (120, "forward")
-    assert [sum(one) - 3000 for one in found.bytes] == [0, 50, 120, 70, 110, 40]
-    assert found.times[0] == BEGIN
+    assert peak(found)[:2] == (120, "forward")
+    assert [at.total - 3000 for at in found] == [0, 50, 120, 70, 110, 40]
+    assert found[0].time == BEGIN
+    assert list(found[0].bytes) == list(KINDS)
 
 
 def test_what_was_allocated_in_the_step_before_is_there_until_it_is_freed():
     found = used(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30))
-    assert [sum(one) for one in found.bytes] == [30, 0]
+    assert [at.total for at in found] == [30, 0]
 
 
 def test_what_happens_after_the_step_does_not_count_and_a_step_without_allocations_has_its_state():
@@ -63,7 +68,7 @@ def test_a_gradient_is_told_by_its_address_when_the_gradients_are_there():
     """Another block may have had that address before."""
     blocks = [change(110, 1, 500), change(120, 1, -500), change(130, 1, 80, BACKWARD)]
     found = used(*blocks, known={1: ("gradients", 80)})
-    assert (at_peak(found), by_kind(found.bytes[-1])) == ({"activations": 500}, {"gradients": 80})
+    assert (at_peak(found), by_kind(found[-1])) == ({"activations": 500}, {"gradients": 80})
 
 
 def test_what_is_sent_or_allocated_by_fsdp_is_for_communication():
@@ -78,7 +83,7 @@ def test_a_gradient_that_fsdp_frees_when_it_is_reduced_is_one():
 
 
 def test_a_free_that_the_profiler_does_not_see_happened_before_the_address_is_used_again():
-    assert [sum(one) for one in used(change(110, 1, 50), change(120, 1, 20)).bytes] == [0, 50, 0, 20]
+    assert [at.total for at in used(change(110, 1, 50), change(120, 1, 20))] == [0, 50, 0, 20]
 
 
 def test_what_was_there_before_and_nobody_knows_is_other_where_all_is_counted():
@@ -121,14 +126,13 @@ def test_real_allocations_are_found_in_their_part_of_the_step():
                 del batch, held
                 weight.grad = None
     found = allocations.usage(allocations.read(taken, "cpu"), known)
-    peak = at_peak(found)
-    assert found.moments[found.peak] == "backward"
-    assert peak["weights"] == 400
-    assert peak["other"] == 1200  # the batch
+    assert peak(found).moment == "backward"
+    by_purpose = at_peak(found)
+    assert by_purpose["weights"] == 400
+    assert by_purpose["other"] == 1200  # the batch
     # The kept block, the one in the backward pass, and gradients of 100 numbers: of the result, and what torch makes.
-    assert 24000 + 400 <= peak["activations"] <= 24000 + 3 * 400
-    at = zip(found.bytes, found.moments, strict=True)
-    in_update = [by_kind(amounts) for amounts, moment in at if moment == "optimizer"]
+    assert 24000 + 400 <= by_purpose["activations"] <= 24000 + 3 * 400
+    in_update = [by_kind(at) for at in found if at.moment == "optimizer"]
     assert max(amounts["other"] for amounts in in_update) == 1200 + 800
     assert {amounts["gradients"] for amounts in in_update} == {400}
 
