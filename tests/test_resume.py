@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
 from collections.abc import Callable
 from functools import cache
@@ -17,12 +16,13 @@ from msgspec.structs import replace
 from omegaconf import OmegaConf
 
 from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
-from ptdbench.setup import resume
+from ptdbench.setup import config, resume
 from tests import forked
-from tests.conftest import record_of, run_on_shared_ranks
+from tests.conftest import composed, record_of, run_on_shared_ranks
 from tests.daily import cases
 from tests.launch.patient import patient
 from tests.programs import until
@@ -153,55 +153,39 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     )
 
 
-@pytest.fixture(scope="module")
-def one_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints after step 2 and step 4."""
-    folder = tmp_path_factory.mktemp("one")
-    done = forked.with_ranks(*TOY, "train.steps=4", "checkpoint.every_steps=2", "hydra.run.dir=run", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
-
-
 @pytest.fixture
-def ended(one_run: Path, tmp_path: Path) -> Path:
-    """A copy of it that a test may damage: ``run``."""
-    return Path(shutil.copytree(one_run, tmp_path / "run"))
+def stopped(tmp_path: Path) -> Path:
+    """A run on two ranks that was stopped, as it lies there: ``run``."""
+    resolved, run = config.read(composed(*TOY)).resolved, tmp_path / "run"
+    checkpoint_dir.begin(partial := checkpoint_dir.partial(run, 4))
+    checkpoint_dir.write_manifest(partial, Manifest(4, 2, resolved["model"], {}, {}, "", 0.0))
+    checkpoint_dir.publish(partial)
+    store.write_record(run, record.begin(resolved, run, {}, list(TOY)) | {"status": "preempted"})
+    return run
 
 
 class TestRefused:
-    def refused(self, *arguments: str, cwd: Path) -> str:
-        """The only line that is said."""
-        done = forked.train_py(*arguments, cwd=cwd)
+    def refused(self, run: Path, *more: str) -> str:
+        """The only line that is said where it is to go on; nothing is written."""
+        before = (run / "record.json").read_bytes()
+        done = forked.train_py("resume=run", *more, cwd=run.parent)
         assert done.returncode == 1
-        assert not (cwd / "outputs").exists()
+        assert ((run / "record.json").read_bytes(), [*run.parent.iterdir()]) == (before, [run])
         (line,) = done.stderr.strip().splitlines()
         return line
 
-    def test_what_is_no_run(self, tmp_path):
-        assert "resume=nowhere: there is no run" in self.refused("resume=nowhere", cwd=tmp_path)
-
-    def test_another_model_with_the_difference(self, ended, tmp_path):
+    def test_another_model_with_the_difference(self, stopped):
         rule = "a run begins with the weights of its model"
-        said = self.refused("resume=run", "model.width=7", cwd=tmp_path)
-        assert said == f"model=toy: resume={ended} holds toy with width=64 (here 7); {rule}"
-        said = self.refused("resume=run", "model=gpt_tiny", cwd=tmp_path)  # however much differs
-        assert said == f"model=gpt_tiny: resume={ended} holds toy; {rule}"
+        said = self.refused(stopped, "model.width=7")
+        assert said == f"model=toy: resume={stopped} holds toy with width=64 (here 7); {rule}"
+        said = self.refused(stopped, "model=gpt_tiny")  # however much differs
+        assert said == f"model=gpt_tiny: resume={stopped} holds toy; {rule}"
 
-    def test_a_run_without_checkpoints(self, ended, tmp_path):
-        shutil.rmtree(ended / "checkpoints")
-        said = self.refused("resume=run", "train.steps=6", cwd=tmp_path)
-        assert "run: holds no complete checkpoint; omit it to start anew" in said
-
-    def test_another_shape_in_its_own_place_and_results_are_not_overwritten(self, ended, tmp_path):
-        before = (ended / "record.json").read_bytes()
-        said = self.refused(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
-        assert "hydra.run.dir=run: it already holds results; try resume=run" in said
-        assert (ended / "record.json").read_bytes() == before
-        (ended / "record.json").write_text(json.dumps(store.load_record(ended) | {"status": "preempted"}))
-        before = (ended / "record.json").read_bytes()
-        said = self.refused("resume=run", "cluster.ranks_per_node=3", cwd=tmp_path)
-        assert said.startswith("reshape=false: run would go on with 3 ranks (replicate=3) instead of 2 ranks (replicat")
-        assert (ended / "record.json").read_bytes() == before
+    def test_another_shape_in_its_own_place(self, stopped):
+        said = self.refused(stopped, "cluster.ranks_per_node=3")
+        assert said.startswith(
+            "reshape=false: run would go on with 3 ranks (replicate=3) instead of 2 ranks, which may"
+        )
 
 
 class TestLine:
@@ -238,6 +222,10 @@ class TestLine:
         assert line == resume.Line([*typed, begins, "cluster.ranks_per_node=2", f"hydra.run.dir={named}"], run)
         again = self.line([f"resume={link}", "seed=1"])
         assert again.overrides == [*typed, "seed=1", f"resume={named}"]
+
+    def test_what_is_no_run_is_refused(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"^resume=\S+/nowhere: there is no run"):
+            self.line([f"resume={tmp_path}/nowhere"])
 
     def test_in_another_directory_it_is_a_run_of_its_own(self, tmp_path):
         run = self.begun(tmp_path / "run", ["model=toy"])
@@ -413,14 +401,3 @@ class TestSweep:
         records = [json.loads(line) for line in results.read_text().splitlines()]
         assert [record["status"] for record in records] == ["ok"] * 4
         assert sorted(record["directory"] for record in records) == sorted(ended)
-
-    def test_two_sweeps_cannot_share_a_directory(self, tmp_path):
-        arguments = (*TOY, "train.max_minutes=null", "hydra.sweep.dir=sweep")
-        with forked.started("-m", *arguments, "train.steps=1000000", cwd=tmp_path):
-            until(lambda: list(tmp_path.glob("sweep/*/record.json")))
-            second = forked.train_py("-m", *arguments, "train.steps=2", cwd=tmp_path)
-            assert second.returncode == 1
-            assert second.stderr.strip() == (
-                "hydra.sweep.dir=sweep: another process is writing its results there; wait for it, "
-                "or give another directory"
-            )
