@@ -6,7 +6,7 @@ import os
 import resource
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,6 +46,13 @@ def weight() -> dict[str, Tensor]:
     return {"model.weight": torch.arange(20.0).reshape(4, 5)}
 
 
+def save(keeper: Saver, weight: dict[str, Tensor], *steps: int) -> None:
+    """Save after each of these steps, and wait for the last."""
+    for step in steps:
+        keeper.save(step, weight, {}, {})
+    keeper.wait()
+
+
 def test_a_saved_checkpoint_counts(keeper, weight, tmp_path):
     keeper.save(3, weight, {"width": 5}, {"losses": [0.1, 0.2]})
     keeper.wait()
@@ -59,10 +66,8 @@ def test_a_saved_checkpoint_counts(keeper, weight, tmp_path):
 
 
 def test_only_the_newest_are_kept_and_the_same_step_may_be_saved_again(keeper, weight, tmp_path):
-    for step in (1, 2, 3, 4):
-        keeper.save(step, weight, {}, {})
-    keeper.save(4, {"model.weight": weight["model.weight"] * 2}, {}, {})
-    keeper.wait()
+    save(keeper, weight, 1, 2, 3, 4)
+    save(keeper, {"model.weight": weight["model.weight"] * 2}, 4)
     assert keeper.saved == [1, 2, 3, 4, 4]
     assert names(tmp_path) == ["step-00000003", "step-00000004"]
     assert torch.equal(loaded(tmp_path), weight["model.weight"] * 2)
@@ -81,11 +86,9 @@ def test_what_is_found_out_of_saved_weights_is_added_to_their_facts(keeper, weig
 
 def test_the_best_stays_beside_the_newest_until_a_better_one_is_on_the_disk(keeper, weight, tmp_path):
     best = tmp_path / "checkpoints" / "best"
-    for step in (1, 2, 3, 4):
-        keeper.save(step, weight, {}, {})
-        if step == 1:
-            keeper.judged(step, {}, is_best=True)
-    keeper.wait()
+    keeper.save(1, weight, {}, {})
+    keeper.judged(1, {}, is_best=True)
+    save(keeper, weight, 2, 3, 4)
     assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004"]
     assert best.readlink().name == "step-00000001"
     keeper.save(5, weight, {}, {})
@@ -97,9 +100,7 @@ def test_the_best_stays_beside_the_newest_until_a_better_one_is_on_the_disk(keep
 
 def test_one_that_was_found_broken_pushes_no_good_one_out_until_it_is_written_anew(keeper, weight, tmp_path):
     """Its files have their sizes: only a search, which reads them, knows."""
-    for step in (30, 40):
-        keeper.save(step, weight, {}, {})
-    keeper.wait()
+    save(keeper, weight, 30, 40)
     tensors = tmp_path / "checkpoints" / "step-00000040" / "__0_0.distcp"
     tensors.write_bytes(bytes(tensors.stat().st_size))
     search = checkpoint_dir.newest(tmp_path)
@@ -107,8 +108,7 @@ def test_one_that_was_found_broken_pushes_no_good_one_out_until_it_is_written_an
     keeper.broken |= search.broken.keys()
     kept = []
     for step in (33, 36, 40, 41):
-        keeper.save(step, weight, {}, {})
-        keeper.wait()
+        save(keeper, weight, step)
         kept.append([int(name.removeprefix("step-")) for name in names(tmp_path)])
     assert kept == [[30, 33, 40], [33, 36, 40], [36, 40], [40, 41]]
 
@@ -165,44 +165,53 @@ def test_a_save_waits_for_the_one_before(alone, tmp_path, weight, monkeypatch):
     assert torch.equal(older["model.weight"], weight["model.weight"])
 
 
-def test_a_failed_save_is_noted_and_the_next_one_succeeds(keeper, weight, tmp_path):
-    keeper.save(1, weight, {}, {})
-    keeper.wait()
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """A limit for the size of files fails as a full disk does."""
+    _, hard = was = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, was)
+
+
+def no_manifest() -> Any:
+    return mock.patch.object(checkpoint_dir, "write_manifest", side_effect=ValueError("on purpose"))
+
+
+@pytest.mark.parametrize("failing", [full_disk, no_manifest])
+def test_a_failed_save_is_noted_and_costs_nothing_else(keeper, weight, tmp_path, failing):
+    save(keeper, weight, 1)
     before = loaded(tmp_path)
-    with mock.patch.object(checkpoint_dir, "write_manifest", side_effect=ValueError("on purpose")):
-        keeper.save(2, weight, {}, {})
-        keeper.wait()
-    assert keeper.problems == ["step 2: not saved: rank 0: ValueError: on purpose"]
+    with failing():
+        save(keeper, {"model.weight": torch.zeros(4, 5)}, 2)
+    (problem,) = keeper.problems
+    assert problem.startswith("step 2: not saved: rank 0: ")
     assert names(tmp_path) == ["step-00000001"]
     assert torch.equal(loaded(tmp_path), before)
-    keeper.save(3, weight, {}, {})
-    keeper.wait()
+    save(keeper, weight, 3)
     assert keeper.saved == [1, 3]
 
 
 def test_what_cannot_be_deleted_is_noted(keeper, weight, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_dir, "_set_aside", mock.Mock(side_effect=PermissionError("on purpose")))
-    for step in (1, 2, 3):
-        keeper.save(step, weight, {}, {})
-    keeper.wait()
+    save(keeper, weight, 1, 2, 3)
     assert keeper.saved == [1, 2, 3]
     note = "step 3: saved, but older checkpoints could not be deleted: rank 0: PermissionError: on purpose"
     assert keeper.problems == [note]
 
 
 def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, weight, tmp_path):
-    keeper.save(1, weight, {}, {})
-    keeper.wait()
+    save(keeper, weight, 1)
     folder = tmp_path / "checkpoints"
     (folder / "best").write_text("mine")
     for name in ("step-00000001", "step-00000002.partial"):
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "notes.txt").write_text("mine")
-    for step in (2, 3, 4, 5):
-        keeper.save(step, weight, {}, {})
-        if step == 4:
-            keeper.judged(step, {}, is_best=True)
-    keeper.wait()
+    save(keeper, weight, 2, 3, 4)
+    keeper.judged(4, {}, is_best=True)
+    save(keeper, weight, 5)
     assert keeper.saved == [1, 3, 4, 5]
     rule = "was not created by ptdbench: move it elsewhere"
     assert keeper.problems == [
@@ -214,23 +223,6 @@ def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, w
     assert names(tmp_path) == kept
     for path in (folder / "best", *(folder / name / "notes.txt" for name in kept[1:3])):
         assert path.read_text() == "mine"
-
-
-def test_what_the_disk_does_not_take_costs_the_save_and_nothing_else(keeper, weight, tmp_path):
-    """A limit for the size of files fails as a full disk does."""
-    _, hard = was = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
-        keeper.save(1, weight, {}, {})
-        keeper.wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, was)
-    (problem,) = keeper.problems
-    assert problem.startswith("step 1: not saved: rank 0: ")
-    assert names(tmp_path) == []
-    keeper.save(2, weight, {}, {})
-    keeper.wait()
-    assert torch.equal(loaded(tmp_path), weight["model.weight"])
 
 
 #: What fails on rank 1 in the saves after some steps.
