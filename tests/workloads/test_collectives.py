@@ -108,13 +108,6 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
     assert error["message"].endswith("; 1 of 64 elements are wrong")
 
 
-@pytest.mark.ranks
-def test_a_message_beyond_memory_is_refused(run):
-    record = run("workload=collectives", "device=cpu", f"workload.max_bytes={2**50}")
-    assert (record["status"], record["error"]["type"]) == ("failed", "ConfigError")
-    assert record["error"]["message"].startswith(f"workload.max_bytes={2**50}: takes 4.19e+06 GiB of memory on a rank")
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

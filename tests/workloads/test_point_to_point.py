@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ptdbench.launch.world import World
+from ptdbench.measure import timing
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
-from ptdbench.workloads import point_to_point
+from ptdbench.workloads import collectives, point_to_point
 from ptdbench.workloads.collectives import Collectives
 from ptdbench.workloads.point_to_point import PointToPoint, hidden, ordered_pairs, unordered_pairs
 from tests.conftest import composed
@@ -96,13 +97,19 @@ def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
     assert str(refused.value).startswith(message)
 
 
-def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch):
-    monkeypatch.setattr(point_to_point.timing, "require_memory", lambda *asked: pytest.fail(str(asked[2:])))
+@pytest.mark.parametrize(
+    ("workload", "options", "option"),
+    [
+        (point_to_point, PointToPoint(overlap_bytes=[2**50]), "overlap_bytes"),
+        (point_to_point, PointToPoint(max_bytes=2**50), "max_bytes"),
+        (collectives, Collectives(max_bytes=2**50), "max_bytes"),
+    ],
+)
+def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch, workload, options, option):
+    monkeypatch.setattr(timing, "gather", lambda told: [told])
     job = SimpleNamespace(device=torch.device("cpu"), world=World(0, 2, 0, 2, "local"))
-    for options in (PointToPoint(overlap_bytes=[2**50]), PointToPoint(max_bytes=2**50)):
-        option = "overlap_bytes" if options.max_bytes < 2**50 else "max_bytes"
-        with pytest.raises(pytest.fail.Exception, match=f"workload.{option}', {2**50}"):
-            point_to_point.measure(job, options)
+    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: takes 4.19e\+06 GiB of memory on a rank"):
+        workload.measure(job, options)
 
 
 def test_gloo_cannot_send_what_is_on_a_gpu():
