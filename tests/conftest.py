@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch.distributed as dist
 from omegaconf import DictConfig
 
 import ptdbench
@@ -121,6 +122,14 @@ def shared_run(tmp_path: Path) -> Callable[..., Record]:
     """As ``run``, for what a run comes to, and not how it starts and fails; see :func:`run_on_shared_ranks`."""
     count = itertools.count()
     return lambda *overrides: run_on_shared_ranks(tmp_path / f"shared-{next(count)}", *overrides)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is the only rank of a gloo group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 #: How the variables begin that launchers, schedulers and pytest leave to what they start.

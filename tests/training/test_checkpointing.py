@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Container, Mapping
-from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ptdbench.checkpoints.saver import Saver, Staging
+from ptdbench.job import Outcome
 from ptdbench.problems import ConfigError
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.workloads import train
@@ -29,8 +28,13 @@ SAVING = (
 )  # fmt: skip
 
 
-def noted(directory: Path) -> tuple[list[str], list[set[str]]]:
-    """In a rank: copies, settling and updates of a run in their order, and what each copy does not take as steady."""
+def carried_out(directory: Path, *overrides: str) -> Outcome:
+    """What comes of a run of this process alone."""
+    return train.Train()(job(directory, composed(*SAVING, *overrides)))
+
+
+def test_weights_do_not_change_before_their_copies_are_settled(alone, tmp_path, monkeypatch):
+    """Only a GPU copies aside, but who asks it to wait is the same everywhere."""
     order: list[str] = []
     unsteady: list[set[str]] = []
     copied = Staging.__call__
@@ -40,41 +44,23 @@ def noted(directory: Path) -> tuple[list[str], list[set[str]]]:
         unsteady.append({name for name in tensors if name not in steady})
         return copied(self, tensors, steady)
 
+    monkeypatch.setattr(Staging, "__call__", copy)
+    monkeypatch.setattr(Staging, "settle", lambda self: order.append("settle"))
     hook = register_optimizer_step_pre_hook(lambda *_: order.append("update"))
-    settling = mock.patch.object(Staging, "settle", side_effect=lambda: order.append("settle"))
-    with settling, mock.patch.object(Staging, "__call__", copy):
-        assert train.Train()(job(directory, composed(*SAVING))).error is None
+    assert carried_out(tmp_path).error is None
     hook.remove()
-    return order, unsteady
-
-
-@pytest.mark.ranks
-def test_weights_do_not_change_before_their_copies_are_settled(tmp_path):
-    """Only a GPU copies aside, but who asks it to wait is the same everywhere."""
-    ((order, unsteady),) = on_ranks(1, noted, tmp_path)
     step = ["settle", "update"]
     assert order == [*step, *step, "copy", *step, "copy"]
     assert unsteady == [{"rng.cpu.0"}] * 2
 
 
-def stopped(directory: Path, *overrides: str) -> list[bool | None]:
-    """In a rank: whether a run says that it has saved the step after which it is asked to stop."""
-    told = []
-    with mock.patch.object(train.StopSignal, "received", return_value="SIGUSR2"):
-        for writes in (True, False):
-            failing = mock.patch.object(Saver, "_write", side_effect=OSError("No space left on device"))
-            with nullcontext() if writes else failing:
-                outcome = train.Train()(job(directory / str(writes), composed(*SAVING, *overrides)))
-            assert outcome.stopped == "SIGUSR2 after step 1 of 3"
-            told.append(outcome.saved)
-    return told
-
-
-@pytest.mark.ranks
-def test_a_run_that_is_asked_to_stop_has_saved_what_is_on_disk(tmp_path):
-    for name in ("True", "False"):
-        (tmp_path / name).mkdir()
-    assert on_ranks(1, stopped, tmp_path) == [[True, False]]
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_run_that_is_asked_to_stop_has_saved_what_is_on_disk(alone, tmp_path, monkeypatch, writes):
+    monkeypatch.setattr(train.StopSignal, "received", lambda *_: "SIGUSR2")
+    if not writes:
+        monkeypatch.setattr(Saver, "_write", mock.Mock(side_effect=OSError("No space left on device")))
+    outcome = carried_out(tmp_path)
+    assert (outcome.stopped, outcome.saved) == ("SIGUSR2 after step 1 of 3", writes)
 
 
 def drawn(directory: Path) -> list[tuple[float, float]]:
@@ -102,19 +88,13 @@ def test_random_generators_go_on_in_the_layout_that_they_were_saved_in(tmp_path)
     assert tp[0] == other_tp[0]
 
 
-def refused(directory: Path) -> tuple[str, str]:
-    """In a rank: what a run says that is to begin with the only checkpoint of another, which is broken."""
-    train.Train()(job(directory, composed(*SAVING, "train.steps=2")))
-    (tensors,) = directory.glob("checkpoints/*/__0_0.distcp")
+def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(alone, tmp_path, capsys):
+    """It is the only one, and broken."""
+    carried_out(tmp_path, "train.steps=2")
+    (tensors,) = tmp_path.glob("checkpoints/*/__0_0.distcp")
     tensors.write_bytes(bytes(tensors.stat().st_size))
-    with pytest.raises(ConfigError) as caught, redirect_stderr(io.StringIO()) as told:
-        train.Train()(job(directory / "next", composed(*SAVING, f"resume={directory}")))
-    return str(caught.value), told.getvalue()
-
-
-@pytest.mark.ranks
-def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(tmp_path):
-    ((error, warning),) = on_ranks(1, refused, tmp_path / "run")
-    assert error == f"resume={tmp_path}/run: holds no complete checkpoint; omit it to start anew"
-    broken = tmp_path / "run" / "checkpoints" / "step-00000002"
-    assert warning == f"warning: {broken} is skipped: __0_0.distcp does not match its checksum\n"
+    with pytest.raises(ConfigError) as caught:
+        carried_out(tmp_path / "next", f"resume={tmp_path}")
+    assert str(caught.value) == f"resume={tmp_path}: holds no complete checkpoint; omit it to start anew"
+    skipped = f"warning: {tensors.parent} is skipped: {tensors.name} does not match its checksum\n"
+    assert capsys.readouterr().err == skipped

@@ -1,6 +1,8 @@
 """The series of a run: drained as it goes on, taken over from checkpoints, kept from a full disk."""
 
+import itertools
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,7 @@ from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
 from tests.conftest import composed, record_of
 from tests.daily import cases
-from tests.parallel.ranks import each, on_ranks
+from tests.parallel.ranks import on_ranks
 from tests.shared_ranks import carry_out
 from tests.workloads.made_job import job
 
@@ -71,31 +73,20 @@ def test_ranks_hold_no_more_steps_than_since_the_last_drain_and_each_has_its_own
         assert seconds == [[1.0, 2.0]] * 10
 
 
-def with_full_disk(directory: Path, times: int) -> tuple[list[float], str]:
-    """In a rank: the losses of a run whose disk takes nothing the first ``times`` times."""
-    append, tried, failed = series.append, 0, ""
+@pytest.mark.parametrize(("times", "steps"), [(2, 10), (99, 0)])
+def test_what_a_full_disk_does_not_take_is_written_later(alone, tmp_path, monkeypatch, times, steps):
+    append, tried = series.append, itertools.count()
 
     def full(path: Path, rows: np.ndarray) -> None:
-        nonlocal tried
-        tried += 1
-        if tried <= times:
+        if next(tried) < times:
             raise OSError(28, "No space left on device")
         append(path, rows)
 
-    with mock.patch.object(recorder, "DRAIN_EVERY", 3), mock.patch.object(series, "append", full):
-        try:
-            blocks_of(directory, (*TOY, "parallel=single", "cluster.ranks_per_node=1"))
-        except OSError as error:
-            failed = str(error)
-    return series.column(series.blocks(directory / series.NAME), "loss").tolist(), failed
-
-
-def test_what_a_full_disk_does_not_take_is_written_later(tmp_path):
-    cases = [(tmp_path / "for a while", 2), (tmp_path / "for ever", 99)]
-    (found,) = on_ranks(1, each, with_full_disk, cases)
-    (losses, failed), at_last = found.values()
-    assert (len(losses), failed) == (10, "")
-    assert at_last == ([], "[Errno 28] No space left on device")
+    monkeypatch.setattr(recorder, "DRAIN_EVERY", 3)
+    monkeypatch.setattr(series, "append", full)
+    with nullcontext() if steps else pytest.raises(OSError, match="No space left on device"):
+        blocks_of(tmp_path, (*TOY, "parallel=single", "cluster.ranks_per_node=1"))
+    assert len(series.column(series.blocks(tmp_path / series.NAME), "loss")) == steps
 
 
 @pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), store.Damaged("record.json is damaged")])
