@@ -30,8 +30,8 @@ from rank import on_ranks
 from ratio import Ratio
 from torch import Tensor
 
-from ptdbench.checkpoints import state
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.state import TrainingState
 from ptdbench.job import Job
 from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
@@ -91,7 +91,7 @@ class Bench:
 
     def __init__(self, job: Job) -> None:
         self._loop = assemble(job)
-        self._tied = job.training.tied
+        self._state = TrainingState(self._loop.engine.module, self._loop.update.optimizer, job.training.tied, 0)
         self._asynchronous = Saver(job.directory / "asynchronous", keep=1)
         self._blocking = Saver(job.directory / "blocking", keep=1, asynchronous=False)
 
@@ -138,9 +138,7 @@ class Bench:
         saver.save(len(self._loop.losses), self._tensors(), {}, {})
 
     def _tensors(self) -> dict[str, Tensor]:
-        return state.collect(
-            self._loop.engine.module, self._loop.update.optimizer, self._tied, rank=0, with_buffers=True
-        )
+        return self._state.collect(with_buffers=True)
 
 
 def _scheduled() -> list[float]:

@@ -25,142 +25,128 @@ Tied = Sequence[tuple[str, str]]
 _SHOWN = 3
 
 
-def collect(
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tied: Tied,
-    *,
-    rank: int,
-    with_buffers: bool,
-    own: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """This rank's tensors by their names in a checkpoint; not copies.
-
-    Only between two steps: within one, FSDP holds whole weights instead of shards.
+class TrainingState:
+    """What one rank trains, as a checkpoint has it.
 
     Args:
-        module: What this rank trains.
+        module: With this rank's weights and buffers.
         optimizer: Over its parameters.
         tied: Pairs of names that are one weight; copies of it in different stages become one entry, under the first.
-        rank: Whose random generators these are.
-        with_buffers: Whether to include this rank's buffers; set on one replica only, as buffers differ (batch norm
-            statistics).
-        own: More that no other rank has.
-
-    Returns:
-        ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``;
-        ``own.<rank>.<name>``.
-
-    Raises:
-        ConfigError: The optimizer has state that is not a tensor.
+        rank: Whose random generators, and what only one rank has, are meant.
     """
-    found = _trained(module, optimizer, tied, with_buffers) | {f"rng.cpu.{rank}": torch.get_rng_state()}
-    found |= {f"own.{rank}.{name}": tensor for name, tensor in (own or {}).items()}
-    device = device_of(module)
-    return found | ({f"rng.cuda.{rank}": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
+    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, rank: int) -> None:
+        self._module, self._optimizer, self._tied, self._rank = module, optimizer, tied, rank
 
-def steady(module: nn.Module, tied: Tied, names: Iterable[str]) -> set[str]:
-    """The names of trained weights and optimizer state, which only an update changes.
+    def collect(self, *, with_buffers: bool, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """This rank's tensors by their names in a checkpoint; not copies.
 
-    Not of buffers, of what only this rank has, or of frozen weights: a forward pass may change these, as it does those
-    of a momentum encoder.
-    """
-    weights = {f"model.{name}" for name, weight in _weights(module, tied) if weight.requires_grad}
-    return {name for name in names if name in weights or name.startswith("optimizer.")}
+        Only between two steps: within one, FSDP holds whole weights instead of shards.
 
+        Args:
+            with_buffers: Whether to include this rank's buffers; set on one replica only, as buffers differ (batch norm
+                statistics).
+            own: More that no other rank has.
 
-def restore(
-    path: Path,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tied: Tied,
-    *,
-    rank: int,
-    same_layout: bool,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Tensor]:
-    """Load a checkpoint into a run before its first step; called in all ranks.
+        Returns:
+            ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``;
+            ``own.<rank>.<name>``.
 
-    The strategy and the number of ranks may differ from those at the save. The random generators, and what only this
-    rank had, are restored in the ``same_layout``, and left unchanged in another: there this rank may share products
-    with others, which must draw as it does.
+        Raises:
+            ConfigError: The optimizer has state that is not a tensor.
+        """
+        found = self._trained(with_buffers) | {f"rng.cpu.{self._rank}": torch.get_rng_state()}
+        found |= {f"own.{self._rank}.{name}": tensor for name, tensor in (own or {}).items()}
+        if (device := device_of(self._module)).type == "cuda":
+            found[f"rng.cuda.{self._rank}"] = torch.cuda.get_rng_state(device)
+        return found
 
-    Args as for :func:`collect`; the optimizer has no state yet. ``group``: all ranks, on the CPU.
+    def steady(self, names: Iterable[str]) -> set[str]:
+        """The names of trained weights and optimizer state, which only an update changes.
 
-    Returns:
-        What only this rank had, by name, on the CPU.
+        Not of buffers, of what only this rank has, or of frozen weights: a forward pass may change these, as it does
+        those of a momentum encoder.
+        """
+        weights = {f"model.{name}" for name, weight in self._weights() if weight.requires_grad}
+        return {name for name in names if name in weights or name.startswith("optimizer.")}
 
-    Raises:
-        ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or would
-            run code; in all ranks.
-    """
-    stored = safe_load.names(path)
-    _make_state(module, optimizer, tied, stored)
-    tensors = _trained(module, optimizer, tied, with_buffers=True)
-    _require_same(path, tensors, stored, group)
-    of_rank = _of_rank(stored, rank, device_of(module)) if same_layout else {}
-    safe_load.load(path, tensors | of_rank, group)
-    _copy_to_second(module, optimizer, tied)
-    own = {}
-    for name, state in of_rank.items():
-        if name.startswith("rng.cuda."):
-            torch.cuda.set_rng_state(state, device_of(module))
-        elif name.startswith("rng.cpu."):
-            torch.set_rng_state(state)
-        else:
-            own[name.removeprefix(f"own.{rank}.")] = state
-    return own
+    def restore(self, path: Path, *, same_layout: bool, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+        """Load a checkpoint into a run before its first step, when the optimizer has no state; called in all ranks.
 
+        The strategy and the number of ranks may differ from those at the save. The random generators, and what only
+        this rank had, are restored in the ``same_layout``, and left unchanged in another: there this rank may share
+        products with others, which must draw as it does. ``group``: all ranks, on the CPU.
 
-def _trained(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, with_buffers: bool) -> dict[str, Tensor]:
-    """Return weights, buffers and optimizer state, by name; detached tensors that share memory with the run."""
-    persistent = module.state_dict().keys() if with_buffers else ()
-    found = {f"model.{name}": buffer for name, buffer in module.named_buffers() if name in persistent}
-    for name, weight in _weights(module, tied):
-        if f"model.{name}" in found:  # the second copy on this rank
-            continue
-        found[f"model.{name}"] = unwrapped(weight)
-        for key, value in optimizer.state.get(weight, {}).items():
-            if isinstance(value, Tensor):
-                found[f"optimizer.{name}.{key}"] = unwrapped(value)
-            elif value is not None:
-                rule = f"keeps {key} as {type(value).__name__}, and only tensors can be kept in checkpoints"
-                optimizer_name = type(optimizer).__name__
-                raise ConfigError([Problem("optimizer", optimizer_name, rule, "try adamw, sgd")])
-    return found
+        Returns:
+            What only this rank had, by name, on the CPU.
 
+        Raises:
+            ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or
+                would run code; in all ranks.
+        """
+        stored, device = safe_load.names(path), device_of(self._module)
+        self._make_optimizer_state(stored)
+        tensors = self._trained(with_buffers=True)
+        _require_same(path, tensors, stored, group)
+        of_rank = _of_rank(stored, self._rank, device) if same_layout else {}
+        safe_load.load(path, tensors | of_rank, group)
+        self._copy_to_second()
+        own = {}
+        for name, state in of_rank.items():
+            if name.startswith("rng.cuda."):
+                torch.cuda.set_rng_state(state, device)
+            elif name.startswith("rng.cpu."):
+                torch.set_rng_state(state)
+            else:
+                own[name.removeprefix(f"own.{self._rank}.")] = state
+        return own
 
-def _weights(module: nn.Module, tied: Tied) -> Iterable[tuple[str, nn.Parameter]]:
-    first = {other: one for one, other in tied}
-    return ((first.get(name, name), weight) for name, weight in module.named_parameters())
+    def _trained(self, with_buffers: bool) -> dict[str, Tensor]:
+        """Return weights, buffers and optimizer state, by name; detached tensors that share memory with the run."""
+        persistent = self._module.state_dict().keys() if with_buffers else ()
+        found = {f"model.{name}": buffer for name, buffer in self._module.named_buffers() if name in persistent}
+        for name, weight in self._weights():
+            if f"model.{name}" in found:  # the second copy on this rank
+                continue
+            found[f"model.{name}"] = unwrapped(weight)
+            for key, value in self._optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"optimizer.{name}.{key}"] = unwrapped(value)
+                elif value is not None:
+                    rule = f"keeps {key} as {type(value).__name__}, and only tensors can be kept in checkpoints"
+                    optimizer_name = type(self._optimizer).__name__
+                    raise ConfigError([Problem("optimizer", optimizer_name, rule, "try adamw, sgd")])
+        return found
 
+    def _weights(self) -> Iterable[tuple[str, nn.Parameter]]:
+        first = {other: one for one, other in self._tied}
+        return ((first.get(name, name), weight) for name, weight in self._module.named_parameters())
 
-@torch.no_grad()
-def _copy_to_second(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied) -> None:
-    """Copy what was loaded of a weight to the rank's second copy of it, which two stages of one rank have."""
-    named = dict(module.named_parameters())
-    for one, other in ((named[first], named[second]) for first, second in tied if {first, second} <= named.keys()):
-        other.copy_(one)
-        for key, value in optimizer.state.get(one, {}).items():
-            if isinstance(value, Tensor):
-                optimizer.state[other][key].copy_(value)
+    @torch.no_grad()
+    def _copy_to_second(self) -> None:
+        """Copy what was loaded of a weight to the rank's second copy of it, which two stages of one rank have."""
+        named, state = dict(self._module.named_parameters()), self._optimizer.state
+        here = [(named[first], named[second]) for first, second in self._tied if {first, second} <= named.keys()]
+        for one, other in here:
+            other.copy_(one)
+            for key, value in state.get(one, {}).items():
+                if isinstance(value, Tensor):
+                    state[other][key].copy_(value)
 
+    def _make_optimizer_state(self, stored: Mapping[str, object]) -> None:
+        """Create optimizer state, with arbitrary values, for the weights that have one in the checkpoint.
 
-def _make_state(module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, stored: Mapping[str, object]) -> None:
-    """Create optimizer state, with arbitrary values, for the weights that have one in the checkpoint.
-
-    By a step on zero gradients: only the optimizer knows the form of its state. Loading the weights undoes the step's
-    effect on them.
-    """
-    kept = {name.rpartition(".")[0] for name in stored}
-    stepped = [weight for name, weight in _weights(module, tied) if f"optimizer.{name}" in kept]
-    for weight in stepped:
-        weight.grad = torch.zeros_like(weight)
-    if stepped:
-        optimizer.step()
-    for weight in stepped:
-        weight.grad = None
+        By a step on zero gradients: only the optimizer knows the form of its state. Loading the weights undoes the
+        step's effect on them.
+        """
+        kept = {name.rpartition(".")[0] for name in stored}
+        stepped = [weight for name, weight in self._weights() if f"optimizer.{name}" in kept]
+        for weight in stepped:
+            weight.grad = torch.zeros_like(weight)
+        if stepped:
+            self._optimizer.step()
+        for weight in stepped:
+            weight.grad = None
 
 
 def _require_same(

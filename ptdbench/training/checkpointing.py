@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ptdbench.checkpoints import checkpoint_dir, state
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Found
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.state import TrainingState
 from ptdbench.job import Job
 from ptdbench.launch.collect import barrier, gather
 from ptdbench.problems import ConfigError, Problem, require
@@ -33,6 +34,7 @@ class Checkpointing:
         self._loop = loop
         self._evaluator = evaluator
         self._recorder = recorder
+        self._state = TrainingState(loop.engine.module, loop.update.optimizer, job.training.tied, job.world.rank)
         self._saver: Saver | None = None
         self._saved = -1
         self._passed_over: list[str] = []
@@ -125,16 +127,7 @@ class Checkpointing:
         require(self._same_data(found, group))
         layout, step = self._job.training.layout, found.manifest.step
         reshaped = run_spec.change_of_shape(found.manifest, layout.dims.world_size, layout.as_dict())
-        own = state.restore(
-            found.path,
-            self._loop.engine.module,
-            self._loop.update.optimizer,
-            self._job.training.tied,
-            rank=self._job.world.rank,
-            same_layout=reshaped is None,
-            group=group,
-        )
-        self._loop.engine.load_own_state(own)
+        self._loop.engine.load_own_state(self._state.restore(found.path, same_layout=reshaped is None, group=group))
         self._loop.update.load_scaler(facts.get("scaler", {}))
         self._loop.first_step = step
         source = found.path.parent.parent
@@ -171,14 +164,7 @@ class Checkpointing:
             "evaluations": self._evaluator.as_dicts(),
             "data": self._identity(),
         }
-        tensors = state.collect(
-            self._loop.engine.module,
-            self._loop.update.optimizer,
-            self._job.training.tied,
-            rank=self._job.world.rank,
-            with_buffers=self._loop.replica == 0,
-            own=self._loop.engine.own_state(),
-        )
-        steady = state.steady(self._loop.engine.module, self._job.training.tied, tensors)
-        saver.save(self._loop.done, tensors, self._job.spec.config.resolved["model"], facts, steady)
+        tensors = self._state.collect(with_buffers=self._loop.replica == 0, own=self._loop.engine.own_state())
+        model = self._job.spec.config.resolved["model"]
+        saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
         self._saved = self._loop.done

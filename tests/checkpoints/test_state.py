@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.checkpoints import checkpoint_dir, safe_load, state
+from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.state import TrainingState
 from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
 from ptdbench.models.gpt import GPT
 from ptdbench.models.toy import Toy
@@ -83,12 +84,12 @@ class Run:
         mesh = mesh_of(layout.dims)
         with torch.device("meta"):
             built = MODELS[model](**changes)
-        self.tied = built.tied()
         self.engine: Engine = STRATEGIES[strategy](built, Setting(mesh, layout, torch.device("cpu"), seed=seed))
-        self.optimizer = self.engine.optimizer(OPTIMIZERS[optimizer])
+        made = self.engine.optimizer(OPTIMIZERS[optimizer])
+        self.state = TrainingState(self.engine.module, made, built.tied(), dist.get_rank())
         replica = mesh.batch.get_local_rank()
         self.first_replica = replica == 0
-        self.loop = step_loop(self.engine, self.optimizer, DATA[model], layout, replica)
+        self.loop = step_loop(self.engine, made, DATA[model], layout, replica)
 
     def go(self, *numbers: int) -> None:
         """Take the steps of these numbers."""
@@ -97,14 +98,10 @@ class Run:
             self.loop.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        rank = dist.get_rank()
-        return state.collect(self.engine.module, self.optimizer, self.tied, rank=rank, with_buffers=self.first_replica)
+        return self.state.collect(with_buffers=self.first_replica)
 
     def restore(self, path: Path, group: dist.ProcessGroup | None) -> None:
-        state.restore(
-            path, self.engine.module, self.optimizer, self.tied,
-            rank=dist.get_rank(), same_layout=False, group=group,
-        )  # fmt: skip
+        self.state.restore(path, same_layout=False, group=group)
 
 
 def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -276,11 +273,11 @@ def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     replica(torch.full((2, 4), float(rank)) + torch.arange(8).reshape(2, 4)).backward()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    saver = Saver(folder, keep=1)
-    saver.save(1, state.collect(module, optimizer, [], rank=rank, with_buffers=rank == 0), {}, {})
+    saver, state = Saver(folder, keep=1), TrainingState(module, optimizer, [], rank)
+    saver.save(1, state.collect(with_buffers=rank == 0), {}, {})
     saver.wait()
     path = checkpoint_dir.newest(folder).found.path
-    state.restore(path, module, optimizer, [], rank=rank, same_layout=True, group=saver.group)
+    state.restore(path, same_layout=True, group=saver.group)
     saver.close()
     return before, dict(module.named_buffers()), set(safe_load.names(path))
 
@@ -308,10 +305,11 @@ class Counting(torch.optim.SGD):
 def test_an_optimizer_whose_state_would_be_lost_is_refused():
     model = nn.Linear(2, 2)
     optimizer = Counting(model.parameters(), lr=0.1)
-    assert "model.bias" in state.collect(model, optimizer, [], rank=0, with_buffers=True)
+    state = TrainingState(model, optimizer, [], 0)
+    assert "model.bias" in state.collect(with_buffers=True)
     optimizer.step()
     with pytest.raises(ConfigError, match="optimizer=Counting: keeps steps as int, and only tensors can be kept"):
-        state.collect(model, optimizer, [], rank=0, with_buffers=True)
+        state.collect(with_buffers=True)
 
 
 def test_statistics_of_batch_norms_do_not_wait_for_an_update_to_change():
@@ -319,8 +317,9 @@ def test_statistics_of_batch_norms_do_not_wait_for_an_update_to_change():
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     module(torch.ones(3, 2)).sum().backward()
     optimizer.step()
-    tensors = state.collect(module, optimizer, [], rank=0, with_buffers=True, own={"powersgd": torch.ones(2)})
-    steady = state.steady(module, [], tensors)
+    state = TrainingState(module, optimizer, [], 0)
+    tensors = state.collect(with_buffers=True, own={"powersgd": torch.ones(2)})
+    steady = state.steady(tensors)
     assert {name for name in tensors if name not in steady} == {
         "model.1.running_mean", "model.1.running_var", "model.1.num_batches_tracked", "rng.cpu.0", "own.0.powersgd"
     }  # fmt: skip
@@ -331,4 +330,5 @@ def test_frozen_weights_do_not_wait_for_an_update_to_change():
     """A forward pass may change them, as those of a momentum encoder."""
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)
-    assert state.steady(module, [], ["model.weight", "model.bias"]) == {"model.bias"}
+    state = TrainingState(module, torch.optim.SGD([module.bias]), [], 0)
+    assert state.steady(["model.weight", "model.bias"]) == {"model.bias"}

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ptdbench.checkpoints import checkpoint_dir, state
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.state import TrainingState
 from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import fp8
@@ -135,10 +136,10 @@ def in_rank(folder):
     fp8.SMALLEST, fp8.convert = 32, partial(fp8.convert, emulate=True)
     loop = loop_of("fp8_tensorwise")
     losses, saver, module = train(loop), Saver(folder, keep=1), loop.engine.module
-    kept = {"tied": model().tied(), "rank": dist.get_rank()}
+    tied, rank = model().tied(), dist.get_rank()
     state_of_average = loop.update.optimizer.state[module.get_parameter(WEIGHTS[0])]
     state_of_average["average"] = module.get_parameter(WEIGHTS[0]).detach().clone()  # wrapped, too
-    saved = state.collect(module, loop.update.optimizer, **kept, with_buffers=True)
+    saved = TrainingState(module, loop.update.optimizer, tied, rank).collect(with_buffers=True)
     average = saved.pop(f"optimizer.{WEIGHTS[0]}.average")
     del state_of_average["average"]
     saver.save(4, saved, {}, {})
@@ -149,7 +150,8 @@ def in_rank(folder):
     fp8.forget(module)
     going_on, path = train(loop), checkpoint_dir.newest(folder).found.path
     other = loop_of("fp8_tensorwise", seed=1)
-    state.restore(path, other.engine.module, other.update.optimizer, **kept, same_layout=True, group=saver.group)
+    state = TrainingState(other.engine.module, other.update.optimizer, tied, rank)
+    state.restore(path, same_layout=True, group=saver.group)
     other.first_step = 4
     saver.close()
     resumed = train(other)

@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ptdbench.checkpoints import checkpoint_dir, state
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.saver import Saver
+from ptdbench.checkpoints.state import TrainingState
 from ptdbench.models.gpt import GPT
 from ptdbench.optim.schedules import OneCycle
 from ptdbench.parallel.batch import BatchPlan
@@ -128,23 +129,23 @@ def told(loop: StepLoop) -> dict[str, Any]:
 
 def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[float]]:
     """Losses after a save: of the run that goes on, of one that resumes, and of one that has lost the errors."""
-    rank, saver = dist.get_rank(), Saver(folder, keep=1)
-    loop = loop_under(lever)
+
+    def state_of(loop: StepLoop) -> TrainingState:
+        return TrainingState(loop.engine.module, loop.update.optimizer, uneven().tied(), dist.get_rank())
+
+    saver, loop = Saver(folder, keep=1), loop_under(lever)
     loop.rehearse()
     train(loop, 3)
     own = loop.engine.own_state()
     assert any("error" in name for name in own)
-    module, optimizer = loop.engine.module, loop.update.optimizer
-    tied = uneven().tied()
-    saver.save(3, state.collect(module, optimizer, tied, rank=rank, with_buffers=True, own=own), {}, {})
+    saver.save(3, state_of(loop).collect(with_buffers=True, own=own), {}, {})
     losses = [train(loop, 3)]
     saver.wait()
     assert saver.problems == []
     for keeps in (True, False):
         other = loop_under(lever, seed=1)
         path = checkpoint_dir.newest(folder).found.path
-        own = state.restore(path, other.engine.module, other.update.optimizer, tied,
-                            rank=rank, same_layout=True, group=saver.group)  # fmt: skip
+        own = state_of(other).restore(path, same_layout=True, group=saver.group)
         other.engine.load_own_state(own if keeps else {})
         other.first_step = 3
         other.rehearse()
