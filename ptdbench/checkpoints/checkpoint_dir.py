@@ -283,7 +283,6 @@ def _name(step: int | None) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether the saver uses that file name."""
     return bool(_FILE.fullmatch(name))
 
 
@@ -330,7 +329,6 @@ def _set_aside(path: Path) -> Path:
 
 
 def _sync(directory: Path) -> None:
-    """Sync the entries of a directory to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

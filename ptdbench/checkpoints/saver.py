@@ -307,7 +307,6 @@ class Saver:
         self._thread.start()
 
     def _save(self, step: int, prepared: Prepared, model: Mapping[str, Any], facts: Facts) -> None:
-        """Write the prepared tensors to disk, and prune older checkpoints."""
         try:
             self._write(step, prepared, model, facts)
         except Exception as error:  # of this rank, of another, or of the connection to a dead one
@@ -386,7 +385,6 @@ class _Failed(Exception):
 
 
 def _tried(task: Callable[[], T]) -> Future[T]:
-    """Return the result of ``task`` or its error, as a future."""
     done: Future[T] = Future()
     try:
         done.set_result(task())
@@ -407,7 +405,6 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.Proc
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
-    """Stamp the files that ``rank`` wrote."""
     mine = [path for path in directory.iterdir() if path.name.startswith(f"__{rank}_")]
     mine += [directory / safe_load.METADATA] if rank == 0 else []
     return {path.name: checkpoint_dir.stamp(path) for path in mine}

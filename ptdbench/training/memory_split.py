@@ -111,7 +111,6 @@ def _plain(tensor: Any) -> Iterator[Tensor]:
 
 
 def _write(job: Job, taken: Any, usage: list[Usage], path: Path) -> None:
-    """Write the trace of this rank's step with its memory."""
     with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken.export_chrome_trace(str(Path(scratch) / "trace.json"))
         memory = ((one.time, one.bytes) for one in usage)

@@ -136,7 +136,6 @@ def _communicating() -> list[dist.ProcessGroup]:
 
 
 def _host_seconds(job: Job, loop: StepLoop) -> float:
-    """Seconds that the host takes to launch a step."""
     torch.cuda.synchronize(job.device)
     started = time.perf_counter()
     profile.step(loop, loop.done)

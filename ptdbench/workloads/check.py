@@ -206,7 +206,6 @@ def _texts(found: Mapping[str, Any]) -> str:
 
 
 def _facts(job: Job) -> Figures:
-    """Return this rank's properties that need no measurement."""
     on_gpu = job.device.type == "cuda"
     seen = gpu_state.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
     own = gpu_state.identity(job.device) if on_gpu else ""
@@ -271,7 +270,6 @@ def _loaded(facts: Sequence[Figures], load: Sequence[OtherLoad]) -> set[int]:
 
 
 def _why_busy(load: Sequence[OtherLoad]) -> str:
-    """Say what other processes took of each busy node."""
     texts = [f"{one} of node {one.node}" if len(load) > 1 else str(one) for one in load if one.is_busy]
     return "; ".join([*texts, "measure again on a quiet machine"])
 

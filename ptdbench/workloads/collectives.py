@@ -264,7 +264,6 @@ def _time(
 
 
 def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: Sequence[float]) -> dict[str, Any]:
-    """Make the record's entry for one size."""
     told = summary(seconds)
     moves = op in bandwidth.FACTORS
     return {
@@ -299,7 +298,6 @@ def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
 
 
 def _listed(asked: str | Sequence[str], known: Iterable[str]) -> list[str]:
-    """List ``all``, one name or several."""
     if asked == "all":
         return list(known)
     return [asked] if isinstance(asked, str) else list(asked)

@@ -118,7 +118,6 @@ def unordered_pairs(ranks: int, ring: bool) -> list[tuple[int, int]]:
 
 
 def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: list[dict[str, Any]]) -> dict[str, Any]:
-    """Measure the messages from one rank to another."""
     place = {"source": source, "target": target}
     answer = _round_trips(job, options, source, target, ANSWER)
     latency = summary(answer)["median"] / 2 if answer else None
@@ -162,7 +161,6 @@ def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict
 def _overlap(
     job: Job, options: PointToPoint, pair: tuple[int, int], size: int, cut: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """Measure the overlap of an exchange and a computation."""
     job.watchdog.alive()
     exchange = _Exchange.of(job, pair, size)
     alone = timing.repeat(exchange.run if exchange else None, job.device, options)
