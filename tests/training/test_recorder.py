@@ -18,10 +18,9 @@ from ptdbench.records import series, store
 from ptdbench.training import recorder
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
-from tests.conftest import composed, record_of
+from tests.conftest import composed, run_on_shared_ranks
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
-from tests.shared_ranks import carry_out
 from tests.workloads.made_job import job
 
 pytestmark = pytest.mark.ranks
@@ -105,13 +104,13 @@ def test_steps_are_shown_as_soon_as_the_record_can_be_read(tmp_path, fault):
 
 
 @cases("left", [None, 2], daily=[2])
-def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(tmp_path, run, left):
-    begun = Path(run(*TOY, "train.steps=4", "checkpoint.every_steps=4")["directory"])
+def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(shared_run, left):
+    begun = Path(shared_run(*TOY, "train.steps=4", "checkpoint.every_steps=4")["directory"])
     if left is None:
         (begun / series.NAME).unlink()
     else:
         assert series.keep(begun / series.NAME, left) == left
-    found = run(*TOY, "train.steps=6", f"resume={begun}")
+    found = shared_run(*TOY, "train.steps=6", f"resume={begun}")
     assert found["error"] is None  # which is no divergence
     assert [loss is None for loss in found["losses"]] == [step in range(left or 0, 4) for step in range(6)]
     (remark,) = found["remarks"]["checkpoints"]
@@ -119,22 +118,19 @@ def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(tmp_path, run,
     assert found["metrics"]["samples_per_second"] > 0
 
 
-def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(tmp_path, run):
+def test_a_run_that_goes_on_where_it_was_replaces_what_followed_its_checkpoint(tmp_path):
     saving = (*TOY, "checkpoint.every_steps=4", "checkpoint.keep=2")
-    begun = Path(run(*saving, "train.steps=6")["directory"])
-    whole = record_of(begun)["losses"]
-    tensors = begun / "checkpoints" / "step-00000006" / "__0_0.distcp"
+    whole = run_on_shared_ranks(tmp_path, *saving, "train.steps=6")["losses"]
+    tensors = tmp_path / "checkpoints" / "step-00000006" / "__0_0.distcp"
     tensors.write_bytes(bytes(tensors.stat().st_size))
-    carry_out(composed(*saving, "train.steps=7"), begun)
+    found = run_on_shared_ranks(tmp_path, *saving, "train.steps=7")
     kept = sorted(path.name[-1] for path in tensors.parents[1].iterdir())
     assert kept == ["4", "6", "7"]  # the broken one pushes none out
-    found = record_of(begun)
     assert found["error"] is None
     assert found["remarks"]["resumed"].startswith("after step 4, from ")
     assert "step-00000006 is skipped: __0_0.distcp does not match" in found["remarks"]["checkpoints"][0]
     assert (found["losses"][:6], len(found["losses"])) == (whole, 7)
     assert [(one["first_step"], one["steps"]) for one in found["segments"]] == [(0, 4), (4, 3)]
     assert found["segments"][0]["layout"] == found["segments"][1]["layout"]
-    carry_out(composed(*saving, "train.steps=9", "train.clip_norm=1e3"), begun)
-    *_, before, last = record_of(begun)["segments"]
+    *_, before, last = run_on_shared_ranks(tmp_path, *saving, "train.steps=9", "train.clip_norm=1e3")["segments"]
     assert before["layout"] != last["layout"]
