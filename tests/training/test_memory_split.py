@@ -19,15 +19,12 @@ from ptdbench.training import memory_split
 from tests.conftest import composed, record_of
 from tests.daily import cases
 from tests.shared_ranks import RANKS, carry_out
+from tests.training import test_profile
+from tests.training.test_profile import PIPELINE
 
 pytestmark = pytest.mark.ranks
 
-TINY = (
-    "model=gpt_tiny", "model.layers=2", "model.width=16", "model.heads=2", "model.sequence_length=8",
-    "train.global_batch=4", "train.steps=3", "train.warmup_steps=1", "profile.steps=1", "cluster.ranks_per_node=2",
-)  # fmt: skip
-
-PIPELINE = ("parallel=pdp", "parallel.pipeline=2", "parallel.microbatches=4", "model.layers=4")
+TINY = (*test_profile.TINY, "profile.steps=1", "cluster.ranks_per_node=2")
 
 
 def training(*overrides: str) -> TrainingSpec:

@@ -1,8 +1,9 @@
-"""Jobs without a launcher around them."""
+"""Jobs without a launcher around them, and those that are refused."""
 
 import math
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -11,14 +12,23 @@ from ptdbench.job import Job
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.clock import Stopwatch
+from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
+from tests.conftest import composed
 
 
-def job(directory: Path, composed: DictConfig) -> Job:
+def refusal(*overrides: str) -> str:
+    """What is said of these options before any rank starts."""
+    with pytest.raises(ConfigError) as refused:
+        run_spec.specify(config.read(composed(*overrides)), None)
+    return str(refused.value)
+
+
+def job(directory: Path, configuration: DictConfig) -> Job:
     """This rank's part of a run on the CPU, in a group of ranks of one host; its watchdog sleeps."""
     directory.mkdir(parents=True, exist_ok=True)  # as that of a run
     world = World(dist.get_rank(), dist.get_world_size(), dist.get_rank(), dist.get_world_size(), "local")
-    spec = run_spec.specify(config.read(composed), world)
+    spec = run_spec.specify(config.read(configuration), world)
     store = dist.PrefixStore(str(directory), dist.distributed_c10d._get_default_store())
     dog = Watchdog(world, store, directory, math.inf, lambda *_: None)
     return Job(spec, world, [], store, torch.device("cpu"), directory, Stopwatch(0.0), dog)

@@ -10,27 +10,20 @@ from ptdbench.measure.operations import OPERATIONS
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config, run_spec
 from ptdbench.workloads.collectives import Collectives, groups_of
-from tests.conftest import composed
 from tests.daily import cases
+from tests.workloads.made_job import refusal
+
+TWO = ("workload=collectives", "device=cpu", "cluster.ranks_per_node=2")
 
 #: Quick figures, for tests that do not look at them.
 QUICK = ("workload.seconds=0.0001", "workload.min_repetitions=2", "workload.warmup=1", "workload.max_seconds=60")
 
 
 def start(shared_run, ranks, *overrides):
-    record = shared_run("workload=collectives", "device=cpu", f"cluster.ranks_per_node={ranks}", *QUICK, *overrides)
+    record = shared_run(*TWO, f"cluster.ranks_per_node={ranks}", *QUICK, *overrides)
     assert (record["status"], record["error"]) == ("ok", None)
     return record["collectives"]
-
-
-def refusal(*overrides, ranks=2):
-    """What is said before any rank starts."""
-    job = composed("workload=collectives", "device=cpu", f"cluster.ranks_per_node={ranks}", *overrides)
-    with pytest.raises(ConfigError) as refused:
-        run_spec.specify(config.read(job), None)
-    return str(refused.value)
 
 
 @pytest.mark.ranks
@@ -124,11 +117,11 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(override, message):
-    assert refusal(f"workload.{override}").startswith(f"workload.{message}")
+    assert refusal(*TWO, f"workload.{override}").startswith(f"workload.{message}")
 
 
 def test_a_pipeline_that_does_not_divide_the_ranks_is_refused():
-    told = refusal("workload.group=pipeline", "workload.pipeline_size=3", ranks=4)
+    told = refusal(*TWO, "cluster.ranks_per_node=4", "workload.group=pipeline", "workload.pipeline_size=3")
     assert told == "workload.pipeline_size=3: must divide the number of ranks, 4; try 1, 2, 4"
 
 
