@@ -222,14 +222,19 @@ def interrupted(directory: Path, composed: DictConfig, evaluation: int) -> Seen:
         mock.patch.object(train, "StopSignal", partial(StopSignal, 0)),  # asked after each batch
     ):
         outcome = train.Train()(of_rank)
-    evaluated = [one["step"] for one in outcome.fields.get("evaluations", [])]
+    evaluated = [one["step"] for one in outcome.fields["evaluations"]]
     return Seen(outcome.stopped, evaluated, batches, saved)
+
+
+def interrupted_twice(directory: Path, composed: DictConfig) -> list[Seen]:
+    """Once after a step, then after the last one, and at last to the end."""
+    return [interrupted(directory, composed, evaluation) for evaluation in (2, 2, 0)]
 
 
 @pytest.mark.ranks
 @cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
 def test_all_ranks_stop_after_a_batch_with_the_checkpoint_and_without_the_evaluation(tmp_path, strategy):
-    """After a step, and after the last one; what goes on evaluates first."""
+    """What goes on evaluates first."""
     options = (
         *TASK, "cluster.ranks_per_node=2", "train.steps=5", "eval.every=2", "eval.micro_batch=10",
         "checkpoint.every_steps=2", "checkpoint.asynchronous=false", "train.ema=0.5", "profile.steps=0",
@@ -237,9 +242,7 @@ def test_all_ranks_stop_after_a_batch_with_the_checkpoint_and_without_the_evalua
     assert made_task.HELD_OUT / 20 > 2
     made = composed(*options, f"parallel={strategy}")
     saved = ["step-00000002", "step-00000004"]  # both, ahead of the evaluation
-    for of_rank in on_ranks(2, interrupted, tmp_path / "run", made, 2):
-        assert of_rank == ("SIGTERM after step 4 of 5", [2], 2, saved)
-    (at_end, *_) = on_ranks(2, interrupted, tmp_path / "run", made, 2)
-    assert at_end == ("SIGTERM after step 5 of 5", [2, 4], 2, [*saved, "step-00000005"])
-    (gone_on, *_) = on_ranks(2, interrupted, tmp_path / "run", made, 0)
-    assert (gone_on.stopped, gone_on.evaluated) == (None, [2, 4, 5])
+    for after_a_step, at_end, gone_on in on_ranks(2, interrupted_twice, tmp_path / "run", made):
+        assert after_a_step == ("SIGTERM after step 4 of 5", [2], 2, saved)
+        assert at_end == ("SIGTERM after step 5 of 5", [2, 4], 2, [*saved, "step-00000005"])
+        assert (gone_on.stopped, gone_on.evaluated) == (None, [2, 4, 5])

@@ -14,7 +14,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.training.energy import none
 from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
 from tests.conftest import composed
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import each, on_ranks
 from tests.workloads.made_job import job
 from tests.workloads.made_task import TASK, Kept, Largest
 
@@ -103,21 +103,18 @@ class Other(Largest):
         return HeldOutPart(101 + self._more, Kept().samples)
 
 
-def refused(directory: Path, *differs: str) -> list[str]:
-    said = []
-    for what in differs:
-        other = (*TASK, f"data._target_={__name__}.Other", f"+data.differs={what}")
-        with pytest.raises(ConfigError) as caught:
-            assemble(job(directory / what, composed(*other)))
-        said.append(str(caught.value))
-    return said
+def refused(directory: Path, what: str) -> str:
+    other = (*TASK, f"data._target_={__name__}.Other", f"+data.differs={what}")
+    with pytest.raises(ConfigError) as caught:
+        assemble(job(directory / what, composed(*other)))
+    return str(caught.value)
 
 
 def test_data_that_are_not_the_same_on_all_ranks_are_refused(tmp_path):
     """Where copies of a data set differ between nodes."""
     rule = "give all nodes the same files, and make sample k of the seed and k alone"
-    of_rank = [
-        f"data=Other: samples 0 to 7 of rank 1 are not those of rank 0; {rule}",
-        f"data=Other: rank 0 holds out 101 samples, and rank 1 102; {rule}",
-    ]
-    assert on_ranks(2, refused, tmp_path, "samples", "held_out") == [of_rank] * 2
+    of_rank = {
+        (tmp_path, "samples"): f"data=Other: samples 0 to 7 of rank 1 are not those of rank 0; {rule}",
+        (tmp_path, "held_out"): f"data=Other: rank 0 holds out 101 samples, and rank 1 102; {rule}",
+    }
+    assert on_ranks(2, each, refused, [*of_rank]) == [of_rank] * 2
