@@ -50,99 +50,93 @@ class Train:
             checked = preliminary(job)
         job.display.phase("building")
         expected = profile.expect(job)
-        loop = assemble(job)
-        evaluator = Evaluator(job, loop)
-        recorder = Recorder(job, loop)
-        checkpointing = Checkpointing(job, loop, evaluator, recorder)
-        meter = EnergyMeter(job, loop)
-        checkpointing.resume()
-        if job.spec.config.checkpoint.every_steps or checkpointing.resumed:
+        training = _Training(job)
+        found = with_check(training.outcome(training.advance()), checked)
+        if found.stopped or found.error:
+            return found
+        with memory.no_collection():  # which would copy what this process shares with the one that forked it
+            return _explained(job, training.loop, found, expected)
+
+
+class _Training:
+    """The parts of a rank's training, before its first step, and what they do in turns."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.loop = loop = assemble(job)
+        self._evaluator = Evaluator(job, loop)
+        self._recorder = Recorder(job, loop)
+        self._checkpointing = Checkpointing(job, loop, self._evaluator, self._recorder)
+        self._meter = EnergyMeter(job, loop)
+        self._checkpointing.resume()
+        if job.spec.config.checkpoint.every_steps or self._checkpointing.resumed:
             job.display.phase("rehearsing the first step")
             loop.rehearse()
         job.watch.lap("build")
-        stopped = _train(job, loop, evaluator, recorder, checkpointing, meter)
-        found = _outcome(job, loop, checkpointing, evaluator, recorder, stopped)
-        found = with_check(replace(found, fields={**found.fields, "hardware": meter.finish()}), checked)
-        if stopped or found.error:
-            return found
-        with memory.no_collection():  # which would copy what this process shares with the one that forked it
-            return _explained(job, loop, found, expected)
 
+    def advance(self) -> str | None:
+        """Take all steps, with what is done between them; return the name of the signal that asked the run to stop."""
+        loop, evaluator, checkpointing = self.loop, self._evaluator, self._checkpointing
+        stopped = None
+        advancing = steps(self._job, loop, at_end=self._meter.stop)
+        with self._recorder as recorder, StopSignal() as stop_signal, closing(advancing) as advance:
 
-def _train(
-    job: Job,
-    loop: StepLoop,
-    evaluator: Evaluator,
-    recorder: Recorder,
-    checkpointing: Checkpointing,
-    meter: EnergyMeter,
-) -> str | None:
-    """Take all steps, with what is done between them; return the name of the signal that asked the run to stop."""
-    stopped = None
-    advancing = steps(job, loop, at_end=meter.stop)
-    with recorder, StopSignal() as stop_signal, closing(advancing) as advance:
+            def evaluate() -> None:
+                if evaluator(stop_signal.meanwhile()):
+                    checkpointing.judged()
 
-        def evaluate() -> None:
-            if evaluator(stop_signal.meanwhile()):
-                checkpointing.judged()
+            if loop.done and evaluator.due():  # the run was interrupted between its checkpoint and this
+                evaluate()
+            for _ in advance:
+                if evaluator.due() or recorder.due or checkpointing.due:
+                    with self._meter.interrupted():
+                        if checkpointing.due:  # first: an evaluation may take longer than the run has left
+                            checkpointing.save()
+                        if evaluator.due():
+                            evaluate()
+                        if (news := evaluator.news()) or recorder.due:
+                            recorder.show(evaluator.as_dicts(), news)
+                if stopped := stop_signal.received(loop.taken):
+                    self._meter.stop()
+                    break
+            if not stopped and evaluator.due(at_end=True):
+                checkpointing.save()
+                evaluate()
+                stopped = stop_signal.received(loop.taken)
+            checkpointing.finish()
+        return stopped
 
-        if loop.done and evaluator.due():  # the run was interrupted between its checkpoint and this
-            evaluate()
-        for _ in advance:
-            if evaluator.due() or recorder.due or checkpointing.due:
-                with meter.interrupted():
-                    if checkpointing.due:  # first: an evaluation may take longer than the run has left
-                        checkpointing.save()
-                    if evaluator.due():
-                        evaluate()
-                    if (news := evaluator.news()) or recorder.due:
-                        recorder.show(evaluator.as_dicts(), news)
-            if stopped := stop_signal.received(loop.taken):
-                meter.stop()
-                break
-        if not stopped and evaluator.due(at_end=True):
-            checkpointing.save()
-            evaluate()
-            stopped = stop_signal.received(loop.taken)
-        checkpointing.finish()
-    return stopped
+    def outcome(self, stopped: str | None) -> Outcome:
+        """Return what came of it; called in all ranks. If the run diverged, each rank has the error."""
+        job, done, asked = self._job, self.loop.done, self._job.spec.config.train
+        remarks = self._remarks(stopped)
+        self._recorder.finish()
+        fields = {**self._recorder.figures(), "remarks": remarks, "evaluations": self._evaluator.as_dicts()}
+        # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on
+        # them.
+        wrong = gather(first_not_finite(self._recorder.path) if job.world.is_first else None)[0]
+        error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
+        if told := metrics.experts_field(job, self.loop):
+            fields["experts"] = told
+        if not stopped:
+            fields = metrics.recheck_ceiling(job, fields)
+        fields["hardware"] = self._meter.finish()
+        why = f"{stopped} after step {done} of {asked.steps}" if stopped else None
+        return Outcome(fields, error, why, self._checkpointing.saved, self._recorder.logs)
 
-
-def _outcome(
-    job: Job,
-    loop: StepLoop,
-    checkpointing: Checkpointing,
-    evaluator: Evaluator,
-    recorder: Recorder,
-    stopped: str | None,
-) -> Outcome:
-    """Return the outcome, with remarks on why there are fewer steps than asked for; called in all ranks.
-
-    If the run diverged, each rank has the error; the figures of the recorder are on rank 0 alone.
-    """
-    asked = job.spec.config.train
-    remarks: dict[str, Any] = {}
-    if loop.done < asked.steps and not stopped:
-        limit = f"train.max_minutes={asked.max_minutes}"
-        remarks["cut_short"] = f"{loop.done} of {asked.steps} steps: more would exceed {limit}"
-        if not isinstance(job.training.schedule, Constant):
-            remarks["cut_short"] += "; the learning rate schedule spans all of them"
-    if checkpointing.resumed:
-        remarks["resumed"] = checkpointing.resumed
-    if notes := [*checkpointing.problems, *recorder.warnings]:
-        remarks["checkpoints"] = notes
-    recorder.finish()
-    figures = recorder.figures()
-    # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on them.
-    wrong = gather(first_not_finite(recorder.path) if job.world.is_first else None)[0]
-    error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
-    fields = {**(figures if job.world.is_first else {}), "remarks": remarks, "evaluations": evaluator.as_dicts()}
-    if told := metrics.experts_field(job, loop):
-        fields["experts"] = told
-    if not stopped:
-        fields = metrics.recheck_ceiling(job, fields)
-    why = f"{stopped} after step {loop.done} of {asked.steps}" if stopped else None
-    return Outcome(fields, error, why, checkpointing.saved, recorder.logs)
+    def _remarks(self, stopped: str | None) -> dict[str, Any]:
+        """Say why there are fewer steps than asked for, and what became of checkpoints."""
+        job, asked, remarks = self._job, self._job.spec.config.train, dict[str, Any]()
+        if self.loop.done < asked.steps and not stopped:
+            limit = f"train.max_minutes={asked.max_minutes}"
+            remarks["cut_short"] = f"{self.loop.done} of {asked.steps} steps: more would exceed {limit}"
+            if not isinstance(job.training.schedule, Constant):
+                remarks["cut_short"] += "; the learning rate schedule spans all of them"
+        if self._checkpointing.resumed:
+            remarks["resumed"] = self._checkpointing.resumed
+        if notes := [*self._checkpointing.problems, *self._recorder.warnings]:
+            remarks["checkpoints"] = notes
+        return remarks
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:
