@@ -50,6 +50,7 @@ class Recorder:
         self._startup: dict[str, float] | None = None
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
+        self._news: list[Mapping[str, Any]] = []  # evaluations that are not shown either
         self._ceiling: Ceiling | None = None
         self._next = 1
         self._seconds_per_step = 0.0
@@ -126,13 +127,14 @@ class Recorder:
         barrier()
 
     def _show(self, news: Sequence[Mapping[str, Any]]) -> None:
+        self._news += news
         if self._unshown:
             rows = np.concatenate(self._unshown)
             with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
                 known = store.load_record(self._job.directory)
                 for log in self.logs:
-                    log.show(known, self._loop.done - len(rows), rows, news)
-                self._unshown = []
+                    log.show(known, self._loop.done - len(rows), rows, self._news)
+                self._unshown, self._news = [], []
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
         """The measured fields of the record on rank 0, if its disk has taken all steps so far; else nothing.

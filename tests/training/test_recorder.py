@@ -89,18 +89,19 @@ def test_what_a_full_disk_does_not_take_is_written_later(alone, tmp_path, monkey
 
 
 @pytest.mark.parametrize("fault", [OSError(5, "Input/output error"), store.Damaged("record.json is damaged")])
-def test_steps_are_shown_as_soon_as_the_record_can_be_read(tmp_path, fault):
+def test_steps_and_evaluations_are_shown_as_soon_as_the_record_can_be_read(tmp_path, fault):
     job: Any = SimpleNamespace(directory=tmp_path, world=SimpleNamespace(is_first=False))
     loop: Any = SimpleNamespace(done=3)
     found = recorder.Recorder(job, loop)
     found.logs = [log := mock.Mock()]
     found._unshown = [series.unknown(3)]
     with mock.patch.object(store, "load_record", side_effect=[fault, {}]):
-        found._show([])
+        found._show([{"step": 3}])
         loop.done, found._unshown = 5, [*found._unshown, series.unknown(2)]
-        found._show([])
-    ((_, first, rows, _),) = (call.args for call in log.show.call_args_list)
+        found._show([{"step": 5}])
+    ((_, first, rows, news),) = (call.args for call in log.show.call_args_list)
     assert (first, len(rows), found._unshown) == (0, 5, [])
+    assert news == [{"step": 3}, {"step": 5}]
 
 
 @cases("left", [None, 2], daily=[2])
