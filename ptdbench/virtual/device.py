@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ptdbench.problems import Problem, at_least, nearest, require, try_these
+
 #: What :attr:`Device.peaks` may name.
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 
@@ -42,8 +44,6 @@ class Device:
     allocatable: int | None = None
 
     def __post_init__(self) -> None:
-        from ptdbench.problems import Problem, at_least, nearest, require, try_these
-
         whole = ("memory", "context", "multiprocessors", "bus_width", "l2", "shared_memory")
         above = ("bandwidth", "memory_clock", "clock")
         parts = str(self.capability).split(".")
@@ -68,20 +68,10 @@ class Device:
         """The device as ``device.c`` reads it: ``key=value`` separated by ``;``, the name last."""
         major, minor = str(self.capability).split(".")
         figures = {
-            "memory": self.memory,
+            **{name: value for name, value in vars(self).items() if name not in ("name", "capability", "peaks")},
             "allocatable": self.memory if self.allocatable is None else self.allocatable,
-            "context": self.context,
-            "multiprocessors": self.multiprocessors,
             "major": major,
             "minor": minor,
-            "bandwidth": self.bandwidth,
-            "memory_clock": self.memory_clock,
-            "bus_width": self.bus_width,
-            "clock": self.clock,
-            "l2": self.l2,
-            "shared_memory": self.shared_memory,
-            "link": self.link,
-            "power": self.power,
             **self.peaks,
         }
         return ";".join([*(f"{key}={value}" for key, value in figures.items()), f"name=virtual {self.name}"])

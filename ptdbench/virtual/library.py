@@ -36,6 +36,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from ptdbench import cache
+from ptdbench.files import write_json
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.virtual import elf, selftest
 from ptdbench.virtual.device import Device
@@ -84,7 +85,7 @@ class _Torch:
 
     @property
     def looks_up(self) -> list[Path]:
-        """Libraries that look up names of the driver and NVML at run time, and the sources of Triton that do."""
+        """Libraries that look up names of the driver and NVML at run time."""
         triton = self.folder.parent / "triton"
         return [self.folder / "lib/libc10_cuda.so", *self.folder.glob("lib/libtorch_cuda.so"), *triton.glob("_C/*.so")]
 
@@ -175,9 +176,7 @@ def _computed(folder: Path, variables: Mapping[str, str]) -> str:
     kept = folder / "computed.json"
     with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
         if not kept.exists():
-            partial = folder / "computed.tmp"
-            partial.write_text(json.dumps(_right(variables)))
-            partial.replace(kept)
+            write_json(kept, _right(variables), durable=False)
         return ",".join(json.loads(kept.read_text()))
 
 
