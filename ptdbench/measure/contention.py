@@ -19,6 +19,7 @@ from ptdbench.launch import settings
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import node
 from ptdbench.measure import gpu_state
+from ptdbench.terminal import rank_names
 
 STAT = Path("/proc/stat")
 
@@ -53,8 +54,7 @@ class OtherLoad(Struct, frozen=True):
 
     def __str__(self) -> str:
         if self.on_gpu:
-            several = "s" * (len(self.gpu_ranks) > 1)
-            return f"other processes use the GPU{several} of rank{several} {', '.join(map(str, self.gpu_ranks))}"
+            return f"other processes use the GPU{'s' * (len(self.gpu_ranks) > 1)} of {rank_names(self.gpu_ranks)}"
         return f"other processes took {self.taken or 0:.1f} of {self.cores} cores"
 
 

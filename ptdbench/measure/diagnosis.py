@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from msgspec import Struct
 
 from ptdbench.measure.gpu_state import THROTTLES
+from ptdbench.terminal import rank_names
 
 T = TypeVar("T", bound=Hashable)
 Verdict = Literal["sound", "busy", "unsound"]
@@ -87,7 +88,7 @@ def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Fi
         for rank, environment in enumerate(environments):
             having[str(environment.get(name))].append(rank)
         if len(having) > 1:
-            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in having.items())
+            values = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in having.items())
             rarest = min(having.values(), key=len)
             yield Finding("versions", rarest, f"{name} differs: {values}")
 
@@ -116,7 +117,3 @@ def gpu_troubles(rank: int, gpu: Mapping[str, Any], users: int, cores: Sequence[
 
 def _share(share: float) -> str:
     return f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
