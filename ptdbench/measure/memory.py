@@ -136,12 +136,10 @@ def oom_kills() -> int:
 
     A figure to compare with an earlier one; 0 where the kernel tells nothing.
     """
-    with suppress(OSError):
-        group = re.search(r"^0::(.*)$", Path("/proc/self/cgroup").read_text(), re.MULTILINE)
-        for path in [*([f"/sys/fs/cgroup{group[1]}/memory.events"] if group else []), "/proc/vmstat"]:
-            with suppress(OSError):
-                if found := re.search(r"^oom_kill (\d+)$", Path(path).read_text(), re.MULTILINE):
-                    return int(found[1])
+    for path in [*(group / "memory.events" for group in cgroups.groups("memory")), Path("/proc/vmstat")]:
+        with suppress(OSError):
+            if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+                return int(found[1])
     return 0
 
 
