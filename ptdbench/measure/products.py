@@ -17,17 +17,13 @@ from torch import Tensor
 
 from ptdbench.measure import clock, hardware
 from ptdbench.measure.memory import no_collection
+from ptdbench.measure.timing import Effort
 
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 #: Largest error of a product, relative to its largest entry: the inputs' and the output's rounding, with room for sums.
 TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 2e-2, "fp16": 5e-3}
-
-#: Repetitions that are not timed: the first makes the library choose its kernel.
-WARMUP = 2
-#: Bounds on the number of timed repetitions.
-LEAST, MOST = 5, 1000
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _USUAL_CACHE_BYTES = 32 * 2**20
@@ -119,9 +115,10 @@ def repeat(
 ) -> list[float]:
     """Return the seconds of each timed repetition of ``work``; ``between`` runs untimed before each of them.
 
-    On a GPU the work is queued on the current stream. All take about ``seconds``; there are always between
-    :data:`LEAST` and :data:`MOST` repetitions.
+    On a GPU the work is queued on the current stream. All take about ``seconds``, within the bounds of an
+    :class:`Effort`, whose warm-up makes the library choose its kernel.
     """
+    effort = Effort(seconds)
 
     def times(count: int) -> list[float]:
         taken = clock.for_device(device)
@@ -134,11 +131,11 @@ def repeat(
 
     gc.collect()
     with no_collection():
-        times(WARMUP)
+        times(effort.warmup)
         started = time.perf_counter()
         times(1)
         once = time.perf_counter() - started
-        return times(max(LEAST, min(MOST, int(seconds / once))))
+        return times(effort.repetitions(once))
 
 
 def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import torch
 
 from ptdbench.measure import products
 from ptdbench.measure.products import Shape
+from ptdbench.measure.timing import Effort
 
 CPU = torch.device("cpu")
 
@@ -70,7 +71,7 @@ def test_what_comes_between_precedes_every_repetition_and_is_not_counted(monkeyp
 
     monkeypatch.setattr(products.clock, "for_device", lambda device: Clock())
     products.repeat(lambda: order.append("work"), lambda: order.append("flush"), CPU, seconds=0)
-    assert order == ["flush", "start", "work", "stop"] * (products.WARMUP + 1 + products.LEAST)
+    assert order == ["flush", "start", "work", "stop"] * (Effort.warmup + 1 + Effort.min_repetitions)
 
 
 def test_the_flush_is_larger_than_the_largest_cache_and_changes_all_of_it(monkeypatch, tmp_path):
@@ -102,7 +103,7 @@ def test_products_are_repeated_and_tf32_is_allowed_for_tf32_alone(monkeypatch):
         seen.clear()
         taken = products.product_seconds(Shape(8, 4, 16), dtype, CPU, seconds=0.0001)
         assert set(seen) == {of_each}
-        assert len(taken) >= products.LEAST
+        assert len(taken) >= Effort.min_repetitions
         assert min(taken) > 0
     assert torch.get_float32_matmul_precision() == before
 
@@ -112,4 +113,4 @@ def test_a_copy_within_a_memory_counts_twice():
     assert list(found) == ["within the device"]
     moved, taken = found["within the device"]
     assert moved == 2 * 2**28
-    assert len(taken) >= products.LEAST
+    assert len(taken) >= Effort.min_repetitions
