@@ -37,7 +37,12 @@ _OF_RANKS = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCA
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_WCKEY")
 
 
-_SACCT = ("sacct", "--allocations", "--noheader", "--parsable2")
+#: What is asked of jobs: that which :func:`_states` reads. A name, which may hold anything, comes last.
+_SQUEUE = ("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r|%j")
+_SACCT = (
+    "sacct", "--allocations", "--noheader", "--parsable2",
+    "--format=JobID,State,Elapsed,NodeList,Reason,JobName%200",
+)  # fmt: skip
 
 
 #: How the file is called, ahead of the job's id, by which ranks in a container have its script requeue the job: images
@@ -112,19 +117,14 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     asked = set(job_ids)
     if not asked:
         return {}
-    # Whole jobs: then a thousand elements of one array are one id.
-    listed = ("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r")
     found: dict[str, JobState] = {}
     try:
-        found |= _states(_output(*listed, f"--jobs={_jobs(asked)}"), asked)
+        found = _by_id(_SQUEUE, asked)
     except SlurmError as error:
         if "Invalid job id specified" not in str(error):  # said only where no other job was asked for
             raise
     missing = asked - found.keys() - {_job(identity) for identity in found}
-    if missing and _keeps_accounts():
-        fields = "--format=JobID,State,Elapsed,NodeList,Reason"
-        found |= _states(_output(*_SACCT, fields, f"--jobs={_jobs(missing)}"), missing)
-    return found
+    return found | _by_id(_SACCT, missing) if missing and _keeps_accounts() else found
 
 
 def named(names: Iterable[str], *, ended: bool = True) -> dict[str, dict[int | None, JobState]]:
@@ -136,17 +136,13 @@ def named(names: Iterable[str], *, ended: bool = True) -> dict[str, dict[int | N
     if not (asked := sorted(set(names))):
         return {}
     wanted = f"--name={','.join(asked)}"
-    lines = _output("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%j|%i|%T|%M|%N|%r", wanted)
+    listed = [*_states(*_SQUEUE, wanted)]
     if ended and _keeps_accounts():
-        fields = "--format=JobName%200,JobID,State,Elapsed,NodeList,Reason"
-        since = "--starttime=now-7days"
-        lines = _output(*_SACCT, since, fields, wanted) + lines
+        listed = [*_states(*_SACCT, "--starttime=now-7days", wanted), *listed]
     found: dict[str, dict[int | None, JobState]] = {}
-    for line in lines.splitlines():
-        name, _, rest = line.partition("|")
-        identity = rest.partition("|")[0]
-        for _, state in _states(rest, {identity}) if name in asked else ():
-            element = identity.partition("_")[2]
+    for name, state in listed:
+        element = state.id.partition("_")[2]
+        if name in asked and "..." not in element:  # more elements than SLURM names
             found.setdefault(name, {})[int(element) if element else None] = state
     return found
 
@@ -270,26 +266,27 @@ def _keeps_accounts() -> bool:
     return True
 
 
-def _states(lines: str, asked: set[str]) -> Iterator[tuple[str, JobState]]:
-    """Yield the answer about the jobs that were asked for, from lines of id, state, time, nodes and reason."""
-    for line in lines.splitlines():
-        listed, state, elapsed, nodes, reason = line.split("|", 4)
+def _by_id(command: Sequence[str], asked: set[str]) -> dict[str, JobState]:
+    """Return what a command says of jobs; it is asked of whole jobs, as a thousand elements of one array are one id."""
+    jobs = f"--jobs={','.join(sorted({_job(identity) for identity in asked}))}"
+    return {state.id: state for _, state in _states(*command, jobs) if {state.id, _job(state.id)} & asked}
+
+
+def _states(*command: str) -> Iterator[tuple[str, JobState]]:
+    """Yield the name and the state of each job, or element of an array, that a command lists."""
+    for line in _output(*command).splitlines():
+        listed, state, elapsed, nodes, reason, name = line.split("|", 5)
         # ``7_[0-2,5%4]``, elements of an array that never began, are ``7_0``, ``7_1``, ``7_2`` and ``7_5``.
         several = "[" in listed and "..." not in listed
         for identity in hostlist.expand(re.sub(r"%\d+", "", listed)) if several else [listed]:
-            if identity in asked or _job(identity) in asked:
-                state = state.split()[0]  # sacct says "CANCELLED by 1000"
-                nodes = "" if nodes in ("None assigned", "(null)") else nodes
-                yield identity, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
+            state = state.split()[0]  # sacct says "CANCELLED by 1000"
+            nodes = "" if nodes in ("None assigned", "(null)") else nodes
+            yield name, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
 
 
 def _job(identity: str) -> str:
     """Return the job of an array's element: ``123_0`` belongs to ``123``."""
     return identity.partition("_")[0]
-
-
-def _jobs(identities: Iterable[str]) -> str:
-    return ",".join(sorted({_job(identity) for identity in identities}))
 
 
 def _seconds(text: str) -> int | None:

@@ -135,12 +135,12 @@ class TestHistory:
     @pytest.fixture(autouse=True)
     def _forgetful(self, fake):
         commands._keeps_accounts.cache_clear()
-        fake("squeue", "echo '7_0|RUNNING|1:05|gpu[01-02]|None'")
+        fake("squeue", "echo '7_0|RUNNING|1:05|gpu[01-02]|None|mine'")
         yield
         commands._keeps_accounts.cache_clear()
 
     def test_sacct_is_asked_how_those_ended_that_squeue_has_forgotten(self, fake, tmp_path):
-        ended = ("7_1|CANCELLED by 1000|1-00:00:01|gpu03|None", "9|TIMEOUT|01:00:10|None assigned|None")
+        ended = ("7_1|CANCELLED by 1000|1-00:00:01|gpu03|None|mine", "9|TIMEOUT|01:00:10|None assigned|None|a|b")
         fake("sacct", f'echo "$*" >> {tmp_path}/asked; ' + "; ".join(f"echo '{line}'" for line in ended))
         assert list(commands.queue(["7"])) == ["7_0"]
         assert not (tmp_path / "asked").exists()
@@ -156,7 +156,7 @@ class TestHistory:
         down, said = tmp_path / "down", "sacct: error: Problem talking to the database: Connection refused"
         down.touch()
         answers = f"case $* in *{asked}) test -e {down} && {{ echo '{said}' >&2; exit 1; }};; esac"
-        fake("sacct", f"{answers}; echo '9|TIMEOUT|01:00:10|n1|None'")
+        fake("sacct", f"{answers}; echo '9|TIMEOUT|01:00:10|n1|None|mine'")
         with pytest.raises(SlurmError, match=r"^Problem talking to the database: Connection refused$"):
             commands.queue(["9"])
         down.unlink()
@@ -165,8 +165,16 @@ class TestHistory:
     def test_where_there_is_no_sacct_what_has_left_the_queue_is_absent(self):
         assert commands.queue(["9"]) == {}
 
+    def test_elements_that_never_began_are_found_by_the_name_of_their_array(self, fake):
+        elements = [f"7_[{listed}]|CANCELLED by 0|00:00:00|None assigned|None|mine" for listed in ("1-2", "4,6,...")]
+        fake("sacct", "; ".join(f"echo '{line}'" for line in elements))
+        found = commands.named(["mine"])["mine"]
+        assert {number: state.state for number, state in found.items()} == {
+            0: "RUNNING", 1: "CANCELLED", 2: "CANCELLED",
+        }  # fmt: skip
+
     def test_what_is_canceled_is_in_the_queue(self, fake, tmp_path):
-        fake("squeue", "echo 'mine|7|RUNNING|1:05|n1|None'")
+        fake("squeue", "echo '7|RUNNING|1:05|n1|None|mine'")
         fake("sacct", "exit 1")
         fake("scancel", f"echo $* > {tmp_path}/canceled")
         assert commands.cancel_named(["mine"]) == ["7"]
