@@ -50,12 +50,12 @@ class Key(Struct, frozen=True):
             parts.append(plural(self.threads, "thread"))
         return ", ".join(part for part in parts if part)
 
-    @staticmethod
-    def of(known: Mapping[str, Any], gpu: str | None, dtype: str, threads: int) -> Key:
-        """Return the key of a device: ``gpu`` is the GPU's name as torch reports it, ``None`` for the CPU."""
-        if gpu:
-            return Key(gpu, known["driver"], known["torch"], dtype, None)
-        return Key(known["cpu"], None, known["torch"], dtype, threads)
+
+def key_of(known: Mapping[str, Any], device: torch.device, dtype: str) -> Key:
+    """Return the key of this rank's device, in the environment that is ``known`` of it."""
+    if device.type == "cuda":
+        return Key(torch.cuda.get_device_name(device), known["driver"], known["torch"], dtype, None)
+    return Key(known["cpu"], None, known["torch"], dtype, torch.get_num_threads())
 
 
 class Measured(Struct, frozen=True):
@@ -125,11 +125,12 @@ def measure(
     need, shape = max((product_bytes(shape, dtype), str(shape)) for shape in shapes for dtype in dtypes)
     timing.require_memory(device, world.local_size, need, "workload.shapes", shape)
     known = environment(device.type)
+    keys = {dtype: key_of(known, device, dtype) for dtype in dtypes}
     load_so_far = contention.watch(device)
     mine: Figures = {
         "rank": world.rank,
-        "device": _gpu(device) or known["cpu"],
-        "keys": {dtype: _own_key(known, device, dtype) for dtype in dtypes},
+        "device": keys[dtypes[0]].device,
+        "keys": keys,
         "products": [_product(device, shape, dtype, seconds, alive) for dtype in dtypes for shape in shapes],
         "copies": _copies(device, seconds) if copies else [],
         "node": node(os.environ),
@@ -166,7 +167,7 @@ def known_ceiling(
         ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the advice in it has
         the option ``cpus_per_rank``.
     """
-    of = _own_key(environment(device.type), device, dtype)
+    of = key_of(environment(device.type), device, dtype)
     found = look_up(of)
     if found is not None:
         return found, None
@@ -240,14 +241,6 @@ def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> st
         except OSError as error:
             return f"not kept for later runs: {error}"
     return "; ".join(remarks) or None
-
-
-def _own_key(known: Figures, device: torch.device, dtype: str) -> Key:
-    return Key.of(known, _gpu(device), dtype, torch.get_num_threads())
-
-
-def _gpu(device: torch.device) -> str | None:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def product_bytes(shape: Shape, dtype: str) -> int:

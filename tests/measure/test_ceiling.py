@@ -49,11 +49,13 @@ def test_a_broken_file_is_no_ceiling(text):
     assert ceiling.look_up(GPU) is None
 
 
-def test_threads_matter_to_a_cpu_and_the_driver_to_a_gpu_and_people_can_read_it():
-    cpu = Key.of(ENVIRONMENT, None, "fp32", 8)
+def test_threads_matter_to_a_cpu_and_the_driver_to_a_gpu_and_people_can_read_it(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    cpu = ceiling.key_of(ENVIRONMENT, torch.device("cpu"), "fp32")
     assert cpu == Key("AMD EPYC", None, "2.15.0", "fp32", 8)
     assert str(cpu) == "AMD EPYC, torch 2.15.0, fp32, 8 threads"
-    assert Key.of(ENVIRONMENT, "NVIDIA H200", "bf16", 8) == GPU
+    assert ceiling.key_of(ENVIRONMENT, torch.device("cuda", 0), "bf16") == GPU
     assert str(GPU) == "NVIDIA H200, driver 550.54, torch 2.15.0, bf16"
 
 

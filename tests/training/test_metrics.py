@@ -158,7 +158,7 @@ def trained(directory: Path, known: float) -> tuple[Any, int, float]:
     """In a rank: the fields of a run, how often products were measured, and the ceiling that is kept then."""
     options = composed("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "profile.steps=0")
     with mock.patch.dict("os.environ", XDG_CACHE_HOME=f"{directory}-cache"):
-        key = ceiling.Key.of(environment("cpu"), None, "fp32", 1)
+        key = ceiling.key_of(environment("cpu"), torch.device("cpu"), "fp32")
         ceiling.store_ceiling(key, Measured(known, "2x2x2", beside_load=True))
         measured = mock.Mock(wraps=ceiling.measure)
         with mock.patch.object(ceiling, "measure", measured), mock.patch.dict(ceiling.AUTO_SHAPES, cpu=("64",)):
