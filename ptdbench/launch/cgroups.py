@@ -10,19 +10,19 @@ from pathlib import Path
 ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def groups(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) -> Iterator[Path]:
+def groups(controller: str) -> Iterator[Path]:
     """Yield the folders of the groups that a controller may limit this process by, its own first.
 
     A container may not see those above its own. Elsewhere than on Linux there are none.
     """
     try:
-        lines = [line.split(":", 2) for line in membership.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()]
     except OSError:
         return
     for _, controllers, path in lines:
         if controllers and controller not in controllers.split(","):
             continue
-        top = root / controller if controllers else root
+        top = ROOT / controller if controllers else ROOT
         own = top / path.lstrip("/")
         for group in (own, *own.parents):
             yield group
@@ -30,14 +30,14 @@ def groups(controller: str, root: Path = ROOT, membership: Path = MEMBERSHIP) ->
                 break
 
 
-def cpus(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float:
+def cpus() -> float:
     """Return how many cores' time this process and all others of its groups get; infinity without a quota.
 
     ``docker run --cpus=2`` and the limits of Kubernetes are quotas: all cores are there, and who computes on more of
     them is stopped for the rest of each tenth of a second.
     """
     found = math.inf
-    for group in groups("cpu", root, membership):
+    for group in groups("cpu"):
         for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
             with suppress(OSError, ValueError):  # "max", or not a group with a quota
                 quota, period = map(int, " ".join((group / name).read_text() for name in names).split())

@@ -158,14 +158,14 @@ class HostMemory:
     available: int  #: Bytes that can be allocated now without swapping.
 
 
-def host_memory(root: Path = cgroups.ROOT, membership: Path = cgroups.MEMBERSHIP) -> HostMemory:
+def host_memory() -> HostMemory:
     """Return the memory that the kernel reports, cut to the limits of this process's control groups.
 
     A container and a SLURM job may have less memory than their host, and a process that exceeds that is killed.
     """
     host = psutil.virtual_memory()
     total, available = host.total, host.available
-    for group in cgroups.groups("memory", root, membership):
+    for group in cgroups.groups("memory"):
         for *names, cached in _LIMITED:
             with suppress(OSError, ValueError):  # "max", or not a group with a limit
                 limit, used = (int((group / name).read_text()) for name in names)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ptdbench.launch.cgroups import cpus
+from ptdbench.launch import cgroups
 
 
 @pytest.mark.parametrize(
@@ -23,10 +23,12 @@ from ptdbench.launch.cgroups import cpus
         (None, {}, math.inf),
     ],
 )  # fmt: skip
-def test_the_least_of_all_quotas_counts(tmp_path, membership, files, found):
+def test_the_least_of_all_quotas_counts(tmp_path, monkeypatch, membership, files, found):
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     if membership is not None:
         (tmp_path / "membership").write_text(membership)
-    assert cpus(tmp_path, tmp_path / "membership") == found
+    assert cgroups.cpus() == found

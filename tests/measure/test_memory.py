@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from ptdbench.launch import cgroups
 from ptdbench.measure import memory
 from ptdbench.measure.memory import HostMemory, host_memory
 
@@ -86,6 +87,14 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
+@pytest.fixture
+def control_groups(monkeypatch, tmp_path):
+    """The folder of control groups, and the file that says which ones this process is in."""
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path / "groups")
+    monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
+    return cgroups.ROOT, cgroups.MEMBERSHIP
+
+
 @pytest.mark.parametrize(
     ("groups", "membership", "total", "available"),
     [
@@ -97,16 +106,28 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         ({".": (V2, GIB, GIB // 2, 0)}, "0::/../elsewhere\n", GIB, GIB // 2),
     ],
 )
-def test_the_limits_of_control_groups(tmp_path, groups, membership, total, available):
+def test_the_limits_of_control_groups(control_groups, groups, membership, total, available):
+    root, said = control_groups
     for path, (names, limit, used, cache) in groups.items():
-        folder = tmp_path / path
+        folder = root / path
         folder.mkdir(parents=True, exist_ok=True)
         (folder / names[0]).write_text(f"{limit}\n")
         (folder / names[1]).write_text(f"{used}\n")
         (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {cache}\nfile 3\n")
-    (tmp_path / "cgroup").write_text(membership)
-    assert host_memory(tmp_path, tmp_path / "cgroup") == HostMemory(total, available)
+    said.write_text(membership)
+    assert host_memory() == HostMemory(total, available)
 
 
-def test_elsewhere_than_linux(tmp_path):
-    assert host_memory(tmp_path, tmp_path / "none").total == psutil.virtual_memory().total
+def test_elsewhere_than_linux(control_groups):
+    assert host_memory().total == psutil.virtual_memory().total
+
+
+def test_the_kernel_counts_what_it_kills_for_memory_by_group_else_on_the_machine(control_groups):
+    root, said = control_groups
+    (root / "job").mkdir(parents=True)
+    (root / "job" / "memory.events").write_text("oom 3\noom_kill 2\n")
+    on_machine = memory.oom_kills()
+    said.write_text("0::/job/step\n")
+    assert memory.oom_kills() == 2
+    said.write_text("0::/other\n")
+    assert memory.oom_kills() == on_machine
