@@ -77,21 +77,17 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     if len(set(sizes)) < 3:
         return None
     size, time = np.asarray(sizes, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
-    scale = float(size.max())  # so that both columns are of the same order
-    columns = np.stack([np.ones_like(size), size / scale], axis=1) / time[:, None]
-    solution, _, _, _ = np.linalg.lstsq(columns, np.ones_like(time), rcond=None)
-    misses = columns @ solution - 1
-    residual = float(misses @ misses)
-    covariance = residual / (len(time) - 2) * np.linalg.inv(columns.T @ columns)
-    alpha_error, beta_error = np.sqrt(np.diag(covariance)).tolist()
+    (beta, alpha), covariance = np.polyfit(size, time, 1, w=1 / time, cov=True)
+    beta_error, alpha_error = np.sqrt(np.diag(covariance)).tolist()
+    misses = (alpha + beta * size) / time - 1
     weight = time**-2
     around_mean = float(weight @ (time - np.average(time, weights=weight)) ** 2)
     return Fit(
-        alpha=float(solution[0]),
-        beta=float(solution[1]) / scale,
+        alpha=float(alpha),
+        beta=float(beta),
         alpha_error=alpha_error,
-        beta_error=beta_error / scale,
-        r2=1 - residual / around_mean if around_mean else math.nan,
+        beta_error=beta_error,
+        r2=1 - float(misses @ misses) / around_mean if around_mean else math.nan,
         max_relative_error=float(np.abs(misses).max()),
         points=len(time),
     )
