@@ -109,8 +109,7 @@ class Watchdog:
         self._pauses = 0
         self._step: int | None = None
         self._device: Callable[[], int] | None = None
-        self._phase = self._seen_phase = ""
-        self._seen_step: int | None = None
+        self._phase = ""
         self._mine = State()
 
     def __enter__(self) -> Watchdog:
@@ -174,28 +173,27 @@ class Watchdog:
         was_asleep = now - self._posted_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
         # The steps that are over; the device is asked from the first one on.
         finished = self._device() if self._step is not None and self._device else self._step
-        now_at = finished, self._phase
-        if now_at != (self._seen_step, self._seen_phase) or self._pauses or was_asleep:
-            (self._seen_step, self._seen_phase), self._seen_at = now_at, now
+        before, place = self._mine, stacks.main_thread()
+        self._mine = replace(
+            before,
+            tick=before.tick + 1,
+            step=finished,
+            begun=self._step,
+            phase=self._phase,
+            place=str(place),
+            waits=place.waits,
+        )
+        if (self._mine.step, self._mine.phase) != (before.step, before.phase) or self._pauses or was_asleep:
+            self._seen_at = now
         self._posted_at = now
         patience = self._allowed() - (now - self._seen_at)
-        place = stacks.main_thread()
-        self._mine = State(
-            self._mine.tick + 1,
-            self._seen_step,
-            self._step,
-            self._seen_phase,
-            None if self._pauses else patience,
-            str(place),
-            place.waits,
-            self._mine.dumped,
-        )
+        self._mine = replace(self._mine, patience=None if self._pauses else patience)
         self._board.post(self._mine, asks=patience < self._allowed() / 2)
 
     def _allowed(self) -> float:
-        if self._seen_phase:
+        if self._mine.phase:
             return TOGETHER
-        return self._limit * (FIRST_STEP if self._seen_step is None else 1)
+        return self._limit * (FIRST_STEP if self._mine.step is None else 1)
 
     def _judge(self, now: float) -> tuple[int, str] | None:
         """Say whom to blame and why, or ``None`` while somebody still gets on; asked where this rank does not."""
@@ -265,7 +263,7 @@ class _Board:
         self._store.set_timeout(timedelta(seconds=patience))
         self._thread = threading.Thread(target=self._exchange, daemon=True, name="watchdog's board")
         self._wake = threading.Event()
-        self._posted, self._asks, self._closed = State(), False, False
+        self._posted, self._closed = State(), False
         self._asking_since: float | None = None
         self._answered_at = 0.0
         self._seen: dict[int, Sighting] = {}
@@ -287,7 +285,7 @@ class _Board:
             self._asking_since = time.monotonic()
         elif not asks:
             self._asking_since = None
-        self._posted, self._asks = state, asks
+        self._posted = state
         self._wake.set()
 
     @property
@@ -303,7 +301,7 @@ class _Board:
         while True:
             self._wake.wait()
             self._wake.clear()
-            closed, asks = self._closed, self._asks
+            closed, asks = self._closed, self._asking_since is not None
             with suppress(dist.DistError):  # who is asked for the time of the last answer draws the conclusion
                 self._store.set(_key(self._world.rank), json.dumps(asdict(self._posted)))
                 if asks:
