@@ -129,8 +129,8 @@ class Stopwatch:
         self.laps: dict[str, float] = {}  #: Seconds by milestone.
         self._last = started
 
-    def lap(self, name: str, now: float | None = None) -> None:
-        """Record the time since the last lap under ``name``; it ended ``now``."""
-        now = time.time() if now is None else now
+    def lap(self, name: str) -> None:
+        """Record the time since the last lap under ``name``."""
+        now = time.time()
         self.laps[name] = now - self._last
         self._last = now

@@ -52,9 +52,7 @@ def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
     return {one: max(rates[one] for rates in attempts if one in rates) for rates in attempts for one in rates}
 
 
-def slow_ranks(
-    slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int] = ()
-) -> Iterator[Finding]:
+def slow_ranks(slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
     """Yield findings for slow ranks, by the dtype of the products, with their share of the peers' median.
 
     Other processes ran beside the ranks ``loaded``.
@@ -64,9 +62,7 @@ def slow_ranks(
         yield Finding("slow rank", [rank], f"{text}, at best of {attempts}", beside_load=rank in loaded)
 
 
-def slow_links(
-    slow_ones: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int] = ()
-) -> Iterator[Finding]:
+def slow_links(slow_ones: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
     """Yield findings for slow links; the arguments are those of :func:`slow_ranks`."""
     for (source, target), share in slow_ones.items():
         text = f"rank {source} sends to rank {target} at {_share(share)} of the median of such links"

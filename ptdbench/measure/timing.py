@@ -122,7 +122,7 @@ def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torc
     return [next(seconds) if step else [0.0] * count for step in steps]
 
 
-def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
+def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:
     """The number of leading warm-up steps, by the MSER rule.
 
     MSER drops the ``d`` steps that make the standard error of the remaining mean smallest,
@@ -152,7 +152,7 @@ def warmup_end(step_seconds: Sequence[float], minimum: int = 0) -> int:
     return first + int(np.argmin(mser[first : last + 1]))
 
 
-def warmup_ends(starts: Sequence[Sequence[float]], minimum: int = 0) -> list[int]:
+def warmup_ends(starts: Sequence[Sequence[float]], minimum: int) -> list[int]:
     """The number of leading warm-up steps of each start of a run, whose other steps are timed together.
 
     One start alone has that of :func:`warmup_end`. Beside others a short one has its warm-up in full, even if that is
