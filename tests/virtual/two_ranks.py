@@ -8,7 +8,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,20 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.launch import rendezvous
-
-
-def objects(rank: int) -> dict[str, Any]:
-    """Objects of all ranks, and one sent from the first."""
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, {"rank": rank, "text": "x" * (100 * rank)})
-    sent = [["of rank 0"] if rank == 0 else None]
-    dist.broadcast_object_list(sent, src=0)
-    received: list[Any] = ["for rank 1"] if rank == 0 else [None]
-    if rank == 0:
-        dist.send_object_list(received, dst=1)
-    else:
-        dist.recv_object_list(received, src=0)
-    return {"gathered": [len(one["text"]) for one in gathered], "sent": sent, "received": received}
 
 
 def patience(rank: int) -> list[float]:
@@ -61,7 +46,7 @@ def main(rank: int, meeting: Path) -> None:
     dist.init_process_group(
         "nccl", init_method=meeting.as_uri(), rank=rank, world_size=2, device_id=torch.device("cuda", rank)
     )
-    answers = {ask.__name__: ask(rank) for ask in (objects, patience, saving)}
+    answers = {ask.__name__: ask(rank) for ask in (patience, saving)}
     dist.destroy_process_group()
     print(json.dumps(answers))
 
