@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
@@ -251,11 +251,9 @@ def stop_on_signals() -> None:
         signal.signal(number, _stop)
 
 
-@contextmanager
-def stopping() -> Iterator[None]:
+def stopping() -> AbstractContextManager[None]:
     """Raise :class:`Stopped` in the main thread on a stop signal meanwhile, instead of being killed by it."""
-    with handling(_stop):
-        yield
+    return handling(_stop)
 
 
 def stops(number: int) -> bool:

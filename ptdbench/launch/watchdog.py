@@ -204,12 +204,13 @@ class Watchdog:
             return None
         states: dict[int, State | None] = {self._world.rank: self._mine}
         for rank, sighting in seen.items():
-            state = sighting.state
-            gone = state is None or (not state.left and now - sighting.since > self._quiet)
-            gets_on = state and (state.patience is None or state.patience > now - sighting.since)
-            if state and not state.left and not gone and gets_on:
-                return None
-            states[rank] = None if gone else state
+            state, age = sighting.state, now - sighting.since
+            if state and not state.left:
+                if age > self._quiet:
+                    state = None  # it is gone
+                elif state.patience is None or state.patience > age:
+                    return None
+            states[rank] = state
         return verdict(states, self._allowed())
 
     def _silent_store(self) -> tuple[int, str]:

@@ -91,10 +91,7 @@ def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
 
 def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
     """Return the cores of a node that its ranks may use, and how many of these other processes took."""
-    busy: dict[int, float] = {}
-    for rank in ranks:
-        for core, seconds in rank.busy.items():
-            busy.setdefault(core, seconds / rank.wall)
+    busy = {core: seconds / rank.wall for rank in ranks for core, seconds in rank.busy.items()}
     count = len({core for rank in ranks for core in rank.cores})
     own = sum(rank.own / rank.wall for rank in ranks)
     return count, max(0.0, sum(busy.values()) - own) if len(busy) == count else None

@@ -112,9 +112,6 @@ def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
     return peak * 1e12, None
 
 
-_OF_GPUS = ("tf32", "cudnn", "nccl", "driver")
-
-
 def environment(device_type: str) -> dict[str, Any]:
     """Return properties of this machine and installation that a measurement may depend on.
 
@@ -131,7 +128,7 @@ def environment(device_type: str) -> dict[str, Any]:
         "numpy": _version("numpy"),
         "cuda": torch.version.cuda,
         "rocm": torch.version.hip,
-        **(_gpus() if device_type == "cuda" else dict.fromkeys(_OF_GPUS) | {"devices": []}),
+        **(_gpus() if device_type == "cuda" else dict.fromkeys(("tf32", "cudnn", "nccl", "driver")) | {"devices": []}),
         **_git(Path(__file__).parents[2]),
         "cpu": _cpu_model(),
         "cores": len(settings.own_cores()),
