@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ptdbench.launch import settings
 from tests.conftest import ROOT, outputs, record_of
 from tests.daily import cases
 from tests.ports import free_port
+from tests.programs import call
 
 pytestmark = pytest.mark.ranks
 
@@ -34,32 +36,8 @@ FAULTY = (
 Done = subprocess.CompletedProcess[str]
 
 
-def together(commands: Sequence[Sequence[str]], cwd: Path, environ: Mapping[str, str]) -> Done:
-    """What commands that run at the same time print, one after the other, and the worst of their exit statuses."""
-    started = [
-        subprocess.Popen(
-            command, cwd=cwd, env={**environ, "PYTHONPATH": str(ROOT)}, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for command in commands
-    ]  # fmt: skip
-    try:
-        said = [process.communicate(timeout=240) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    status = max(abs(process.returncode) for process in started)
-    return subprocess.CompletedProcess([], status, "".join(out for out, _ in said), "".join(err for _, err in said))
-
-
 def alone(command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Done:
-    return together([command], cwd, environ)
-
-
-def agents(*arguments: str) -> list[list[str]]:
-    """The commands of two agents of torchrun, each of which is a node, with a rank on each."""
-    common = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=localhost", f"--master_port={free_port()}"]
-    return [[*TORCHRUN, *common, f"--node_rank={node}", TRAIN[1], *arguments] for node in (0, 1)]
+    return call(*command, cwd=cwd, environ=environ)
 
 
 def the_record(cwd: Path) -> dict[str, Any]:
@@ -142,7 +120,14 @@ class TestTraining:
         assert (record["parallel"], record["launcher"]) == ("ddp", "openmpi")
 
     def test_two_agents_of_torchrun(self, tmp_path, environ):
-        record = self.trained(together(agents(*TOY, "parallel=pdp"), tmp_path, environ), tmp_path)
+        """Each is a node, with a rank on it."""
+        meeting = ("--master_addr=localhost", f"--master_port={free_port()}")
+        agent = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", *meeting]
+        commands = [[*agent, f"--node_rank={node}", TRAIN[1], *TOY, "parallel=pdp"] for node in (0, 1)]
+        with ThreadPoolExecutor(2) as nodes:
+            first, second = nodes.map(lambda command: alone(command, tmp_path, environ), commands)
+        assert (second.returncode, "step ms" in second.stdout) == (0, False), second.stderr
+        record = self.trained(first, tmp_path)
         assert (record["parallel"], record["launcher"]) == ("pdp", "torchrun")
         assert None not in record["losses"]  # the last stage's, on the other node
 
@@ -193,34 +178,14 @@ class TestSignals:
         assert error["message"].startswith("rank 1 left no report; rank 0 then saw: ")
 
 
-class TestRefused:
-    """One message, whatever the number of ranks, and nothing is left behind."""
-
-    def test_ranks_do_not_submit_jobs(self, tmp_path, slurm):
-        def jobs() -> set[str]:
-            listed = subprocess.run(
-                ["squeue", "--noheader", "--states=all", "--format=%i %w"], env=slurm, capture_output=True, text=True,
-                check=True,
-            ).stdout  # fmt: skip
-            return {line for line in listed.splitlines() if line.endswith(f" {slurm['SBATCH_WCKEY']}")}
-
-        before = jobs()
-        done = alone(["srun", "--ntasks=2", *TRAIN, *TOY, "cluster=slurm"], tmp_path, slurm)
-        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
-        assert [line for line in done.stderr.splitlines() if not line.startswith(("srun: ", "  "))] == [
-            "cluster=slurm: this is rank 0 of 2 that srun started; each would submit the jobs again; "
-            "start it with plain python, or omit cluster and launcher to run on these ranks"
-        ]
-        assert len(jobs() - before) == 1  # the srun itself
-
-    @pytest.mark.thorough
-    def test_a_world_that_is_not_the_one_that_was_asked_for(self, tmp_path, mpirun, environ):
-        """Said by rank 0, although mpirun ends it as soon as another rank has failed, and it is the last to start."""
-        late = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 1 ] || sleep 6; exec "$@"', "sh"]
-        asked = ["cluster.nodes=2", "cluster.ranks_per_node=4"]
-        done = alone([*mpirun, "-np", "2", *late, *TRAIN, *TOY, *asked], tmp_path, environ)
-        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
-        assert [line for line in done.stderr.splitlines() if line.startswith("cluster.")] == [
-            "cluster.ranks_per_node=4: openmpi started 2 ranks on this node; try auto, 2",
-            "cluster.nodes=2: openmpi started ranks on 1 node; try auto, 1",
-        ]
+@pytest.mark.thorough
+def test_a_world_that_is_not_the_one_that_was_asked_for(tmp_path, mpirun, environ):
+    """Said by rank 0, although mpirun ends it as soon as another rank has failed, and it is the last to start."""
+    late = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 1 ] || sleep 6; exec "$@"', "sh"]
+    asked = ["cluster.nodes=2", "cluster.ranks_per_node=4"]
+    done = alone([*mpirun, "-np", "2", *late, *TRAIN, *TOY, *asked], tmp_path, environ)
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert [line for line in done.stderr.splitlines() if line.startswith("cluster.")] == [
+        "cluster.ranks_per_node=4: openmpi started 2 ranks on this node; try auto, 2",
+        "cluster.nodes=2: openmpi started ranks on 1 node; try auto, 1",
+    ]

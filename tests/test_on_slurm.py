@@ -219,6 +219,17 @@ class TestRefused:
         assert expected in line
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
+    def test_ranks_do_not_submit_jobs(self, run, jobs, tmp_path):
+        """One message, whatever their number."""
+        before = jobs()
+        done = run("srun", "--ntasks=2", *TRAIN, *TOY)
+        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+        assert [line for line in done.stderr.splitlines() if not line.startswith(("srun: ", "  "))] == [
+            "cluster=slurm: this is rank 0 of 2 that srun started; each would submit the jobs again; "
+            "start it with plain python, or omit cluster and launcher to run on these ranks"
+        ]
+        assert len(jobs() - before) == 1  # the srun itself
+
 
 def test_the_config_of_a_sweep_is_that_of_every_run_and_needs_no_slurm(environ, tmp_path):
     asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2", "--cfg", "job")

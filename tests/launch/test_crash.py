@@ -1,5 +1,6 @@
 """What native code leaves that ends a process, in processes of their own: no rank, and not torch either."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 
 from ptdbench.launch import crash
 from tests.conftest import ROOT
+from tests.programs import call
 
 HEAD = """\
 import ctypes, faulthandler, os, signal, sys
@@ -32,8 +34,7 @@ def told(text: str) -> crash.Crash:
 
 def ended(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
     """A process that has the path of a file in ``sys.argv[1]``."""
-    words = [sys.executable, "-c", HEAD + code, str(file(directory))]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return call(sys.executable, "-c", HEAD + code, file(directory), cwd=ROOT, environ=os.environ, timeout=60)
 
 
 @pytest.mark.parametrize(

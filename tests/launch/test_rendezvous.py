@@ -3,12 +3,10 @@
 import json
 import os
 import socket
-import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 
 import pytest
@@ -18,7 +16,9 @@ import torch.distributed as dist
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem
+from tests.conftest import ROOT
 from tests.ports import free_port
+from tests.programs import call
 
 #: A rank: it meets the others, agrees with them, and tells what it knows then.
 RANK = """
@@ -28,7 +28,7 @@ from ptdbench.launch import rendezvous
 from ptdbench.launch.world import discover
 
 world = discover(os.environ)
-said = rendezvous.agree("word", world, lambda: f"from {os.getpid()}")
+said = rendezvous.agree("word", world, lambda: f"from {world.rank}")
 assert discover(os.environ) == world
 with rendezvous.process_group(world, "gloo", torch.device("cpu"), key="run"):
     total = torch.tensor([world.rank + 1])
@@ -42,9 +42,6 @@ told = {"said": said, "total": int(total)} | {name: os.environ[name] for name in
 os.write(1, (json.dumps(told) + "\\n").encode())  # in one piece: ranks share the terminal
 """
 
-#: Seconds after which a rank that hangs is a failure; longer than any of these waits for a peer.
-PATIENCE = 120.0
-
 
 def srun(job: str, rank: int) -> dict[str, str]:
     """The environment of one of two tasks on two nodes, of which the first is this machine."""
@@ -55,36 +52,18 @@ def srun(job: str, rank: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-@pytest.fixture
-def started(environ: dict[str, str]) -> Callable[..., AbstractContextManager[subprocess.Popen[str]]]:
-    """A process that takes part, for as long as the block lasts."""
-
-    @contextmanager
-    def start(
-        of_launcher: Mapping[str, str], *arguments: str, prefix: Sequence[str] = ()
-    ) -> Iterator[subprocess.Popen[str]]:
-        command = [*prefix, sys.executable, "-c", RANK, *arguments]
-        pipe = subprocess.PIPE
-        with subprocess.Popen(command, env=environ | of_launcher, stdout=pipe, stderr=pipe, text=True) as process:
-            try:
-                yield process
-            finally:
-                process.terminate()  # not SIGKILL: srun and mpirun must end their ranks
-
-    return start
+def told(environ: Mapping[str, str], *arguments: str, prefix: Sequence[str] = ()) -> list[dict[str, str]]:
+    """What the ranks of a process say that takes part, by rank."""
+    command = (*prefix, sys.executable, "-c", RANK, *arguments)
+    done = call(*command, cwd=ROOT, environ=environ, timeout=120)  # longer than any of these waits for a peer
+    assert done.returncode == 0, done.stderr
+    return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda line: int(line["RANK"]))
 
 
-def told(process: subprocess.Popen[str]) -> list[dict[str, str]]:
-    """What the ranks of a process printed, by rank."""
-    out, err = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, err
-    return sorted((json.loads(line) for line in out.splitlines()), key=lambda line: int(line["RANK"]))
-
-
-def check_places(ranks: list[dict[str, str]], sizes: tuple[int, ...], host: str, said: str = "") -> None:
+def check_places(ranks: list[dict[str, str]], sizes: tuple[int, ...], host: str) -> None:
     """Ranks of nodes of these sizes have met on the host, and each knows its place."""
     count = sum(sizes)
-    common = {"said": said or ranks[0]["said"], "total": count * (count + 1) // 2, "WORLD_SIZE": str(count)}
+    common = {"said": "from 0", "total": count * (count + 1) // 2, "WORLD_SIZE": str(count)}
     common |= {"MASTER_ADDR": host, "MASTER_PORT": ranks[0]["MASTER_PORT"]}
     places = [{"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(size)} for size in sizes for local in range(size)]
     assert ranks == [common | place | {"RANK": str(rank)} for rank, place in enumerate(places)]
@@ -97,22 +76,21 @@ def job() -> str:
 
 
 @pytest.mark.ranks
-def test_tasks_of_srun_meet(started, job):
+def test_tasks_of_srun_meet(environ, job):
     stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5"}
-    with started(srun(job, 0) | stale, "env://") as first, started(srun(job, 1) | stale, "env://") as second:
-        check_places(told(first) + told(second), (1, 1), "localhost", f"from {first.pid}")
+    with ThreadPoolExecutor(2) as tasks:
+        first, second = tasks.map(lambda rank: told(environ | srun(job, rank) | stale, "env://"), (0, 1))
+    check_places(first + second, (1, 1), "localhost")
 
 
 @pytest.mark.thorough
-def test_ranks_of_two_nodes_meet_on_the_first(started, slurm):
-    with started(slurm, prefix=["srun", "-N2", "-n3", "--ntasks-per-node=2"]) as step:
-        check_places(told(step), (2, 1), "n1")
+def test_ranks_of_two_nodes_meet_on_the_first(slurm):
+    check_places(told(slurm, prefix=["srun", "-N2", "-n3", "--ntasks-per-node=2"]), (2, 1), "n1")
 
 
 @pytest.mark.thorough
-def test_ranks_of_mpirun_in_an_allocation_meet_on_its_first_node(started, slurm, mpirun):
-    with started(slurm, prefix=["salloc", "-N2", "--ntasks-per-node=2", *mpirun]) as allocation:
-        check_places(told(allocation), (2, 2), "n1")
+def test_ranks_of_mpirun_in_an_allocation_meet_on_its_first_node(slurm, mpirun):
+    check_places(told(slurm, prefix=["salloc", "-N2", "--ntasks-per-node=2", *mpirun]), (2, 2), "n1")
 
 
 class TestNotMet:

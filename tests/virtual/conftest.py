@@ -3,9 +3,9 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from filelock import FileLock
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
 from tests.conftest import ROOT
+from tests.programs import call
 
 GIB = 1 << 30
 
@@ -65,23 +66,16 @@ def start(environ: dict[str, str], shared: Path, tmp_path_factory: pytest.TempPa
 
     def _carried_out(program: str, ranks: int, options: dict[str, bool]) -> list[dict[str, Any]]:
         variables = library.environment(DEVICE, 2, **options)
-        command = [sys.executable, "-m", f"tests.virtual.{program}"]
         meeting = tmp_path_factory.mktemp("meeting") / "store"
-        env = {**environ, **variables, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "0,1", "MEETING": str(meeting)}
-        started = [
-            subprocess.Popen(
-                [*command, str(rank)], cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for rank in range(ranks)
-        ]
-        return [_answers(process) for process in started]
+        env = {**environ, **variables, "CUDA_VISIBLE_DEVICES": "0,1", "MEETING": str(meeting)}
 
-    def _answers(process: subprocess.Popen[str]) -> dict[str, Any]:
-        try:
-            out, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
-        assert process.returncode == 0, errors
-        return {**json.loads(out.splitlines()[-1]), "errors": errors}
+        def answers(rank: int) -> dict[str, Any]:
+            command = (sys.executable, "-m", f"tests.virtual.{program}", str(rank))
+            done = call(*command, cwd=ROOT, environ=env, timeout=120)
+            assert done.returncode == 0, done.stderr
+            return {**json.loads(done.stdout.splitlines()[-1]), "errors": done.stderr}
+
+        with ThreadPoolExecutor(ranks) as threads:
+            return list(threads.map(answers, range(ranks)))
 
     return run
