@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ DEVICE = Device(
     power=500,
 )
 
-Start = Callable[..., list[dict[str, Any]]]
+Start = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -49,33 +48,22 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(environ: dict[str, str], shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Run ``python -m tests.virtual.PROGRAM RANK`` for each rank; what each has printed as JSON, and its errors."""
+def start(environ: dict[str, str], shared: Path) -> Start:
+    """Run ``python -m tests.virtual.PROGRAM``; what it has printed as JSON, and its errors."""
     if shutil.which("cc") is None:
         pytest.skip("left out: a virtual GPU needs a C compiler")
     if torch.version.cuda is None or sys.platform != "linux":
         pytest.skip(f"left out: a virtual GPU needs torch's build for CUDA, and this is {torch.__version__}")
 
-    def run(program: str, ranks: int = 1, **options: bool) -> list[dict[str, Any]]:
+    def run(program: str, **options: bool) -> dict[str, Any]:
         kept = shared / f"{program} {' '.join(options)}.json"
         with FileLock(f"{kept}.lock"):
             if not kept.exists():
-                kept.write_text(json.dumps(_carried_out(program, ranks, options)))
-        found: list[dict[str, Any]] = json.loads(kept.read_text())
+                env = {**environ, **library.environment(DEVICE, 2, **options), "CUDA_VISIBLE_DEVICES": "0,1"}
+                done = call(sys.executable, "-m", f"tests.virtual.{program}", cwd=ROOT, environ=env, timeout=120)
+                assert done.returncode == 0, done.stderr
+                kept.write_text(json.dumps({**json.loads(done.stdout.splitlines()[-1]), "errors": done.stderr}))
+        found: dict[str, Any] = json.loads(kept.read_text())
         return found
-
-    def _carried_out(program: str, ranks: int, options: dict[str, bool]) -> list[dict[str, Any]]:
-        variables = library.environment(DEVICE, 2, **options)
-        meeting = tmp_path_factory.mktemp("meeting") / "store"
-        env = {**environ, **variables, "CUDA_VISIBLE_DEVICES": "0,1", "MEETING": str(meeting)}
-
-        def answers(rank: int) -> dict[str, Any]:
-            command = (sys.executable, "-m", f"tests.virtual.{program}", str(rank))
-            done = call(*command, cwd=ROOT, environ=env, timeout=120)
-            assert done.returncode == 0, done.stderr
-            return {**json.loads(done.stdout.splitlines()[-1]), "errors": done.stderr}
-
-        with ThreadPoolExecutor(ranks) as threads:
-            return list(threads.map(answers, range(ranks)))
 
     return run

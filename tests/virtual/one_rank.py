@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
-from ptdbench.checkpoints.saver import Staging
+from ptdbench.checkpoints.saver import Saver, Staging
+from ptdbench.launch import rendezvous
 from ptdbench.measure import clock, operations
 from ptdbench.models.experts import Balance, Router, Routing
 from ptdbench.parallel import ring
@@ -217,6 +222,37 @@ def routed() -> list[str]:
     return found
 
 
+def grouped() -> dict[str, Any]:
+    """In a process group: see below."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    found = {"saving": saving(), "patience": patience()}
+    dist.destroy_process_group()
+    return found
+
+
+def saving() -> int:
+    """The device of the thread that saves, where the rank has the second one."""
+    found = []
+    with TemporaryDirectory() as folder, torch.cuda.device(1):
+        saver = Saver(Path(folder), keep=1)
+        saver._begin(lambda: found.append(torch.cuda.current_device()))
+        saver.close()
+    return found[0]
+
+
+def patience() -> list[float]:
+    """Minutes that a group waits: one of a mesh as torch makes it, the default one and that of the mesh afterwards."""
+    mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=("one", "other"))["one"].get_group()
+
+    def minutes(group: dist.ProcessGroup | None) -> float:
+        chosen = group or dist.distributed_c10d._get_default_group()
+        return chosen._get_backend(torch.device("cuda")).options._timeout.total_seconds() / 60  # type: ignore[attr-defined]
+
+    found = [minutes(mesh)]
+    rendezvous.be_patient(rendezvous.patience_for(20))
+    return [*found, minutes(None), minutes(mesh)]
+
+
 def unanswered() -> str:
     """The error of an operation that nothing answers, a decomposition by cuSOLVER."""
     try:
@@ -229,6 +265,6 @@ def unanswered() -> str:
 if __name__ == "__main__":
     asked = (
         device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, attention, staged, offloaded,
-        uncompared, counted, routed, unanswered,
+        uncompared, counted, routed, grouped, unanswered,
     )  # fmt: skip
     print(json.dumps({ask.__name__: ask() for ask in asked}))

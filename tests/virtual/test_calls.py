@@ -14,12 +14,12 @@ INVALID, OUT_OF_MEMORY, NOT_INITIALIZED, BAD_HANDLE, NOT_READY, NOT_SUPPORTED = 
 
 @pytest.fixture(scope="module")
 def answers(start: Start) -> dict[str, Any]:
-    return start("calls")[0]
+    return start("calls")
 
 
 @pytest.fixture(scope="module")
 def in_real_time(start: Start) -> dict[str, Any]:
-    return start("calls", real_time=True)[0]
+    return start("calls", real_time=True)
 
 
 def test_memory_comes_in_pages_and_ends_behind_what_the_context_takes(answers):

@@ -21,7 +21,7 @@ COLLECTED = {
 
 @pytest.fixture(scope="module")
 def answers(start: Start) -> dict[str, Any]:
-    return start("messages")[0]
+    return start("messages")
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ,
     assert (path / "trace.json.gz").exists()
     assert record["phases"]["stage_links"] == links_of_this_torch()
     assert "Warning" not in done.stderr
+    assert "nothing answers" not in done.stderr
 
 
 @needs_setters
