@@ -233,13 +233,19 @@ class TestRealSlurm:
         for identity in (job, f"{elements}_1"):
             assert when(identity, lambda state: state.is_over).state == "CANCELLED"
 
-    def test_elements_of_an_array_each_have_their_state(self, submit):
-        array = submit("exit $SLURM_ARRAY_TASK_ID", "--array=0-1", "--time=1")
+    def test_elements_of_an_array_each_have_their_state_and_the_last_is_requeued_alone(self, submit):
+        """Its own id is that of the array, by which SLURM would start all elements once more."""
+        command = "test $SLURM_ARRAY_TASK_ID = 2 && exec sleep 600; exit $SLURM_ARRAY_TASK_ID"
+        array = submit(command, "--array=0-2", "--requeue")
         good, bad = (when(f"{array}_{index}", lambda job: job.is_over) for index in (0, 1))
         assert (good.state, good.reason) == ("COMPLETED", "")
         assert (bad.state, bad.reason) == ("FAILED", "NonZeroExitCode")
         assert bad.nodes in ("n1", "n2")
-        assert set(commands.queue([array])) == {f"{array}_0", f"{array}_1"}
+        assert when(f"{array}_2", lambda job: job.state == "RUNNING").nodes
+        commands.requeue(f"{array}_2")
+        assert not when(f"{array}_2", lambda job: job.state == "PENDING").is_over
+        assert commands.queue([f"{array}_0"])[f"{array}_0"].state == "COMPLETED"
+        assert set(commands.queue([array])) == {f"{array}_{index}" for index in range(3)}
         assert set(commands.queue([f"{array}_1"])) == {f"{array}_1"}
 
     def test_a_held_job_waits_and_a_canceled_one_is_over_and_others_are_absent(self, submit):
@@ -251,15 +257,6 @@ class TestRealSlurm:
         commands.cancel([job])
         assert when(job, lambda job: job.is_over).state == "CANCELLED"
         commands.cancel([job])  # it stays so
-
-    def test_the_last_element_of_an_array_is_requeued_alone(self, submit):
-        """Its own id is that of the array, by which SLURM would start all elements once more."""
-        array = submit("test $SLURM_ARRAY_TASK_ID = 0 || sleep 600", "--array=0-1", "--requeue")
-        assert when(f"{array}_0", lambda job: job.is_over).state == "COMPLETED"
-        assert when(f"{array}_1", lambda job: job.state == "RUNNING").nodes
-        commands.requeue(f"{array}_1")
-        assert not when(f"{array}_1", lambda job: job.state == "PENDING").is_over
-        assert commands.queue([f"{array}_0"])[f"{array}_0"].state == "COMPLETED"
 
     def test_a_thousand_jobs_are_one_question(self, submit, monkeypatch):
         array = submit("true", "--hold", "--array=0-999")
