@@ -14,8 +14,8 @@ class Faulty(nn.Module):
     """A linear layer that fails in a forward pass, on one rank.
 
     Args:
-        how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``,
-            ``limit`` (its address space), ``diverge`` or ``none``.
+        how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``term`` (SIGTERM), ``oom``, ``limit`` (its
+            address space), ``diverge`` or ``none``.
         rank: On which rank.
         call: In which forward pass, counted from 1.
     """
@@ -31,23 +31,21 @@ class Faulty(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = self.linear(inputs)
         self.calls += not inputs.is_meta  # where its FLOPs are counted it does not count
-        if self.here and self.calls == self.call and self.how != "none":
-            if self.how == "raise":
+        match self.how if self.here and self.calls == self.call else "none":
+            case "raise":
                 raise RuntimeError("this one is on purpose")
-            if self.how == "kill":
+            case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if self.how == "crash":
+            case "crash":
                 ctypes.string_at(0)
-            if self.how == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if self.how == "term":
+            case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
-                return outputs
-            if self.how == "oom":
+            case "oom":
                 torch.empty(2**60)
-            if self.how == "limit":
+            case "limit":
                 used = resource.getpagesize() * int(Path("/proc/self/statm").read_text().split()[0])
                 resource.setrlimit(resource.RLIMIT_AS, (used + 2**26, resource.RLIM_INFINITY))
                 torch.ones(2**26)  # 256 MiB
-            return outputs * torch.nan
+            case "diverge":
+                return outputs * torch.nan
         return outputs
