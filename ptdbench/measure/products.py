@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ptdbench.measure import clock, hardware
+from ptdbench.measure import hardware
 from ptdbench.measure.memory import no_collection
-from ptdbench.measure.timing import Effort
+from ptdbench.measure.timing import Effort, timed
 
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -119,23 +119,13 @@ def repeat(
     :class:`Effort`, whose warm-up makes the library choose its kernel.
     """
     effort = Effort(seconds)
-
-    def times(count: int) -> list[float]:
-        taken = clock.for_device(device)
-        for _ in range(count):
-            between()
-            taken.start()
-            work()
-            taken.stop()
-        return taken.seconds()  # waits for the device
-
     gc.collect()
     with no_collection():
-        times(effort.warmup)
+        timed([work], effort.warmup, device, between)
         started = time.perf_counter()
-        times(1)
+        timed([work], 1, device, between)
         once = time.perf_counter() - started
-        return times(effort.repetitions(once))
+        return timed([work], effort.repetitions(once), device, between)[0]
 
 
 def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:

@@ -110,16 +110,25 @@ def repeat_in_turns(
     return [most(*seconds) for seconds in timed(steps, effort.repetitions(once), device)]
 
 
-def timed(steps: Sequence[Callable[[], object] | None], count: int, device: torch.device) -> list[list[float]]:
-    """Return the seconds of ``count`` repetitions of each step on this rank; zeros where it does not take part."""
-    turns = [(step, clock.for_device(device)) for step in steps if step]
+def timed(
+    steps: Sequence[Callable[[], object] | None],
+    count: int,
+    device: torch.device,
+    between: Callable[[], object] = lambda: None,
+) -> list[list[float]]:
+    """Return the seconds of ``count`` repetitions of each step on this rank; zeros where it does not take part.
+
+    ``between`` runs untimed before each of them.
+    """
+    turns = [(step, clock.for_device(device)) for step in steps]
     for _ in range(count):
         for step, watch in turns:
-            watch.start()
-            step()
-            watch.stop()
-    seconds = iter([watch.seconds() for _, watch in turns])
-    return [next(seconds) if step else [0.0] * count for step in steps]
+            if step:
+                between()
+                watch.start()
+                step()
+                watch.stop()
+    return [watch.seconds() if step else [0.0] * count for step, watch in turns]
 
 
 def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ptdbench.measure import products
+from ptdbench.measure import clock, products
 from ptdbench.measure.products import Shape
 from ptdbench.measure.timing import Effort
 
@@ -69,7 +69,7 @@ def test_what_comes_between_precedes_every_repetition_and_is_not_counted(monkeyp
         def seconds(self):
             return [1.0] * order.count("stop")
 
-    monkeypatch.setattr(products.clock, "for_device", lambda device: Clock())
+    monkeypatch.setattr(clock, "for_device", lambda device: Clock())
     products.repeat(lambda: order.append("work"), lambda: order.append("flush"), CPU, seconds=0)
     assert order == ["flush", "start", "work", "stop"] * (Effort.warmup + 1 + Effort.min_repetitions)
 
