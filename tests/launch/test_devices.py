@@ -26,8 +26,8 @@ def refused(monkeypatch, seen: list[Sight], device: str = "auto", backend: str =
     return ""
 
 
-def on(node: str, *ranks: int, gpus: int, uuid: str = "", reason: str = "") -> list[Sight]:
-    return [Sight(rank, node, len(ranks), gpus, uuid, reason) for rank in ranks]
+def on(node: str, *ranks: int, gpus: int, reason: str = "") -> list[Sight]:
+    return [Sight(rank, node, len(ranks), gpus, reason=reason) for rank in ranks]
 
 
 def test_ranks_that_find_the_same_kind_are_accepted(monkeypatch):

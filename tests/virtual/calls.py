@@ -3,7 +3,7 @@
 import ctypes
 import json
 import os
-from ctypes import byref, c_char_p, c_float, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_float, c_size_t, c_uint, c_void_p
 from typing import Any
 
 cuda = ctypes.CDLL(None)
@@ -119,7 +119,6 @@ def names() -> dict[str, Any]:
     """The device's names, by NVML too."""
     management, handle, name = ctypes.CDLL("libnvidia-ml.so.1"), c_void_p(), ctypes.create_string_buffer(96)
     count = c_uint()
-    cuda.cudaGetErrorName.restype = c_char_p
     statuses = [
         management.nvmlInit_v2(),
         management.nvmlDeviceGetCount_v2(byref(count)),

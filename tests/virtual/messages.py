@@ -48,8 +48,8 @@ class Rank:
     def got(self, kind: str, count: int) -> list[float]:
         return list(struct.unpack(f"{count}{kind}", ctypes.string_at(self.receive, count * struct.calcsize(kind))))
 
-    def call(self, name: str, *arguments: Any, received: bool = True) -> int:
-        buffers = (c_void_p(self.send), c_void_p(self.receive)) if received else (c_void_p(self.send),)
+    def call(self, name: str, *arguments: Any) -> int:
+        buffers = c_void_p(self.send), c_void_p(self.receive)
         return int(getattr(nccl, name)(*buffers, *arguments, self.comm, c_void_p(0)))
 
 
