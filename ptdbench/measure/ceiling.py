@@ -10,7 +10,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -201,9 +200,9 @@ def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceili
         rates: defaultdict[str, list[float]] = defaultdict(list)
         for product in (product for of in alike for product in of["products"] if product["dtype"] == key.dtype):
             rates[product["shape"]].append(product["median"])
-        shape, rate = max(
-            ((shape, statistics.median(of_ranks)) for shape, of_ranks in rates.items()), key=itemgetter(1)
-        )
+        medians = {shape: statistics.median(of_ranks) for shape, of_ranks in rates.items()}
+        shape = max(medians, key=medians.__getitem__)
+        rate = medians[shape]
         peak, reason = dense_peak(key.device if key.threads is None else "cpu", key.dtype)
         found.append(
             Ceiling(
