@@ -86,8 +86,9 @@ class TestCeilings:
 
 
 class TestKept:
-    def keep(self, rate: float, beside_load: bool, **how: bool) -> str | None:
-        (found,) = ceiling._ceilings([rank(0, {"a": rate})], [replace(QUIET, gpu_ranks=[0] * beside_load)])
+    def keep(self, rate: float, beside_load: bool, device: str = "NVIDIA H200", **how: bool) -> str | None:
+        ranks = [rank(0, {"a": rate}, device=device)]
+        (found,) = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[0] * beside_load)])
         return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), {"ceilings": [to_builtins(found)]}, **how)
 
     @staticmethod
@@ -108,6 +109,10 @@ class TestKept:
         assert self.kept() == (7e14, False)
         assert self.keep(8e14, beside_load=True) is None
         assert self.kept() == (8e14, True)
+
+    def test_none_of_a_virtual_gpu(self, cache):
+        said = self.keep(7e14, beside_load=False, device="virtual NVIDIA H200")
+        assert (said, cache.exists()) == ("not kept for later runs: virtual GPUs compute nothing", False)
 
     def test_of_one_that_is_measured_again_the_higher(self):
         self.keep(7e14, beside_load=True)
