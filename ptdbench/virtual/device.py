@@ -6,6 +6,7 @@ what fits) and, crudely, how long the device takes in real-time mode; none of th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -46,13 +47,12 @@ class Device:
     def __post_init__(self) -> None:
         whole = ("memory", "context", "multiprocessors", "bus_width", "l2", "shared_memory")
         above = ("bandwidth", "memory_clock", "clock")
-        parts = str(self.capability).split(".")
+        allocatable = 1 if self.allocatable is None else self.allocatable
         require(
-            *at_least(1, **{name: getattr(self, name) for name in whole}),
-            *at_least(1, allocatable=1 if self.allocatable is None else self.allocatable),
+            *at_least(1, **{name: getattr(self, name) for name in whole}, allocatable=allocatable),
             *(Problem(name, getattr(self, name), "must be above 0") for name in above if not getattr(self, name) > 0),
             None
-            if len(parts) == 2 and all(part.isdigit() for part in parts)
+            if re.fullmatch(r"\d+\.\d+", str(self.capability))
             else Problem("capability", self.capability, "must be two numbers", 'try "9.0"'),
             None
             if self.context < self.memory
