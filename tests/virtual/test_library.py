@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,20 +12,6 @@ from ptdbench.virtual import elf, library
 from tests.virtual.conftest import DEVICE, Start
 
 CUDA = pytest.mark.skipif(torch.version.cuda is None, reason="left out: torch is no build for CUDA")
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def torch_of(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> None:
-    """Let a torch lie there that is nothing but the file with its version."""
-    (folder / "torch").mkdir()
-    (folder / "torch/version.py").write_text(version)
-    spec = SimpleNamespace(origin=str(folder / "torch/__init__.py"))
-    monkeypatch.setattr(library, "find_spec", lambda name: spec)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +29,8 @@ def torch_of(monkeypatch: pytest.MonkeyPatch, folder: Path, version: str) -> Non
     ids=["cpu", "rocm"],
 )
 def test_other_builds_of_torch_are_refused(monkeypatch, tmp_path, version, message):
-    torch_of(monkeypatch, tmp_path, version)
+    (tmp_path / "version.py").write_text(version)
+    monkeypatch.setattr(library, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
     with pytest.raises(ConfigError) as raised:
         library.build()
     assert str(raised.value) == message
@@ -65,7 +51,8 @@ def test_other_platforms_are_refused(monkeypatch, system, machine):
 
 
 @CUDA
-def test_the_first_error_of_a_compiler_is_told(monkeypatch, tmp_path, cache):
+@pytest.mark.usefixtures("cache")
+def test_the_first_error_of_a_compiler_is_told(monkeypatch, tmp_path):
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho 'warning: w' >&2\necho 'memory.c:7: error: no such thing' >&2\nexit 1\n")
     compiler.chmod(0o755)
