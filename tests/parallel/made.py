@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -18,6 +19,7 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import Call
 from ptdbench.training.profile import profiled
@@ -51,11 +53,27 @@ def unscaled(loss: Tensor) -> Tensor:
     return loss
 
 
+def small(**options: Any) -> GPT:
+    """With weights, for :func:`tests.parallel.ten_steps.tokens`."""
+    return with_weights(gpt(**{"layers": 3, "heads": 2, "width": 8, "sequence_length": 6, "vocabulary": 20} | options))
+
+
+def refused(call: Callable[..., Any], *arguments: Any) -> str:
+    """Why a call with these arguments is refused."""
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> BatchPlan:
+    return strategy.layout(strategy.dims(world_size), global_batch, micro_batch)
+
+
 def laid_out(
     strategy: Strategy, model: Any, batch: int, micro_batch: Any = "auto", **setting: Any
 ) -> tuple[Engine, BatchPlan, int]:
     """In a rank: the engine of a model over all ranks, how a batch is divided, and whose share of it is this rank's."""
-    layout = strategy.layout(strategy.dims(dist.get_world_size()), batch, micro_batch)
+    layout = layout_of(strategy, dist.get_world_size(), batch, micro_batch)
     strategy.check(model, layout)
     mesh = mesh_of(layout.dims)
     engine = strategy(model, Setting(mesh=mesh, layout=layout, device=CPU, **setting))

@@ -1,28 +1,35 @@
-"""Bytes by formula, against what ranks have really sent in a step."""
+"""Bytes by formula, against what ranks have really sent in a step, and hold after it."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
+from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
 from ptdbench.models.moe import MoE
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.activations import Recompute
-from ptdbench.parallel.comm_volume import OPERATIONS
+from ptdbench.parallel.comm_volume import OPERATIONS, CommModel, comm_bytes
+from ptdbench.parallel.engine import Engine
+from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
 from tests.optim.made_muon import muon_of
-from tests.parallel.made import calls_of, data, laid_out, on_meta, unscaled
+from tests.parallel.made import calls_of, data, laid_out, layout_of, on_meta, unscaled
 from tests.parallel.ranks import each, on_ranks
 from tests.parallel.splitting import where_split
-from tests.parallel.test_conflicts import layout_of
 
 BATCH = 8
 
@@ -33,6 +40,10 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "images": (Strategy(replicate="auto"), {"micro_batch": 1}),
     "images in shards": (Strategy(shard="auto"), {"precision": "bf16"}),
     "zero1": (Strategy(replicate="auto", optimizer="zero1"), {}),
+    "zero1 by muon": (Strategy(replicate="auto", optimizer="zero1"), {"muon": True}),
+    "zero1 of two stages a rank": (
+        Strategy(replicate="auto", pipeline=2, schedule="looped_bfs", microbatches=2, optimizer="zero1"), {}
+    ),
     "powersgd": (Strategy(replicate="auto", gradients="powersgd"), {}),
     "fsdp": (Strategy(shard="auto"), {"micro_batch": 1}),
     "fsdp by muon": (Strategy(shard="auto"), {"muon": True}),
@@ -49,6 +60,7 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),
     "hsdp": (Strategy(replicate=2, shard="auto"), {}),
     "pdp": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
+    "pdp by muon": (Strategy(replicate="auto", pipeline=2, microbatches=2), {"muon": True}),
     "gpipe in bf16": (Strategy(replicate=2, pipeline=2, schedule="gpipe", microbatches=2), {"precision": "bf16"}),
     "stages with a frozen weight in common": (Strategy(replicate=2, pipeline=2, microbatches=2), {}),
     "stages in shards": (Strategy(shard="auto", pipeline=2, microbatches=2), {"micro_batch": 1}),
@@ -123,7 +135,7 @@ MODELS: dict[str, Any] = {
         _TOKENS,
     ),
     **dict.fromkeys(
-        ("stages of two layers", "both ends on a rank"),
+        ("stages of two layers", "both ends on a rank", "zero1 of two stages"),
         (partial(GPT, layers=4, heads=4, width=12, sequence_length=8, vocabulary=42), _TOKENS),
     ),
     "stages with a frozen weight": (
@@ -133,51 +145,90 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def of_case(name: str) -> tuple[Any, Counter[str]]:
-    """In a rank: the bytes of a step by formula, and those that the rank hands over in one, on the average."""
+@dataclass(frozen=True)
+class Seen:
+    """Of a rank: bytes of each operation in a step and of training state, by formula and real, and warnings."""
+
+    by_formula: dict[str, Any]
+    sent: Counter[str]
+    foreseen: Footprint
+    held: Footprint
+    warned: list[str]
+
+
+def of_case(name: str) -> Seen:
+    """In a rank: steps of a layout, the last of which is looked at."""
     strategy, options = CASES[name]
     setting = {option: value for option, value in options.items() if option in ("precision", "activations")}
     make_model, make_data = next(made for begins, made in MODELS.items() if name.startswith(begins))
     model, data, by_muon = on_meta(make_model), make_data(seed=0), "muon" in options
-    make = muon_of(model) if by_muon else torch.optim.AdamW
-    engine, layout, _ = laid_out(strategy, on_meta(make_model), BATCH, options.get("micro_batch", "auto"), **setting)
-    by_formula = strategy.volume(
-        model, layout, data.example(), options.get("precision", "fp32"),
-        recomputes="activations" in options, gathers=4 * by_muon,
-    )  # fmt: skip
-    optimizer = engine.optimizer(make)
+    micro_batch, precision = options.get("micro_batch", "auto"), options.get("precision", "fp32")
+    make = muon_of(model) if by_muon else partial(torch.optim.AdamW, fused=True)
 
     def step() -> None:
+        optimizer.zero_grad()
         engine.gradients(*data.samples(0, layout.replica_batch), unscaled)
         optimizer.step()
-        optimizer.zero_grad()
 
-    for _ in range(engine.rehearsals + 1):
-        step()
+    with warnings.catch_warnings(record=True) as warned:
+        engine, layout, _ = laid_out(strategy, on_meta(make_model), BATCH, micro_batch, **setting)
+        optimizer = engine.optimizer(make)
+        for _ in range(engine.rehearsals + 1):
+            step()
     sent = Counter[str]()
     for call in calls_of(step):
         sent[call.operation] += call.bytes
-    return by_formula, sent
+    stages = footprints(model, make, strategy, layout.dims, average=False, precision=precision)
+    foreseen = stages[layout.dims.stage(dist.get_rank())]
+    return Seen(
+        comm_bytes(CommModel(
+            model, data.example(), layout, strategy, precision,
+            recomputes="activations" in options, gathers=4 * by_muon,
+        )),
+        sent, foreseen, held(engine, optimizer), [str(one.message) for one in warned],
+    )  # fmt: skip
+
+
+def held(engine: Engine, optimizer: torch.optim.Optimizer) -> Footprint:
+    """The memory of a rank's training state."""
+    weights = list(engine.module.parameters())
+    copies = [copy for part in engine.parts if part.copies for copy in part.copies.tensors]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    not_sent = [tensor for name, tensor in engine.own_state().items() if "error" in name]
+    return Footprint(
+        storage([*weights, *engine.module.buffers(), *copies]),
+        storage([*gradients, *not_sent]),
+        storage([value for values in optimizer.state.values() for value in values.values()]),
+    )
+
+
+def storage(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that these tensors are in, each counted once."""
+    storages = [local_part(tensor.detach()).untyped_storage() for tensor in tensors]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
 
 
 @pytest.fixture(scope="module")
-def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, Seen]]:
     return on_ranks(4, each, of_case, sorted(selected(request, "name")))
 
 
-@pytest.mark.ranks
-@cases(
+over_cases = cases(
     "name",
     CASES,
     daily=[
-        "ddp in bf16", "images in shards", "zero1", "fsdp by muon", "hsdp", "pdp",
-        "stages with a frozen weight in common", "tensor and shards", "tensor and stages", "context and shards",
-        "ring and tensor", "llama in bf16",
+        "ddp in bf16", "images in shards", "zero1", "zero1 of two stages a rank", "powersgd",
+        "fsdp by muon", "hsdp", "pdp by muon", "stages with a frozen weight in common", "tensor and shards",
+        "tensor and stages", "context and shards", "ring and tensor", "llama in bf16", "experts chosen in replicas",
     ],
 )  # fmt: skip
+
+
+@pytest.mark.ranks
+@over_cases
 def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
-    by_formula = of_ranks[0][name][0]
-    sent = {operation: sum(one[name][1][operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}
+    by_formula = of_ranks[0][name].by_formula
+    sent = {operation: sum(one[name].sent[operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}
     unknown = {operation for operation, size in by_formula.items() if size is None}
     assert unknown == UNKNOWN.get(name, set())
     between = {operation: size for operation, size in by_formula.items() if isinstance(size, tuple)}
@@ -187,6 +238,27 @@ def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
     assert sent == by_formula | {operation: sent[operation] for operation in unknown}
 
 
+@pytest.mark.ranks
+@over_cases
+def test_what_ranks_hold_is_what_is_foreseen(of_ranks, name):
+    strategy = CASES[name][0]
+    dims = strategy.dims(4)
+    of_stages: dict[int, list[bool]] = {}
+    for rank, (foreseen, real) in enumerate((of_rank[name].foreseen, of_rank[name].held) for of_rank in of_ranks):
+        assert (real.weights, real.gradients) == (foreseen.weights, foreseen.gradients)
+        assert 0 < real.optimizer <= foreseen.optimizer
+        of_stages.setdefault(dims.stage(rank), []).append(real.optimizer == foreseen.optimizer)
+    # The last shards of a weight are padded, and their state is not; and one of several owners has the most.
+    is_divided = strategy.shards(dims) or strategy.optimizer == "zero1"
+    assert all(any(same) if is_divided else all(same) for same in of_stages.values())
+
+
+@pytest.mark.ranks
+@over_cases
+def test_a_user_is_not_warned_of_what_is_done_for_them(of_ranks, name):
+    assert [of_rank[name].warned for of_rank in of_ranks] == [[]] * 4
+
+
 def test_a_model_that_is_not_on_the_meta_device_is_not_run():
     """It would draw random numbers for dropout, and another run would draw others."""
     model, ran = MODELS[""][0](), []
@@ -194,6 +266,6 @@ def test_a_model_that_is_not_on_the_meta_device_is_not_run():
     for part in model.parts().values():
         part.register_forward_hook(lambda *_: ran.append(1))
     strategy = Strategy(replicate=2, pipeline=2, microbatches=2)
-    found = strategy.volume(model, layout_of(strategy, 4, BATCH), data(42).example(), "fp32", recomputes=False)
+    found = comm_bytes(CommModel(model, data(42).example(), layout_of(strategy, 4, BATCH), strategy))
     assert not ran
     assert set(found.values()) == {None}

@@ -11,10 +11,9 @@ from torch.torch_version import TorchVersion
 
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
-from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.conflicts import SETTERS
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError
+from tests.parallel.made import layout_of, refused
 from tests.parallel.setters import needs_setters
 from tests.parallel.splitting import needs_splitting
 
@@ -37,16 +36,6 @@ def with_setters(*values: Any) -> Any:
 def split(*values: Any) -> Any:
     """A row for a torch that splits backward passes."""
     return pytest.param(*values, marks=needs_splitting)
-
-
-def refused(call: Any, *arguments: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call(*arguments)
-    return str(caught.value)
-
-
-def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> BatchPlan:
-    return strategy.layout(strategy.dims(world_size), global_batch, micro_batch)
 
 
 @pytest.mark.parametrize(

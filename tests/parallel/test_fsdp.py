@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from functools import partial
 from typing import Any
 
@@ -74,17 +73,3 @@ def test_weights_are_gathered_as_late_as_they_can_and_no_more_often_than_needed(
     for of_rank in of_ranks:
         assert of_rank[name]["all_gather"] == gathered.split()
         assert of_rank[name]["reduce_scatter"] == reduced.split()
-
-
-def warned_of() -> list[str]:
-    """In a rank: what torch warns of where it shards the rows of a table that tensor parallelism cuts, too."""
-    with warnings.catch_warnings(record=True) as warned:
-        engine, layout, _ = laid_out(Strategy(shard="auto", tensor=2), on_meta(UNTIED), 4, 2)
-        engine.gradients(*data().samples(0, layout.replica_batch), unscaled)
-    return [str(one.message) for one in warned]
-
-
-@pytest.mark.thorough
-@pytest.mark.ranks
-def test_a_user_is_not_warned_of_what_is_done_for_them():
-    assert on_ranks(4, warned_of) == [[]] * 4
