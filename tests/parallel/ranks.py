@@ -3,13 +3,15 @@
 import gc
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ptdbench.launch import crash, gloo, local
 from ptdbench.parallel.dims import Dims
@@ -34,6 +36,18 @@ def on_ranks(size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
 def mesh_of(dims: Dims) -> Mesh:
     """In a rank: one mesh for all that have these degrees; gloo keeps the threads of each."""
     return Mesh(dims, "cpu")
+
+
+@contextmanager
+def pretended(size: int, rank: int = 0) -> Iterator[None]:
+    """This process as one of ``size`` ranks, the others of which are not there; as the only one it has a real group."""
+    backend, store = ("fake", FakeStore()) if size > 1 else ("gloo", dist.HashStore())
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        mesh_of.cache_clear()
+        dist.destroy_process_group()
 
 
 def each(body: Callable[..., Any], cases: Iterable[Any]) -> dict[Any, Any]:

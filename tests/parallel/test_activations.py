@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,17 +12,17 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ptdbench.models.gpt import GPT
 from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, wrap_forward
 from ptdbench.parallel.compile import compile_parts, start_afresh
 from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Copies, narrow
-from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.daily import cases
-from tests.parallel.made import gpt, with_weights
+from tests.parallel.made import refused, small
 from tests.parallel.ten_steps import tokens
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 FRUGAL = [Recompute(), Recompute(every=2), Selective(), Offload()]
 
@@ -54,10 +53,6 @@ def test_a_batch_norm_counts_a_batch_once(treat):
     for weight, expected in zip(layer.parameters(), plain.parameters(), strict=True):
         assert torch.equal(weight.grad, expected.grad)
     assert layer[1].momentum == plain[1].momentum
-
-
-def small() -> GPT:
-    return with_weights(gpt(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20))
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -175,13 +170,6 @@ def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.fixture(autouse=True)
-def _compiler_as_it_was() -> Iterator[None]:
-    with torch._dynamo.config.patch({}):
-        yield
-    torch.compiler.reset()
-
-
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -195,6 +183,4 @@ def _compiler_as_it_was() -> Iterator[None]:
     ],
 )  # fmt: skip
 def test_what_would_be_without_effect_or_sense_is_refused(overrides, message):
-    with pytest.raises(ConfigError) as refused:
-        training_spec.specify(config.read(composed(*overrides)), lambda ranks: ranks(2))
-    assert str(refused.value) == message
+    assert refused(training_spec.specify, config.read(composed(*overrides)), lambda ranks: ranks(2)) == message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from ptdbench.local_part import local_part
-from ptdbench.models.gpt import GPT
 from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
@@ -25,9 +23,11 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.daily import cases
-from tests.parallel.made import SHAPE, data, gpt, laid_out, on_meta, unscaled, with_weights
-from tests.parallel.ranks import each, on_ranks
+from tests.parallel.made import SHAPE, data, laid_out, on_meta, small, unscaled
+from tests.parallel.ranks import on_ranks, pretended
 from tests.parallel.ten_steps import tokens
+
+pytestmark = pytest.mark.usefixtures("compiler")
 
 Graphs = list[torch.fx.GraphModule]
 
@@ -36,27 +36,13 @@ Graphs = list[torch.fx.GraphModule]
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     """What is compiled, by a compiler that runs each graph as it is."""
     found: Graphs = []
-    monkeypatch.setattr(torch, "compile", noting(found))
-    return found
 
-
-def noting(found: Graphs) -> Callable[..., Any]:
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         found.append(graph)
         return graph.forward
 
-    return partial(torch.compile, backend=backend)
-
-
-@pytest.fixture(autouse=True)
-def _compiler_as_it_was() -> Iterator[None]:
-    with torch._dynamo.config.patch({}):
-        yield
-    torch.compiler.reset()
-
-
-def small() -> GPT:
-    return with_weights(gpt(layers=3, heads=2, width=8, sequence_length=6, vocabulary=20))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    return found
 
 
 def compiled(model: Any, how: Compile = "layers") -> Any:
@@ -219,19 +205,13 @@ def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
     assert len(graphs) == 1 if how == "whole" else graphs
 
 
-@pytest.mark.ranks
-def test_graphs_are_not_cut_again_where_a_bucket_of_ddp_is_full():
-    assert on_ranks(2, each, graphs_under_ddp, ["layers", "whole"]) == [{"layers": 3, "whole": 1}] * 2
-
-
-def graphs_under_ddp(how: Compile) -> int:
-    """In a rank: in buckets so small that torch would cut each block."""
-    found: Graphs = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", noting(found))
+@pytest.mark.parametrize(("how", "count"), [("layers", 3), ("whole", 1)])
+def test_graphs_are_not_cut_again_where_a_bucket_of_ddp_is_full(graphs, how, count):
+    """In buckets so small that torch would cut each block."""
+    with pretended(1):
         engine, *_ = laid_out(Strategy(replicate="auto", bucket_mb=0.0001), small(), 4, 2, compile=how)
-    engine.gradients(tokens(), tokens(), unscaled)
-    return len(found)
+        engine.gradients(tokens(), tokens(), unscaled)
+    assert len(graphs) == count
 
 
 def in_pieces() -> tuple[dict[str, int], bool]:

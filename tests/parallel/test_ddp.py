@@ -4,9 +4,8 @@ from torch import nn
 
 from ptdbench.parallel.ddp import bucket_size
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError
-from tests.parallel.made import gpt, laid_out
-from tests.parallel.ranks import on_ranks
+from tests.parallel.made import gpt, laid_out, refused
+from tests.parallel.ranks import pretended
 from tests.parallel.ten_steps import by_engine
 
 
@@ -24,26 +23,15 @@ def test_what_is_not_trained_is_in_no_bucket():
     assert bucket_size(model) == 25
 
 
-def said_of_an_unused_weight() -> list[str]:
-    """In each of two ranks: why DDP does not train a model with it, without and with a static graph."""
-    found = []
-    for micro_batch in (1, 2):
-        model = gpt(layers=2, vocabulary=20)
-        with torch.device("meta"):
-            model.unused = nn.LayerNorm(2, bias=False)
-        try:
-            by_engine(*laid_out(Strategy(replicate=2), model, 4, micro_batch))
-            found.append("")
-        except ConfigError as refused:
-            found.append(str(refused))
-    return found
-
-
-@pytest.mark.ranks
 def test_a_weight_without_a_gradient_is_named_where_ddp_waits_for_it():
-    (found, _) = on_ranks(2, said_of_an_unused_weight)
-    assert found == [
-        "parallel.static_graph=false: without a static graph DDP needs a gradient of each weight, and none came for "
-        "unused.weight; freeze what is not used: requires_grad_(False)",
-        "",
-    ]
+    def trained(micro_batch: int) -> None:
+        model = gpt(layers=2, vocabulary=20)
+        model.unused = nn.LayerNorm(2, bias=False, device="meta")
+        by_engine(*laid_out(Strategy(replicate="auto"), model, 4, micro_batch))
+
+    with pretended(1):
+        trained(4)  # by a static graph
+        assert refused(trained, 2) == (
+            "parallel.static_graph=false: without a static graph DDP needs a gradient of each weight, and none came "
+            "for unused.weight; freeze what is not used: requires_grad_(False)"
+        )

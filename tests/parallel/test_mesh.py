@@ -1,24 +1,24 @@
-"""The mesh on eight ranks: which of them share what, also by degrees that are not there yet."""
+"""The mesh of eight ranks: which of them share what, also by degrees that are not there yet."""
 
 import warnings
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.mesh import Mesh
-from tests.parallel.ranks import on_ranks
+from tests.parallel.ranks import pretended
 from tests.parallel.test_dims import WithTwoMore
-
-pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
 def of_ranks() -> list[dict[str, Any]]:
-    return on_ranks(8, in_rank)
+    found = []
+    for rank in range(8):
+        with pretended(8, rank):
+            found.append(in_rank())
+    return found
 
 
 def in_rank() -> dict[str, Any]:
@@ -37,12 +37,7 @@ def in_rank() -> dict[str, Any]:
         "shard": ranks(more.shard),
         "folds": ranks(more.refolds["expert"]),
         "alone": (ranks(alone["expert"]), alone.refolds),
-        "threads": [threads_of(group) for group in dist.distributed_c10d._world.pg_map],
     }
-
-
-def threads_of(group: dist.ProcessGroup) -> int:
-    return group._get_backend(torch.device("cpu")).options._threads
 
 
 def ranks(mesh: DeviceMesh | None) -> Any:
@@ -78,10 +73,3 @@ def test_a_refold_divides_the_ranks_of_others_anew(of_ranks):
         assert of_rank["folds"] == [[first, first + 1], [first + 2, first + 3]]
         assert of_rank["more"]["expert"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert of_rank["alone"] == (None, {})
-
-
-def test_gloo_has_one_thread_for_each_group(of_ranks):
-    """Two corrupt the heap where a functional all-gather is in flight with another collective of the group."""
-    for of_rank in of_ranks:
-        assert len(of_rank["threads"]) > 8
-        assert set(of_rank["threads"]) == {1}

@@ -47,8 +47,9 @@ def of_whole(name: str) -> list[Tensor]:
 
 
 def of_shares() -> dict[str, Any]:
-    """In a rank: the same of its positions."""
+    """In a rank: the same of its positions; and how many threads the groups have."""
     mesh = init_device_mesh("cpu", (RANKS,))
+    dist.new_group()
     positions = Positions(RANKS, dist.get_rank(), paired=True)
     found = {}
     for name, case in CASES.items():
@@ -56,7 +57,8 @@ def of_shares() -> dict[str, Any]:
         inputs = [positions.own(tensor, 2).requires_grad_() for tensor in whole]
         out = ring.attention(mesh)(*inputs)
         found[name] = [out.detach(), *torch.autograd.grad(out, inputs, positions.own(gradient, 2))]
-    return found
+    groups = dist.distributed_c10d._world.pg_map
+    return found | {"threads": [group._get_backend(torch.device("cpu")).options._threads for group in groups]}
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,14 @@ def test_it_is_attention_to_all_positions(of_ranks, name):
         positions = Positions(RANKS, rank, paired=True)
         for own, whole in zip(of_rank[name], of_whole(name), strict=True):
             torch.testing.assert_close(own, positions.own(whole, 2), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.ranks
+def test_gloo_has_one_thread_for_each_group(of_ranks):
+    """Two corrupt the heap where a functional all-gather is in flight with another collective of the group."""
+    for of_rank in of_ranks:
+        assert len(of_rank["threads"]) > 1
+        assert set(of_rank["threads"]) == {1}
 
 
 @pytest.mark.parametrize(("queries", "keys", "is_causal"), [(20, 20, True), (20, 10, False), (10, 20, False)])

@@ -20,10 +20,9 @@ from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
-from tests.parallel.made import data, gpt, laid_out, on_meta, unscaled, whole, with_weights
-from tests.parallel.ranks import each, on_ranks
+from tests.parallel.made import data, gpt, laid_out, layout_of, on_meta, refused, unscaled, whole, with_weights
+from tests.parallel.ranks import each, on_ranks, pretended
 from tests.parallel.splitting import needs_splitting, where_split
-from tests.parallel.test_conflicts import layout_of, refused
 
 BATCH, MICRO_BATCH = 16, 1
 STRATEGIES = {
@@ -32,9 +31,6 @@ STRATEGIES = {
     "fsdp": Strategy(shard="auto"),
     "fsdp without resharding": Strategy(shard="auto", reshard_after_forward=False),
     "fsdp resharding between": Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True),
-    "fsdp kept between": Strategy(shard="auto", reshard_between_microbatches=False),
-    "fsdp resharding to pairs": Strategy(shard="auto", reshard_after_forward=2),
-    "fsdp gathering ahead": Strategy(shard="auto", prefetch=2),
     "hsdp": Strategy(replicate=2, shard="auto"),
     "1f1b": Strategy(replicate="auto", pipeline=2, schedule="1f1b", microbatches=4),
     "gpipe": Strategy(replicate="auto", pipeline=2, schedule="gpipe", microbatches=4),
@@ -102,7 +98,7 @@ class TestOnRanks:
         "name",
         STRATEGIES | SEVERAL,
         daily=[
-            "ddp", "fsdp", "fsdp kept between", "hsdp", "1f1b", "gpipe", "stages in shards",
+            "ddp", "fsdp", "hsdp", "1f1b", "gpipe", "stages in shards",
             "tensor and shards, sequence", "tensor and stages", "context and shards", "ring and stages",
             "interleaved1f1b, copies", "looped_bfs, shards",
         ],
@@ -219,15 +215,12 @@ ON_ONE_RANK = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks
-def test_on_one_rank_what_was_asked_for_is_applied_all_the_same():
-    expected = {name: tuple(names) for name, (_, *names) in ON_ONE_RANK.items()}
-    assert on_ranks(1, each, kinds_on_one_rank, ON_ONE_RANK) == [expected]
-
-
-def kinds_on_one_rank(name: str) -> tuple[str, str]:
-    engine, *_ = laid_out(ON_ONE_RANK[name][0], gpt(), 4)
-    return type(engine).__name__, type(engine.parts[0].runner).__name__
+@pytest.mark.parametrize("name", ON_ONE_RANK)
+def test_on_one_rank_what_was_asked_for_is_applied_all_the_same(name):
+    strategy, *expected = ON_ONE_RANK[name]
+    with pretended(1):
+        engine, *_ = laid_out(strategy, gpt(), 4)
+        assert [type(engine).__name__, type(engine.parts[0].runner).__name__] == expected
 
 
 def pipeline(**options: Any) -> Strategy:
