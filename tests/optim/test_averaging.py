@@ -4,11 +4,14 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ptdbench.optim.averaging import KEY, WeightAverage
+from tests.optim.made_muon import muon_of
 
 OPTIMIZERS = {
-    "sgd": lambda weights: torch.optim.SGD(weights, lr=0.1),
-    "momentum": lambda weights: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    "adamw": lambda weights: torch.optim.AdamW(weights, lr=0.1, fused=True),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True),
+    # the last linear layer's weight would be the head, and no matrix
+    "muon": lambda model: muon_of(whole := nn.Sequential(model, nn.Linear(2, 1)))(whole.named_parameters()),
 }
 
 
@@ -29,7 +32,7 @@ def linear() -> nn.Linear:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_is_torchs_average_and_training_is_the_same_without(name):
     model, plain = linear(), linear()
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = OPTIMIZERS[name](model)
     average = WeightAverage(optimizer, 0.7)
     reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
     steps(model, optimizer, 5, lambda: reference.update_parameters(model))
@@ -38,14 +41,14 @@ def test_it_is_torchs_average_and_training_is_the_same_without(name):
         torch.testing.assert_close(model.weight, reference.module.weight)
         assert not torch.equal(model.weight, trained)
     assert torch.equal(model.weight, trained)
-    steps(plain, OPTIMIZERS[name](plain.parameters()), 5)
+    steps(plain, OPTIMIZERS[name](plain), 5)
     assert torch.equal(plain.weight, trained)
 
 
 def test_weights_come_back_when_judging_them_fails_and_one_without_a_gradient_has_no_average():
     model = linear()
     model.bias.requires_grad_(False)
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    optimizer = OPTIMIZERS["sgd"](model)
     average = WeightAverage(optimizer, 0.9)
     steps(model, optimizer, 3)
     trained = model.weight.detach().clone()

@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from ptdbench.optim.averaging import WeightAverage
 from ptdbench.optim.muon import Muon
 from ptdbench.setup import config, run_spec
 from tests.conftest import composed
@@ -89,14 +88,6 @@ def test_its_state_is_one_and_can_be_loaded():
     train(first, optimizer)
     train(second, loaded)
     assert same(first, second)
-
-
-def test_weights_are_averaged_beside_it():
-    average = WeightAverage(optimizer := muon_of(module := model())(module.named_parameters()), 0.9)
-    plain = train(other := model(), muon_of(other)(other.named_parameters()))
-    assert same(train(module, optimizer), plain)
-    with torch.no_grad(), average.in_place():
-        assert not torch.equal(module[1].weight, plain[1].weight)
 
 
 @pytest.mark.parametrize("held", [["1.weight"], ["0.weight", "1.bias"]])

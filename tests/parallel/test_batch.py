@@ -8,6 +8,7 @@ from ptdbench.parallel.batch import BatchPlan, share
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
+from tests.parallel.made import refused
 
 WORLDS = range(1, 9)
 BATCHES = range(1, 25)
@@ -82,9 +83,7 @@ def test_the_rows_of_all_replicas_are_every_sample_exactly_once():
     ],
 )  # fmt: skip
 def test_a_refusal_names_numbers_that_fit(arguments, message):
-    with pytest.raises(ConfigError) as caught:
-        share(*arguments)
-    assert str(caught.value) == message
+    assert refused(share, *arguments) == message
 
 
 def test_a_record_holds_the_numbers_by_name():

@@ -8,6 +8,7 @@ import pytest
 
 from ptdbench.parallel.dims import Dims, degree, derive
 from ptdbench.problems import ConfigError
+from tests.parallel.made import refused
 
 NAMES = ("replicate", "shard", "context", "tensor", "pipeline")
 
@@ -72,9 +73,7 @@ def test_degrees_are_found_exactly_where_they_can_multiply_to_the_world_size():
     ],
 )  # fmt: skip
 def test_a_refusal_states_the_equation_and_what_fits(world_size, degrees, message):
-    with pytest.raises(ConfigError) as caught:
-        derive(world_size, wanted(**degrees))
-    assert str(caught.value) == message
+    assert refused(derive, world_size, wanted(**degrees)) == message
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,7 @@ def test_a_degree_that_refolds_others_costs_no_ranks(asked, found):
 
 
 def test_a_degree_that_refolds_others_divides_their_ranks():
-    with pytest.raises(ConfigError) as caught:
-        with_two_more(12, replicate=2, shard=3, tensor=2, expert=4)
-    assert str(caught.value) == (
+    assert refused(lambda: with_two_more(12, replicate=2, shard=3, tensor=2, expert=4)) == (
         "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, whose ranks it divides; try 1, 2, 3, 6"
     )
 

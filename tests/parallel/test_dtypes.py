@@ -44,18 +44,18 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def of_ranks(request: pytest.FixtureRequest) -> list[dict[Any, dict[str, Any]]]:
-    chosen = [selected(request, part) for part in ("name", "precision", "kind")]
-    wanted = [case for case in CASES if all(part in some for part, some in zip(case, chosen, strict=True))]
-    return on_ranks(4, each, step_of, wanted)
+    return on_ranks(4, each, step_of, sorted(selected(request, "case")))
 
 
 @cases(
-    ("name", "precision", "kind"),
+    "case",
     CASES,
     daily=[case for case in CASES if case[0] in ("ddp", "fsdp", "1f1b") and case[1] == "bf16"],
+    ids="-".join,
 )
-def test_dtypes_do_not_depend_on_the_layout(of_ranks, name, precision, kind):
-    seen = [of_rank[name, precision, kind] for of_rank in of_ranks]
+def test_dtypes_do_not_depend_on_the_layout(of_ranks, case):
+    _, precision, kind = case
+    seen = [of_rank[case] for of_rank in of_ranks]
     activations: dict[str, set[torch.dtype]] = {}
     for of_rank in seen:
         for module, dtypes in of_rank["activations"].items():

@@ -5,17 +5,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ptdbench.models.materialize import materialize
 from ptdbench.models.toy import Toy
 from ptdbench.parallel.engine import Accumulating, LaidOutModule, norm_of
 from ptdbench.parallel.experts import Routing
+from tests.parallel.made import on_meta, unscaled, with_weights
 
 
 def toy() -> Toy:
-    with torch.device("meta"):
-        model = Toy(inputs=4, width=6, outputs=2, layers=3)
-    materialize(model, model, device="cpu", seed=0)
-    return model
+    return with_weights(on_meta(Toy, inputs=4, width=6, outputs=2, layers=3))
 
 
 def engine(model: Toy, micro_batch: int, **options) -> Accumulating:
@@ -25,7 +22,7 @@ def engine(model: Toy, micro_batch: int, **options) -> Accumulating:
 def test_the_scale_reaches_the_gradients_and_not_the_loss():
     inputs, targets = torch.randn(4, 4), torch.randn(4, 2)
     plain, scaled = toy(), toy()
-    loss = engine(plain, 2).gradients(inputs, targets, lambda loss: loss)
+    loss = engine(plain, 2).gradients(inputs, targets, unscaled)
     assert torch.equal(engine(scaled, 2).gradients(inputs, targets, lambda loss: loss * 1024), loss)
     for ours, theirs in zip(scaled.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad * 1024)
@@ -50,7 +47,7 @@ def test_forward_and_backward_of_all_passes_but_the_last_defer_communication():
 
     model.register_forward_hook(lambda *_: told.append("forward"))
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: told.append("backward"))
-    engine(model, 2, deferred=deferred).gradients(torch.randn(6, 4), torch.randn(6, 2), lambda loss: loss)
+    engine(model, 2, deferred=deferred).gradients(torch.randn(6, 4), torch.randn(6, 2), unscaled)
     assert told == 2 * ["begin", "forward", "backward", "end"] + ["forward", "backward"]
 
 
@@ -74,7 +71,7 @@ def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: passes.append(True))
     inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
     before = torch.get_rng_state()
-    engine(model, 3, settles_after=2).rehearse(inputs, targets, lambda loss: loss)
+    engine(model, 3, settles_after=2).rehearse(inputs, targets, unscaled)
     assert len(passes) == 2 * 2
     assert model.count == 0
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -88,7 +85,7 @@ def test_a_rehearsal_copes_with_masks_that_are_expanded_or_made_in_the_first_pas
     model.register_forward_pre_hook(
         lambda *_: setattr(model, "mask", torch.ones(3) if model.mask is None else model.mask)
     )
-    engine(model, 3, settles_after=1).rehearse(torch.randn(6, 4), torch.randn(6, 2), lambda loss: loss)
+    engine(model, 3, settles_after=1).rehearse(torch.randn(6, 4), torch.randn(6, 2), unscaled)
     assert all(model.mask == 1)
 
 
@@ -102,7 +99,7 @@ def test_what_is_routed_in_a_rehearsal_does_not_count():
 
     inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
     whole = engine(toy(), 3, settles_after=2, routing=routing, settle=settle)
-    whole.rehearse(inputs, targets, lambda loss: loss)
+    whole.rehearse(inputs, targets, unscaled)
     assert (routing._totals["router"].tolist(), routing._taken.tolist()) == ([3.0, 4.0], [7.0])
-    whole.gradients(inputs, targets, lambda loss: loss)
+    whole.gradients(inputs, targets, unscaled)
     assert (routing._totals["router"].tolist(), routing._taken.tolist()) == ([4.0, 5.0], [7.0, 2.0])

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ptdbench.local_part import local_part
 from ptdbench.models.moe import MoE
-from ptdbench.parallel.activations import Offload
+from ptdbench.parallel.activations import Keep, Offload
 from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
-from tests.parallel.made import laid_out, on_meta
+from tests.parallel.made import laid_out, layout_of, on_meta, refused
 from tests.parallel.ranks import each, on_ranks
-from tests.parallel.ten_steps import by_engine, by_hand, sgd
-from tests.parallel.test_conflicts import layout_of, refused
+from tests.parallel.ten_steps import by_engine, by_hand
 
 SAMPLES = 4
 
@@ -39,9 +35,9 @@ KINDS = ("loss", "bias", "forced", "latent")
 
 
 def model(kind: str = "loss") -> MoE:
-    """On the meta device; its balance, or latent attention, with fewer heads of keys for it to overlook."""
+    """On the meta device; of this balance, or with latent attention and fewer heads of keys for it to overlook."""
     attention = {"head_width": 4, "latent_width": 8, "rotary_width": 4} if kind == "latent" else {}
-    balance = "loss" if kind == "latent" else kind
+    balance = "loss" if kind in ("latent", "offload") else kind
     return on_meta(
         MoE, layers=2, heads=4, key_value_heads=1 if attention else 4, width=16, hidden=24, dense_layers=0, experts=4,
         active=2, expert_hidden=8, shared_experts=1, sequence_length=8, vocabulary=20, **attention,
@@ -49,14 +45,17 @@ def model(kind: str = "loss") -> MoE:
     )  # fmt: skip
 
 
-def by_layout(layout: str, kind: str, precision: Name = "fp32", **setting: Any) -> list[list[float]]:
+def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[float]]:
     """In each of four ranks: losses and norms of gradients."""
-    strategy = Strategy(**LAYOUTS[layout])
-    engine, plan, replica = laid_out(strategy, model(kind), SAMPLES, precision=precision, **setting)
-    foreseen = strategy.footprints(model(kind), plan, sgd, average=False)[plan.dims.stage(dist.get_rank())]
-    held = [*engine.module.parameters(), *engine.module.buffers()]
-    assert foreseen.weights == sum(local_part(tensor.detach()).nbytes for tensor in held)
-    found = by_engine(engine, plan, replica)
+    setting = {"precision": precision, "activations": Offload() if kind == "offload" else Keep()}
+    engine, plan, replica = laid_out(Strategy(**LAYOUTS[layout]), model(kind), SAMPLES, **setting)
+    moved: list[Tensor] = []
+    offload = _Run._offload
+    with mock.patch.object(_Run, "_offload", lambda run, tensor: moved.append(tensor) or offload(run, tensor)):
+        found = by_engine(engine, plan, replica)
+    assert (len(moved) > 100) == (kind == "offload")
+    # Not what FSDP gathers, and frees before the backward pass, that of experts in the middle of a layer.
+    assert all(one.untyped_storage().nbytes() for one in moved if one.numel())
     for routing in (part.routing for part in engine.parts if kind == "forced" and part.routing):
         computed = torch.tensor(routing._taken).view(len(found), -1)
         assert (computed == computed[0]).all()  # whatever the first pass of a pipeline begins with
@@ -69,6 +68,7 @@ CASES = [
     ("context", "forced", "fp32"), ("tensor", "forced", "fp32"), ("pipeline", "forced", "fp32"),
     ("shards", "bias", "fp32"),
     *((layout, "latent", "fp32") for layout in ("context", "tensor", "tensor without FSDP")),
+    ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
     *((layout, "loss", "bf16") for layout in LAYOUTS),
 ]  # fmt: skip
 
@@ -90,6 +90,7 @@ def expected(kind: str) -> list[list[float]]:
     daily=[
         *CASES[:7], ("pipeline", "forced", "fp32"),
         ("shards", "bias", "fp32"), ("tensor", "latent", "fp32"), ("shards", "loss", "bf16"),
+        ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
         ("tensor without FSDP", "loss", "bf16"),
     ],
     ids=str,
@@ -99,29 +100,6 @@ def test_every_layout_has_the_losses_and_norms_of_one_rank(of_first, case):
     exact = [pytest.approx(step, rel=1e-5) for step in expected(kind)]
     assert (of_first[case] == exact) == (precision == "fp32")
     assert of_first[case] == [pytest.approx(step, rel=2e-2) for step in expected(kind)]
-
-
-def offloaded(layout: str) -> tuple[list[list[float]], int, set[tuple[int, ...]]]:
-    """In each of four ranks: losses and norms, how much went to the host, and the shapes of what FSDP freed of it."""
-    moved: list[Tensor] = []
-    offload = _Run._offload
-
-    def watched(run: _Run, tensor: Tensor) -> Callable[[], Tensor]:
-        moved.append(tensor)
-        return offload(run, tensor)
-
-    with mock.patch.object(_Run, "_offload", watched):
-        found = by_layout(layout, "loss", activations=Offload())
-    return found, len(moved), {(*one.shape,) for one in moved if one.numel() and not one.untyped_storage().nbytes()}
-
-
-@pytest.mark.ranks
-def test_weights_that_fsdp_gathers_are_not_offloaded():
-    """It frees them before the backward pass, those of experts in the middle of a layer."""
-    for losses, moved, freed in on_ranks(4, each, offloaded, ["shards", "tensor"])[0].values():
-        assert losses == [pytest.approx(step, rel=1e-5) for step in expected("loss")]
-        assert moved > 100
-        assert not freed
 
 
 def test_no_two_kinds_have_the_same_losses():

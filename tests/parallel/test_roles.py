@@ -1,9 +1,8 @@
-import pytest
 from torch import nn
 
 from ptdbench.models.protocol import Role
 from ptdbench.parallel.roles import roles_of
-from ptdbench.problems import ConfigError
+from tests.parallel.made import refused
 
 
 class Net(nn.Module):
@@ -21,8 +20,6 @@ def test_a_kind_alone_is_a_role():
 
 
 def test_what_is_no_role_is_refused():
-    with pytest.raises(ConfigError) as refused:
-        roles_of(Net({"up": "colwise", "down": "inputs"}))
-    first, second = str(refused.value).splitlines()
+    first, second = refused(roles_of, Net({"up": "colwise", "down": "inputs"})).splitlines()
     assert first.startswith("roles()['up']=colwise: is not the role of a module; try outputs, inputs, vocabulary")
     assert second == "roles()['down']=inputs: is the role of a module that the model does not have"

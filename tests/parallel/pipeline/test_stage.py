@@ -1,4 +1,5 @@
 import random
+from functools import partial
 from itertools import combinations
 
 import pytest
@@ -6,16 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ptdbench.models.gpt import GPT
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.pipeline import stage as stages
 from ptdbench.parallel.pipeline.stage import Stage, balance
-from tests.parallel.made import gpt, with_weights
+from tests.parallel.made import small
 from tests.parallel.ranks import on_ranks
 
-
-def small() -> GPT:
-    return with_weights(gpt(layers=3, heads=2, width=8, sequence_length=6, vocabulary=11, tie_weights=False))
+untied = partial(small, tie_weights=False)
 
 
 def cut(model, *ends: int) -> list[Stage]:
@@ -24,7 +22,7 @@ def cut(model, *ends: int) -> list[Stage]:
     return [Stage(dict(parts[start:stop]), is_last=stop == len(parts)) for start, stop in cuts]
 
 
-@pytest.mark.parametrize("build", [small, lambda: ResNet(depth=18, classes=3, image_size=32)])
+@pytest.mark.parametrize("build", [untied, lambda: ResNet(depth=18, classes=3, image_size=32)])
 @pytest.mark.parametrize("ends", [(), (1,), (2, 4)])
 def test_names_and_tensors_are_those_of_the_whole(build, ends):
     model = build()
@@ -35,7 +33,7 @@ def test_names_and_tensors_are_those_of_the_whole(build, ends):
 
 
 def test_a_chain_of_stages_computes_what_the_whole_does():
-    model = small()
+    model = untied()
     tokens, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
     first, second, last = cut(model, 1, 3)
     hidden = second(first(tokens))
@@ -61,15 +59,15 @@ def test_gradients_that_go_back_are_contiguous():
 
 
 def test_a_cut_says_which_rank_has_what():
-    where = stages.cut(small(), [0, 1, 0])
-    assert [name for stage in where.stages for name in stage] == list(small().parts())
+    where = stages.cut(untied(), [0, 1, 0])
+    assert [name for stage in where.stages for name in stage] == list(untied().parts())
     assert (where.of(0), where.of(1)) == ([0, 2], [1])
     assert where.owner("embedding.token.weight") == 0
     assert where.owner("head.norm.bias") == 2
 
 
 def test_what_a_stage_holds_besides_layers_is_told_where_it_has_weights():
-    assert stages.unrepeated(small(), stages.cut(small(), [0, 1])) == [["embedding"], ["head"]]
+    assert stages.unrepeated(untied(), stages.cut(untied(), [0, 1])) == [["embedding"], ["head"]]
     model = ResNet(depth=18, classes=10)
     told = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
     assert told == [["conv1", "bn1"], [], ["fc"]]
