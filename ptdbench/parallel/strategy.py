@@ -13,16 +13,12 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel import conflicts, context, experts, fsdp, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
 from ptdbench.parallel.compile import start_afresh
 from ptdbench.parallel.dims import Dims, derive, waiting
-from ptdbench.parallel.engine import Accumulating, Engine, MakeOptimizer
-from ptdbench.parallel.footprint import Footprint, footprints
+from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
 from ptdbench.parallel.pipeline.pipelined import Pipelined
-from ptdbench.parallel.pipeline.stage import cut, unrepeated
-from ptdbench.parallel.precision import Name
 from ptdbench.problems import at_least, require
 
 
@@ -110,30 +106,6 @@ class Strategy(Options):
         """Raise ConfigError if the value of an option outside of ``parallel`` does not go with these."""
         rows = conflicts.beside(self, layout, option, value)
         require(next(conflicts.problems(self, rows, value), None))
-
-    def footprints(
-        self, model: Model, layout: BatchPlan, make: MakeOptimizer, *, average: bool, precision: Name = "fp32"
-    ) -> list[Footprint]:
-        """Foresee the training state of each rank of a pipeline; ``average``: whether a moving average is kept."""
-        return footprints(model, make, self, layout.dims, average=average, precision=precision)
-
-    def volume(
-        self,
-        model: Model,
-        layout: BatchPlan,
-        example: tuple[Tensor, Tensor],
-        precision: Name,
-        *,
-        recomputes: bool,
-        gathers: int = 0,
-        forced: bool = False,
-    ) -> dict[str, Size]:
-        """Bytes of each collective in a step by formula; see :class:`ptdbench.parallel.comm_volume.CommModel`."""
-        return comm_bytes(CommModel(model, example, layout, self, precision, recomputes, gathers, forced))
-
-    def parts_of_stages(self, model: Model, layout: BatchPlan) -> list[list[str]]:
-        """Of each stage of a pipeline the names of the parts that are no repeated layers, such as the head."""
-        return unrepeated(model, cut(model, self.stage_ranks(layout.dims)))
 
     def __call__(self, model: Model, setting: Setting) -> Engine:
         """Lay the model out; called in every rank."""

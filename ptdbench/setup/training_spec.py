@@ -21,10 +21,11 @@ from ptdbench.parallel import batch
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.comm_volume import Size
+from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
 from ptdbench.parallel.engine import Engine, MakeOptimizer
-from ptdbench.parallel.footprint import Footprint
+from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.parallel.pipeline.stage import cut, unrepeated
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, require, said, under
 from ptdbench.setup import choices
@@ -61,7 +62,8 @@ class TrainingSpec:
     def footprints(self) -> list[Footprint]:
         """Return the training state of a rank of each pipeline stage."""
         average, precision = self.config.train.ema is not None, self.config.general.precision
-        return self.strategy.footprints(self.model, self.layout, self.optimizer, average=average, precision=precision)
+        dims = self.layout.dims
+        return footprints(self.model, self.optimizer, self.strategy, dims, average=average, precision=precision)
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
         """Return bytes of communication in a step by formula, by operation; only before :meth:`engine`.
@@ -70,8 +72,8 @@ class TrainingSpec:
         """
         recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
         gathers = getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
-        options: dict[str, Any] = {"recomputes": recomputes, "gathers": gathers, "forced": forced}
-        return self.strategy.volume(self.model, self.layout, self.data.example(), precision, **options)
+        example, layout = self.data.example(), self.layout
+        return comm_bytes(CommModel(self.model, example, layout, self.strategy, precision, recomputes, gathers, forced))
 
     @property
     def communicators(self) -> int:
@@ -80,7 +82,8 @@ class TrainingSpec:
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return the parts of each stage that are no repeated layers, before :meth:`engine`; ``None``: no pipeline."""
-        return self.strategy.parts_of_stages(self.model, self.layout) if self.layout.dims.pipeline > 1 else None
+        dims = self.layout.dims
+        return unrepeated(self.model, cut(self.model, self.strategy.stage_ranks(dims))) if dims.pipeline > 1 else None
 
     def prepare_data(self) -> None:
         """Do what the data need once a node, or find it done.
