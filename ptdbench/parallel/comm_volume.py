@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ptdbench.models.protocol import Model, module_of
 from ptdbench.optim.groups import rules
 from ptdbench.parallel import experts, fp8
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.footprint import local_like, modules_of_ranks
+from ptdbench.parallel.footprint import local_parts, modules_of_ranks
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline.stage import by_stage, cut
 from ptdbench.parallel.precision import DTYPES, Name
@@ -107,13 +107,10 @@ def _of_copies(work: CommModel) -> dict[str, float]:
 
     ZeRO-1: replicas send the weights that they have updated, each to all (Rajbhandari et al. 2020, section 5).
     """
-    stages = [stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank]
-    weights = [weight for stage in stages for weight in stage.parameters() if weight.requires_grad]
-    sent = _SENT[work.how.sent]
-    updated = sum(weight.nbytes for weight in weights) if work.how.optimizer == "zero1" else 0
+    weights = [weight for stage in _stages(work) for weight in stage.parameters() if weight.requires_grad]
     return {
-        "all_reduce": sent * sum(weight.numel() for weight in weights),
-        "broadcast": updated,
+        "all_reduce": _SENT[work.how.sent] * sum(weight.numel() for weight in weights),
+        "broadcast": sum(weight.nbytes for weight in weights) if work.how.optimizer == "zero1" else 0,
     }
 
 
@@ -126,41 +123,43 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     gathered in fp8 ranks first agree on the scales.
     """
     how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
-    shards = dims.shards
-    dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
-    of = rules(module_of(work.model))
+    parts, of = local_parts(work.model, how, dims), rules(module_of(work.model))
     norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
     layers = work.model.layers()
     is_staged = dims.pipeline > 1
     once = passes if how.frees_between_microbatches(dims) or is_staged else 1
     again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
-    item = DTYPES[work.precision].itemsize
+    item, sent = DTYPES[work.precision].itemsize, _SENT[how.sent] * (passes if is_staged else 1)
     of_fp8 = {layer.weight for layer in fp8.converted(layers, work.precision, sharded=True)}
     of_fp8 = of_fp8 if fp8.is_gathered(work.precision, sharded=True) else set()
     gathered = reduced = averaged = agreed = 0.0
     of_experts = experts.parts(work.model, dims)
-    for stage in (stage for of_rank in modules_of_ranks(work.model, work.ranks) for stage in of_rank):
+    for stage in _stages(work):
         inside = set(stage.modules())
         freed = [layer for layer in layers if layer in inside][:-1]
         of_freed = {weight for layer in freed for weight in layer.parameters()}
         for weight in stage.parameters():
-            part, ranks = local_like(weight, shards, dims.tensor, dimensions.get(weight)), shards
-            if weight in of_experts:
-                part, ranks = of_experts[weight], dims.shard * dims.context * dims.tensor // dims.expert
-            averaged += part.numel() * _SENT[how.sent] * (passes if is_staged else 1)
+            numbers = parts[weight].numel()
+            ranks = dims.refold_copies("expert") if weight in of_experts else dims.shards
+            averaged += numbers * sent
             if ranks == 1:
                 continue
-            whole = ranks * part.numel()
+            whole = ranks * numbers
             times = once + again if weight in of_freed else once
             gathered += whole * (_WIDE if weight in norms else 1 if weight in of_fp8 else item) * times
             agreed += _WIDE * (weight in of_fp8)
             gathered += whole * work.gathers * (of[weight] == "matrices")
-            reduced += whole * _SENT[how.sent] * (passes if is_staged else 1)
+            reduced += whole * sent
     return {
         "all_gather": gathered,
         "reduce_scatter": reduced,
         "all_reduce": (averaged if dims.copies > 1 else 0.0) + agreed,
     }
+
+
+def _stages(work: CommModel) -> Iterator[nn.Module]:
+    """The stages of all ranks of a pipeline, or the model."""
+    return chain.from_iterable(modules_of_ranks(work.model, work.ranks))
 
 
 def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:

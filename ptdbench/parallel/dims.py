@@ -139,10 +139,14 @@ class Dims(Degrees[int]):
         """
         sizes = [getattr(self, name) for name in self.order()]
         for name, row in self.rows().items():
-            if row.refolds and (size := getattr(self, name)) > 1:
-                sizes += [size, math.prod(getattr(self, other) for other in row.refolds) // size]
+            if row.refolds and getattr(self, name) > 1:
+                sizes += [getattr(self, name), self.refold_copies(name)]
         between_stages = 2 * (self.pipeline > 1)
         return (self.world_size > 1) + sum(1 < size < self.world_size for size in sizes) + between_stages
+
+    def refold_copies(self, name: str) -> int:
+        """Ranks that have the same share of what a degree that refolds others divides."""
+        return math.prod(getattr(self, other) for other in self.rows()[name].refolds) // int(getattr(self, name))
 
     def stage(self, rank: int) -> int:
         """The position of a rank in its pipeline, by the order of the mesh."""

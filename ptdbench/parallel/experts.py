@@ -59,7 +59,7 @@ def problems(model: Model, dims: Dims) -> Iterator[Problem]:
         yield Problem("expert", ranks, rule, try_these([1, "parallel=fsdp", "or model=moe_tiny"]))
         return
     yield from undivided("expert", ranks, [(role.units, role.unit) for role in roles])
-    copies = dims.shard * dims.context * dims.tensor // ranks
+    copies = dims.refold_copies("expert")
     for rows in {weight.shape[SHARDED] for module in modules(model) for weight in module.parameters()}:
         if rows % copies:
             rule = f"leaves {copies} copies of each expert, which must divide the {rows} rows of its matrices"
@@ -80,10 +80,10 @@ def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
     """What a rank keeps of each weight of the experts that ranks share, on the meta device."""
     if dims.expert == 1:
         return {}
-    copies, found = dims.shard * dims.context * dims.tensor // dims.expert, {}
+    found = {}
     for weight in (weight for module in modules(model) for weight in module.parameters()):
         first, second, *rest = weight.shape
-        shape = first // dims.expert, second // copies, *rest
+        shape = first // dims.expert, second // dims.refold_copies("expert"), *rest
         found[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
     return found
 

@@ -55,24 +55,17 @@ def footprints(
         average: Whether a moving average of the weights is kept.
         precision: Dtype of the arithmetic.
     """
-    is_sharded, in_buckets, narrow = how.shards(dims), how.replicates(dims), DTYPES[precision]
-    shards = dims.shards if is_sharded else 1
+    in_buckets, narrow = how.replicates(dims), DTYPES[precision]
     owners = dims.ways("samples", "positions") if in_buckets and how.optimizer == "zero1" else 1
-    copied = None if is_sharded or narrow == torch.float32 else narrow
+    copied = None if how.shards(dims) or narrow == torch.float32 else narrow
     gradient_copies = 2 if in_buckets and not how.gradient_as_bucket_view else 1
     gradient_copies += in_buckets and how.gradients == "powersgd"  # what has not been sent yet
-    dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
-    of, of_experts = rules(module_of(model)), experts.parts(model, dims)
+    of, parts = rules(module_of(model)), local_parts(model, how, dims)
     known = dict[tuple[Rule, torch.Size, torch.dtype], int]()
 
-    def like(parameter: nn.Parameter) -> Tensor:
-        if parameter in of_experts:
-            return of_experts[parameter]
-        return local_like(parameter, shards, dims.tensor, dimensions.get(parameter))
-
     def state_bytes(parameter: nn.Parameter) -> int:
-        local = like(parameter)
+        local = parts[parameter]
         key = of[parameter], local.shape, local.dtype
         if key not in known:
             known[key] = _state_bytes(named[parameter], local, make)
@@ -83,16 +76,15 @@ def footprints(
         trained = [[one for one in module.parameters() if one.requires_grad] for module in held]
         state_of = [0] * owners
         for weights in trained:  # those of each stage are divided by themselves
-            for owner, weight in zip(
-                assign_owners([like(one).numel() for one in weights], owners), weights, strict=True
-            ):
+            owner_of = assign_owners([parts[weight].numel() for weight in weights], owners)
+            for owner, weight in zip(owner_of, weights, strict=True):
                 state_of[owner] += state_bytes(weight)
-        local = [like(parameter) for module in held for parameter in module.parameters()]
+        local = [parts[weight] for module in held for weight in module.parameters()]
         if copied:
-            local += [like(weight).to(copied) for module in held for weight in copied_weights(module)]
+            local += [parts[weight].to(copied) for module in held for weight in copied_weights(module)]
         return Footprint(
             weights=_bytes(local) + sum(_bytes(module.buffers()) for module in held),
-            gradients=gradient_copies * _bytes(like(weight) for weights in trained for weight in weights),
+            gradients=gradient_copies * _bytes(parts[weight] for weights in trained for weight in weights),
             optimizer=max(state_of),
         )
 
@@ -108,17 +100,22 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
     return [[stages[number] for number in where.of(rank)] for rank in range(max(ranks) + 1)]
 
 
-def local_like(parameter: Tensor, shards: int, tensor: int, dimension: int | None) -> Tensor:
-    """A rank's part of a weight, on the meta device.
+def local_parts(model: Model, how: Options, dims: Dims) -> dict[nn.Parameter, Tensor]:
+    """A rank's part of each weight of a model, on the meta device.
 
-    Tensor parallelism cuts ``dimension``. ``fully_shard`` cuts the first one, and pads the last shard.
+    Tensor parallelism cuts one dimension. ``fully_shard`` cuts the first one, and pads the last shard.
     """
-    shape = list(parameter.shape)
-    if dimension is not None:
-        shape[dimension] //= tensor
-    if shards > 1:
-        shape = [-(-shape[0] // shards), *shape[1:]] if shape else [1]
-    return torch.empty(shape, dtype=parameter.dtype, device="meta")
+    shards = dims.shards if how.shards(dims) else 1
+    dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
+    found = {}
+    for weight in module_of(model).parameters():
+        shape = list(weight.shape)
+        if weight in dimensions:
+            shape[dimensions[weight]] //= dims.tensor
+        if shards > 1:
+            shape = [-(-shape[0] // shards), *shape[1:]] if shape else [1]
+        found[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
+    return found | experts.parts(model, dims)
 
 
 def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:

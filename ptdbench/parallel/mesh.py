@@ -36,25 +36,24 @@ class Mesh:
         #: Those over which the gradients of whole weights are averaged: they differ in samples, or in the positions of
         #: a sequence.
         self.copies = flat(*dims.order("samples", "positions"))
-        #: Those over which weights are sharded; with several copies the first of two dimensions is the copies.
-        self.shard = self.batch
-        if {*dims.order("weights")} & {*names}:
-            parts = [flat(*dims.copied())] if dims.copies > 1 else []
-            parts.append(flat(*dims.order("weights")))
-            self.shard = DeviceMesh._concatenate(parts) if len(parts) > 1 else parts[0]
+        copies = [flat(*dims.copied())] if dims.copies > 1 else []
+
+        def in_each_copy(shards: DeviceMesh) -> DeviceMesh:
+            """With several copies of the model the first of two dimensions is the copies."""
+            return DeviceMesh._concatenate([*copies, shards]) if copies else shards
+
+        #: Those over which weights are sharded, in each copy of the model.
+        self.shard = in_each_copy(flat(*dims.order("weights"))) if {*dims.order("weights")} & {*names} else self.batch
         #: For each degree above 1 that refolds others the ranks of these in two dimensions: those with the same share,
         #: ``<name>_copies``, and those that share, ``<name>``.
         self.refolds = {}
         for name, row in dims.rows().items():
             if row.refolds and (size := getattr(dims, name)) > 1:
                 ranks = flat(*(other for other in dims.order() if other in row.refolds))
-                self.refolds[name] = ranks._unflatten(0, (ranks.size() // size, size), (f"{name}_copies", name))
-        # Those over which experts are sharded that ranks share, in the form of ``shard``.
-        self.experts = self.shard  #: As ``shard``, of the experts that a rank shares with others.
-        if fold := self.refolds.get("expert"):
-            parts = [grid["replicate"]] if dims.replicate > 1 else []
-            parts.append(fold["expert_copies"])
-            self.experts = DeviceMesh._concatenate(parts) if len(parts) > 1 else parts[0]
+                self.refolds[name] = ranks._unflatten(0, (dims.refold_copies(name), size), (f"{name}_copies", name))
+        fold = self.refolds.get("expert")
+        #: As ``shard``, of the experts that a rank shares with others.
+        self.experts = in_each_copy(fold["expert_copies"]) if fold else self.shard
         self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.refolds.items()}
         self._degrees = dims.rows()
 
