@@ -8,7 +8,7 @@ averaged over them as over replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
-from ptdbench.models.protocol import Model
+from ptdbench.models.protocol import Model, Role
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.engine import Engine, Scale
@@ -83,18 +83,16 @@ def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[
         yield Problem("context", ranks, rule, try_these([1, "or parallel=ddp,fsdp"]))
         return
     attention = [role for role in roles if role.kind == "attention"]
-    yield from undividable([(role.units, role.unit) for role in roles if role.kind == "positions"], ranks, method)
+    yield from undividable((role for role in roles if role.kind == "positions"), ranks, method)
     if method == "ulysses":
-        yield from undivided("context", ranks, [(role.units, role.unit) for role in attention], tensor)
+        yield from undivided("context", ranks, attention, tensor)
     elif not all(role.is_causal for role in attention):
         rule = "computes causal attention itself, and the model's roles() do not say is_causal of its attention"
         yield Problem("context_method", "ring", rule, try_these(["ulysses"]))
 
 
-def undividable(
-    positions: Sequence[tuple[int, str]], ranks: int, method: Method, whole: str = "the model"
-) -> Iterator[Problem]:
-    """Yield the reason why so many ranks cannot share these positions, how many of which, of a model or a sample."""
+def undividable(positions: Iterable[Role], ranks: int, method: Method, whole: str = "the model") -> Iterator[Problem]:
+    """Yield the reason why so many ranks cannot share the positions of a model or a sample."""
     pieces = Positions(ranks, 0, _is_paired(method)).pieces // ranks
     yield from undivided("context", ranks, positions, pieces, "of which each rank has two pieces", whole)
 

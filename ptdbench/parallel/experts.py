@@ -58,7 +58,7 @@ def problems(model: Model, dims: Dims) -> Iterator[Problem]:
         rule = "needs a model with experts"
         yield Problem("expert", ranks, rule, try_these([1, "parallel=fsdp", "or model=moe_tiny"]))
         return
-    yield from undivided("expert", ranks, [(role.units, role.unit) for role in roles])
+    yield from undivided("expert", ranks, roles)
     copies = dims.refold_copies("expert")
     for rows in {weight.shape[SHARDED] for module in modules(model) for weight in module.parameters()}:
         if rows % copies:

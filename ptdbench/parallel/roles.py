@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 from ptdbench.models.protocol import Kind, Model, Role, module_of
@@ -35,7 +35,7 @@ def _unknown(name: str, role: Role, modules: Container[str]) -> Problem | None:
 def undivided(
     option: str,
     ranks: int,
-    units: Sequence[tuple[int, str]],
+    roles: Iterable[Role],
     others: int = 1,
     why: str = "which other ranks share too",
     whole: str = "the model",
@@ -45,18 +45,18 @@ def undivided(
     Args:
         option: The degree.
         ranks: Its value.
-        units: What is shared: how many of which; 0 are not.
+        roles: Of what is shared; those of 0 units share nothing.
         others: The product of other degrees among which the same units are divided, or pieces for each rank.
         why: What these are, in words that follow a comma.
         whole: What the units are of.
     """
-    shared = [(count, unit) for count, unit in units if count]
-    wrong = next(((count, unit) for count, unit in shared if count % (ranks * others)), None)
+    shared = [role for role in roles if role.units]
+    wrong = next((role for role in shared if role.units % (ranks * others)), None)
     if wrong is None:
         return
-    count, unit = wrong
-    fits = [n for n in divisors(count) if 1 < n < ranks and all(total % (n * others) == 0 for total, _ in shared)]
-    rule = f"must divide the {count} {unit} of {whole}"
+    smaller = [size for size in divisors(wrong.units) if 1 < size < ranks]
+    fits = [size for size in smaller if all(role.units % (size * others) == 0 for role in shared)]
+    rule = f"must divide the {wrong.units} {wrong.unit} of {whole}"
     if others > 1:
         rule = f"times {others} {rule}, {why}"
     yield Problem(option, ranks, rule, try_these(fits or [1]))

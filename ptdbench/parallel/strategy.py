@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ptdbench.models.protocol import Model, module_of
+from ptdbench.models.protocol import Model, Role, module_of
 from ptdbench.parallel import conflicts, context, experts, fsdp, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
@@ -99,8 +99,8 @@ class Strategy(Options):
     def check_sample(self, inputs: Tensor, layout: BatchPlan) -> None:
         """Raise ConfigError for samples, ``[batch, length]``, that cannot be divided this way."""
         if self.applies("context", layout.dims) and inputs.dim() > 1:
-            positions = [(inputs.shape[1], "positions")]
-            require(*context.undividable(positions, layout.dims.context, self.context_method, "a sample"))
+            positions = Role("positions", inputs.shape[1], "positions")
+            require(*context.undividable([positions], layout.dims.context, self.context_method, "a sample"))
 
     def check_beside(self, option: str, value: object, layout: BatchPlan | None = None) -> None:
         """Raise ConfigError if the value of an option outside of ``parallel`` does not go with these."""

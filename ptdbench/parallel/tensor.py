@@ -7,6 +7,7 @@ Modules without a role compute on their local tensors: they are the same on all 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -53,20 +54,19 @@ def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Itera
     elif not any(role.kind == "stream" for role in roles.values()):
         rule = "needs a model whose roles() name the module where its stream begins"
         yield Problem("sequence", True, rule, try_these(["false"]))
-    of_positions = ("stream", "tokens")
-    positions = [(role.units, role.unit) for role in roles.values() if role.kind in of_positions]
-    yield from undivided("tensor", ranks, positions, context)
-    units = [_units(model, name, role) for name, role in roles.items() if role.kind not in of_positions]
-    yield from undivided("tensor", ranks, units)
+    positions = {name: role for name, role in roles.items() if role.kind in ("stream", "tokens")}
+    yield from undivided("tensor", ranks, positions.values(), context)
+    others = (_counted(model, name, role) for name, role in roles.items() if name not in positions)
+    yield from undivided("tensor", ranks, others)
 
 
-def _units(model: Model, name: str, role: Role) -> tuple[int, str]:
-    """How many units are divided among the ranks, and what they are; 0: none."""
+def _counted(model: Model, name: str, role: Role) -> Role:
+    """A role with its units: the features that are cut, unless it says others."""
     if role.units or role.kind not in _DIMENSIONS:
-        return role.units, role.unit
+        return role
     weight = module_of(model).get_submodule(name).weight
     assert isinstance(weight, Tensor)
-    return weight.shape[_DIMENSIONS[role.kind]], role.unit
+    return replace(role, units=weight.shape[_DIMENSIONS[role.kind]])
 
 
 def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
