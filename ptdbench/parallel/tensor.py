@@ -17,7 +17,12 @@ from torch import Tensor, nn
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group, is_symm_mem_enabled_for_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
@@ -28,9 +33,6 @@ from ptdbench.models.softmax import VocabularyShare
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
-
-#: The kinds of roles that count here.
-KINDS = ("outputs", "outputs_of_each", "inputs", "vocabulary", "loss", "entry", "stream", "each", "tokens")
 
 #: The dimension of ``[batch, length, ...]`` that ranks share outside of cut layers.
 POSITIONS = 1
@@ -44,14 +46,13 @@ def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Itera
 
     ``context`` ranks divide its positions already; ``sequence``: as for :func:`parallelize`.
     """
-    roles = {name: role for name, role in roles_of(model).items() if role.kind in KINDS}
+    styles = _styles(sequence)
+    roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
     if not any(role.kind in _DIMENSIONS for role in roles.values()):
         rule = "needs a model whose roles() name layers that can be cut"
         yield Problem("tensor", ranks, rule, try_these([1, "or parallel=ddp,fsdp"]))
         return
-    if not sequence:
-        roles = {name: role for name, role in roles.items() if role.kind != "stream"}
-    elif not any(role.kind == "stream" for role in roles.values()):
+    if sequence and not any(role.kind == "stream" for role in roles.values()):
         rule = "needs a model whose roles() name the module where its stream begins"
         yield Problem("sequence", True, rule, try_these(["false"]))
     positions = {name: role for name, role in roles.items() if role.kind in ("stream", "tokens")}
@@ -86,11 +87,9 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
     It is on the meta device, or has the same values on all ranks. ``sequence``: whether the ranks share the positions
     of a sequence between cut layers.
     """
-    names = dict(module.named_modules())
-    kinds = {*KINDS} if sequence else {*KINDS} - {"stream"}
-    roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in kinds}
-    same = _names_by_parameter(module)
-    plan = {name: _style(role, names[name], sequence) for name, role in roles.items()}
+    names, styles, same = dict(module.named_modules()), _styles(sequence), _names_by_parameter(module)
+    roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in styles}
+    plan = {name: styles[role.kind] for name, role in roles.items()}
     parallelize_module(module, mesh, plan, src_data_rank=None)
     for part in module.modules():
         spread(part, mesh, Replicate(), Replicate())
@@ -130,52 +129,32 @@ def add_up_partial(parameters: list[nn.Parameter]) -> None:
         parameter.grad = DTensor.from_local(values.view(parameter.shape), mesh, [Replicate()], run_check=False)
 
 
-def _style(role: Role, module: nn.Module, sequence: bool) -> ParallelStyle:
-    if role.kind == "vocabulary" and isinstance(module, nn.Embedding):
-        return _Embedding()
-    styles: dict[str, ParallelStyle] = {
+def _styles(sequence: bool) -> dict[str, ParallelStyle]:
+    """What becomes of a module, by the kind of its role; others do not count here."""
+    shared = Shard(POSITIONS) if sequence else Replicate()
+    stream = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=shared)
+    return {
         "outputs": ColwiseParallel(),
         "outputs_of_each": _OutputsOfEach(),
-        "inputs": RowwiseParallel(output_layouts=Shard(POSITIONS) if sequence else Replicate()),
-        "vocabulary": ColwiseParallel(output_layouts=Replicate()),
+        "inputs": RowwiseParallel(output_layouts=shared),
+        "vocabulary": _Vocabulary(output_layouts=Replicate()),
         "loss": _OfLoss(),
-        "entry": _Entry(sequence),
-        "stream": _Stream(),
+        "entry": _Entry(output_layouts=shared, desired_output_layouts=Replicate(), use_local_output=False),
         "each": _Each(),
         "tokens": _Tokens(sequence),
+        **({"stream": stream} if sequence else {}),
     }
-    return styles[role.kind]
 
 
-class _Entry(ParallelStyle):
+class _Entry(PrepareModuleOutput):
     """The output goes to cut layers, whose summands of its gradient are added up once for all of them."""
-
-    def __init__(self, sequence: bool) -> None:
-        self._sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         # From some of the positions a rank gets a summand of the gradient of the module's own weights.
+        of_gradient = Partial() if isinstance(self.output_layouts[0], Shard) else Replicate()
         for part in module.modules():
-            spread(part, device_mesh, Replicate(), Partial() if self._sequence else Replicate())
-        module.register_forward_hook(partial(self._hand_over, device_mesh))
-        return module
-
-    def _hand_over(self, mesh: DeviceMesh, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        if not self._sequence:
-            return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
-        return _redistributed(output, mesh, Shard(POSITIONS), Replicate())
-
-
-class _Stream(ParallelStyle):
-    """Each rank keeps some positions of the output."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_hook(partial(self._divide, device_mesh))
-        return module
-
-    @staticmethod
-    def _divide(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-        return _redistributed(output, mesh, Replicate(), Shard(POSITIONS)).to_local()
+            spread(part, device_mesh, Replicate(), of_gradient)
+        return super()._apply(module, device_mesh)
 
 
 class _Each(ParallelStyle):
@@ -234,21 +213,23 @@ class _Tokens(_Each):
         return forward
 
 
-class _Embedding(ParallelStyle):
-    """Each rank looks up the tokens of its rows.
+class _Vocabulary(ColwiseParallel):
+    """Each rank projects to some tokens, or looks up those of its rows of an embedding.
 
-    Not torch's ``RowwiseParallel``, whose backward pass makes the gradient of all rows on every rank.
+    Not by torch's ``RowwiseParallel``, whose backward pass makes the gradient of all rows on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if not isinstance(module, nn.Embedding):
+            return super()._apply(module, device_mesh)
         spread(module, device_mesh, Shard(0), Shard(0))
         wrap_forward(module, partial(self._of_own_rows, module, device_mesh))
         return module
 
     @staticmethod
-    def _of_own_rows(module: nn.Module, mesh: DeviceMesh, look_up: Callable[[Tensor], Tensor]) -> Any:
+    def _of_own_rows(module: nn.Embedding, mesh: DeviceMesh, look_up: Callable[[Tensor], Tensor]) -> Any:
         def forward(tokens: Tensor) -> Tensor:
-            rows = len(module.weight)  # type: ignore[arg-type]
+            rows = len(module.weight)
             row = tokens - mesh.get_local_rank() * rows
             is_here = (row >= 0) & (row < rows)
             found = look_up(row.where(is_here, 0)).where(is_here.unsqueeze(-1), 0)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import RowwiseParallel
+from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel
 from torch.nn.utils import get_total_norm
 
 from ptdbench.models.gpt import GPT
@@ -129,8 +129,7 @@ class Kept(torch.autograd.Function):
 def taken_for_sums(self: Any, module: nn.Module, device_mesh: Any) -> nn.Module:
     for part in module.modules():
         tensor.spread(part, device_mesh, Replicate(), Replicate())
-    module.register_forward_hook(partial(self._hand_over, device_mesh))
-    return module
+    return PrepareModuleOutput._apply(self, module, device_mesh)
 
 
 def of_other_rows(module: nn.Module, mesh: Any, look_up: Callable[[Tensor], Tensor]) -> Any:
@@ -139,7 +138,7 @@ def of_other_rows(module: nn.Module, mesh: Any, look_up: Callable[[Tensor], Tens
 
 
 _broadcast = dist._broadcast_coalesced
-_rows, _over_ranks, _share = tensor._Embedding._of_own_rows, tensor._over_ranks, pipelined.Pipelined._share_of_loss
+_rows, _over_ranks, _share = tensor._Vocabulary._of_own_rows, tensor._over_ranks, pipelined.Pipelined._share_of_loss
 
 
 def of_share(share: Tensor, mesh: Any, how: str) -> Tensor:
@@ -192,9 +191,9 @@ MISTAKES: Mistakes = {
     "updated weights sent by another than their owner": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
     "outputs of cut layers not added up": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
     "gradients of the stream not added up": (
-        of(tensor._Entry, "_hand_over", lambda _, mesh, _module, _inputs, output: Kept.apply(output, mesh)), "tensor"),
+        of(tensor._Entry, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
     "another rank's rows of the embedding": (
-        of(tensor._Embedding, "_of_own_rows", staticmethod(of_other_rows)), "tensor"),
+        of(tensor._Vocabulary, "_of_own_rows", staticmethod(of_other_rows)), "tensor"),
     "a loss of a share of the vocabulary": (of(tensor, "_over_ranks", of_share), "tensor"),
     "summands of norms taken for sums": (of(tensor._Entry, "_apply", taken_for_sums), "sequence"),
     "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
