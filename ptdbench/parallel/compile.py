@@ -55,17 +55,16 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
     """
     if not how:
         return
-    if how == "whole":
-        wrap_forward(module, _compiler(module, how, fullgraph=True))
-        return
-    options = {"options": autotuning()} if how == "autotune" else {}
-    units = [*layers, *beside(module, layers, parts)]
+    units = [module] if how == "whole" else [*layers, *beside(module, layers, parts)]
+    options: dict[str, Any] = {"fullgraph": True} if how == "whole" else {}
+    if how == "autotune":
+        options["options"] = autotuning()
     # As many graphs as there are kinds of parts: a ResNet's blocks of many shapes are one piece of code.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, VARIANTS * len({repr(unit) for unit in units}))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
     for unit in units:
-        wrap_forward(unit, _compiler(unit, how, **options))
+        wrap_forward(unit, partial(_compiled, name=type(unit).__name__, how=how, options=options))
 
 
 def autotuning() -> dict[str, bool]:
@@ -91,12 +90,8 @@ def beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Mo
     ]
 
 
-def _compiler(module: nn.Module, how: Compile, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What compiles the forward of a module, for the shapes that it is called with."""
-    return partial(_compiled, name=type(module).__name__, how=how, options=options)
-
-
 def _compiled(forward: Callable[..., Any], name: str, how: Compile, options: dict[str, Any]) -> Callable[..., Any]:
+    """The forward of a module of a class of this name, compiled for the shapes that it is called with."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
     compiled = torch.compile(forward, dynamic=False, **options)
@@ -107,13 +102,10 @@ def _compiled(forward: Callable[..., Any], name: str, how: Compile, options: dic
             return compiled(*arguments, **named)
         except FailOnRecompileLimitHit as error:
             rule = f"the forward of {name} still changes after {torch._dynamo.config.recompile_limit} compilations"
-            raise _refusal(how, rule, "try false, or samples of one shape") from error
+            raise ConfigError([Problem("compile", how, rule, "try false, or samples of one shape")]) from error
         except Unsupported as error:
             reason = str(error).strip().partition("\n")[0]
-            raise _refusal(how, f"the forward of {name} is not one graph: {reason}", "try layers") from error
+            rule = f"the forward of {name} is not one graph: {reason}"
+            raise ConfigError([Problem("compile", how, rule, "try layers")]) from error
 
     return run
-
-
-def _refusal(how: Compile, rule: str, remedy: str) -> ConfigError:
-    return ConfigError([Problem("compile", how, rule, remedy)])
