@@ -151,7 +151,7 @@ class Sliced(Engine):
         self.parts = inner.parts
         self.owns_loss = inner.owns_loss and mesh.get_local_rank() == 0
         self.rehearsals = inner.rehearsals
-        self.links = getattr(inner, "links", None)  #: As of a pipeline.
+        self.links = inner.links
         self._inner = inner
         self._mesh = mesh
         self._positions = positions_of(mesh, method)

@@ -159,7 +159,7 @@ def derive(
     world_size: int,
     wanted: Mapping[str, Size],
     kind: type[D] = Dims,  # type: ignore[assignment]
-    units: Mapping[str, int] | None = None,
+    units: Mapping[str, int] = {},
 ) -> D:
     """Derive the degrees of a run.
 
@@ -192,7 +192,7 @@ def derive(
     folds = {name: [getattr(dims, other) for other in row.refolds] for name, row in rows.items() if row.refolds}
     for name, fold in folds.items():
         size = wanted.get(name, 1)
-        found[name] = math.gcd(math.prod(fold), (units or {}).get(name, 0)) if size == "auto" else size
+        found[name] = math.gcd(math.prod(fold), units.get(name, 0)) if size == "auto" else size
         require(_unfit(name, found[name], rows[name], fold))
     return kind(**found)
 

@@ -65,6 +65,8 @@ class Engine(ABC):
     owns_loss: bool  #: Whether this rank computes its replica's loss; exactly one rank of each replica does.
     #: Calls of :meth:`gradients` after which all further ones run the same operations in the same order.
     rehearsals: int
+    #: What messages between stages go through, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
+    links: str | None = None
 
     @abstractmethod
     def gradients(self, inputs: Tensor, targets: Tensor, scale: Scale) -> Tensor:

@@ -45,10 +45,9 @@ _AT_ONCE = 1000
 stacks.waits_in(__file__)  # for how many tokens others send
 
 
-def units(model: Model) -> int | None:
-    """What the degree must divide: the experts of each layer; ``None`` if it has none."""
-    found = [role.units for role in roles_of(model).values() if role.kind == "experts"]
-    return math.gcd(*found) if found else None
+def units(model: Model) -> int:
+    """What the degree must divide: the experts of each layer; 0 if it has none."""
+    return math.gcd(*(role.units for role in roles_of(model).values() if role.kind == "experts"))
 
 
 def problems(model: Model, dims: Dims) -> Iterator[Problem]:

@@ -62,8 +62,8 @@ class Strategy(Options):
         Raises:
             ConfigError: They do not multiply to the world size.
         """
-        units = experts.units(model) if model and self.expert == "auto" else None
-        return derive(world_size, self.degrees(), units={"expert": units} if units else None)
+        units = {"expert": experts.units(model)} if model and self.expert == "auto" else {}
+        return derive(world_size, self.degrees(), units=units)
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
         """Divide a global batch, a multiple of the number of replicas, among the ranks.

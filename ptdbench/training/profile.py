@@ -93,7 +93,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
         "stages": traces.stages(job),
         "bubble_formula": _bubble(job),
         "stage_parts": expected.parts,
-        "stage_links": getattr(loop.engine, "links", None),
+        "stage_links": loop.engine.links,
     }
     for operation, sent in fields["communication"].items():
         size = expected.volume.get(operation)

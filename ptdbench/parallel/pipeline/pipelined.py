@@ -174,7 +174,7 @@ class Pipelined(Engine):
         self._where, self._parts, self._layout, self._group, self._device = where, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
         self._sequence = layout.dims.tensor if how.sequence else 1  #: Ranks that share the positions of what is sent.
-        self.links = open_links(group, device)  #: What messages between stages go through, see :func:`open_links`.
+        self.links = open_links(group, device)
         kind = _Linked if self._whole is None else LoneStage
         self._stages = {
             number: kind(part.module, number, len(where.stages), device, group=group) for number, part in parts.items()
