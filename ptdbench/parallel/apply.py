@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +54,6 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
     dims = setting.layout.dims
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
-    gathers_fp8 = fp8.is_gathered(setting.precision, sharded=is_sharded)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     is_narrow = DTYPES[setting.precision] != torch.float32
@@ -104,7 +104,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
         of_experts = shared, setting.mesh.experts
         formats = {"precision": setting.precision, "offload": setting.offload != "none"}
         part = shard(module, layers, parts, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
-        return _completed(part, shared, setting, copies, gathers_fp8=gathers_fp8)
+        return _completed(part, shared, setting, how, copies)
     fill(module)
     # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
     # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
@@ -114,7 +114,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
         part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
-    return _completed(part, shared, setting, copies)
+    return _completed(part, shared, setting, how, copies)
 
 
 def _placed(meta: Tensor, values: Tensor) -> Tensor:
@@ -123,12 +123,7 @@ def _placed(meta: Tensor, values: Tensor) -> Tensor:
 
 
 def _completed(
-    part: LaidOutModule,
-    shared: Sequence[nn.Module],
-    setting: Setting,
-    copies: Copies | None,
-    *,
-    gathers_fp8: bool = False,
+    part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting, how: Options, copies: Copies | None
 ) -> LaidOutModule:
     """With what begins a step, and what completes its gradients where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
@@ -137,7 +132,7 @@ def _completed(
     if copies:
         begins.append(copies.begin)
         settles.append(copies.end)
-    if gathers_fp8:
+    if fp8.is_gathered(setting.precision, sharded=how.shards(dims)):
         begins.append(lambda _: fp8.agree(part.module))
         settles.append(partial(fp8.forget, part.module))
     if dims.tensor > 1:
@@ -146,13 +141,10 @@ def _completed(
         routing = experts.Routing(part.module, shared, setting.mesh, setting.layout)
         begins.append(routing.begin)
         settles.append(routing.settle)
-
-    def begin(weight: Tensor) -> None:
-        for one in begins:
-            one(weight)
-
-    def settle() -> None:
-        for one in settles:
-            one()
-
+    begin, settle = partial(_call_each, begins), partial(_call_each, settles)
     return replace(part, begin=begin, settle=settle, routing=routing, copies=copies)
+
+
+def _call_each(functions: Sequence[Callable[..., None]], *arguments: Any) -> None:
+    for function in functions:
+        function(*arguments)

@@ -55,19 +55,19 @@ class HostSyncBatchNorm(_BatchNorm):
         shape = [1, -1] + [1] * (input.dim() - 2)
         centered = input - mean.view(shape)
         variance = _Total.apply(centered.square().sum(across), self.group) / count
-        self._update(mean.detach(), variance.detach(), count)
+        if self.running_mean is not None and self.running_var is not None:
+            share = self._counted()
+            self.running_mean.lerp_(mean.detach(), share)
+            self.running_var.lerp_(variance.detach() * count / (count - 1), share)
         normal = centered * torch.rsqrt(variance + self.eps).view(shape)
         return (normal * self.weight.view(shape) + self.bias.view(shape) if self.affine else normal).to(dtype)
 
-    @torch.no_grad()
-    def _update(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return  # no running statistics
+    def _counted(self) -> float:
+        """Count a batch: its share of the running statistics, without a momentum the average of all batches."""
+        if self.num_batches_tracked is None:
+            return 0.0
         self.num_batches_tracked.add_(1)
-        # Without a momentum BatchNorm keeps the cumulative average of all batches.
-        weight = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, weight)
-        self.running_var.lerp_(variance * count / (count - 1), weight)
+        return 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
 
 
 #: Called otherwise since torch 2.14.
@@ -113,11 +113,8 @@ class DeviceSyncBatchNorm(HostSyncBatchNorm):
         ranks = dist.get_world_size(self.group)
         if not self.training or ranks == 1:
             return _BatchNorm.forward(self, input)
-        momentum, statistics = self.momentum, (self.running_mean, self.running_var)
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            momentum = 1 / self.num_batches_tracked.item() if momentum is None else momentum
-        return _OnDevice.apply(input, self.weight, self.bias, *statistics, self.eps, momentum or 0.0, self.group, ranks)
+        running = self.running_mean, self.running_var
+        return _OnDevice.apply(input, self.weight, self.bias, *running, self.eps, self._counted(), self.group, ranks)
 
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -27,14 +27,6 @@ Scale = Callable[[Tensor], Tensor]
 MakeOptimizer = Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]
 
 
-def _nothing() -> None:
-    """Nothing to do."""
-
-
-def _ignored(_: Tensor) -> None:
-    """Nothing to do with it."""
-
-
 @dataclass(frozen=True)
 class LaidOutModule:
     """A model, or one stage of it, as :func:`ptdbench.parallel.apply.apply` lays it out."""
@@ -44,12 +36,12 @@ class LaidOutModule:
     #: Context of a forward and backward pass after which gradients are not communicated yet.
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
     #: Averages the replicas' gradients after backward passes in which the module ran and not the runner.
-    average: Callable[[], None] = _nothing
+    average: Callable[[], None] = lambda: None
     settles_after: int = 0  #: Backward passes after which all further ones run the same operations in the same order.
-    release: Callable[[], None] = _nothing  #: Frees the weights gathered by a forward pass without a backward pass.
+    release: Callable[[], None] = lambda: None  #: Frees what a forward pass without a backward pass has gathered.
     #: Told before a step what the loss of a micro-batch is multiplied by before its backward pass.
-    begin: Callable[[Tensor], None] = _ignored
-    settle: Callable[[], None] = _nothing  #: Completes the gradients after the last backward pass of a step.
+    begin: Callable[[Tensor], None] = lambda _: None
+    settle: Callable[[], None] = lambda: None  #: Completes the gradients after the last backward pass of a step.
     routing: Routing | None = None  #: Of a model with experts: what they have been given.
     division: Zero1 | None = None  #: How the optimizer's state is divided among the replicas, if it is.
     #: Averages the gradients by approximations, if they are not averaged as they are.
@@ -224,7 +216,7 @@ def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
                 if not placement.is_replicate():
                     dist.all_reduce(square, group=mesh.get_group(dimension))
         squares.append(square)
-    return sum(squares, start=torch.zeros(())).sqrt() if len(squares) != 1 else squares[0].sqrt()
+    return sum(squares, start=torch.zeros(())).sqrt()
 
 
 def _square_of(gradients: Sequence[Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
@@ -60,33 +61,19 @@ def shard(
     )
     where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
     of_norms = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    group: Callable[..., FSDPModule] = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
 
-    def cut(part: nn.Module, reshard_after_forward: bool | int) -> FSDPModule:
+    def cut(part: nn.Module, frees: bool | int) -> FSDPModule:
         # Batch norms on their own, or their weights would be gathered in another dtype than their statistics.
         for norm in part.modules() if narrow else ():
             if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
-                group(norm, of_norms, reshard_after_forward)
+                group(norm, mp_policy=of_norms, reshard_after_forward=frees)
         # Experts over the ranks that have copies of them: evenly, and not by expert, as few are here.
+        of_experts = {"mesh": experts[1], "shard_placement_fn": lambda _: Shard(SHARDED)}
         for inner in part.modules():
             if inner in experts[0] and not isinstance(inner, FSDPModule):
-                group(inner, policy, bool(reshard_after_forward), experts[1], lambda _: Shard(SHARDED))
-        return part if isinstance(part, FSDPModule) else group(part, policy, reshard_after_forward)
-
-    def group(
-        part: nn.Module,
-        policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | int,
-        over: DeviceMesh = mesh,
-        along: Callable[[nn.Parameter], Shard | None] | None = None,
-    ) -> FSDPModule:
-        return fully_shard(
-            part,
-            mesh=over,
-            mp_policy=policy,
-            reshard_after_forward=reshard_after_forward,
-            offload_policy=where,
-            shard_placement_fn=along,
-        )
+                group(inner, reshard_after_forward=bool(frees), **of_experts)
+        return part if isinstance(part, FSDPModule) else group(part, reshard_after_forward=frees)
 
     names = {part: name for name, part in module.named_modules()}
     tables, head = _around(module, layers, parts)
@@ -109,7 +96,7 @@ def shard(
             warnings.filterwarnings("ignore", message=view)
     # The rest is gathered first, and freed last.
     fill(module, "")
-    root = cut(module, reshard_after_forward=False)
+    root = cut(module, False)
     if how.prefetch > 1:  # torch itself gathers one ahead
         order = dict.fromkeys([root, *groups.values()])
         _prefetch([*order], [groups[layer] for layer in layers[:-1]], how)
@@ -125,7 +112,7 @@ def shard(
             root.set_requires_gradient_sync(True)
             root.set_reshard_after_backward(True)
 
-    return LaidOutModule(module, module, deferred, release=lambda: _reshard(module))
+    return LaidOutModule(module, module, deferred, release=partial(_reshard, module))
 
 
 def _around(

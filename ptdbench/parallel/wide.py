@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,13 +64,7 @@ class LayerNorm(nn.LayerNorm):
         """``[..., *normalized_shape]`` to the same."""
         if not torch.compiler.is_compiling() or master_of(self) is None:
             return super().forward(x)
-        found: Tensor = checkpoint(
-            self._of_narrow, x, _widened(self, "weight"), _widened(self, "bias"), use_reentrant=False
-        )
-        return found
-
-    def _of_narrow(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return F.layer_norm(x.float(), self.normalized_shape, weight, bias, self.eps).to(x.dtype)
+        return _norm(self, F.layer_norm, x, "weight", "bias")
 
 
 class RMSNorm(nn.RMSNorm):
@@ -79,11 +74,7 @@ class RMSNorm(nn.RMSNorm):
         """``[..., *normalized_shape]`` to the same."""
         if not torch.compiler.is_compiling() or master_of(self) is None:
             return super().forward(x)
-        found: Tensor = checkpoint(self._of_narrow, x, _widened(self, "weight"), use_reentrant=False)
-        return found
-
-    def _of_narrow(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+        return _norm(self, F.rms_norm, x, "weight")
 
 
 #: What becomes of a module of each class.
@@ -144,6 +135,16 @@ class _Widened(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
         return None, grads[0]
+
+
+def _norm(part: nn.LayerNorm | nn.RMSNorm, compute: Callable[..., Tensor], x: Tensor, *names: str) -> Tensor:
+    """A norm in the dtype of its weights, which have these names; computed again in the backward pass."""
+
+    def of_narrow(x: Tensor, *weights: Tensor | None) -> Tensor:
+        return compute(x.float(), part.normalized_shape, *weights, part.eps).to(x.dtype)
+
+    found: Tensor = checkpoint(of_narrow, x, *(_widened(part, name) for name in names), use_reentrant=False)
+    return found
 
 
 def _widened(part: nn.Module, name: str) -> Tensor | None:
