@@ -1,10 +1,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from ptdbench.models.gpt import GPT
 from ptdbench.models.protocol import module_of
+from ptdbench.parallel.pipeline import stage as stages
 from ptdbench.parallel.pipeline.pipelined import arriving, receive_tensor, send_tensor, without_weights
+from ptdbench.parallel.pipeline.stage import Stage
 from ptdbench.parallel.precision import Copies
 from tests.parallel.ranks import on_ranks
 
@@ -17,21 +20,57 @@ TENSORS = {
 }
 
 
-def hand_over() -> bool:
-    group = dist.group.WORLD
-    same = []
-    for tensor in TENSORS.values():
-        if dist.get_rank() == 0:
-            send_tensor(tensor, group, 1)
-        else:
-            found = receive_tensor(group, 0, torch.device("cpu"))
-            same.append(found.dtype == tensor.dtype and torch.equal(found, tensor))
-    return same
+@pytest.fixture(scope="module")
+def of_ranks() -> list[tuple[list[Tensor], list[Tensor]]]:
+    return on_ranks(3, in_rank)
+
+
+def in_rank() -> tuple[list[Tensor], list[Tensor]]:
+    return handed_over(), gradients_of_a_shared_weight()
+
+
+def handed_over() -> list[Tensor]:
+    """In the second rank: what the first one sends."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    for tensor in TENSORS.values() if rank == 0 else ():
+        send_tensor(tensor, group, 1)
+    return [receive_tensor(group, 0, torch.device("cpu")) for _ in TENSORS] if rank == 1 else []
 
 
 @pytest.mark.ranks
-def test_what_arrives_is_what_was_sent():
-    assert on_ranks(2, hand_over)[1] == [True] * len(TENSORS)
+def test_what_arrives_is_what_was_sent(of_ranks):
+    for found, tensor in zip(of_ranks[1][0], TENSORS.values(), strict=True):
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+
+
+def gradients_of_a_shared_weight() -> list[Tensor]:
+    """In each of three ranks: the sums that copies of a weight have, which is in four stages and twice in one."""
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(5)])
+    for part in model:
+        part.weight = model[0].weight
+    tied = [("0.weight", f"{part}.weight") for part in range(1, 5)]
+    names = [["0"], ["1"], ["2", "3"], ["4"]]
+    where = stages.Cut(names, [0, 1, 2, 0], names)
+    stages.untie(model, tied, where)
+    rank = dist.get_rank()
+    here = Stage({name: model.get_submodule(name) for number in where.of(rank) for name in names[number]})
+    for number, copy in enumerate(here.parameters()):
+        copy.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(3 * number + rank))
+    shared = stages.find_shared(tied, here, where, dist.group.WORLD)
+    assert [one.first is None for one in shared] == [rank > 0]
+    stages.add_up_shared(shared, dist.group.WORLD)
+    assert stages.find_shared(tied, here.requires_grad_(False), where, dist.group.WORLD) == []  # no gradients
+    return [copy.grad for copy in here.parameters()]
+
+
+@pytest.mark.ranks
+def test_all_copies_of_a_weight_take_the_same_step(of_ranks):
+    found = [gradients for _, gradients in of_ranks]
+    assert [len(copies) for copies in found] == [2, 1, 1]
+    expected = sum(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
+    torch.testing.assert_close(found[0][0], expected)
+    assert all(torch.equal(copy, found[0][0]) for copies in found for copy in copies)
 
 
 def test_what_arrives_from_an_absent_rank_is_foreseen_whatever_becomes_of_own_stages():

@@ -4,14 +4,12 @@ from itertools import combinations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.pipeline import stage as stages
 from ptdbench.parallel.pipeline.stage import Stage, balance
 from tests.parallel.made import small
-from tests.parallel.ranks import on_ranks
 
 untied = partial(small, tie_weights=False)
 
@@ -105,32 +103,3 @@ def test_no_other_cut_has_a_faster_slowest_stage():
 def test_more_stages_than_parts_cannot_be(stages):
     with pytest.raises(ValueError, match=f"{stages} stages cannot be made of 3 parts"):
         balance([1, 1, 1], stages)
-
-
-def gradients_of_a_shared_weight() -> list[Tensor]:
-    """In each of three ranks: the sums that copies of a weight have, which is in four stages and twice in one."""
-    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(5)])
-    for part in model:
-        part.weight = model[0].weight
-    tied = [("0.weight", f"{part}.weight") for part in range(1, 5)]
-    names = [["0"], ["1"], ["2", "3"], ["4"]]
-    where = stages.Cut(names, [0, 1, 2, 0], names)
-    stages.untie(model, tied, where)
-    rank = dist.get_rank()
-    here = Stage({name: model.get_submodule(name) for number in where.of(rank) for name in names[number]})
-    for number, copy in enumerate(here.parameters()):
-        copy.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(3 * number + rank))
-    shared = stages.find_shared(tied, here, where, dist.group.WORLD)
-    assert [one.first is None for one in shared] == [rank > 0]
-    stages.add_up_shared(shared, dist.group.WORLD)
-    assert stages.find_shared(tied, here.requires_grad_(False), where, dist.group.WORLD) == []  # no gradients
-    return [copy.grad for copy in here.parameters()]
-
-
-@pytest.mark.ranks
-def test_all_copies_of_a_weight_take_the_same_step():
-    found = on_ranks(3, gradients_of_a_shared_weight)
-    assert [len(copies) for copies in found] == [2, 1, 1]
-    expected = sum(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
-    torch.testing.assert_close(found[0][0], expected)
-    assert all(torch.equal(copy, found[0][0]) for copies in found for copy in copies)
