@@ -43,18 +43,13 @@ class BatchPlan:
         return {"data": self.replicas, **found.pop("dims"), **found}
 
 
-def share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> int:
-    """Samples of one step on each of the replicas.
-
-    Raises:
-        ConfigError: The batch cannot be divided so.
-    """
+def check_share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> None:
+    """Raise ConfigError for a batch that cannot be divided so among replicas."""
     if global_batch < 1 or global_batch % replicas:
         below = global_batch // replicas * replicas
         close = [number for number in (below, below + replicas) if number > 0]
         rule = f"must be a multiple of the number of data-parallel replicas, {replicas}"
         require(Problem("global_batch", global_batch, rule, try_these(close)))
-    own = global_batch // replicas
     if micro_batch != "auto":
+        own = global_batch // replicas
         require(divides("micro_batch", micro_batch, own, f"a replica's share of the batch, {own}"))
-    return own

@@ -141,7 +141,7 @@ def specify(
         dims = under("parallel", lambda: strategy.dims(size, model))
         # What is sought is not known yet: that comes later, with a layout of its own.
         micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
-        under("train", lambda: batch.share(dims.batch, asked.global_batch, micro_batch))
+        under("train", lambda: batch.check_share(dims.batch, asked.global_batch, micro_batch))
         return under("parallel", lambda: strategy.layout(dims, asked.global_batch, micro_batch))
 
     model = found.catch(lambda: _model(config, example))

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ptdbench.parallel.batch import BatchPlan, share
+from ptdbench.parallel.batch import BatchPlan, check_share
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
@@ -21,7 +21,7 @@ def arrange(world, batch, pipeline, micro_batch, microbatches):
     options = {} if pipeline == 1 else {"microbatches": microbatches, "schedule": "gpipe"}
     strategy = Strategy(replicate="auto", pipeline=pipeline, **options)
     dims = strategy.dims(world)
-    share(dims.batch, batch, micro_batch)
+    check_share(dims.batch, batch, micro_batch)
     return strategy.layout(dims, batch, micro_batch)
 
 
@@ -83,7 +83,7 @@ def test_the_rows_of_all_replicas_are_every_sample_exactly_once():
     ],
 )  # fmt: skip
 def test_a_refusal_names_numbers_that_fit(arguments, message):
-    assert refused(share, *arguments) == message
+    assert refused(check_share, *arguments) == message
 
 
 def test_a_record_holds_the_numbers_by_name():
