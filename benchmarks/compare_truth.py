@@ -57,17 +57,11 @@ AUTO = Repeat(runs="auto", max=60, tied_within=0.02, seed=0, block=None, series=
 
 @dataclass(frozen=True)
 class Share:
-    """How many of several comparisons saw a difference.
+    """How many of several comparisons saw a difference."""
 
-    Attributes:
-        seen: They did.
-        tried: All of them.
-        is_fresh: Whether no two of them share a run.
-    """
-
-    seen: int
-    tried: int
-    is_fresh: bool = False
+    seen: int  #: They did.
+    tried: int  #: All of them.
+    is_fresh: bool = False  #: Whether no two of them share a run.
 
     @property
     def point(self) -> float:
@@ -84,19 +78,12 @@ class Share:
 
 @dataclass(frozen=True)
 class Row:
-    """What is printed of some comparisons.
+    """What is printed of some comparisons."""
 
-    Attributes:
-        name: What was compared.
-        found: How many saw a difference, or why none could.
-        rule: What should be so; empty where nothing is asked.
-        is_met: Whether it is.
-    """
-
-    name: str
-    found: Share | str
-    rule: str
-    is_met: bool
+    name: str  #: What was compared.
+    found: Share | str  #: How many saw a difference, or why none could.
+    rule: str  #: What should be so; empty where nothing is asked.
+    is_met: bool  #: Whether it is.
 
     def __str__(self) -> str:
         verdict = f", {self.rule}: {'PASS' if self.is_met else 'MISS'}" if self.rule else ""

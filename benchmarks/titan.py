@@ -55,32 +55,20 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a run was set up.
+    """How a run was set up."""
 
-    Attributes:
-        model: Key of :data:`MODELS`.
-        ranks: GPUs.
-        batch: Sequences of a data-parallel rank in a step.
-        length: Tokens of a sequence.
-        recompute: ``full``: whole blocks; ``selective``: what is not on torchtitan's list, and every second product.
-        compile: Whether each block is compiled.
-        float8: Whether the blocks' linear layers compute in float8, and FSDP gathers it.
-        shard: Data-parallel ranks.
-        context: Ranks that divide the sequences.
-        tensor: Ranks that divide the matrices.
-        of_2025: Whether the loss is compiled too, and norms and the optimizer are torch's fused ones, as from 2025.
-    """
-
-    model: str
-    ranks: int
-    batch: int
-    length: int
+    model: str  #: Key of :data:`MODELS`.
+    ranks: int  #: GPUs.
+    batch: int  #: Sequences of a data-parallel rank in a step.
+    length: int  #: Tokens of a sequence.
+    #: ``full``: whole blocks; ``selective``: what is not on torchtitan's list, and every second product.
     recompute: str
-    compile: bool
-    float8: bool
-    shard: int
-    context: int = 1
-    tensor: int = 1
+    compile: bool  #: Whether each block is compiled.
+    float8: bool  #: Whether the blocks' linear layers compute in float8, and FSDP gathers it.
+    shard: int  #: Data-parallel ranks.
+    context: int = 1  #: Ranks that divide the sequences.
+    tensor: int = 1  #: Ranks that divide the matrices.
+    #: Whether the loss is compiled too, and norms and the optimizer are torch's fused ones, as from 2025.
     of_2025: bool = False
 
 

@@ -36,17 +36,11 @@ ACCURACY, APART, AGAINST_BIGRAM, SECONDS = 0.97, 0.005, 0.7, 300
 
 @dataclass(frozen=True)
 class Result:
-    """One run.
+    """One run."""
 
-    Attributes:
-        name: What was trained, and how.
-        seconds: From the command to its exit.
-        record: What it left.
-    """
-
-    name: str
-    seconds: float
-    record: dict[str, Any]
+    name: str  #: What was trained, and how.
+    seconds: float  #: From the command to its exit.
+    record: dict[str, Any]  #: What it left.
 
     def last(self, figure: str) -> float:
         """A figure of its last evaluation."""

@@ -54,21 +54,13 @@ GPUS = {"h100": [f"virtual.gpu.memory={96 * 2**30}", "virtual=h100"], "h200": ["
 
 @dataclass(frozen=True)
 class Row:
-    """A published run.
+    """A published run."""
 
-    Attributes:
-        gib: Peak of reserved memory, the maximum over its GPUs.
-        gpu: Which one.
-        recipe: How it was set up.
-        source: Where it stands.
-        left_out: Key of :data:`REASONS`; empty where its recipe runs.
-    """
-
-    gib: float
-    gpu: str
-    recipe: Recipe
-    source: str
-    left_out: str
+    gib: float  #: Peak of reserved memory, the maximum over its GPUs.
+    gpu: str  #: Which one.
+    recipe: Recipe  #: How it was set up.
+    source: str  #: Where it stands.
+    left_out: str  #: Key of :data:`REASONS`; empty where its recipe runs.
 
 
 def published() -> list[Row]:

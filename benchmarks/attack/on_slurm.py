@@ -65,13 +65,9 @@ def all_rounds(
 
 @dataclass(frozen=True)
 class Queue:
-    """What SLURM's commands say.
+    """What SLURM's commands say."""
 
-    Attributes:
-        environ: Variables for them.
-    """
-
-    environ: Mapping[str, str]
+    environ: Mapping[str, str]  #: Variables for them.
 
     def ask(self, *command: str) -> str:
         """What a command prints."""

@@ -35,31 +35,18 @@ BIRTH = 0.05
 
 @dataclass
 class Round:
-    """One attack, and what came of it.
+    """One attack, and what came of it."""
 
-    Attributes:
-        name: To repeat it: ``--only NAME``.
-        scenario: What was attacked.
-        folder: Where.
-        moment: When the kill was due.
-        family: The victim's processes at that moment.
-        killed: Whom it hit.
-        after_birth: Seconds after the first rank's birth; ``None`` where that was not watched.
-        faults: Kind, one of :data:`FAULTS`, and what was seen.
-        notes: What is no fault and worth knowing.
-        seconds: What the round took.
-    """
-
-    name: str
-    scenario: str
-    folder: Path
-    moment: str = ""
-    family: Sequence[Process] = ()
-    killed: Sequence[Process] = ()
-    after_birth: float | None = None
-    faults: list[tuple[str, str]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    name: str  #: To repeat it: ``--only NAME``.
+    scenario: str  #: What was attacked.
+    folder: Path  #: Where.
+    moment: str = ""  #: When the kill was due.
+    family: Sequence[Process] = ()  #: The victim's processes at that moment.
+    killed: Sequence[Process] = ()  #: Whom it hit.
+    after_birth: float | None = None  #: Seconds after the first rank's birth; ``None`` where that was not watched.
+    faults: list[tuple[str, str]] = field(default_factory=list)  #: Kind, one of :data:`FAULTS`, and what was seen.
+    notes: list[str] = field(default_factory=list)  #: What is no fault and worth knowing.
+    seconds: float = 0.0  #: What the round took.
 
     @property
     def when(self) -> str:
@@ -87,21 +74,13 @@ class Round:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rounds of an attack share.
+    """What all rounds of an attack share."""
 
-    Attributes:
-        tree: The checkout that is attacked.
-        base: A folder for those of the rounds.
-        environ: The victims' variables.
-        session: What the marks of all victims begin with.
-        seed: Decides everything that is random.
-    """
-
-    tree: Path
-    base: Path
-    environ: Mapping[str, str]
-    session: str
-    seed: int
+    tree: Path  #: The checkout that is attacked.
+    base: Path  #: A folder for those of the rounds.
+    environ: Mapping[str, str]  #: The victims' variables.
+    session: str  #: What the marks of all victims begin with.
+    seed: int  #: Decides everything that is random.
 
     def start(self, command: Sequence[str], folder: Path, log: str = "victim.log") -> Victim:
         """Start a command in a folder of its own."""

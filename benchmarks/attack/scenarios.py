@@ -13,21 +13,13 @@ PATIENCE = (3, 60)
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is attacked.
+    """What is attacked."""
 
-    Attributes:
-        name: In the table.
-        overrides: The command line.
-        moments: When processes are killed, where it is not at the first birth.
-        runs: Of a sweep; 0 for a single run.
-        resumes: Whether the command is resumed.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    moments: tuple[str, ...]
-    runs: int = 0
-    resumes: bool = False
+    name: str  #: In the table.
+    overrides: tuple[str, ...]  #: The command line.
+    moments: tuple[str, ...]  #: When processes are killed, where it is not at the first birth.
+    runs: int = 0  #: Of a sweep; 0 for a single run.
+    resumes: bool = False  #: Whether the command is resumed.
 
     def command(self, tree: Path, directory: str | None = None) -> list[str]:
         """What a person would type; in a directory of the product's choice where none is named."""
@@ -72,17 +64,11 @@ def of_round(number: int) -> Scenario:
 
 @dataclass(frozen=True)
 class Reference:
-    """The command of a scenario, undisturbed.
+    """The command of a scenario, undisturbed."""
 
-    Attributes:
-        birth: Seconds from its start to the first rank.
-        seconds: And to its end.
-        losses: Of each run, by the name of its directory; ``""`` for a single one.
-    """
-
-    birth: float
-    seconds: float
-    losses: Mapping[str, Sequence[float]]
+    birth: float  #: Seconds from its start to the first rank.
+    seconds: float  #: And to its end.
+    losses: Mapping[str, Sequence[float]]  #: Of each run, by the name of its directory; ``""`` for a single one.
 
     @property
     def patience(self) -> float:

@@ -36,17 +36,11 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a victim.
+    """A process of a victim."""
 
-    Attributes:
-        pid: Its id.
-        role: What it is to the victim: ``train.py``, ``fork server``, ``rank``, ...
-        command: Its command line, as far as a report needs it.
-    """
-
-    pid: int
-    role: str
-    command: str = ""
+    pid: int  #: Its id.
+    role: str  #: What it is to the victim: ``train.py``, ``fork server``, ``rank``, ...
+    command: str = ""  #: Its command line, as far as a report needs it.
 
     def __str__(self) -> str:
         return f"{self.role} {self.pid}"

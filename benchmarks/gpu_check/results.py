@@ -18,36 +18,22 @@ FOLDER = Path(__file__).parents[1] / "gpu"
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that a part looked at.
+    """One thing that a part looked at."""
 
-    Attributes:
-        name: What it is.
-        passed: Whether it is as it must be.
-        said: The figure and the rule, for people.
-        figures: What was measured, JSON.
-    """
-
-    name: str
-    passed: bool
-    said: str
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    name: str  #: What it is.
+    passed: bool  #: Whether it is as it must be.
+    said: str  #: The figure and the rule, for people.
+    figures: Mapping[str, Any] = field(default_factory=dict)  #: What was measured, JSON.
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a part found.
+    """What a part found."""
 
-    Attributes:
-        taken: When, in UTC.
-        seconds: How long it took.
-        environment: Hardware and versions, as in a record.
-        checks: What it looked at, in order.
-    """
-
-    taken: str
-    seconds: float
-    environment: Mapping[str, Any]
-    checks: list[Check]
+    taken: str  #: When, in UTC.
+    seconds: float  #: How long it took.
+    environment: Mapping[str, Any]  #: Hardware and versions, as in a record.
+    checks: list[Check]  #: What it looked at, in order.
 
 
 def keep(folder: Path, device: str, part: str, found: Found) -> None:

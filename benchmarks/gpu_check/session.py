@@ -50,23 +50,14 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Sizes:
-    """What suits a kind of device.
+    """What suits a kind of device."""
 
-    Attributes:
-        model: The language model whose numbers are compared.
-        batch: Its samples of a step.
-        images: Overrides of the image model.
-        large: The language model whose speed is measured at several micro-batches.
-        micro_batches: These.
-        steps: Steps of a run whose speed is measured.
-    """
-
-    model: str
-    batch: int
-    images: Sequence[str]
-    large: str
-    micro_batches: Sequence[int]
-    steps: int
+    model: str  #: The language model whose numbers are compared.
+    batch: int  #: Its samples of a step.
+    images: Sequence[str]  #: Overrides of the image model.
+    large: str  #: The language model whose speed is measured at several micro-batches.
+    micro_batches: Sequence[int]  #: These.
+    steps: int  #: Steps of a run whose speed is measured.
 
 
 _TINY = Sizes("gpt_tiny", 4, ("model=resnet18", "model.image_size=32", "train.global_batch=8"), "gpt_tiny", (2, 4), 8)
@@ -79,23 +70,14 @@ SIZES = {
 
 @dataclass
 class Session:
-    """Runs and checks of one start of gpu-check.
+    """Runs and checks of one start of gpu-check."""
 
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        environment: Hardware and versions, as in a record.
-        directory: Where the runs leave their records.
-        sizes: What suits the device.
-        checks: What the part so far has looked at.
-        on_check: Is called after each check.
-    """
-
-    device: str
-    environment: Mapping[str, Any]
-    directory: Path
-    sizes: Sizes
-    checks: list[Check] = field(default_factory=list)
-    on_check: Callable[[], None] = field(default=lambda: None)
+    device: str  #: ``cuda`` or ``cpu``.
+    environment: Mapping[str, Any]  #: Hardware and versions, as in a record.
+    directory: Path  #: Where the runs leave their records.
+    sizes: Sizes  #: What suits the device.
+    checks: list[Check] = field(default_factory=list)  #: What the part so far has looked at.
+    on_check: Callable[[], None] = field(default=lambda: None)  #: Is called after each check.
 
     @classmethod
     def begin(cls, options: argparse.Namespace) -> Session:

@@ -33,17 +33,11 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Layouts:
-    """Layouts that are tried in one sweep.
+    """Layouts that are tried in one sweep."""
 
-    Attributes:
-        overrides: As they are typed after ``-m``: those with commas are swept over.
-        ranks: The fewest that they need.
-        on_gpus: Whether they need NCCL.
-    """
-
-    overrides: tuple[str, ...]
-    ranks: int = 2
-    on_gpus: bool = False
+    overrides: tuple[str, ...]  #: As they are typed after ``-m``: those with commas are swept over.
+    ranks: int = 2  #: The fewest that they need.
+    on_gpus: bool = False  #: Whether they need NCCL.
 
     @property
     def names(self) -> list[str]:

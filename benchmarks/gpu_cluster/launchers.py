@@ -13,21 +13,13 @@ LAUNCHERS = ("local", "torchrun", "srun", "mpirun")
 
 @dataclass(frozen=True)
 class Launcher:
-    """How ranks are started.
+    """How ranks are started."""
 
-    Attributes:
-        name: One of :data:`LAUNCHERS`.
-        prefix: The words before ``train.py``.
-        ranks: How many ranks there are.
-        nodes: How many nodes they are on.
-        options: Overrides that it needs.
-    """
-
-    name: str
-    prefix: tuple[str, ...]
-    ranks: int
-    nodes: int = 1
-    options: tuple[str, ...] = ()
+    name: str  #: One of :data:`LAUNCHERS`.
+    prefix: tuple[str, ...]  #: The words before ``train.py``.
+    ranks: int  #: How many ranks there are.
+    nodes: int = 1  #: How many nodes they are on.
+    options: tuple[str, ...] = ()  #: Overrides that it needs.
 
 
 def local(ranks: int) -> Launcher:
