@@ -11,7 +11,6 @@ who watch from another machine.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import sys
@@ -100,22 +99,11 @@ def locked(directory: Path) -> Iterator[None]:
     descriptor = os.open(directory, os.O_RDONLY)
     until = time.monotonic() + _PATIENCE
     try:
-        while time.monotonic() < until and not _try_lock(descriptor):
+        while time.monotonic() < until and not store.try_lock(descriptor):
             time.sleep(0.01)
         yield
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    """Return whether the lock was taken, or cannot be."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return True
 
 
 def open_record(directory: Path, draft: Written) -> Written:

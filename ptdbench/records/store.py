@@ -212,20 +212,16 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
     Raises:
         ConfigError: Another process is writing there, it is not writable, or it holds results.
     """
-    try:
+    with _writable(directory, option):
         is_new = appear(directory, fill)
-    except OSError as error:
-        raise _unwritable(directory, option, error) from None
     lock(directory, option)
     if not is_new:
         of_sweep = is_sweep(directory) or any(directory.glob(f"*/{RECORD}"))
         if not again and (of_sweep or (directory / RECORD).exists()):
             remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
             raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
-        try:
+        with _writable(directory, option):
             fill(directory, directory)
-        except OSError as error:
-            raise _unwritable(directory, option, error) from None
 
 
 def lock(directory: Path, option: str) -> None:
@@ -234,28 +230,31 @@ def lock(directory: Path, option: str) -> None:
     Raises:
         ConfigError: Another process is writing there, or it is not writable.
     """
-    try:
+    with _writable(directory, option):
         descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # closed when the process ends
-    except OSError as error:
-        raise _unwritable(directory, option, error) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not try_lock(descriptor):
         os.close(descriptor)
         rule = "another process is writing its results there"
-        raise ConfigError([Problem(option, directory, rule, "wait for it, or give another directory")]) from None
-    except OSError:  # some cluster file systems have no locks
-        os.close(descriptor)
+        raise ConfigError([Problem(option, directory, rule, "wait for it, or give another directory")])
+
+
+def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
+    """Return whether a lock was taken, or cannot be, as some cluster file systems have none."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def is_locked(directory: Path) -> bool:
     """Return whether a process that has locked a directory goes on, as far as can be seen from here."""
-    with suppress(OSError):  # nobody ever has, or the file system has no locks
+    with suppress(OSError):  # nobody ever has
         descriptor = os.open(directory / LOCK, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+            return not try_lock(descriptor, fcntl.LOCK_SH)
         finally:
             os.close(descriptor)
     return False
@@ -272,10 +271,8 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
         ConfigError: It is not writable.
     """
     stem = file_name(name).strip("-.") or "run"
-    try:
+    with _writable(parent, option):
         return next(path for numbered in _numbered(stem) if appear(path := parent / numbered, fill))
-    except OSError as error:
-        raise _unwritable(parent, option, error) from None
 
 
 def file_name(text: object) -> str:
@@ -300,9 +297,13 @@ def point_latest(directory: Path) -> None:
         fresh.unlink()
 
 
-def _unwritable(directory: Path, option: str, error: OSError) -> ConfigError:
-    rule = f"nothing can be written there ({error.strerror})"
-    return ConfigError([Problem(option, directory, rule, "give one that you may write to")])
+@contextmanager
+def _writable(directory: Path, option: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        rule = f"nothing can be written there ({error.strerror})"
+        raise ConfigError([Problem(option, directory, rule, "give one that you may write to")]) from None
 
 
 def _cut_torn_line(descriptor: int) -> int:
