@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.measure.memory import host_memory
+from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in, waiting
@@ -21,7 +22,6 @@ from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec
-from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
 
 #: Bytes that may be allocated where needs are found out: a run that does not fit should say what it needs.
@@ -100,16 +100,12 @@ def _with_any_batch(config: Config) -> Config:
     return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *(n for n in counts if isinstance(n, int))])})
 
 
-def _state(training: TrainingSpec) -> list[dict[str, int]]:
-    return [asdict(footprint) for footprint in training.footprints()]
-
-
 def _lacking_on_host(spec: RunSpec) -> str | None:
     """Why no rank can be carried out whose training state is in the memory of this host; ``None`` if one can."""
     assert spec.training
     if not spec.is_on_host:
         return None
-    needed, available = max(map(_total, _state(spec.training))), host_memory().available
+    needed, available = max(one.total for one in spec.training.footprints()), host_memory().available
     if needed <= available:
         return None
     offload = f"offload={spec.config.general.offload} keeps {gib_text(needed)} of a rank in host memory"
@@ -123,30 +119,26 @@ def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     layout = next(iter(layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
     reserve = asked.config.general.memory_reserve or 0.0
     room = run_spec.memory(spec, reserve, spec.world_size, 0, running=False)
-    state = _state(training)
+    state = training.footprints()
     stages = [training.layout.dims.stage(rank) for rank in range(min(room.ranks, spec.world_size))]
-    needs = sum(sum(state[stage].values()) for stage in stages) if room.ranks > 1 else max(map(_total, state))
+    needs = sum(state[stage].total for stage in stages) if room.ranks > 1 else max(one.total for one in state)
     is_known = not (spec.virtual and spec.is_on_host)  # nobody said how much the hosts of these GPUs have
-    found: dict[str, Any] = {"state": state, "needed_bytes": needs, "fits": None, "reason": reason}
+    found: dict[str, Any] = {"state": [*map(asdict, state)], "needed_bytes": needs, "fits": None, "reason": reason}
     if is_known:
         found |= {"capacity_bytes": room.size, "capacity_of": room.origin, "room_bytes": room.size}
-    batch = {"layout": layout.as_dict(), "global_batch": layout.global_batch}
-    fields = {**spec.summary.fields, **batch, "kind": "planned", "plan": found}
+    lack = ""
     if is_known and needs > room.size:
         found["fits"] = False
-        rule = (
-            f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has {gib_text(room.size)}"
-        )
-        return fields | _oom(f"{rule}; {checks.remedy(training, room)}")
-    return fields | {"status": "ok", "error": None}
+        lack = f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has "
+        lack += f"{gib_text(room.size)}; {checks.remedy(training, room)}"
+    return {**spec.summary.fields, **_as_planned(layout, found, lack)}
 
 
-def _total(state: Mapping[str, int]) -> int:
-    return sum(state.values())
-
-
-def _oom(message: str) -> dict[str, Any]:
-    return {"status": "oom", "error": {"rank": -1, "type": "DoesNotFit", "message": message, "traceback": ""}}
+def _as_planned(layout: BatchPlan, found: Mapping[str, Any], lack: str) -> dict[str, Any]:
+    """The fields of every plan; ``lack`` is why it does not fit, empty if it does."""
+    error = schema.NO_ERROR | {"type": "DoesNotFit", "message": lack}
+    status = {"status": "oom", "error": error} if lack else {"status": "ok", "error": None}
+    return {"layout": layout.as_dict(), "global_batch": layout.global_batch, "kind": "planned", "plan": found, **status}
 
 
 class _Virtual:
@@ -159,7 +151,7 @@ class _Virtual:
         self._reserve = asked.config.general.memory_reserve or 0.0
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
-        self._state = _state(spec.training)  # before anything is carried out, as not every optimizer tells
+        self._state = spec.training.footprints()  # before anything is carried out, as not every optimizer tells
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": spec.nccl_bytes} if spec.nccl_bytes else {})
         self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}
@@ -249,19 +241,15 @@ class _Virtual:
             "accumulation": stand_in(self._training, layout).accumulation,
         }
         names = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
-        fields = {name: record.get(name) for name in names}
-        fields |= {"layout": layout.as_dict(), "global_batch": layout.global_batch, "kind": "planned", "plan": found}
-        if not fits:
-            return fields | _oom(self._lack(shown, needed, search))
-        return fields | {"status": "ok", "error": None}
+        lack = "" if fits else self._lack(shown, needed, search)
+        return {**{name: record.get(name) for name in names}, **_as_planned(layout, found, lack)}
 
     def _beyond(self, shown: int, search: Search) -> dict[str, Any]:
         """The fields of one that needs more than any GPU has."""
-        layout = self._layouts[shown]
         needed = int(search.predicted(shown)) if sum(one.needed_bytes is not None for one in search.tries) > 1 else None
         found = self._common(shown, search) | {"needed_bytes": needed, "fits": False}
-        fields = {**self._spec.summary.fields, "layout": layout.as_dict(), "global_batch": layout.global_batch}
-        return fields | {"kind": "planned", "plan": found} | _oom(self._lack(shown, needed, search))
+        lack = self._lack(shown, needed, search)
+        return {**self._spec.summary.fields, **_as_planned(self._layouts[shown], found, lack)}
 
     def _common(self, shown: int, search: Search) -> dict[str, Any]:
         beside = self._beside(shown)
@@ -269,7 +257,7 @@ class _Virtual:
             "capacity_bytes": self._gpu.memory,
             "capacity_of": f"virtual {self._gpu.name}",
             "room_bytes": self._room,
-            "state": self._state,
+            "state": [*map(asdict, self._state)],
             "outside": beside,
             "sources": {name: _SOURCES[name] for name in beside},
             "largest_micro_batch": search.best or 0,
@@ -291,7 +279,7 @@ class _Virtual:
         none = f"{rule}; no micro-batch fits"
         if smallest.needed_bytes is None:
             return none
-        rest = smallest.needed_bytes - (0 if self._spec.is_on_host else max(map(_total, self._state)))
+        rest = smallest.needed_bytes - (0 if self._spec.is_on_host else max(one.total for one in self._state))
         if rest >= self._room:
             return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {_else(config)}"
         least = math.ceil(whole.total / (self._room - rest))
