@@ -27,28 +27,21 @@ def classes(training: TrainingSpec) -> dict[int, int]:
     micro-batches under way. The last shard of a weight is smaller than the first where it cannot be cut evenly. Where
     replicas, and ranks that share a sequence, divide the optimizer's state, each of them differs.
     """
-    dims = training.layout.dims
-    stages = _stages(training)
-    outer = [name for name in dims.order("weights") if getattr(dims, name) > 1]
-    is_sharded = training.strategy.shards(dims)
+    dims, strategy = training.layout.dims, training.strategy
     places: list[dict[str, int]] = [{}]
-    if is_sharded and _is_uneven(training):
-        places.append({name: getattr(dims, name) - 1 for name in outer})
-    divided = training.strategy.replicates(dims) and training.strategy.optimizer == "zero1"
-    if divided and dims.ways("samples", "positions") > 1:
+    parts = [1]  # of the ranks of a stage
+    if strategy.shards(dims) and _is_uneven(training):  # the last shard of each copy, and all other ranks
+        places.append({name: getattr(dims, name) - 1 for name in dims.order("weights")})
+        parts = [dims.shards - 1, 1]
+    elif strategy.replicates(dims) and strategy.optimizer == "zero1":
         names = dims.order("samples", "positions")
         places = [dict(zip(names, at, strict=True)) for at in product(*(range(getattr(dims, name)) for name in names))]
+        parts = [1] * len(places)
     found = {}
-    for stage, standing in stages.items():
+    for stage, standing in _stages(training).items():
         of_stage = dims.world_size // dims.pipeline * standing
-        each, rest = divmod(of_stage, len(places))
-        if len(places) == 2 and not divided:  # the last shard of each copy, and all other ranks
-            last = of_stage // dims.shards
-            counts = [of_stage - last, last]
-        else:
-            counts = [each + (number < rest) for number in range(len(places))]
-        for place, count in zip(places, counts, strict=True):
-            found[rank_at(training, {**place, "pipeline": stage})] = count
+        for place, part in zip(places, parts, strict=True):
+            found[rank_at(training, {**place, "pipeline": stage})] = of_stage * part // sum(parts)
     return dict(sorted(found.items()))
 
 

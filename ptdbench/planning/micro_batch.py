@@ -312,10 +312,10 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
     fewest = max(dims.pipeline, schedule.fewest(dims.pipeline, strategy.stages_on_rank)) if staged else 1
     if staged and isinstance(strategy.microbatches, int):
         fewest = strategy.microbatches
-    sizes = {size: dims.batch * size * fewest for size in _POWERS} if is_free else {}
+    free, given = {size: dims.batch * size * fewest for size in _POWERS}, divisors(training.layout.replica_batch)
     found = {}
     first: ConfigError | None = None
-    for size, total in (sizes or dict.fromkeys(divisors(training.layout.replica_batch), batch)).items():
+    for size, total in (free if is_free else dict.fromkeys(given, batch)).items():
         try:
             found[size] = strategy.layout(dims, total, size)
         except ConfigError as error:
