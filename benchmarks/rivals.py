@@ -13,70 +13,41 @@ from torch import Tensor, nn
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def transformers_gpt2(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
-    """``GPT2LMHeadModel`` with SDPA and without dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=sizes["vocabulary"],
-        n_positions=sizes["sequence_length"],
-        n_embd=sizes["width"],
-        n_layer=sizes["layers"],
-        n_head=sizes["heads"],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        use_cache=False,
-    )
-    return _with_sdpa(GPT2LMHeadModel, config)
-
-
-def transformers_llama(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
-    """``LlamaForCausalLM`` with SDPA."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=sizes["vocabulary"],
-        max_position_embeddings=sizes["sequence_length"],
-        hidden_size=sizes["width"],
-        intermediate_size=sizes["hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["key_value_heads"],
-        tie_word_embeddings=sizes["tie_weights"],
-        use_cache=False,
-    )
-    return _with_sdpa(LlamaForCausalLM, config)
-
-
-def transformers_mixtral(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
-    """``MixtralForCausalLM`` with SDPA, without an auxiliary loss."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        vocab_size=sizes["vocabulary"],
-        max_position_embeddings=sizes["sequence_length"],
-        hidden_size=sizes["width"],
-        intermediate_size=sizes["expert_hidden"],
-        num_hidden_layers=sizes["layers"],
-        num_attention_heads=sizes["heads"],
-        num_key_value_heads=sizes["key_value_heads"],
-        num_local_experts=sizes["experts"],
-        num_experts_per_tok=sizes["active"],
-        rms_norm_eps=sizes["norm_epsilon"],
-        use_cache=False,
-    )
-    return _with_sdpa(MixtralForCausalLM, config)
+#: How our sizes are called there; GPT-2 has other names for the same.
+_COMMON = {
+    "vocabulary": "vocab_size",
+    "sequence_length": "max_position_embeddings",
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+}
+_LLAMA = {
+    **_COMMON, "hidden": "intermediate_size", "key_value_heads": "num_key_value_heads",
+    "tie_weights": "tie_word_embeddings",
+}  # fmt: skip
+_MIXTRAL = {
+    **_COMMON, "expert_hidden": "intermediate_size", "key_value_heads": "num_key_value_heads",
+    "experts": "num_local_experts", "active": "num_experts_per_tok", "norm_epsilon": "rms_norm_eps",
+}  # fmt: skip
 
 
 def transformers(sizes: Mapping[str, Any]) -> tuple[nn.Module, Loss]:
-    """The model of ``transformers`` with these sizes: Mixtral has experts, and Llama fewer heads of keys and values."""
+    """The model of ``transformers`` with these sizes, with SDPA, and without dropout and auxiliary losses.
+
+    Mixtral has experts, and Llama fewer heads of keys and values than GPT-2.
+    """
+    import transformers as theirs
+
+    kind: Any
+    options: dict[str, Any] = {"use_cache": False}
     if "experts" in sizes:
-        return transformers_mixtral(sizes)
-    return (transformers_llama if "key_value_heads" in sizes else transformers_gpt2)(sizes)
-
-
-def _with_sdpa(kind: Callable[[Any], nn.Module], config: Any) -> tuple[nn.Module, Loss]:
+        kind, names = theirs.MixtralForCausalLM, _MIXTRAL
+    elif "key_value_heads" in sizes:
+        kind, names = theirs.LlamaForCausalLM, _LLAMA
+    else:
+        kind, names = theirs.GPT2LMHeadModel, _COMMON
+        options |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = kind.config_class(**{name: sizes[own] for own, name in names.items()}, **options)
     config._attn_implementation = "sdpa"
     model = kind(config)
     return model, lambda inputs, targets: model(input_ids=inputs, labels=inputs, shift_labels=targets).loss
