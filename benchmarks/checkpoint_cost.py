@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rank import on_ranks
-from ratio import Ratio
 from torch import Tensor
 
+from benchmarks.rank import on_ranks
+from benchmarks.ratio import Ratio
+from benchmarks.script import composed, judged, parser_of
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
 from ptdbench.job import Job
-from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
 #: The median step beside checkpoints is at most this many times the one without.
@@ -49,8 +49,8 @@ WARMUP = 3
 def main() -> int:
     """Print both ratios; 1 if one misses its limit."""
     options = _parse()
-    composed = compose_all(_overrides(options)).jobs[0]
-    seconds = on_ranks(1, composed, _measure, options.pairs, options.every, within=options.directory)
+    asked = composed(*_overrides(options))
+    seconds = on_ranks(asked, _measure, options.pairs, options.every, within=options.directory)
     plain, beside, stalls, blocking = (seconds[name] for name in ("plain", "beside", "stalls", "blocking"))
     steps = median_ratio(beside, plain)
     stall = statistics.median(stalls) / statistics.median(blocking)
@@ -63,11 +63,11 @@ def main() -> int:
     print(f"    worst step {max(beside) * 1e3:.1f} ms beside, {max(plain) * 1e3:.1f} ms without")
     for name, without, with_save in _shares(seconds["threads"]):
         print(f"    mean of the thread {name:18} {without:9.1f} ms without, {with_save:9.1f} ms beside")
-    print(f"    ratio of medians {steps}, at most {STEP_LIMIT} required: {_verdict(steps.value <= STEP_LIMIT)}")
+    are_light = judged(f"    ratio of medians {steps}", f"at most {STEP_LIMIT}", steps.value <= STEP_LIMIT)
     print(f"  blocking save             {_milliseconds(blocking)}")
     print(f"  stall, second save and on {_milliseconds(stalls)}")
-    print(f"    ratio of medians {stall:.4f}, below {STALL_LIMIT} required: {_verdict(stall < STALL_LIMIT)}")
-    return int(steps.value > STEP_LIMIT or stall >= STALL_LIMIT)
+    are_short = judged(f"    ratio of medians {stall:.4f}", f"below {STALL_LIMIT}", stall < STALL_LIMIT)
+    return int(not (are_light and are_short))
 
 
 def median_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
@@ -160,10 +160,6 @@ def _milliseconds(seconds: Sequence[float]) -> str:
     return f"{median:9.1f} ms (median of {len(seconds)}, {low:.1f} to {high:.1f})"
 
 
-def _verdict(passed: bool) -> str:
-    return "PASS" if passed else "MISS"
-
-
 def _overrides(options: argparse.Namespace) -> list[str]:
     return [
         f"model={options.model}",
@@ -177,7 +173,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="gpt_small", help="a GPT of conf/model (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="of a sample (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=1, help="samples of a step (default: %(default)s)")

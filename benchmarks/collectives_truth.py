@@ -17,19 +17,19 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
-from rank import on_ranks
-from ratio import SIDES, against_bare, median_of_ratios, orders, within
 
+from benchmarks.rank import on_ranks
+from benchmarks.ratio import against_bare, in_turns, median_of_ratios, within
+from benchmarks.script import composed, parser_of
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place
 from ptdbench.measure.timing import Effort
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
 
 #: Bytes of the message, and how often it is sent in a block.
 SIZES = {2**10: 300, 2**20: 50, 2**26: 10}
@@ -47,9 +47,7 @@ Block = Callable[[int], float]
 def main() -> int:
     """Print the pairs; 1 if one of them misses."""
     options = _parse()
-    composed = compose_all(["workload=collectives"]).jobs[0]
-    ranks = run_spec.specify(config.read(composed), None).world_size
-    found = on_ranks(ranks, composed, _take_turns, options.rounds)
+    ranks, found = on_ranks(composed("workload=collectives"), _take_turns, options.rounds)
     print(f"time per all_reduce, fp32, {ranks} ranks: {options.rounds} rounds")
     passed = []
     for size, seconds in found.items():
@@ -59,17 +57,13 @@ def main() -> int:
     return int(not all(passed))
 
 
-def _take_turns(job: Job, rounds: int) -> dict[int, dict[str, list[float]]]:
-    """One rank: all three sides by turns, for each size."""
+def _take_turns(job: Job, rounds: int) -> tuple[int, dict[int, dict[str, list[float]]]]:
+    """One rank: how many there are, and all three sides by turns, for each size."""
     found, device = {}, job.device
     for size, count in SIZES.items():
-        sides = dict(zip(SIDES, (_product(size, device), _bare(size, device), _bare(size, device)), strict=True))
-        seconds: dict[str, list[float]] = {side: [] for side in sides}
-        for order in orders(rounds + 1):
-            for side in order:
-                seconds[side].append(sides[side](count))
-        found[size] = {side: blocks[1:] for side, blocks in seconds.items()}  # the first one warms up
-    return found
+        blocks = {"product": _product(size, device), "bare": _bare(size, device), "again": _bare(size, device)}
+        found[size] = in_turns({side: partial(block, count) for side, block in blocks.items()}, rounds)
+    return job.world.size, found
 
 
 def _product(size: int, device: torch.device) -> Block:
@@ -120,7 +114,7 @@ def _by_events(data: torch.Tensor, count: int) -> list[float]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=60, help="blocks of each side (default: %(default)s)")
     return parser.parse_args()
 

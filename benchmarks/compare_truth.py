@@ -19,9 +19,7 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import subprocess
 import sys
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -32,6 +30,7 @@ from typing import Any
 
 from scipy import stats
 
+from benchmarks.script import parser_of, swept
 from ptdbench.comparison import alternatives, significance, variation
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.significance import LEVEL, POWER
@@ -40,8 +39,6 @@ from ptdbench.records import store
 from ptdbench.setup.config import Repeat
 from ptdbench.sweep.blocks import unsettled
 from ptdbench.terminal import plural
-
-ROOT = Path(__file__).parents[1]
 
 SLOWER = (0.02, 0.05)
 
@@ -81,7 +78,7 @@ class Row:
     """What is printed of some comparisons."""
 
     name: str  #: What was compared.
-    found: Share | str  #: How many saw a difference, or why none could.
+    found: Share  #: How many saw a difference.
     rule: str  #: What should be so; empty where nothing is asked.
     is_met: bool  #: Whether it is.
 
@@ -171,8 +168,10 @@ def _draw(sweep: Path, path: Path) -> None:
     from matplotlib.figure import Figure
 
     ordered = sorted(store.read_results(sweep), key=lambda run: run["started"])
-    rates = [(run["config"]["model"]["slower"], alternatives.throughput(run)) for run in ordered]
-    base = median(rate for slower, rate in rates if rate and slower < min(SLOWER))
+    slowness = [run["config"]["model"]["slower"] for run in ordered]
+    kinds = [slower if slower in SLOWER else 0.0 for slower in slowness]
+    rates = [*zip(kinds, map(alternatives.throughput, ordered), strict=True)]
+    base = median(rate for kind, rate in rates if rate and not kind)
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     styles = {
@@ -181,17 +180,11 @@ def _draw(sweep: Path, path: Path) -> None:
         SLOWER[1]: ("s", "#D55E00", "5 % slower"),
     }
     for kind, (marker, color, label) in styles.items():
-        shown = [
-            (place, 100 * rate / base) for place, (slower, rate) in enumerate(rates) if rate and _kind(slower) == kind
-        ]
+        shown = [(place, 100 * rate / base) for place, (found, rate) in enumerate(rates) if rate and found == kind]
         axes.plot(*zip(*shown, strict=True), marker, color=color, label=label, markersize=4)
     axes.set(xlabel="run", ylabel="% of the median throughput")
     axes.legend(loc="lower left", ncols=3, frameon=False)
     figure.savefig(path, dpi=150)
-
-
-def _kind(slower: float) -> float:
-    return slower if slower in SLOWER else 0.0
 
 
 def _differ(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> bool:
@@ -210,12 +203,8 @@ def _auto(one: Sample, other: Sample, blocks: Sequence[Hashable], repeat: Repeat
 
 def _apart(one: Sample, other: Sample, blocks: Sequence[Hashable]) -> Difference | None:
     """How far two configurations lie apart by these blocks, without others and without a past."""
-    samples = [_of(sample, blocks) for sample in (one, other)]
+    samples = [{block: sample[block] for block in blocks} for sample in (one, other)]
     return Pool(samples).difference(*samples)
-
-
-def _of(sample: Sample, blocks: Sequence[Hashable]) -> dict[Hashable, float]:
-    return {block: sample[block] for block in blocks}
 
 
 def _shuffled(blocks: Sequence[Hashable], draw: random.Random) -> list[Hashable]:
@@ -257,15 +246,8 @@ def _run(options: argparse.Namespace) -> Path:
     return swept("compare-truth", words)
 
 
-def swept(name: str, words: Sequence[str]) -> Path:
-    """Carry out a sweep of this checkout, and return its directory."""
-    sweep = Path("outputs", time.strftime(f"%Y-%m-%d_%H-%M-%S_{name}"))
-    subprocess.run([sys.executable, "train.py", "-m", *words, f"hydra.sweep.dir={sweep}"], cwd=ROOT, check=True)
-    return ROOT / sweep
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--blocks", type=int, default=120)
     parser.add_argument("--identical", type=int, default=10, help="configurations that differ in name alone")
     parser.add_argument("--steps", type=int, default=20, help="of a run, as of repeat=auto")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -25,14 +24,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
+from benchmarks.script import judged, parser_of, read, trained
 from ptdbench.data.feed import Feed
 from ptdbench.launch.world import World
-from ptdbench.records import store
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))  # for the archive that the tests make
+from ptdbench.setup import run_spec
 
 #: Tokens a second that text must come at.
 TOKENS = 50e6
@@ -56,31 +51,22 @@ PIPELINES: dict[str, tuple[str, ...]] = {
 def main() -> int:
     """Print the figures; 1 if they miss the requirement."""
     options = _parse()
-    missed = False
+    passed = True
     print(f"{'pipeline':14} {'delivers/s':>12} {'step loop takes/s':>18} {'ratio':>8} {'data wait':>10}")
     with TemporaryDirectory() as folder:
         for name in options.only:
             MAKERS.get(name, lambda _: None)(Path(folder))
             overrides = [*RUN, *(word.format(folder=folder) for word in PIPELINES[name])]
-            record = _train(overrides, Path(folder) / name)
+            record = trained(Path(folder) / name, *overrides, capture_output=True)
             made = sum(_delivered(overrides, record["world_size"], options.seconds))
             taken, wait = record["metrics"]["samples_per_second"], record["metrics"]["data_wait_share"]
             print(f"{name:14} {made:12,.0f} {taken:18,.1f} {made / taken:8,.1f} {100 * wait:9.2f}%", flush=True)
             if name == "text":
                 tokens = made * record["tokens_per_sample"]
-                missed = tokens < TOKENS
     if "text" in options.only:
-        verdict = "MISS" if missed else "PASS"
-        print(f"text: {tokens / 1e6:,.0f} million tokens a second, at least {TOKENS / 1e6:.0f} required: {verdict}")
-    return int(missed)
-
-
-def _train(overrides: Sequence[str], directory: Path) -> dict:
-    command = [sys.executable, str(ROOT / "train.py"), *overrides, f"hydra.run.dir={directory}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
-    return store.load_record(directory)
+        told = f"text: {tokens / 1e6:,.0f} million tokens a second"
+        passed = judged(told, f"at least {TOKENS / 1e6:.0f}", tokens >= TOKENS)
+    return int(not passed)
 
 
 def _delivered(overrides: Sequence[str], ranks: int, seconds: float) -> list[float]:
@@ -101,8 +87,7 @@ def _delivered(overrides: Sequence[str], ranks: int, seconds: float) -> list[flo
 
 def _make(overrides: list[str], rank: int, ranks: int, seconds: float, ready, results) -> None:  # type: ignore[no-untyped-def]
     torch.set_num_threads(1)
-    composed = compose_all(overrides).jobs[0]
-    training = run_spec.specify(config.read(composed), World(rank, ranks, rank, ranks, "benchmark")).training
+    training = run_spec.specify(read(*overrides), World(rank, ranks, rank, ranks, "benchmark")).training
     assert training
     rows = partial(training.layout.rows, replica=rank)
     feed = Feed(training.data, rows, torch.device("cpu"))
@@ -140,7 +125,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {"cifar10": _make_cifar10, "image_fo
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=PIPELINES, default=list(PIPELINES), help="these pipelines")
     parser.add_argument("--seconds", type=float, default=5.0, help="how long samples are made")
     return parser.parse_args()

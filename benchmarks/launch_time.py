@@ -22,10 +22,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.script import ROOT, judged, parser_of, spread
 from ptdbench.launch import local
 from ptdbench.launch.world import discover
 
@@ -37,8 +38,6 @@ RUN_LIMIT = 0.5
 
 #: What the ranks of ``python train.py`` need, so that the fork server has as much to import as in a real sweep.
 MODULES = ("ptdbench.workloads.train", "ptdbench.parallel.strategy", "ptdbench.models.gpt", "ptdbench.data.text")
-
-TRAIN = Path(__file__).parents[1] / "train.py"
 
 EMPTY_SCRIPT = """
 import sys, time
@@ -65,38 +64,22 @@ def main() -> int:
     ratio = statistics.median(following) / statistics.median(torchrun)
     print(f'seconds from "run ready" to "all {options.ranks} ranks in the process group" (gloo, CPU)')
     print(f"  first run       {first:.3f}")
-    print(f"  following runs  {_spread(following)}")
-    print(f"  torchrun        {_spread(torchrun)}")
-    print(f"following / torchrun: {_verdict(ratio, LIMIT)}")
-    first, following_run = _sweep(options.sweep)
+    print(f"  following runs  {spread(following)}")
+    print(f"  torchrun        {spread(torchrun)}")
+    are_fast = judged(f"following / torchrun: {ratio:.3f}", f"at most {LIMIT:.3f}", ratio <= LIMIT)
+    first, many = _sweep_seconds(1), _sweep_seconds(options.sweep)
+    following_run = (many - first) / (options.sweep - 1)
     print(f"seconds of a run of two steps of toy, of {options.sweep} in a sweep (2 ranks, CPU)")
     print(f"  first run       {first:.3f}, imports included")
-    print(f"a following run: {_verdict(following_run, RUN_LIMIT)}")
-    return int(ratio > LIMIT or following_run > RUN_LIMIT)
-
-
-def _verdict(value: float, limit: float) -> str:
-    said = f"{value:.3f}, at most {limit:.3f} required: "
-    return said + ("PASS" if value <= limit else f"MISSED by {value - limit:.3f}")
-
-
-def _sweep(runs: int) -> tuple[float, float]:
-    """Seconds of a sweep of one run, and of each further run of a sweep."""
-    one, many = _sweep_seconds(1), _sweep_seconds(runs)
-    return one, (many - one) / (runs - 1)
+    are_short = judged(f"a following run: {following_run:.3f}", f"at most {RUN_LIMIT:.3f}", following_run <= RUN_LIMIT)
+    return int(not (are_fast and are_short))
 
 
 def _sweep_seconds(runs: int) -> float:
     toy = ("model=toy", "parallel=ddp", "device=cpu", "cluster.ranks_per_node=2", "train.steps=2", "profile.steps=0")
     with TemporaryDirectory() as directory:
-        command = [
-            sys.executable,
-            str(TRAIN),
-            "-m",
-            *toy,
-            f"seed=range(0,{runs})",
-            f"hydra.sweep.dir={directory}/sweep",
-        ]
+        sweep = ("-m", *toy, f"seed=range(0,{runs})", f"hydra.sweep.dir={directory}/sweep")
+        command = [sys.executable, str(ROOT / "train.py"), *sweep]
         started = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         return time.perf_counter() - started
@@ -140,12 +123,8 @@ def _last_report(directory: str, ranks: int) -> float:
     return max(float(Path(directory, str(rank)).read_text()) for rank in range(ranks))
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.3f} (median of {len(seconds)}, {min(seconds):.3f} to {max(seconds):.3f})"
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
     parser.add_argument("--runs", type=int, default=10, help="turns of both, after the first (default: %(default)s)")
     parser.add_argument("--sweep", type=int, default=50, help="runs of the sweep, 2 or more (default: %(default)s)")

@@ -23,12 +23,12 @@ from unittest import mock
 import psutil
 
 from benchmarks.rank import on_ranks
+from benchmarks.script import composed, judged, parser_of
 from ptdbench.data.protocol import HeldOut, HeldOutPart
 from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.job import Job
 from ptdbench.measure.hardware import environment
 from ptdbench.records import record, series, store
-from ptdbench.setup.compose import compose_all
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.recorder import Recorder
@@ -50,8 +50,7 @@ class Judged(SyntheticVectors):
 def main() -> int:
     """Print the figures of the start and the end; 1 if one is not flat."""
     options = _parse()
-    composed = compose_all(_overrides(options)).jobs[0]
-    noted, steps, size = on_ranks(options.ranks, composed, _measure)
+    noted, steps, size = on_ranks(composed(*_overrides(options)), _measure)
     if steps != options.steps:
         raise SystemExit(f"{series.NAME} should have {options.steps} steps, and has {steps}")
     print(f"toy {options.parallel}, {options.ranks} ranks: {steps:,} steps, {size / 1e6:.1f} MB of series")
@@ -69,10 +68,8 @@ def _compared(what: str, values: Sequence[tuple[int, float]], unit: float, steps
     early = [unit * value for step, value in values if begin < step <= begin + fifth]
     late = [unit * value for step, value in values if step > steps - fifth]
     one, other = statistics.median(early), statistics.median(late)
-    verdict = "PASS" if other <= LIMIT * one else "MISS"
     print(f"  {what:<31} {one:7.1f} (median of {len(early)} from step {begin:,}), {other:7.1f} (last {len(late)})")
-    print(f"    end / start: {other / one:.3f}, at most {LIMIT} required: {verdict}")
-    return verdict == "PASS"
+    return judged(f"    end / start: {other / one:.3f}", f"at most {LIMIT}", other <= LIMIT * one)
 
 
 def _measure(job: Job) -> tuple[dict[str, list[tuple[int, float]]], int, int]:
@@ -123,7 +120,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=50_000, help="default: %(default)s")
     parser.add_argument("--parallel", default="single", help="single or ddp (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="default: %(default)s")

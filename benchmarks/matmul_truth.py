@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable
 
 import torch
-from ratio import SIDES, against_bare, median_of_ratios, orders, within
 
+from benchmarks.ratio import against_bare, in_turns, median_of_ratios, within
+from benchmarks.script import parser_of
 from ptdbench.measure import clock
 from ptdbench.measure.products import DTYPES, Shape, cache_bytes, product_seconds
 
@@ -35,12 +36,11 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     device, shape = torch.device(options.device), Shape.of(options.shape)
 
-    def product() -> list[float]:
-        return product_seconds(shape, options.dtype, device, options.seconds)
+    def product() -> float:
+        return statistics.median(product_seconds(shape, options.dtype, device, options.seconds))
 
     bare, again = (_bare(shape, options, device) for _ in range(2))
-    medians = _alternate({"product": product, "bare": bare, "again": again}, options.turns)
-
+    medians = in_turns({"product": product, "bare": bare, "again": again}, options.turns)
     rate = shape.flops / statistics.median(medians["bare"])
     print(
         f"{shape} {options.dtype}, {device}, threads {options.threads}: {options.turns} turns, "
@@ -49,23 +49,14 @@ def main() -> int:
     return int(not against_bare(medians, median_of_ratios, within(LIMIT), f"within {LIMIT:.0%}", "--turns"))
 
 
-def _alternate(sides: dict[str, Callable[[], list[float]]], turns: int) -> dict[str, list[float]]:
-    """The median seconds of one product, of every side and turn after the first, which is warm-up."""
-    medians: dict[str, list[float]] = {side: [] for side in SIDES}
-    for order in orders(turns + 1):
-        for side in order:
-            medians[side].append(statistics.median(sides[side]()))
-    return {side: of_turns[1:] for side, of_turns in medians.items()}
-
-
-def _bare(shape: Shape, options: argparse.Namespace, device: torch.device) -> Callable[[], list[float]]:
-    """The same measurement as one would write it by hand."""
+def _bare(shape: Shape, options: argparse.Namespace, device: torch.device) -> Callable[[], float]:
+    """The same measurement as one would write it by hand: the median seconds of a product."""
     dtype = DTYPES[options.dtype]
     a = torch.randn(shape.m, shape.k, device=device).to(dtype)
     b = torch.randn(shape.k, shape.n, device=device).to(dtype)
     wide = torch.zeros(2 * cache_bytes(device) // 4, device=device)
 
-    def loop() -> list[float]:
+    def loop() -> float:
         watch, end, count = clock.for_device(device), time.perf_counter() + options.seconds, 0
         while time.perf_counter() < end or count < 5:
             wide.add_(1)
@@ -75,14 +66,14 @@ def _bare(shape: Shape, options: argparse.Namespace, device: torch.device) -> Ca
             count += 1
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # or the host would queue products for as long as it may
-        return watch.seconds()
+        return statistics.median(watch.seconds())
 
     return loop
 
 
 def _parse() -> argparse.Namespace:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="512", help="a number, or MxNxK (default: %(default)s)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")

@@ -1,7 +1,7 @@
 """What ``ptdbench plan`` says of each rank's memory and messages, against the same steps on real ranks.
 
     python benchmarks/memory_truth.py
-    python benchmarks/memory_truth.py --rows fsdp,3d --columns "gpt keep fp32"
+    python benchmarks/memory_truth.py --rows "fsdp;3d" --columns "gpt keep fp32"
 
 A cell is a layout with a model, a way of handling activations and a precision. The product assembles it on gloo ranks
 of this machine and takes steps: the memory in which weights, gradients and optimizer state lie is counted, each piece
@@ -17,26 +17,26 @@ GPU has cuBLAS's workspaces.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from dataclasses import replace
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from rank import joined
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ptdbench.launch import local, peers
+from benchmarks.cells import parser_of_cells
+from benchmarks.rank import on_ranks
+from benchmarks.script import composed
+from ptdbench.job import Job
+from ptdbench.launch import peers
 from ptdbench.planning import foresee
 from ptdbench.problems import ConfigError
 from ptdbench.run import run
-from ptdbench.setup import config
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup import config, run_spec
 from ptdbench.training import memory_split, profile
 from ptdbench.workloads.train import assemble
 
@@ -73,12 +73,10 @@ KINDS = ("weights", "gradients", "optimizer")
 
 def main(options: argparse.Namespace) -> int:
     """Print a row for each cell; 1 if one of them misses."""
-    rows = options.rows.split(";") if options.rows else list(ROWS)
-    columns = options.columns.split(",") if options.columns else list(COLUMNS)
     started, verdicts = time.monotonic(), []
     print(f"{'MiB':18}{'':22}{'ranks':>6}{'state':>10}{'planned':>10}{'peak':>10}{'planned':>10}  off by")
-    for row in rows:
-        for column, real in zip(columns, carried_out(row, columns), strict=True):
+    for row in options.rows:
+        for column, real in zip(options.columns, carried_out(row, options.columns), strict=True):
             try:
                 verdicts.append(_told(row, column, real, planned(row, column)))
             except (ConfigError, foresee.Failed) as error:
@@ -88,24 +86,22 @@ def main(options: argparse.Namespace) -> int:
     return int(not all(verdicts))
 
 
-def composed(row: str, column: str, *words: str) -> DictConfig:
+def asked(row: str, column: str, *words: str) -> DictConfig:
     """The configuration of a cell."""
     ranks, layout = ROWS[row]
-    typed = [*COMMON, *layout.split(), *COLUMNS[column].split(), f"cluster.ranks_per_node={ranks}", *words]
-    return compose_all(typed).jobs[0]
+    return composed(*COMMON, *layout.split(), *COLUMNS[column].split(), f"cluster.ranks_per_node={ranks}", *words)
 
 
 def carried_out(row: str, columns: Sequence[str]) -> list[dict[str, Any]]:
     """What was measured of each cell of a row on real ranks, which are started once."""
-    cells = [composed(row, column, "device=cpu") for column in columns]
-    with TemporaryDirectory() as directory:
-        local.start(_in_rank, ROWS[row][0], cells, directory)
-        return [json.loads(Path(directory, f"found{number}").read_text()) for number in range(len(cells))]
+    cells = [asked(row, column, "device=cpu") for column in columns]
+    found: list[dict[str, Any]] = on_ranks(cells[0], _measure, cells)
+    return found
 
 
 def planned(row: str, column: str) -> dict[str, Any]:
     """The plan of a cell."""
-    read = config.read(composed(row, column, "virtual=h100"))
+    read = config.read(asked(row, column, "virtual=h100"))
     return foresee.plan(foresee.Asked(read, False, f"{row}, {column}", run))
 
 
@@ -139,32 +135,32 @@ def _peak(memory: Mapping[str, Any]) -> int:
     return max(map(sum, zip(*(sizes for kind, sizes in memory["ranks"].items() if kind != "other"), strict=True)))
 
 
-def _in_rank(environ: Mapping[str, str], cells: Sequence[DictConfig], directory: str) -> None:
+def _measure(job: Job, cells: Sequence[DictConfig]) -> list[dict[str, Any]]:
+    """In a rank, all cells in one process group: torch keeps plans for DTensors by names of groups."""
     torch.set_num_threads(1)
-    for number, cell in enumerate(cells):
-        with joined(environ, cell, f"{directory}/{number}") as job:
-            Path(directory, str(number)).mkdir(exist_ok=True)
-            loop = assemble(job)
-            expected = profile.expect(job)
-            loop.rehearse()  # DDP makes its buckets anew
-            loop.engine.gradients(*loop.feed.peek(0), loop.update.scale)
-            weights = [*loop.engine.module.parameters()]
-            copies = [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors]
-            gradients = _bytes(weight.grad for weight in weights if weight.grad is not None)
-            loop.update(0)
-            kept = [value for values in loop.update.optimizer.state.values() for value in values.values()]
-            state = {
-                "weights": _bytes([*weights, *loop.engine.module.buffers(), *copies]),
-                "gradients": gradients,
-                "optimizer": _bytes(value for value in kept if isinstance(value, Tensor)),
-            }
-            found = {
-                "state": peers.gather(state),
-                "phases": profile.phases(job, loop, None, expected),
-                "memory": memory_split.split(job, loop),
-            }
-            if job.world.rank == 0:
-                Path(directory, f"found{number}").write_text(json.dumps(found))
+    return [_measured(replace(job, spec=run_spec.specify(config.read(cell), job.world))) for cell in cells]
+
+
+def _measured(job: Job) -> dict[str, Any]:
+    loop = assemble(job)
+    expected = profile.expect(job)
+    loop.rehearse()  # DDP makes its buckets anew
+    loop.engine.gradients(*loop.feed.peek(0), loop.update.scale)
+    weights = [*loop.engine.module.parameters()]
+    copies = [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors]
+    gradients = _bytes(weight.grad for weight in weights if weight.grad is not None)
+    loop.update(0)
+    kept = [value for values in loop.update.optimizer.state.values() for value in values.values()]
+    state = {
+        "weights": _bytes([*weights, *loop.engine.module.buffers(), *copies]),
+        "gradients": gradients,
+        "optimizer": _bytes(value for value in kept if isinstance(value, Tensor)),
+    }
+    return {
+        "state": peers.gather(state),
+        "phases": profile.phases(job, loop, None, expected),
+        "memory": memory_split.split(job, loop),
+    }
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -174,7 +170,4 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rows", help="some of them, by semicolon")
-    parser.add_argument("--columns", help="some of them, by comma")
-    sys.exit(main(parser.parse_args()))
+    sys.exit(main(parser_of_cells(__doc__, ROWS, COLUMNS, between_rows=";").parse_args()))

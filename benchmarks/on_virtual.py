@@ -15,13 +15,13 @@ import subprocess
 import sys
 from tempfile import TemporaryDirectory
 
-from ptdbench.setup import choices, config
-from ptdbench.setup.compose import compose_all
+from benchmarks.script import read
+from ptdbench.setup import choices
 
 
 def main(name: str, count: int, command: list[str]) -> int:
     """The exit status of the command."""
-    machine = choices.virtual(config.read(compose_all([f"virtual={name}", "virtual.real_time=true"]).jobs[0]))
+    machine = choices.virtual(read(f"virtual={name}", "virtual.real_time=true"))
     assert machine is not None  # what virtual= names is one
     with TemporaryDirectory() as cache:
         environ = {**os.environ, **machine.environment(count), "XDG_CACHE_HOME": cache}

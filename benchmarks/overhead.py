@@ -19,23 +19,25 @@ import io
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
-from rank import on_ranks
-from ratio import ORDERS, against_bare, orders, paired_ratio
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.rank import on_ranks
+from benchmarks.ratio import ORDERS, SIDES, against_bare, in_turns, paired_ratio
+from benchmarks.script import composed, parser_of
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.precision import DTYPES, Copies, narrow
 from ptdbench.report.display import REDRAW_SECONDS, Display, Heading, Line, Live
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup import run_spec
 from ptdbench.workloads.train import assemble, steps
 
 #: The upper end of the ratio's interval lies below this.
@@ -48,9 +50,7 @@ Step = Callable[[], Tensor]
 def main() -> int:
     """Print both ratios; 1 if the harness costs more than it may."""
     options = _parse()
-    composed = compose_all(_overrides(options)).jobs[0]
-    ranks = run_spec.specify(config.read(composed), None).world_size
-    seconds = on_ranks(ranks, composed, _take_turns)
+    ranks, seconds = on_ranks(composed(*_overrides(options)), _take_turns)
     print(
         f"{options.model} {options.parallel}, world size {ranks}, global batch {options.batch}, {options.precision}: "
         f"{options.pairs} turns, bare step {statistics.median(seconds['bare']) * 1e3:.1f} ms (median)"
@@ -63,33 +63,33 @@ def main() -> int:
     return int(not passed)
 
 
-def _take_turns(job: Job) -> dict[str, list[float]]:
-    """One rank: all three sides by turns; the seconds of each step on its slowest rank."""
-    with Display(Heading("overhead") if job.world.is_first else None, stays=False) as display:
-        sides = {"product": _product(replace(job, display=display)), "bare": _bare(job), "again": _bare(job)}
-        gathered = gather(_alternate(sides, job.spec.config.train.steps, job.device))
-    return {side: [max(of_ranks) for of_ranks in zip(*(one[side] for one in gathered), strict=True)] for side in sides}
-
-
-def _alternate(sides: Mapping[str, Step], turns: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every step of every side after the warm-up.
+def _take_turns(job: Job) -> tuple[int, dict[str, list[float]]]:
+    """One rank: all three sides by turns; how many ranks there are, and seconds of each step on its slowest rank.
 
     Raises:
         AssertionError: The sides' losses differ, so that they do not do the same work.
     """
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for turn, order in enumerate(orders(turns)):
-        losses = {}
-        for side in order:
-            started = time.perf_counter()
-            losses[side] = sides[side]()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            seconds[side].append(time.perf_counter() - started)
-        if turn < len(ORDERS):  # the warm-up; later on, the rounding of narrow formats would have grown
-            for side in sides:
-                torch.testing.assert_close(losses[side].float(), losses["bare"].float(), rtol=1e-3, atol=0)
-    return {side: times[len(ORDERS) :] for side, times in seconds.items()}
+    losses: dict[str, list[Tensor]] = defaultdict(list)
+
+    def timed(side: str, step: Step) -> float:
+        started = time.perf_counter()
+        loss = step()
+        if job.device.type == "cuda":
+            torch.cuda.synchronize(job.device)
+        seconds = time.perf_counter() - started
+        losses[side].append(loss)
+        return seconds
+
+    warmup = len(ORDERS)
+    with Display(Heading("overhead") if job.world.is_first else None, stays=False) as display:
+        steps = {"product": _product(replace(job, display=display)), "bare": _bare(job), "again": _bare(job)}
+        sides = {side: partial(timed, side, step) for side, step in steps.items()}
+        gathered = gather(in_turns(sides, job.spec.config.train.steps - warmup, warmup))
+    for side in SIDES:
+        first, bare = (torch.stack(losses[one][:warmup]).float() for one in (side, "bare"))  # rounding grows later on
+        torch.testing.assert_close(first, bare, rtol=1e-3, atol=0)
+    slowest = {side: [max(times) for times in zip(*(one[side] for one in gathered), strict=True)] for side in SIDES}
+    return job.world.size, slowest
 
 
 def _redraw_seconds(times: int = 500) -> float:
@@ -160,7 +160,7 @@ def _overrides(options: argparse.Namespace) -> list[str]:
 
 def _parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--pairs", type=int, default=1000, help="steps of each side (default: %(default)s)")
     parser.add_argument(
         "--model",

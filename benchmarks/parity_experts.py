@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 
-import torch
-from parity_matrix import COLUMNS, EXACT, ROOT, ROWS, STEPS, Numbers, numbers_of, refused
-from virtual_matrix import inserted
+from omegaconf import DictConfig
+
+from benchmarks.cells import Table, described, drawn, inserted, keep, parser_of_cells
+from benchmarks.parity_matrix import EXACT, SINGLE, STEPS, Numbers, numbers_of, refused, typed
+from benchmarks.script import ROOT, composed
 
 RESULT = ROOT / "benchmarks/parity/experts.json"
 PAGE = ROOT / "docs/experts.md"
@@ -60,25 +61,26 @@ LEVERS = {
 
 def main(options: argparse.Namespace) -> int:
     """Fill the table, or part of it; 1 if a cell is wrong."""
-    rows = options.rows.split(",") if options.rows else list(LAYOUTS)
-    columns = options.columns.split(",") if options.columns else list(LEVERS)
-    ROWS.update(LAYOUTS)
-    COLUMNS.update({name: (f"{MODEL} {lever}", EXACT) for name, lever in LEVERS.items()})
     known = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else {}
-    expected = numbers_of(1, [("single", column) for column in columns])
+    expected = numbers_of({("single", column): asked("single", column) for column in options.columns})
     failed = False
-    for row in rows:
-        cells = [(row, column) for column in columns]
-        said = {cell: refusal for cell in cells if (refusal := refused(cell))}
-        numbers = numbers_of(ROWS[row][0], [cell for cell in cells if cell not in said])
+    for row in options.rows:
+        cells = {(row, column): asked(row, column) for column in options.columns}
+        said = {cell: reason for cell, of_cell in cells.items() if (reason := refused(of_cell))}
+        numbers = numbers_of({cell: of_cell for cell, of_cell in cells.items() if cell not in said})
         said |= {cell: verdict(found, expected["single", cell[1]]) for cell, found in numbers.items()}
         for cell, text in said.items():
             print(f"  {cell[0]:<24} {cell[1]:<12} {text}", flush=True)
             known.setdefault(row, {})[cell[1]] = text
             failed |= text.startswith("wrong")
-        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": known}, indent=1) + "\n")
+        keep(RESULT, known)
         PAGE.write_text(inserted(PAGE.read_text(), "cells", page(known)))
     return int(failed)
+
+
+def asked(row: str, column: str) -> DictConfig:
+    """The configuration of a cell."""
+    return composed(*typed(LAYOUTS.get(row, SINGLE), f"{MODEL} {LEVERS[column]}"))
 
 
 def verdict(found: Numbers | str, expected: Numbers | str) -> str:
@@ -92,17 +94,18 @@ def verdict(found: Numbers | str, expected: Numbers | str) -> str:
     return f"{'ok' if max(loss, norm) <= EXACT else 'wrong: off by'} {loss:.0e} {norm:.0e}"
 
 
-def page(cells: Mapping[str, Mapping[str, str]]) -> str:
+def page(cells: Table) -> str:
     """The cells that have been run, as a part of the page on experts."""
     columns = [name for name in LEVERS if any(name in row for row in cells.values())]
-    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     rows = {name: cells[name] for name in LAYOUTS if name in cells}
-    for name, row in rows.items():
-        said = [row.get(one, "not run") for one in columns]
-        lines.append(f"| {name} | {' | '.join('refused' if text.startswith('refused') else text for text in said)} |")
+
+    def shown(said: str) -> str:
+        return "refused" if said.startswith("refused") else said
+
+    lines = drawn(columns, {name: [shown(row.get(one, "not run")) for one in columns] for name, row in rows.items()})
     refusals = {text: name for name, row in rows.items() for text in row.values() if text.startswith("refused")}
-    options = [f"- *{name}*: `{LAYOUTS[name][1]}`, {LAYOUTS[name][0]} ranks" for name in rows]
-    options += [f"- *{name}*: `{LEVERS[name] or 'optimizer=adamw'}`" for name in columns]
+    levers = {name: LEVERS[name] or "optimizer=adamw" for name in columns}
+    options = described({name: LAYOUTS[name] for name in rows}, levers)
     options += [f"- *{name}*: {text}" for text, name in refusals.items()]
     count = sum(not text.startswith("refused") for row in rows.values() for text in row.values())
     head = f"These {count} cells have been run, with the largest difference of a loss and of a norm:"
@@ -110,7 +113,4 @@ def page(cells: Mapping[str, Mapping[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="some of them, by comma")
-    parser.add_argument("--columns", help="some of them, by comma")
-    sys.exit(main(parser.parse_args()))
+    sys.exit(main(parser_of_cells(__doc__, LAYOUTS, LEVERS).parse_args()))

@@ -14,25 +14,24 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from rank import joined
 
+from benchmarks.cells import Table, described, drawn, keep, numbered, parser_of_cells, refusal
+from benchmarks.rank import on_ranks
+from benchmarks.script import ROOT, composed
 from ptdbench.job import Job
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
-ROOT = Path(__file__).parents[1]
 RESULT, PAGE = ROOT / "benchmarks/parity/matrix.json", ROOT / "docs/parity.md"
 
 STEPS, EXACT = 10, 1e-5
@@ -46,7 +45,10 @@ COMMON = (
     "model=gpt_tiny", "model.width=32", "model.sequence_length=16", "model.vocabulary=300",
 )  # fmt: skip
 
-#: The layouts: ranks and options.
+#: What all are compared with: ranks and options.
+SINGLE = (1, "parallel=single")
+
+#: The layouts.
 ROWS: dict[str, tuple[int, str]] = {
     "ddp": (4, "parallel=ddp"),
     "fsdp": (4, "parallel=fsdp"),
@@ -115,15 +117,15 @@ Numbers = list[float]
 
 def main(options: argparse.Namespace) -> int:
     """Fill the table; 1 if a cell is wrong."""
-    rows = options.rows.split(",") if options.rows else list(ROWS)
-    columns = options.columns.split(",") if options.columns else list(COLUMNS)
+    rows, columns = options.rows, options.columns
     started = time.monotonic()
-    found = {cell: refusal for row in rows for column in columns if (refusal := refused(cell := (row, column)))}
-    left = [(row, column) for row in rows for column in columns if (row, column) not in found]
+    cells = {(row, column): asked(row, column) for row in rows for column in columns}
+    found = {cell: said for cell, of_cell in cells.items() if (said := refused(of_cell))}
     compared = {"plain" if changes(column) else column for column in columns}
-    references = numbers_of(1, [("single", column) for column in compared])
+    references = numbers_of({("single", column): asked("single", column) for column in compared})
     for row in rows:  # ranks of its own for each: gloo keeps the threads of all groups that a process had
-        for cell, numbers in numbers_of(ROWS[row][0], [cell for cell in left if cell[0] == row]).items():
+        left = {cell: of_cell for cell, of_cell in cells.items() if cell[0] == row and cell not in found}
+        for cell, numbers in numbers_of(left).items():
             reference = references["single", "plain" if changes(cell[1]) else cell[1]]
             found[cell] = verdict(numbers, reference, COLUMNS[cell[1]][1])
             print(f"  {cell[0]:<24} {cell[1]:<12} {found[cell]}", flush=True)
@@ -131,8 +133,8 @@ def main(options: argparse.Namespace) -> int:
     table = {row: {column: found[row, column] for column in columns} for row in rows}
     text = page(table, torch.__version__)
     print(f"\n{text}\n{seconds:.0f} s")
-    if not (options.rows or options.columns):
-        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": table}, indent=1) + "\n")
+    if (rows, columns) == (list(ROWS), list(COLUMNS)):
+        keep(RESULT, table)
         PAGE.write_text(text)
     return int(any(said.startswith("wrong") for said in found.values()))
 
@@ -142,63 +144,58 @@ def changes(column: str) -> bool:
     return COLUMNS[column][1] > EXACT
 
 
-def typed(row: str, column: str) -> list[str]:
-    """The options of a cell; a lever of replicas alone is none for one rank."""
-    layout = ROWS[row][1] if row in ROWS else "parallel=single"
-    lever = COLUMNS[column][0].split()
-    if row == "single":
-        lever = [option for option in lever if not option.startswith(("parallel.", "offload="))]
-    elif not any(name in layout for name in PIPELINES):
-        lever = [option for option in lever if not option.startswith("parallel.microbatches")]
-    ranks = ROWS[row][0] if row in ROWS else 1
-    return [*COMMON, *layout.split(), *lever, f"cluster.ranks_per_node={ranks}"]
-
-
-@cache
-def composed(cell: Cell) -> DictConfig:
+def asked(row: str, column: str) -> DictConfig:
     """The configuration of a cell."""
-    return compose_all(typed(*cell)).jobs[0]
+    return composed(*typed(ROWS.get(row, SINGLE), COLUMNS[column][0]))
 
 
-def refused(cell: Cell) -> str | None:
+def typed(layout: tuple[int, str], levers: str) -> list[str]:
+    """The options of a layout with some levers; one of replicas alone is none for one rank."""
+    ranks, options = layout
+    words = levers.split()
+    if layout == SINGLE:
+        words = [word for word in words if not word.startswith(("parallel.", "offload="))]
+    elif not any(name in options for name in PIPELINES):
+        words = [word for word in words if not word.startswith("parallel.microbatches")]
+    return [*COMMON, *options.split(), *words, f"cluster.ranks_per_node={ranks}"]
+
+
+def refused(of_cell: DictConfig) -> str | None:
     """Why a cell does not run, if the product refuses it."""
     try:
-        run_spec.specify(config.read(composed(cell)), None)
+        run_spec.specify(config.read(of_cell), None)
     except ConfigError as error:
-        problem = error.problems[0]
-        return f"refused: {problem.option}={str(problem.value).lower()}: {problem.rule}"
+        return refusal(error)
     return None
 
 
-def numbers_of(ranks: int, cells: Sequence[Cell]) -> dict[Cell, Numbers | str]:
+def numbers_of(cells: Mapping[Cell, DictConfig]) -> dict[Cell, Numbers | str]:
     """The numbers of each cell, or the error that ended its ranks; all cells of the same ranks, until one dies."""
     found: dict[Cell, Numbers | str] = {}
-    while left := {cell: composed(cell) for cell in cells if cell not in found}:
+    while left := {cell: of_cell for cell, of_cell in cells.items() if cell not in found}:
+        death = ""
         with TemporaryDirectory() as directory:
+            path = Path(directory, "numbers")
+            path.touch()
             try:
-                local.start(_in_rank, ranks, left, directory)
-            except local.RankDied as death:
-                found |= _read(directory)
-                found[next(cell for cell in left if cell not in found)] = str(death)
-            else:
-                found |= _read(directory)
+                on_ranks(next(iter(left.values())), _carry_out, left, path)
+            except local.RankDied as died:
+                death = str(died)
+            lines = map(json.loads, path.read_text().splitlines())
+            found |= {(row, column): numbers for row, column, numbers in lines}
+        if death:
+            found[next(cell for cell in left if cell not in found)] = death
     return found
 
 
-def _read(directory: str) -> dict[Cell, Numbers | str]:
-    lines = Path(directory, "losses").read_text().splitlines() if Path(directory, "losses").exists() else []
-    return {(row, column): numbers for row, column, numbers in map(json.loads, lines)}
-
-
-def _in_rank(environ: Mapping[str, str], cells: Mapping[Cell, DictConfig], directory: str) -> None:
-    """All in one process group: torch keeps plans for DTensors by the names of groups."""
+def _carry_out(job: Job, cells: Mapping[Cell, DictConfig], path: Path) -> None:
+    """In a rank: a line for each cell. All in one process group: torch keeps plans for DTensors by names of groups."""
     torch.set_num_threads(1)
-    with joined(environ, next(iter(cells.values())), directory) as job:
-        for (row, column), asked in cells.items():
-            numbers = _steps(replace(job, spec=run_spec.specify(config.read(asked), job.world)))
-            if job.world.rank == 0:
-                with Path(directory, "losses").open("a") as file:
-                    file.write(json.dumps([row, column, numbers]) + "\n")
+    for (row, column), of_cell in cells.items():
+        numbers = _steps(replace(job, spec=run_spec.specify(config.read(of_cell), job.world)))
+        if job.world.is_first:
+            with path.open("a") as file:
+                file.write(json.dumps([row, column, numbers]) + "\n")
 
 
 def _steps(job: Job) -> Numbers:
@@ -226,27 +223,16 @@ def verdict(numbers: Numbers | str, reference: Numbers | str, most: float) -> st
     return f"ok {off:.0e}"
 
 
-def page(table: Mapping[str, Mapping[str, str]], version: str) -> str:
+def page(table: Table, version: str) -> str:
     """The table as a page of the documentation."""
     columns = list(next(iter(table.values())))
-    reasons: dict[str, int] = {}
-    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
-    for row, cells in table.items():
-        shown = []
-        for said in cells.values():
-            kind = said.partition(" ")[0]
-            shown.append(said if kind in ("ok", "no") else f"({reasons.setdefault(said, len(reasons) + 1)})")
-        lines.append(f"| {row} | {' | '.join(shown)} |")
+    rows, reasons = numbered({row: [*cells.values()] for row, cells in table.items()})
     count = sum(said.startswith("ok") for cells in table.values() for said in cells.values())
-    numbered = [f"{number}. {said}" for said, number in reasons.items()]
-    options = [f"- *{name}*: `{ROWS[name][1]}`, {ROWS[name][0]} ranks" for name in table]
-    options += [f"- *{name}*: `{COLUMNS[name][0] or 'no other option'}`" for name in columns]
+    options = described({name: ROWS[name] for name in table}, {name: COLUMNS[name][0] for name in columns})
     head = HEAD.format(version=version, count=count)
-    return "\n".join([head, *lines, "", *numbered, "", "Rows and columns are these options:", "", *options, ""])
+    lines = drawn(columns, rows)
+    return "\n".join([head, *lines, "", *reasons, "", "Rows and columns are these options:", "", *options, ""])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="some of them, by comma")
-    parser.add_argument("--columns", help="some of them, by comma; with those that they are compared with")
-    sys.exit(main(parser.parse_args()))
+    sys.exit(main(parser_of_cells(__doc__, ROWS, COLUMNS).parse_args()))

@@ -26,13 +26,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank import on_ranks
 from torch._C._distributed_c10d import _create_work_from_future
 
+from benchmarks.rank import on_ranks
+from benchmarks.ratio import paired_ratio
+from benchmarks.script import composed, parser_of
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
-from ptdbench.setup.compose import compose_all
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads.train import assemble
@@ -82,13 +83,13 @@ def _passes(name: str, found: Mapping[str, Any]) -> bool:
     phases, seconds, cpu_seconds = found["phases"], found["seconds"], found["cpu_seconds"]
     step, free = (float(np.mean(seconds[way])) for way in WAYS)
     idle, idle_free = (np.mean(seconds[way]) - np.mean(cpu_seconds[way]) for way in WAYS)
-    low, high = _interval(*(np.array(seconds[way]) for way in WAYS))
-    share, off = 1 - free / step, (idle - idle_free) / step
+    ratio, off = paired_ratio(seconds["free"], seconds["step"]), (idle - idle_free) / step
+    share = 1 - ratio.value
     shares = {phase: np.array(of_ranks) / phases["step_seconds"] for phase, of_ranks in phases["ranks"].items()}
     traced, other = sum(shares[wait].mean() for wait in WAITS), shares["other"].max()
     formula = phases["bubble_formula"]
     bubble = "" if formula is None else f"{shares['bubble'].mean():9.1%}{formula:9.1%}"
-    interval = f"({100 * low:.1f} to {100 * high:.1f})"
+    interval = f"({100 * (1 - ratio.high):.1f} to {100 * (1 - ratio.low):.1f})"
     print(f"{name:27}{1e3 * step:6.1f}ms{1e3 * free:7.1f}ms{share:7.1%}{interval:>15}", end="")
     is_near = abs(share - traced) <= POINTS
     is_explained = traced < off and abs(share - off) <= POINTS
@@ -100,25 +101,17 @@ def _passes(name: str, found: Mapping[str, Any]) -> bool:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="gpt_tiny")
     parser.add_argument("--steps", type=int, default=40, help="pairs of steps")
     parser.add_argument("--only", nargs="*", choices=LAYOUTS, help="default: all")
     return parser.parse_args()
 
 
-def _interval(steps: np.ndarray, free: np.ndarray) -> tuple[float, float]:
-    """The 95 % interval of the difference's share: a percentile bootstrap over pairs of steps."""
-    generator = np.random.default_rng(0)
-    draws = [generator.integers(len(steps), size=len(steps)) for _ in range(2000)]
-    low, high = np.quantile([1 - free[draw].mean() / steps[draw].mean() for draw in draws], (0.025, 0.975))
-    return float(low), float(high)
-
-
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    ranks = RANKS.get(name, 2)
-    words = [f"model={options.model}", *LAYOUTS[name], f"cluster.ranks_per_node={ranks}", "profile.steps=10"]
-    found: dict[str, Any] = on_ranks(ranks, compose_all([*words, "device=cpu"]).jobs[0], _in_rank, options.steps)
+    size = f"cluster.ranks_per_node={RANKS.get(name, 2)}"
+    run = composed(f"model={options.model}", *LAYOUTS[name], size, "profile.steps=10", "device=cpu")
+    found: dict[str, Any] = on_ranks(run, _in_rank, options.steps)
     return found
 
 

@@ -31,11 +31,10 @@ from typing import IO, Any
 
 import psutil
 
+from benchmarks.script import ROOT, judged, parser_of
 from ptdbench.measure.memory import host_memory
 from ptdbench.parallel.dims import divisors
 from ptdbench.records import store
-
-ROOT = Path(__file__).parents[1]
 
 LAYOUTS = (
     "model=llama_8b", "virtual=h100", "cluster.ranks_per_node=8", "precision=bf16", "train.global_batch=64,128",
@@ -118,7 +117,7 @@ def _sizes(sizes: Sequence[int]) -> bool:
         print(f"sizes: {gib:3} GiB: {_shown(record)}{'' if is_confirmed else ': not at once'}", flush=True)
     required = math.ceil(CONFIRMED * len(sizes))
     found = f"sizes: {sum(at_once)} of {len(sizes)} at once"
-    return _verdict(found, sum(at_once) >= required, f"at least {required} required")
+    return judged(found, f"at least {required}", sum(at_once) >= required)
 
 
 def is_at_once(record: Mapping[str, Any]) -> bool:
@@ -147,7 +146,7 @@ def _found(runs: int) -> bool:
             taken = f"{needed(larger) / 1e9:.3f} of {record['micro_batch']['room_bytes'] / 1e9:.3f} GB"
             print(f"; the next larger one: {larger['status']}, {taken}", end="")
         print("" if is_right else ": wrong", flush=True)
-    return _verdict(f"found: {right} of {runs} runs", right == runs, "all required")
+    return judged(f"found: {right} of {runs} runs", "all", right == runs)
 
 
 def searched() -> tuple[Mapping[str, Any], Mapping[str, Any] | None]:
@@ -245,16 +244,11 @@ def _told(name: str, carried: Carried, layouts: int, seconds: float, most: float
     found = f"{name}: {carried.answers} of {layouts} answered in {carried.seconds:.1f} s"
     found += f", {carried.pss / 1e9:.2f} GB of PSS ({carried.rss / 1e9:.2f} GB of RSS)"
     is_met = carried.answers == layouts and carried.seconds <= seconds and carried.pss <= most
-    return _verdict(found, is_met, f"all, in at most {seconds:.0f} s{memory} required")
-
-
-def _verdict(found: str, is_met: bool, required: str) -> bool:
-    print(f"{found}, {required}: {'PASS' if is_met else 'MISS'}", flush=True)
-    return is_met
+    return judged(found, f"all, in at most {seconds:.0f} s{memory}", is_met)
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=["layouts", "large", "repeated", "sizes", "found"], help="parts")
     parser.add_argument(
         "--sizes", nargs="+", type=int, metavar="GIB", default=GIB, help="of the GPU (default: %(default)s)"

@@ -1,4 +1,4 @@
-"""What every benchmark that runs ranks does: start them, and first in each of them."""
+"""Ranks of a run that carry out something else than its workload."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,35 +23,26 @@ from ptdbench.measure.clock import Stopwatch
 from ptdbench.setup import config, run_spec
 
 
-def on_ranks(
-    size: int, composed: DictConfig, body: Callable[..., Any], *arguments: Any, within: str | None = None
-) -> Any:
-    """Have ranks carry out ``body(job, *arguments)``, and return what rank 0 does, as JSON has it.
+def on_ranks(composed: DictConfig, body: Callable[..., Any], *arguments: Any, within: str | None = None) -> Any:
+    """Have the ranks of a run carry out ``body(job, *arguments)``, and return what rank 0 does, as JSON has it.
 
     Args:
-        size: How many ranks.
-        composed: The configuration of their run.
+        composed: The configuration of their run, which says how many there are.
         body: A function that can be pickled.
         arguments: Can be pickled too.
         within: Where their run's directory is for so long; by default among temporary files.
     """
+    read = config.read(composed)
+    size = run_spec.specify(read, None).world_size
     with TemporaryDirectory(dir=within) as directory:
-        local.start(_in_rank, size, composed, directory, body, *arguments)
+        where = run_spec.place(read, size)
+        local.start(_in_rank, size, composed, directory, body, *arguments, where=where)
         return json.loads(Path(directory, "returned.json").read_text())
 
 
 def _in_rank(
     environ: Mapping[str, str], composed: DictConfig, directory: str, body: Callable[..., Any], *arguments: Any
 ) -> None:
-    with joined(environ, composed, directory) as job:
-        returned = body(job, *arguments)
-        if job.world.rank == 0:
-            Path(directory, "returned.json").write_text(json.dumps(returned))
-
-
-@contextmanager
-def joined(environ: Mapping[str, str], composed: DictConfig, directory: str) -> Iterator[Job]:
-    """In a rank: its part in a run, in whose process group it is meanwhile."""
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
     assert world is not None  # local.start has just said who this is, in torchrun's words
@@ -64,4 +54,7 @@ def joined(environ: Mapping[str, str], composed: DictConfig, directory: str) -> 
     with rendezvous.process_group(world, spec.backend, device, key=directory) as store:
         met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         dog = Watchdog(world, store, Path(directory), math.inf, lambda *_: None)
-        yield Job(spec, world, met, store, device, Path(directory), Stopwatch(time.time()), dog)
+        job = Job(spec, world, met, store, device, Path(directory), Stopwatch(time.time()), dog)
+        returned = body(job, *arguments)
+        if world.is_first:
+            Path(directory, "returned.json").write_text(json.dumps(returned))

@@ -16,7 +16,6 @@ lie above 5 %. A row of identical ones misses where one so large would be seen i
 
 from __future__ import annotations
 
-import argparse
 import math
 import subprocess
 import sys
@@ -28,7 +27,8 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from benchmarks.compare_truth import ROOT, Row, Share
+from benchmarks.compare_truth import Row, Share
+from benchmarks.script import ROOT, parser_of
 from ptdbench.comparison import alternatives, noise, significance, variation
 from ptdbench.comparison.ranking import rank
 from ptdbench.comparison.significance import LEVEL
@@ -176,7 +176,7 @@ def _row(name: str, seen: int, tried: int, most: float = 1.0, least: float = 0.0
 
 def main() -> int:
     """Print the shares; 1 if one of them misses what it should be."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sweeps", type=int, default=1000, help="of each kind")
     parser.add_argument("--bench", type=int, metavar="TIMES", help="run make bench so often instead")
     options = parser.parse_args()

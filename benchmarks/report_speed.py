@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.script import parser_of
 from ptdbench.measure.hardware import environment
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records import record, series, store
@@ -87,7 +88,7 @@ def make(sweep: Path, runs: int, presets: Sequence[str] = PRESETS) -> None:
             optimizer, train = options["optimizer"] | {"lr": rate}, options["train"] | {"global_batch": batch}
             words = [f"parallel={preset}", f"train.global_batch={batch}", f"optimizer.lr={rate}"]
             begun = record.begin(options | {"optimizer": optimizer, "train": train}, directory, found, words)
-            done = begun | (_result(draw, ranks, batch) if draw.random() > 0.01 else {})
+            done = begun | (result(draw, ranks, batch) if draw.random() > 0.01 else {})
             store.write_record(directory, done, durable=False)
             results.write(json.dumps(done) + "\n")
             rows = series.unknown(STEPS, 2)
@@ -103,7 +104,7 @@ def _points(presets: dict[str, Any]) -> Iterator[tuple[str, int, int, float]]:
         yield from ((*point, rate) for point in itertools.product(presets, (1, 2, 4, 8), (8, 16, 32)))
 
 
-def _result(draw: random.Random, ranks: int, batch: int) -> dict[str, Any]:
+def result(draw: random.Random, ranks: int, batch: int) -> dict[str, Any]:
     """What a run adds to its record; figures have as many digits as real ones."""
     step = 0.1 * batch / ranks * draw.uniform(0.9, 1.5)
     shares = [draw.random() for _ in PHASES]
@@ -155,7 +156,7 @@ def _opened(page: Path, chromium: str) -> tuple[float, float]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, action="append", help="default: 1,000 and 10,000")
     parser.add_argument("--turns", type=int, default=5, help="how often each is opened (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="keep the last report as this file")

@@ -12,20 +12,18 @@ import sys
 from collections.abc import Sequence
 
 import torch
-from rank import on_ranks
 
+from benchmarks.rank import on_ranks
+from benchmarks.script import composed
 from ptdbench.job import Job
 from ptdbench.launch import local
-from ptdbench.setup.compose import compose_all
 from ptdbench.workloads.train import assemble
 
 
 def main(overrides: Sequence[str]) -> int:
     """Take the steps in one rank; 1 if one of them waited."""
-    typed = ["parallel=single", "cluster.ranks_per_node=1", *overrides]
-    composed = compose_all(typed).jobs[0]
     try:
-        print(on_ranks(1, composed, _guarded_steps))
+        print(on_ranks(composed("parallel=single", "cluster.ranks_per_node=1", *overrides), _guarded_steps))
     except local.RankDied:
         print("a step failed under the guard; its traceback is above")
         return 1

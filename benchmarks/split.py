@@ -11,7 +11,6 @@ long one would have taken is what a run takes besides its steps, and these steps
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Hashable, Iterator, Sequence
@@ -24,7 +23,7 @@ import numpy as np
 from scipy import stats
 
 import ptdbench
-from benchmarks.compare_truth import swept
+from benchmarks.script import parser_of, swept
 from ptdbench.comparison import variation
 from ptdbench.comparison.significance import LEVEL
 from ptdbench.measure.timing import warmup_end
@@ -71,7 +70,7 @@ def rows(runs: Sequence[Run]) -> Iterator[str]:
 
 def main() -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sweep", type=Path, help="judge the runs of an earlier call")
     parser.add_argument("overrides", nargs="*", help="what the runs are; later ones win")
     options = parser.parse_args()

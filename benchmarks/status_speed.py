@@ -11,6 +11,7 @@ beside it.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import subprocess
 import sys
@@ -18,8 +19,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
+from benchmarks.report_speed import result
+from benchmarks.script import judged, parser_of, spread
 from ptdbench.measure.hardware import environment
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import config
@@ -43,23 +45,22 @@ def main() -> int:
         turns = [(_seconds(status), _seconds([sys.executable, "-c", "pass"])) for _ in range(options.turns)]
     took, empty = zip(*turns, strict=True)
     print(f"seconds from command to exit, {options.runs:,} runs: {size / 1e6:.1f} MB of results")
-    print(f"  python -m ptdbench status  {_spread(took)}")
-    print(f"  python -c pass             {_spread(empty)}")
+    print(f"  python -m ptdbench status  {spread(took)}")
+    print(f"  python -c pass             {spread(empty)}")
     median = statistics.median(took)
-    print(f"status: {median:.2f} s, under {LIMIT:.0f} s required: {'PASS' if median < LIMIT else 'MISS'}")
-    return int(median >= LIMIT)
+    return int(not judged(f"status: {median:.2f} s", f"under {LIMIT:.0f} s", median < LIMIT))
 
 
 def make(sweep: Path, runs: int) -> None:
     """Write a sweep of which every run was submitted and has ended well."""
     overrides = ["model=gpt_tiny", "parallel=ddp", "device=cpu", "cluster=slurm"]
     composed = config.resolve(compose_all(overrides, multirun=True).jobs[0])
-    found = environment("cpu")
+    found, draw = environment("cpu"), random.Random(0)
     jobs = []
     for number in range(runs):
         directory = sweep / f"{number}_gpt_tiny_ddp"
         directory.mkdir()
-        done = record.begin(composed, directory, found) | _result()
+        done = record.begin(composed, directory, found) | result(draw, ranks=8, batch=16)
         store.write_record(directory, done)
         store.append_result(sweep, done)
         jobs.append(
@@ -78,38 +79,14 @@ def make(sweep: Path, runs: int) -> None:
     ledger.write(sweep, ledger.Ledger(overrides, jobs))
 
 
-def _result() -> dict[str, Any]:
-    """What a run adds to its record; figures have as many digits as real ones."""
-    third = 1 / 3
-    return {
-        "status": "ok",
-        "error": None,
-        "world_size": 8,
-        "launcher": "srun",
-        "nodes": ["n1", "n2"],
-        "steps": 60,
-        "final_loss": third,
-        "metrics": {
-            "step_seconds": {"median": third, "mean": third, "p5": third, "p95": third, "ci95": [third, third]},
-            "tokens_per_second": 1e5 * third,
-            "samples_per_second": 1e3 * third,
-            "startup_seconds": dict.fromkeys(("import", "config", "rendezvous", "build", "first_step"), third),
-        },
-    }
-
-
 def _seconds(command: Sequence[str]) -> float:
     started = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - started
 
 
-def _spread(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds):.3f} (median of {len(seconds)}, {min(seconds):.3f} to {max(seconds):.3f})"
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--turns", type=int, default=5, help="of both commands (default: %(default)s)")
     return parser.parse_args()

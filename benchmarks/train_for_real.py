@@ -11,9 +11,7 @@ same files.
 
 from __future__ import annotations
 
-import argparse
 import math
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -23,12 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.script import judged, parser_of, read, trained
 from ptdbench.data.text import Text
-from ptdbench.records import store
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
-
-ROOT = Path(__file__).parents[1]
+from ptdbench.setup import run_spec
 
 #: The requirements: share of the digits, difference between strategies, bits per byte against a bigram's, seconds.
 ACCURACY, APART, AGAINST_BIGRAM, SECONDS = 0.97, 0.005, 0.7, 300
@@ -54,7 +49,7 @@ class Result:
 
 def main() -> int:
     """Print the figures; 1 if they miss a requirement."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--image", type=Path, help="draw the curves there")
     options = parser.parse_args()
     with TemporaryDirectory() as folder:
@@ -66,15 +61,13 @@ def main() -> int:
         print(f"{result.name}, {figure} after steps  {curve}")
     print(f"a bigram model that has counted the same files  {bigram:.3f} bits per byte")
     runs, within = (ddp, fsdp, text), f"< {SECONDS}"
+    accuracy, share = ddp.last("top1"), text.last("bits_per_byte") / bigram
     passed = [
-        _told("digits under ddp, held-out accuracy", ddp.last("top1"), f">= {ACCURACY}", ddp.last("top1") >= ACCURACY),
-        _told("fsdp minus ddp", fsdp.last("top1") - ddp.last("top1"), f"within {APART}", _close(ddp, fsdp)),
-        _told(
-            "text against the bigram model", text.last("bits_per_byte") / bigram, f"<= {AGAINST_BIGRAM}",
-            text.last("bits_per_byte") <= AGAINST_BIGRAM * bigram,
-        ),
-        *(_told(f"{run.name}, seconds", run.seconds, within, run.seconds < SECONDS) for run in runs),
-    ]  # fmt: skip
+        judged(f"digits under ddp, held-out accuracy: {accuracy:.4g}", f">= {ACCURACY}", accuracy >= ACCURACY),
+        judged(f"fsdp minus ddp: {fsdp.last('top1') - accuracy:.4g}", f"within {APART}", _close(ddp, fsdp)),
+        judged(f"text against the bigram model: {share:.4g}", f"<= {AGAINST_BIGRAM}", share <= AGAINST_BIGRAM),
+        *(judged(f"{run.name}, seconds: {run.seconds:.4g}", within, run.seconds < SECONDS) for run in runs),
+    ]
     if options.image:
         _draw(options.image, ddp, fsdp, text, bigram)
     return int(not all(passed))
@@ -86,8 +79,7 @@ def bigram_bits_per_byte(*overrides: str) -> float:
     Every pair is counted once more than it occurs (Laplace), so that those that occur in the held-out files only have a
     probability too.
     """
-    composed = compose_all(["experiment=stdlib_gpt_tiny", *overrides]).jobs[0]
-    training = run_spec.specify(config.read(composed), None).training
+    training = run_spec.specify(read("experiment=stdlib_gpt_tiny", *overrides), None).training
     assert training
     data = training.data
     assert isinstance(data, Text)
@@ -101,24 +93,15 @@ def bigram_bits_per_byte(*overrides: str) -> float:
 
 def _train(experiment: str, strategy: str, folder: Path) -> Result:
     directory = folder / f"{experiment}_{strategy}"
-    command = [sys.executable, str(ROOT / "train.py"), f"experiment={experiment}", f"parallel={strategy}"]
     started = time.perf_counter()
-    done = subprocess.run([*command, "device=cpu", f"hydra.run.dir={directory}"], cwd=folder, check=False)
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with exit status {done.returncode}")
-    return Result(f"{experiment} {strategy}", seconds, store.load_record(directory))
+    record = trained(directory, f"experiment={experiment}", f"parallel={strategy}", "device=cpu")
+    return Result(f"{experiment} {strategy}", time.perf_counter() - started, record)
 
 
 def _close(one: Result, other: Result) -> bool:
     # Shares of a few hundred images: compared as numbers of images, which have no rounding.
     samples = one.last("samples")
     return abs(round(one.last("top1") * samples) - round(other.last("top1") * samples)) <= math.floor(APART * samples)
-
-
-def _told(what: str, value: float, rule: str, holds: bool) -> bool:
-    print(f"{what}: {value:.4g}, required {rule}: {'PASS' if holds else 'MISS'}")
-    return holds
 
 
 def _draw(path: Path, ddp: Result, fsdp: Result, text: Result, bigram: float) -> None:

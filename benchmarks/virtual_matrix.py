@@ -15,21 +15,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from parity_matrix import COMMON as OF_GPT
-from parity_matrix import PIPELINES, ROOT, ROWS
 
+from benchmarks.cells import Table, described, drawn, inserted, keep, numbered, parser_of_cells, refusal
+from benchmarks.parity_matrix import COMMON as OF_GPT
+from benchmarks.parity_matrix import PIPELINES, ROWS
+from benchmarks.script import ROOT, read
 from ptdbench.entry import prepare_ranks
 from ptdbench.problems import ConfigError
 from ptdbench.records import store
 from ptdbench.run import run
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup import run_spec
 
 RESULT, PAGE = ROOT / "benchmarks/virtual/matrix.json", ROOT / "docs/virtual.md"
 
@@ -58,17 +58,13 @@ COLUMNS: dict[str, str] = {
 #: Those in which all ranks are carried out: what is sent in the others is sent in one of these.
 ALL_RANKS = ("fp32", "fp16", "host", "accumulated")
 
-Table = Mapping[str, Mapping[str, str]]
-
 
 def main(options: argparse.Namespace) -> int:
     """Fill the table, or part of it, column by column; 1 if a cell is wrong."""
-    rows = options.rows.split(",") if options.rows else list(ROWS)
-    columns = options.columns.split(",") if options.columns else list(COLUMNS)
     found = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     known = found["cells"] if found.get("torch") == torch.__version__ else {}
     failed = False
-    for column, row in product(columns, rows):
+    for column, row in product(options.columns, options.rows):
         before = known.get(row, {}).get(column, "wrong")
         if options.resume and not before.startswith("wrong"):
             continue
@@ -76,7 +72,7 @@ def main(options: argparse.Namespace) -> int:
         print(f"  {row:<24} {column:<20} {said}", flush=True)
         known.setdefault(row, {})[column] = said
         failed |= said.startswith("wrong")
-        RESULT.write_text(json.dumps({"torch": torch.__version__, "cells": known}, indent=1) + "\n")
+        keep(RESULT, known)
         PAGE.write_text(inserted(PAGE.read_text(), "matrix", page(known, torch.__version__)))
     return int(failed)
 
@@ -94,15 +90,14 @@ def typed(row: str, column: str) -> list[str]:
 
 def cell(words: list[str]) -> str:
     """Carry out the run of a cell; what came of it."""
-    read = config.read(compose_all(words).jobs[0])
+    config = read(*words)
     try:
-        summary = run_spec.summarize(read, None)
+        summary = run_spec.summarize(config, None)
     except ConfigError as error:
-        problem = error.problems[0]
-        return f"refused: {problem.option}={str(problem.value).lower()}: {problem.rule}"
-    prepare_ranks([read])
+        return refusal(error)
+    prepare_ranks([config])
     with TemporaryDirectory() as folder:
-        run(Path(folder), read, summary)
+        run(Path(folder), config, summary)
         record = store.load_record(Path(folder))
     if record["status"] != "ok":
         return f"wrong: {record['status']}: {record['error']['message'].partition(chr(10))[0]}"
@@ -113,38 +108,19 @@ def cell(words: list[str]) -> str:
 
 def page(table: Table, version: str) -> str:
     """The cells that have been run, as a part of the page, with the reasons of refusals."""
-    reasons: dict[str, int] = {}
-    lines = [f"| | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
-    for row in (name for name in ROWS if name in table):
-        shown = [
-            said.removeprefix("ok ")
-            if said.startswith(("ok", "not"))
-            else f"({reasons.setdefault(said, len(reasons) + 1)})"
-            for said in (table[row].get(column, "not run") for column in COLUMNS)
-        ]
-        lines.append(f"| {row} | {' | '.join(shown)} |")
+    layouts = {name: ROWS[name] for name in ROWS if name in table}
+    said = {row: [table[row].get(column, "not run") for column in COLUMNS] for row in layouts}
+    rows, reasons = numbered(said)
+    lines = drawn([*COLUMNS], {row: [text.removeprefix("ok ") for text in texts] for row, texts in rows.items()})
     every = [said for cells in table.values() for said in cells.values()]
     fine = sum(said.startswith("ok") for said in every)
     head = f"{len(every)} of {len(ROWS) * len(COLUMNS)} cells have been run with torch {version}: {fine} came to their "
     head += "end, with the peak of what was reserved on a rank; a number in parentheses is a refusal, with the reason "
     head += "that a GPU would get."
-    numbered = [f"{number}. {said}" for said, number in reasons.items()]
-    options = [f"- *{name}*: `{ROWS[name][1]}`, {ROWS[name][0]} ranks" for name in ROWS if name in table]
-    options += [f"- *{name}*: `{lever or 'no other option'}`" for name, lever in COLUMNS.items()]
-    return "\n".join([head, "", *lines, "", *numbered, "", *options])
-
-
-def inserted(text: str, name: str, table: str) -> str:
-    """The page with another table between its comments of this name."""
-    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-    before, _, rest = text.partition(begin)
-    _, _, after = rest.partition(end)
-    return f"{before}{begin}\n\n{table}\n\n{end}{after}"
+    return "\n".join([head, "", *lines, "", *reasons, "", *described(layouts, COLUMNS)])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", help="some of them, by comma")
-    parser.add_argument("--columns", help="some of them, by comma")
+    parser = parser_of_cells(__doc__, ROWS, COLUMNS)
     parser.add_argument("--resume", action="store_true", help="keep the cells that have been run, and were not wrong")
     sys.exit(main(parser.parse_args()))

@@ -15,24 +15,21 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 
 import torch
-from omegaconf import DictConfig
-from rank import joined
-from titan import Recipe, Training
-from virtual_matrix import PAGE, inserted
+from msgspec import convert
 
-from ptdbench.launch import local
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
+from benchmarks.cells import inserted
+from benchmarks.rank import on_ranks
+from benchmarks.script import composed, parser_of
+from benchmarks.titan import Recipe, Training
+from benchmarks.virtual_matrix import PAGE
+from ptdbench.job import Job
 
 PUBLISHED = Path(__file__).parent / "virtual/published.csv"
 
@@ -66,34 +63,25 @@ class Row:
 def published() -> list[Row]:
     """The rows of the file."""
     with PUBLISHED.open() as file:
-        return [_row(values) for values in csv.DictReader(file)]
-
-
-def _row(values: Mapping[str, str]) -> Row:
-    read: dict[str, Callable[[str], object]] = {"str": str, "int": int, "bool": "true".__eq__}
-    recipe = Recipe(**{field.name: read[str(field.type)](values[field.name]) for field in fields(Recipe)})
-    return Row(float(values["gib"]), values["gpu"], recipe, values["source"], values["left_out"])
+        return [convert({**values, "recipe": values}, Row, strict=False) for values in csv.DictReader(file)]
 
 
 def reserved(row: Row) -> float:
     """GiB that the first rank of a run has reserved at most."""
     nodes = [f"cluster.nodes={row.recipe.ranks // NODE}", f"cluster.ranks_per_node={NODE}", "virtual.ranks=[0]"]
     batch = f"train.global_batch={row.recipe.ranks}"  # of the run that the rank is told, not of the recipe
-    composed = compose_all(["model=toy", "parallel=fsdp", batch, *nodes, *GPUS[row.gpu]]).jobs[0]
-    where = run_spec.place(config.read(composed), row.recipe.ranks)
-    with TemporaryDirectory() as directory:
-        local.start(_in_rank, row.recipe.ranks, composed, directory, row.recipe, where=where)
-        return float(json.loads(Path(directory, "found").read_text())) / 2**30
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"  # of the ranks, see docs/virtual.md
+    run = composed("model=toy", "parallel=fsdp", batch, *nodes, *GPUS[row.gpu])
+    return float(on_ranks(run, _most_reserved, row.recipe)) / 2**30
 
 
-def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str, recipe: Recipe) -> None:
-    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"  # see docs/virtual.md
+def _most_reserved(job: Job, recipe: Recipe) -> int:
+    """In the first rank of a run, which is not the recipe's own: bytes."""
     torch.set_num_threads(1)
-    with joined(environ, composed, directory):
-        training = Training(recipe)
-        for _ in range(STEPS):
-            training.step()
-        Path(directory, "found").write_text(json.dumps(torch.cuda.max_memory_reserved()))
+    training = Training(recipe)
+    for _ in range(STEPS):
+        training.step()
+    return torch.cuda.max_memory_reserved()
 
 
 def main(options: argparse.Namespace) -> int:
@@ -123,6 +111,6 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", type=int, metavar="ROW", help="some rows of the file, by number from 0")
     sys.exit(main(parser.parse_args()))

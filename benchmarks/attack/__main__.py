@@ -32,10 +32,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.script import ROOT, judged, parser_of
+
 from . import on_slurm, rounds, scenarios, victims
 from .rounds import FAULTS, Round, Setting
-
-ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
@@ -150,8 +150,7 @@ def _show(ended: Sequence[Round], options: argparse.Namespace) -> None:
         why = f"interrupted, or --minutes {options.minutes:g} over"
         print(f"{asked - len(ended)} of {asked} rounds were left out: {why}")
     failed = sum(bool(one.faults) for one in ended)
-    verdict = "MISS" if failed else "PASS"
-    print(f"seed {options.seed}: {failed} of {len(ended)} rounds with a fault, 0 required: {verdict}")
+    judged(f"seed {options.seed}: {failed} of {len(ended)} rounds with a fault", "0", not failed)
 
 
 def _counts(ended: Sequence[Round]) -> list[str]:
@@ -178,9 +177,7 @@ def _round(word: str) -> str:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attack", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "python -m benchmarks.attack")
     parser.add_argument("--rounds", type=int, default=200, help="on this machine (default: %(default)s)")
     parser.add_argument("--slurm", type=int, default=50, help="on a SLURM of two nodes here (default: %(default)s)")
     parser.add_argument(

@@ -1,22 +1,13 @@
 """The table of layouts and levers: what it says of a cell, and that the page is the stored result."""
 
 import json
-from types import ModuleType
 
 import pytest
 
-from tests.conftest import ROOT
+from benchmarks import parity_matrix as matrix
 from tests.parallel.splitting import REFUSED
 
 LEARNT = [5.0, 4.5, 4.0]
-
-
-@pytest.fixture
-def matrix(monkeypatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))  # scripts that import each other
-    import parity_matrix
-
-    return parity_matrix
 
 
 @pytest.mark.parametrize(
@@ -32,22 +23,22 @@ def matrix(monkeypatch) -> ModuleType:
         ([5.0, 5.0], [5.0, 5.0], 1e-5, "wrong: the reference does not learn, and equal losses prove nothing"),
     ],
 )
-def test_a_cell_is_told_by_its_losses(matrix, losses, reference, most, said):
+def test_a_cell_is_told_by_its_losses(losses, reference, most, said):
     assert matrix.verdict(losses, reference, most) == said
 
 
-def test_what_is_refused_is_not_run_and_each_stored_reason_is_still_given(matrix):
-    without = {row for row in matrix.ROWS if matrix.refused((row, "plain"))}
+def test_what_is_refused_is_not_run_and_each_stored_reason_is_still_given():
+    without = {row for row in matrix.ROWS if matrix.refused(matrix.asked(row, "plain"))}
     assert without == set(REFUSED)  # by this torch, whatever the lever
     stored = json.loads(matrix.RESULT.read_text())["cells"]
     rows = {row: of_row for row, of_row in stored.items() if row not in without}
     cells = {said: (row, lever) for row, of_row in rows.items() for lever, said in of_row.items()}  # one for each
     refused = {said: cell for said, cell in cells.items() if said.startswith("refused: ")}
     assert len(refused) >= 5
-    assert {said: matrix.refused(cell) for said, cell in refused.items()} == {said: said for said in refused}
+    assert [matrix.refused(matrix.asked(*cell)) for cell in refused.values()] == [*refused]
 
 
-def test_the_page_is_the_stored_result(matrix):
+def test_the_page_is_the_stored_result():
     stored = json.loads(matrix.RESULT.read_text())
     assert matrix.page(stored["cells"], stored["torch"]) == matrix.PAGE.read_text()
     assert list(stored["cells"]) == list(matrix.ROWS)

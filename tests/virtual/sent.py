@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 
-from benchmarks.rank import joined
-from ptdbench.launch import local, peers
+from benchmarks.rank import on_ranks
+from benchmarks.script import composed
+from ptdbench.job import Job
+from ptdbench.launch import peers
 from ptdbench.profiling import events, trace
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
 from ptdbench.training import profile, traces
 from ptdbench.workloads.train import assemble
 
@@ -35,35 +33,29 @@ DEVICES = {"virtual": ("virtual=h100",), "gloo": ("device=cpu",)}
 def sent(words: str, device: str) -> list[Any]:
     """The messages of each rank in their order: operation, bytes, ranks of the group, and the peer in it."""
     ranks, *layout = words.split()
-    composed = compose_all([*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}"]).jobs[0]
-    with TemporaryDirectory() as directory:
-        where = run_spec.place(config.read(composed), int(ranks))
-        local.start(_in_rank, int(ranks), composed, directory, where=where)
-        found: list[Any] = json.loads(Path(directory, "found").read_text())
-        return found
+    run = composed(*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}")
+    found: list[Any] = on_ranks(run, _in_rank)
+    return found
 
 
-def _in_rank(environ: Mapping[str, str], composed: DictConfig, directory: str) -> None:
+def _in_rank(job: Job) -> list[Any]:
     torch.set_num_threads(1)
-    with joined(environ, composed, directory) as job:
-        loop = assemble(job)
-        loop.rehearse()
-        loop.step()  # in which DDP makes its buckets anew
-        path = Path(directory, f"trace-{job.world.rank}.json")
-        profile.run(job, loop, 1).export_chrome_trace(str(path))
-        groups = loop.mesh.groups()
-        of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
-        told = []
-        for call in _calls(path, job):
-            name = traces.group_of(call, groups)
-            peer = traces.in_pipeline(call, groups[name]).peer if name == "pipeline" else call.peer
-            told.append((call.operation, call.bytes, of[name], peer))
-        of_ranks = peers.gather(told)
-        if job.world.is_first:
-            Path(directory, "found").write_text(json.dumps(of_ranks))
+    loop = assemble(job)
+    loop.rehearse()
+    loop.step()  # in which DDP makes its buckets anew
+    path = job.directory / f"trace-{job.world.rank}.json"
+    profile.run(job, loop, 1).export_chrome_trace(str(path))
+    groups = loop.mesh.groups()
+    of = {None: None, **{name: dist.get_process_group_ranks(group) for name, group in groups.items()}}
+    told = []
+    for call in _calls(path, job):
+        name = traces.group_of(call, groups)
+        peer = traces.in_pipeline(call, groups[name]).peer if name == "pipeline" else call.peer
+        told.append((call.operation, call.bytes, of[name], peer))
+    return peers.gather(told)
 
 
-def _calls(path: Path, job: Any) -> Sequence[events.Call]:
+def _calls(path: Path, job: Job) -> Sequence[events.Call]:
     if job.device.type == "cuda":
         _, calls = trace.launched_in_steps(path)
         return calls
