@@ -21,50 +21,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import yaml
-from rivals import RIVALS
 from torch import Tensor
 
+from benchmarks.rivals import RIVALS
+from benchmarks.script import parser_of, read
 from ptdbench.measure.memory import peak_bytes, release
 from ptdbench.measure.timing import median_interval
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all, conf_folder
+from ptdbench.setup import run_spec
+from ptdbench.setup.compose import conf_folder
 from ptdbench.training.loop import Update
 
 Step = Callable[[], Tensor]
 
 
-@dataclass(frozen=True)
-class Options:
-    """The command line."""
-
-    model: str
-    against: str
-    batch: int
-    sequence: int
-    steps: int
-    warmup: int
-    threads: int
-    precision: str
-    device: torch.device
-    modes: list[str]
-    json: bool
-    set: dict[str, Any] = field(default_factory=dict)
-
-
 def main() -> None:
     """Print both figures for both modes, or be the fresh process that measures the memory of one model."""
-    options, memory_of, mode = _parse()
+    options = _parse()
     torch.set_num_threads(options.threads)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # a mesh wants one
-    if memory_of:
-        print(_peak_bytes(stepper(memory_of, options, mode), options))
+    if options.memory_of:
+        print(_peak_bytes(stepper(options.memory_of, options, options.mode), options))
         return
     if not options.json:
         print(
@@ -93,7 +75,7 @@ def _shown(mode: str, rival: str, found: dict[str, Any]) -> str:
     )
 
 
-def _times(options: Options, mode: str) -> dict[str, Any]:
+def _times(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     ours, theirs = (stepper(who, options, mode) for who in ("ours", "theirs"))
     for _ in range(options.warmup):
         ours(), theirs()
@@ -110,13 +92,13 @@ def _times(options: Options, mode: str) -> dict[str, Any]:
     return {"ours": mine, "theirs": other, "ratio": ratio, "interval": interval, "pairs": len(pairs)}
 
 
-def _memory(options: Options, mode: str) -> dict[str, Any]:
+def _memory(options: argparse.Namespace, mode: str) -> dict[str, Any]:
     mine, other = (_peak_of_fresh_process(who, mode) for who in ("ours", "theirs"))
     kind = "allocated" if options.device.type == "cuda" else "resident"
     return {"our_peak": mine, "their_peak": other, "memory": kind}
 
 
-def _seconds(step: Step, options: Options) -> float:
+def _seconds(step: Step, options: argparse.Namespace) -> float:
     start = time.perf_counter()
     step()
     if options.device.type == "cuda":
@@ -124,9 +106,9 @@ def _seconds(step: Step, options: Options) -> float:
     return time.perf_counter() - start
 
 
-def stepper(who: str, options: Options, mode: str) -> Step:
-    """One training step of a model, on tokens that are the same for both."""
-    sizes = yaml.safe_load((conf_folder() / "model" / f"{options.model}.yaml").read_text()) | options.set
+def stepper(who: str, options: argparse.Namespace, mode: str) -> Step:
+    """One training step of a model, on tokens that are the same for both; ``options`` are those of this file."""
+    sizes = yaml.safe_load((conf_folder() / "model" / f"{options.model}.yaml").read_text()) | dict(options.set)
     generator = torch.Generator().manual_seed(0)
     text = torch.randint(sizes["vocabulary"], (options.batch, options.sequence + 1), generator=generator)
     text = text.to(options.device)
@@ -134,28 +116,20 @@ def stepper(who: str, options: Options, mode: str) -> Step:
     return (_ours if who == "ours" else _theirs)(options, sizes, inputs, targets, mode)
 
 
-def _ours(options: Options, _: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
+def _ours(options: argparse.Namespace, _: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
     """What a run of this configuration does in each step, but for its data and its clock."""
-    typed = [
-        f"model={options.model}",
-        f"model.sequence_length={options.sequence}",
-        *(f"model.{name}={value}" for name, value in options.set.items()),
-        "parallel=single",
-        f"train.global_batch={options.batch}",
-        f"precision={options.precision}",
-        f"compile={mode}",
-        f"device={options.device.type}",
-        "cluster.ranks_per_node=1",
-        "optimizer.lr=1e-4",
-    ]
-    composed = compose_all(typed).jobs[0]
-    spec = run_spec.specify(config.read(composed), None)
-    training = spec.training
+    sizes = (f"model.{name}={value}" for name, value in options.set)
+    asked = read(
+        f"model={options.model}", f"model.sequence_length={options.sequence}", *sizes, "parallel=single",
+        f"train.global_batch={options.batch}", f"precision={options.precision}", f"compile={mode}",
+        f"device={options.device.type}", "cluster.ranks_per_node=1", "optimizer.lr=1e-4",
+    )  # fmt: skip
+    training = run_spec.specify(asked, None).training
     assert training
     engine = training.engine(Mesh(training.layout.dims, options.device.type), options.device)
     engine.module.train()
     optimizer = engine.optimizer(training.optimizer)
-    update = Update(engine, optimizer, training.schedule, spec.config.train, options.device)
+    update = Update(engine, optimizer, training.schedule, asked.train, options.device)
 
     def step() -> Tensor:
         loss = engine.gradients(inputs, targets, update.scale)
@@ -165,7 +139,7 @@ def _ours(options: Options, _: dict[str, Any], inputs: Tensor, targets: Tensor, 
     return step
 
 
-def _theirs(options: Options, sizes: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
+def _theirs(options: argparse.Namespace, sizes: dict[str, Any], inputs: Tensor, targets: Tensor, mode: str) -> Step:
     with options.device:
         model, loss_of = RIVALS[options.against](sizes)
     model.train()
@@ -183,7 +157,7 @@ def _theirs(options: Options, sizes: dict[str, Any], inputs: Tensor, targets: Te
     return step
 
 
-def _peak_bytes(step: Step, options: Options) -> int:
+def _peak_bytes(step: Step, options: argparse.Namespace) -> int:
     for _ in range(3):  # the first step has no optimizer state yet
         step()
     return peak_bytes(options.device)
@@ -194,11 +168,13 @@ def _peak_of_fresh_process(who: str, mode: str) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def _parse() -> tuple[Options, str | None, str]:
+def _parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="gpt_small", help="of conf/model (default: %(default)s)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="other sizes of the model")
+    parser.add_argument(
+        "--set", nargs="+", type=_size, default=[], metavar="NAME=VALUE", help="other sizes of the model"
+    )
     parser.add_argument("--against", choices=list(RIVALS), default="transformers", help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=8 if on_gpu else 2, help="sequences (default: %(default)s)")
     parser.add_argument(
@@ -210,15 +186,18 @@ def _parse() -> tuple[Options, str | None, str]:
     parser.add_argument(
         "--precision", choices=["fp32", "bf16"], default="bf16" if on_gpu else "fp32", help="default: %(default)s"
     )
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="default: %(default)s")
+    device = "cuda" if on_gpu else "cpu"
+    parser.add_argument("--device", type=torch.device, default=device, help="default: %(default)s")
     parser.add_argument("--modes", nargs="+", default=["false", "layers", "whole"], help="of compile, ours")
     parser.add_argument("--json", action="store_true", help="print the figures as one line of JSON")
     parser.add_argument("--memory-of", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="false", help=argparse.SUPPRESS)
-    values = vars(parser.parse_args())
-    memory_of, mode = values.pop("memory_of"), values.pop("mode")
-    sizes = {name: yaml.safe_load(value) for name, _, value in (one.partition("=") for one in values["set"])}
-    return Options(**values | {"device": torch.device(values["device"]), "set": sizes}), memory_of, mode
+    return parser.parse_args()
+
+
+def _size(typed: str) -> tuple[str, Any]:
+    name, _, value = typed.partition("=")
+    return name, yaml.safe_load(value)
 
 
 if __name__ == "__main__":

@@ -36,13 +36,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
-from model_speed import Options, stepper
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from benchmarks.model_speed import stepper
+from benchmarks.script import parser_of
 from ptdbench.measure import memory
 from ptdbench.models import softmax  # noqa: F401 # makes operations of torch's
 from ptdbench.profiling import trace
@@ -179,8 +180,11 @@ def seconds(operations: list[tuple[str, float, float]], gpu: Device) -> float:
     return sum(max(size / bandwidth, flops / rates[kind]) for kind, size, flops in operations)
 
 
-def count(who: str, options: Options, mode: str) -> dict[str, Any]:
-    """In a process with a virtual GPU: take steps, and look at memory, operations and kernels of one each."""
+def count(who: str, options: argparse.Namespace, mode: str) -> dict[str, Any]:
+    """In a process with a virtual GPU: take steps, and look at memory, operations and kernels of one each.
+
+    ``options`` are those of ``model_speed.py``.
+    """
     torch._inductor.config.benchmark_kernel = True  # Inductor writes to a kernel how many bytes it reads and writes
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     step = stepper(who, options, mode)
@@ -272,15 +276,8 @@ def main(asked: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def _options(asked: argparse.Namespace) -> Options:
-    """Of ``model_speed.py``."""
-    against, mode = asked.only[0], MODES[asked.modes[0]]
-    on = torch.device("cuda", 0)
-    return Options(asked.model, against, asked.batch, asked.sequence, 0, 0, 1, "bf16", on, [mode], json=True)
-
-
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="gpt_xl", help="a GPT or Llama of conf/model (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences (default: %(default)s)")
     parser.add_argument("--sequence", type=int, default=1024, help="tokens each (default: %(default)s)")
@@ -291,6 +288,8 @@ if __name__ == "__main__":
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.here:
-        print(json.dumps(count(asked.only[0], _options(asked), MODES[asked.modes[0]])))
+        (who,), (mode,) = asked.only, asked.modes
+        how = {"against": who, "precision": "bf16", "device": torch.device("cuda", 0), "set": []}
+        print(json.dumps(count(who, argparse.Namespace(**vars(asked), **how), MODES[mode])))
     else:
         sys.exit(main(asked))

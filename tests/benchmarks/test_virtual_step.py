@@ -9,19 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks import virtual_step as subject
 from tests.conftest import ROOT
 from tests.programs import call
 
 A = torch.zeros(8, 4)  # 128 bytes
 ROWS = torch.tensor([1, 5])  # 16 bytes
-
-
-@pytest.fixture
-def subject(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import virtual_step
-
-    return virtual_step
 
 
 @pytest.mark.parametrize(
@@ -38,13 +31,13 @@ def subject(monkeypatch):
         (lambda: torch.mm(A, A.T), 128 + 128 + 256),  # a view is a factor of its own
     ],
 )
-def test_bytes_are_those_that_an_operation_reads_and_writes(subject, operation: Callable[[], Tensor], size):
+def test_bytes_are_those_that_an_operation_reads_and_writes(operation: Callable[[], Tensor], size):
     with subject.Counted() as counted:
         operation()
     assert sum(one for _, one, _ in counted.operations) == size
 
 
-def test_a_product_has_flops_and_waits_for_the_slower_of_both(subject):
+def test_a_product_has_flops_and_waits_for_the_slower_of_both():
     with subject.Counted() as counted:
         torch.mm(A, A.T)
     ((kind, size, flops),) = counted.operations
@@ -69,7 +62,7 @@ def test_a_product_has_flops_and_waits_for_the_slower_of_both(subject):
         ("void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<c10::BFloat16, float, 2, 1, 1>>", True),
     ],
 )
-def test_a_cast_does_nothing_else(subject, kernel, is_cast):
+def test_a_cast_does_nothing_else(kernel, is_cast):
     assert subject.is_cast(kernel) == is_cast
 
 
