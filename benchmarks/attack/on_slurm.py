@@ -218,27 +218,18 @@ def _judge(
     before: Mapping[Path, bytes],
 ) -> None:  # fmt: skip
     """When the jobs have ended: states, records, then the resume."""
-    lines = rounds.results(this_round.folder, scenario)
-    _see_queue_empty(queue, this_round, "")
-    if not victim.ends_within(known.patience):
-        this_round.fault("left", "train.py still follows, and no job is in the queue")
-    _see_ends(setting, this_round)
-    rounds.inspect(this_round, scenario, known, before)
-    this_round.notes += [f"{name} was left" for name in evidence.leftovers(this_round.folder)]
-    for directory in evidence.directories(this_round.folder):
-        rounds.resume(setting, this_round, scenario, known, directory)
-        _see_queue_empty(queue, this_round, "after the resume, ")
-        rounds.inspect(this_round, scenario, known, before, "after the resume, ")
-        rounds.complete(this_round, scenario)
-    for name in sorted(lines - rounds.results(this_round.folder, scenario)):
-        this_round.fault("lost", f"{name}: its line of the results is gone")
+
+    def settle(when: str) -> None:
+        if not queue.empties():
+            this_round.fault("left", f"{when}after {_QUEUE:.0f} s there are jobs: {' '.join(sorted(queue.jobs()))}")
+        if not when:
+            if not victim.ends_within(known.patience):
+                this_round.fault("left", "train.py still follows, and no job is in the queue")
+            _see_ends(setting, this_round)
+
+    rounds.judge(setting, this_round, victim, known, scenario, before, settle)
     there = victims.survivors(victim.mark, victim.folder, time.monotonic() + rounds.LEFT)
     this_round.fault_left(there)
-
-
-def _see_queue_empty(queue: Queue, this_round: Round, when: str) -> None:
-    if not queue.empties():
-        this_round.fault("left", f"{when}after {_QUEUE:.0f} s there are jobs: {' '.join(sorted(queue.jobs()))}")
 
 
 def _see_ends(setting: Setting, this_round: Round) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,9 @@ FAULTS = {
 
 #: Seconds after which no process may be left.
 LEFT = 15.0
+
+#: Before what is seen after a resume.
+RESUMED = "after the resume, "
 
 #: What every attack on a birth stays below, in seconds.
 BIRTH = 0.05
@@ -182,28 +185,32 @@ def _await(moment: str, victim: Victim, rng: random.Random, known: Reference, sc
 
 
 def judge(
-    setting: Setting,
-    this_round: Round,
-    victim: Victim,
-    known: Reference,
-    scenario: Scenario,
-    before: Mapping[Path, bytes],
-) -> None:
-    """Look for everything that may be wrong, resume where the scenario does, and look again."""
+    setting: Setting, this_round: Round, victim: Victim, known: Reference, scenario: Scenario,
+    before: Mapping[Path, bytes], settle: Callable[[str], None] | None = None,
+) -> None:  # fmt: skip
+    """Look for everything that may be wrong, resume where the scenario does, and look again.
+
+    ``settle`` awaits what has to end before each look; by default the victim, before the first one.
+    """
     lines = results(this_round.folder, scenario)
-    _see_it_end(this_round, victim, known, scenario)
+    if settle:
+        settle("")
+    else:
+        _see_it_end(this_round, victim, known)
     inspect(this_round, scenario, known, before)
     this_round.notes += [f"{name} was left" for name in evidence.leftovers(this_round.folder)]
     if scenario.resumes:
         for directory in evidence.directories(this_round.folder):
             resume(setting, this_round, scenario, known, directory)
-            inspect(this_round, scenario, known, before, "after the resume, ")
+            if settle:
+                settle(RESUMED)
+            inspect(this_round, scenario, known, before, RESUMED)
             complete(this_round, scenario)
     for name in sorted(lines - results(this_round.folder, scenario)):
         this_round.fault("lost", f"{name}: its line of the results is gone")
 
 
-def _see_it_end(this_round: Round, victim: Victim, known: Reference, scenario: Scenario) -> None:
+def _see_it_end(this_round: Round, victim: Victim, known: Reference) -> None:
     """Wait for what has to end; what is left after that is a fault, and killed."""
     struck = time.monotonic()
     hurt = {process.role for process in this_round.killed}
@@ -243,7 +250,7 @@ def resume(setting: Setting, this_round: Round, scenario: Scenario, known: Refer
     elif victim.exit_status and not was_done:
         this_round.fault("incomplete", f"exit status {victim.exit_status}: {tail(victim.log)}")
     there = victims.survivors(victim.mark, victim.folder, time.monotonic() + LEFT)
-    this_round.fault_left(there, "after the resume, ")
+    this_round.fault_left(there, RESUMED)
 
 
 def complete(this_round: Round, scenario: Scenario) -> None:
