@@ -26,9 +26,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from zipfile import ZipFile
 
-# Only main() puts ptdbench and what it needs on the path, so that what imports them is imported after that.
+from benchmarks.script import ROOT, parser_of
 
-ROOT = Path(__file__).parents[2]
+# Only main() puts ptdbench and what it needs on the path, so that what imports them is imported after that.
 
 
 def main() -> int:
@@ -89,9 +89,7 @@ def importable(wheels: Path | None) -> Iterator[None]:
 
 
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        "gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, "gpu_check")
     parser.add_argument("--part", nargs="+", metavar="NAME", help="default: all parts, one after the other")
     parser.add_argument("--list", action="store_true", help="list the parts and end")
     parser.add_argument("--table", action="store_true", help="show what is on record and end")

@@ -11,16 +11,16 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from benchmarks.script import ROOT
 from ptdbench.measure.hardware import dense_peak
+from ptdbench.report.remarks import reason
 
 from .session import (
     CHECKED_STEPS,
-    ROOT,
     Record,
     Session,
     largest_difference,
     plausible,
-    reason,
     speed,
     speed_text,
 )
@@ -81,9 +81,8 @@ def narrow(session: Session) -> None:
 
 def ceilings(session: Session) -> None:
     """Matrix products against the data sheet's peak, and workload=check."""
-    found = session.run("matmul", "workload=matmul", *(() if session.device == "cuda" else ("workload.shapes=[256]",)))
-    if found["status"] != "ok":
-        session.tell("matmul", False, reason(found))
+    shapes = () if session.device == "cuda" else ("workload.shapes=[256]",)
+    if not (found := session.well("matmul", "workload=matmul", *shapes)):
         return
     best: dict[str, float] = {}
     for product in found["matmul"]["ranks"][0]["products"]:
@@ -199,9 +198,8 @@ def explained(session: Session) -> None:
     """Phases and memory of a step under every strategy: at most 5 % of its time and 10 % of its memory unexplained."""
     for strategy in STRATEGIES:
         steps = f"train.steps={session.sizes.steps}"
-        found = session.run(strategy, f"parallel={strategy}", "profile.trace=true", steps, *_small(session))
-        if found["status"] != "ok":
-            session.tell(strategy, False, reason(found))
+        options = (f"parallel={strategy}", "profile.trace=true", steps, *_small(session))
+        if not (found := session.well(strategy, *options)):
             continue
         phases, memory = found["phases"] or {}, found.get("memory") or {}
         if not phases.get("steps") or not memory.get("ranks"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,12 +54,7 @@ def tables(folder: Path, width: int = 120) -> str:
 
 
 def _of_device(known: Mapping[str, Any], width: int) -> str:
-    rows = list(_rows(known["parts"]))
+    checks = [(part, check) for part, found in known["parts"].items() for check in found["checks"]]
+    rows = [(part, one["name"], "ok" if one["passed"] else "FAIL", one["said"]) for part, one in checks]
     shown = text.drawn(("part", "check", "", "figure"), rows, width, words=("part", "check", ""), folding="figure")
     return f"{known['device']}\n{shown}"
-
-
-def _rows(parts: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    for part, found in parts.items():
-        for check in found["checks"]:
-            yield part, check["name"], "ok" if check["passed"] else "FAIL", check["said"]

@@ -19,18 +19,18 @@ from typing import Any
 
 import psutil
 
+from benchmarks.script import ROOT
 from ptdbench import run as product
 from ptdbench.entry import prepare_ranks
 from ptdbench.launch.settings import let_segments_grow
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
+from ptdbench.report.remarks import reason
 from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
 from ptdbench.virtual import machine
 
 from .results import Check, Found
-
-ROOT = Path(__file__).parents[2]
 
 #: Steps whose losses are compared.
 CHECKED_STEPS = 5
@@ -138,8 +138,8 @@ class Session:
 
     def run(self, name: str, *overrides: str) -> Record:
         """The record of a run of the product in ranks of its own, with its losses; nothing may be left of it."""
-        common = [f"device={self.device}", "cluster.ranks_per_node=1"]
-        typed = [*(one for one in common if not _sets(overrides, one)), *overrides]
+        words = (f"device={self.device}", "cluster.ranks_per_node=1", *overrides)
+        typed = [*{word.partition("=")[0]: word for word in words}.values()]  # of an option the last word counts
         composed = compose_all(typed).jobs[0]
 
         def begin(folder: Path, directory: Path) -> None:
@@ -156,11 +156,17 @@ class Session:
         assert isinstance(done, Run)  # it is the directory of one
         return {**done, "losses": done.series("losses").tolist(), "directory": str(directory)}
 
+    def well(self, name: str, *overrides: str) -> Record | None:
+        """The record of a run, if it went well; else a check has failed."""
+        found = self.run(name, *overrides)
+        if found["status"] == "ok":
+            return found
+        self.tell(name, False, reason(found))
+        return None
+
     def reference(self, name: str, *overrides: str) -> list[float]:
         """Losses of a run that others must follow; empty where they cannot be compared with."""
-        found = self.run(name, *overrides)
-        if found["status"] != "ok":
-            self.tell(name, False, reason(found))
+        if not (found := self.well(name, *overrides)):
             return []
         losses = found["losses"]
         moves = difference(losses[CHECKED_STEPS - 1], losses[0]) >= LEAST_CHANGE
@@ -168,14 +174,10 @@ class Session:
         self.tell(name, moves, said, by="numbers", **speed(found))
         return losses[:CHECKED_STEPS] if moves else []
 
-    def follows(self, name: str, reference: Sequence[float], tolerance: float, *overrides: str) -> Record:
-        """The record of a run, whose first losses must be those of the reference within a relative tolerance."""
-        found = self.run(name, *overrides)
-        if found["status"] != "ok":
-            self.tell(name, False, reason(found))
-        else:
+    def follows(self, name: str, reference: Sequence[float], tolerance: float, *overrides: str) -> None:
+        """Carry out a run, whose first losses must be those of the reference within a relative tolerance."""
+        if found := self.well(name, *overrides):
             self.compare(name, found, reference, tolerance)
-        return found
 
     def compare(self, name: str, found: Record, reference: Sequence[float], tolerance: float) -> None:
         """Hold the first losses of a run that went well against those of a reference, if there is one."""
@@ -207,13 +209,6 @@ class Session:
         if done.returncode:
             raise RuntimeError(f"torchrun ... -m ended with {done.returncode}: {done.stderr[-500:]}")
         return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-
-
-def reason(found: Record) -> str:
-    """How a run ended, in one line."""
-    error = found["error"]
-    message = str(error["message"]).strip().partition("\n")[0]
-    return f"{found['status']} on rank {error['rank']}: {error['type']}: {message}"
 
 
 def speed(found: Record) -> dict[str, Any]:
@@ -274,12 +269,6 @@ def wait_until_released(before: Iterable[int], look: Callable[[], dict[int, str]
         if not left or time.monotonic() > until:
             return left
         time.sleep(0.1)
-
-
-def _sets(overrides: Iterable[str], other: str) -> bool:
-    """Whether one of the overrides sets the option that ``other`` sets."""
-    option = other.partition("=")[0]
-    return any(one.partition("=")[0] == option for one in overrides)
 
 
 def environment_of(device: str) -> dict[str, Any]:

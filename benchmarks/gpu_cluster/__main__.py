@@ -19,15 +19,18 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from benchmarks.script import ROOT, parser_of
+
 from .checks import FAULTS, LAYOUTS, WORKLOADS, Checks, Layouts
 from .launchers import LAUNCHERS, launchers
-from .processes import ROOT
 
 
 def main() -> int:
     """Carry out all checks and print what came out."""
     options = _parse()
-    gpus = _gpus() if options.device == "cuda" else 2
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 2
     if gpus < 2:
         print(f"gpu-cluster needs two GPUs or more on a node, and torch finds {gpus} here", file=sys.stderr)
         return 2
@@ -48,14 +51,8 @@ def main() -> int:
     return int(bool(checks.failed))
 
 
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
     parser.add_argument("--ranks", type=int, help="of a node (default: one a GPU; two on a CPU)")
     parser.add_argument("--model", default="gpt_small", help="a choice of conf/model (default: %(default)s)")

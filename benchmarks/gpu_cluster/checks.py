@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_check.session import largest_difference
+from benchmarks.script import ROOT
 from ptdbench.parallel.conflicts import SETTERS, is_settable
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.report.remarks import reason
 from ptdbench.virtual.machine import is_virtual
 
 from . import processes
 from .launchers import Launcher, local
-from .processes import ROOT
 
 #: Largest relative difference of a loss from that of the reference, and the steps that are compared.
 TOLERANCE, STEPS = 1e-4, 5
@@ -91,7 +93,10 @@ class Checks:
 
     def layouts(self, launcher: Launcher, every: Sequence[Layouts]) -> None:
         """Sweeps over layouts, against ``single`` in a run of its own."""
-        training = self._training(self._model, launcher)
+        training = (
+            f"model={self._model}", f"train.global_batch={self._batch * launcher.ranks}", f"train.steps={STEPS}",
+            "optimizer=sgd", "optimizer.lr=0.01",
+        )  # fmt: skip
         alone = ("parallel=single", f"train.micro_batch={self._batch}")
         reference = self._losses(local(1), f"{launcher.name}-single", *training, *alone)
         for number, layouts in enumerate(every):
@@ -128,10 +133,6 @@ class Checks:
         said = f"{gone} {seconds:.0f} s after, at most {GONE:.0f}; {_reason(record, folder / 'output.txt')}"
         self._tell(name, seconds <= GONE and named and record.get("status") not in (None, "ok"), said)
 
-    def _training(self, model: str, launcher: Launcher) -> tuple[str, ...]:
-        batch = f"train.global_batch={self._batch * launcher.ranks}"
-        return f"model={model}", batch, f"train.steps={STEPS}", "optimizer=sgd", "optimizer.lr=0.01"
-
     def _losses(self, launcher: Launcher, name: str, *overrides: str) -> list[float]:
         folder = self._folder / name
         self._finish(launcher, folder, *overrides, f"hydra.run.dir={folder}")
@@ -155,7 +156,7 @@ class Checks:
             if any(map(is_virtual, _read(run / "record.json")["environment"]["devices"] or ())):
                 self._tell(shown, True, "virtual: not compared")
                 continue
-            off = max(abs(loss / expected - 1) for loss, expected in zip(losses, reference, strict=True))
+            off = largest_difference(losses, reference)
             self._tell(shown, off <= TOLERANCE, f"off by {off:.1e}, at most {TOLERANCE:.0e}")
 
     def _command(self, launcher: Launcher, *overrides: str) -> list[str]:
@@ -197,8 +198,4 @@ def _losses(folder: Path) -> list[float]:
 
 def _reason(record: Mapping[str, Any], said: Path) -> str:
     """Why a run failed, in a line; where there is no record, where to look."""
-    error = record.get("error")
-    if not error:
-        return f"{record.get('status', 'no record')}; see {said}"
-    message = str(error["message"]).strip().partition("\n")[0]
-    return f"{record['status']} on rank {error['rank']}: {error['type']}: {message}"
+    return reason(record) if record.get("error") else f"{record.get('status', 'no record')}; see {said}"

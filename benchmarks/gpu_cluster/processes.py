@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 from benchmarks.attack.victims import MARK, left
+from benchmarks.script import ROOT
 
 from .launchers import Launcher
-
-ROOT = Path(__file__).parents[2]
 
 
 def environ(mark: str) -> dict[str, str]:

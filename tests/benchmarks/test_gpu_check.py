@@ -84,7 +84,7 @@ def test_an_mfu_of_1_or_more_fails_and_running_out_of_memory_is_a_result() -> No
     for name in ("too fast", "too large", "broken"):
         of.measured(name)
     assert verdicts(of) == {"too fast": False, "too large": True, "broken": False}
-    assert of.checks[2].said == "failed on rank 0: RuntimeError: no"
+    assert of.checks[2].said == "failed on rank 0: RuntimeError: no more"
 
 
 def test_products_above_or_far_below_the_peak_fail() -> None:
