@@ -25,7 +25,9 @@ import ptdbench
 from ptdbench import entry
 from ptdbench.launch import local, settings
 from ptdbench.records.load import Run
+from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
+from ptdbench.setup.config import Config
 from tests import slurm_cluster
 from tests.shared_ranks import RANKS, carry_out
 
@@ -36,6 +38,11 @@ Record = dict[str, Any]
 def composed(*overrides: str) -> DictConfig:
     """One configuration, as ``python train.py OVERRIDES`` composes it."""
     return compose_all(overrides).jobs[0]
+
+
+def read(*overrides: str) -> Config:
+    """The same, checked."""
+    return config.read(composed(*overrides))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from ptdbench.planning.classes import classes, merged
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup import run_spec
+from tests.conftest import read
 
 #: A model whose weights can be cut evenly into 2, 4 and 8.
-EVEN = ["model=llama_tiny", "virtual=h100", "data=synthetic_tokens", "train.global_batch=64"]
+EVEN = ("model=llama_tiny", "virtual=h100", "data=synthetic_tokens", "train.global_batch=64")
+
+EACH_OF_FOUR = dict.fromkeys(range(4), 1)
 
 
 @pytest.mark.parametrize(
@@ -27,16 +29,12 @@ EVEN = ["model=llama_tiny", "virtual=h100", "data=synthetic_tokens", "train.glob
             "model=resnet50 data=synthetic_images parallel=pdp parallel.pipeline=6 cluster.ranks_per_node=6",
             dict.fromkeys(range(6), 1),
         ),
-        ("parallel=ddp parallel.optimizer=zero1 cluster.ranks_per_node=4", {0: 1, 1: 1, 2: 1, 3: 1}),
-        (
-            "parallel=ddp parallel.optimizer=zero1 parallel.context=2 cluster.ranks_per_node=4",
-            {0: 1, 1: 1, 2: 1, 3: 1},
-        ),
+        ("parallel=ddp parallel.optimizer=zero1 cluster.ranks_per_node=4", EACH_OF_FOUR),
+        ("parallel=ddp parallel.optimizer=zero1 parallel.context=2 cluster.ranks_per_node=4", EACH_OF_FOUR),
     ],
 )
 def test_one_rank_of_each_class(words: str, expected: dict[int, int]) -> None:
-    read = config.read(compose_all([*EVEN, *words.split()]).jobs[0])
-    training = run_spec.specify(read, None).training
+    training = run_spec.specify(read(*EVEN, *words.split()), None).training
     assert training
     found = classes(training)
     assert found == expected

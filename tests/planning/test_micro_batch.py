@@ -18,14 +18,14 @@ from ptdbench.records import record, store
 from ptdbench.report.display import Heading
 from ptdbench.run import find_micro_batch, run
 from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import Summary
+from tests.conftest import read
 
-TOY = (
-    "model=toy", "device=cpu", "parallel=ddp", "cluster.ranks_per_node=2", "train.steps=4", "profile.steps=0",
-    "memory_reserve=0",
+ANYWHERE = (
+    "model=toy", "parallel=ddp", "cluster.ranks_per_node=2", "train.steps=4", "profile.steps=0", "memory_reserve=0",
 )  # fmt: skip
+TOY = (*ANYWHERE, "device=cpu")
 
 MIB = 2**20
 
@@ -43,14 +43,19 @@ def found(
     """What is found where a run of a micro-batch, the first, second, ... of all, leaves a record with ``made``."""
     count = 0
 
-    def carry_out(where: Path, read: Config, known: Summary, _: Heading) -> None:
+    def carry_out(where: Path, asked: Config, known: Summary, _: Heading) -> None:
         nonlocal count
         count += 1
-        left = record.begin(read.resolved, where, {}) | {"error": None, **known.fields}
-        store.write_record(where, left | made(read.train.micro_batch, count))
+        left = record.begin(asked.resolved, where, {}) | {"error": None, **known.fields}
+        store.write_record(where, left | made(asked.train.micro_batch, count))
 
-    read = config.read(compose_all([*TOY, *words]).jobs[0])
-    return Finder(directory, read, Heading("toy"), carry_out, (notes if notes is not None else []).append).find()
+    note = (notes if notes is not None else []).append
+    return Finder(directory, read(*TOY, *words), Heading("toy"), carry_out, note).find()
+
+
+def idle(directory: Path, asked: Config, steps: JobSteps | None = None) -> Finder:
+    """One that carries nothing out."""
+    return Finder(directory, asked, Heading("toy"), lambda *_: None, lambda _: None, steps)
 
 
 def of_memory(mib: Callable[[int], int]) -> Callable[[int, int], dict[str, Any]]:
@@ -145,8 +150,7 @@ def test_a_run_that_goes_on_tries_beside_what_was_tried_before(tmp_path, room):
 
 
 def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
-    read = config.read(compose_all([*TOY, "train.global_batch=16", "train.micro_batch=max"]).jobs[0])
-    finder = Finder(tmp_path, read, Heading("toy"), lambda *_: None, lambda _: None)
+    finder = idle(tmp_path, read(*TOY, "train.global_batch=16", "train.micro_batch=max"))
     assert finder.given(16) is None
     again = finder.given(8)
     assert again
@@ -154,33 +158,30 @@ def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
 
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
-    read = config.read(compose_all([*TOY, "train.micro_batch=max"]).jobs[0])
-    assert as_found(read, {"micro_batch": {"found": 4}}).train.micro_batch == 4
-    assert as_found(read, {"micro_batch": {"found": None}}) is read
-    typed = read.changed({"train.micro_batch": 2})
+    asked = read(*TOY, "train.micro_batch=max")
+    assert as_found(asked, {"micro_batch": {"found": 4}}).train.micro_batch == 4
+    assert as_found(asked, {"micro_batch": {"found": None}}) is asked
+    typed = asked.changed({"train.micro_batch": 2})
     assert as_found(typed, {"micro_batch": {"found": 4}}) is typed
 
 
 def of_job(directory: Path, command: Sequence[str], *words: str) -> JobSteps:
     """The steps of a job of two nodes, and the record of its run as it was submitted."""
-    composed = compose_all([*TOY, "cluster=slurm", "cluster.nodes=2", *words])
-    store.write_record(directory, record.begin(config.read(composed.jobs[0]).resolved, directory, {}))
+    asked = read(*TOY, "cluster=slurm", "cluster.nodes=2", *words)
+    store.write_record(directory, record.begin(asked.resolved, directory, {}))
     return JobSteps(World(0, 4, 0, 2, "SLURM", nodes=2), 0, command)
 
 
 def test_in_a_job_the_ranks_of_a_node_share_what_the_job_has_of_it(tmp_path, room):
     steps = of_job(tmp_path, [], "cluster.mem_gb=0.5", "train.micro_batch=max")
-    found = Finder(tmp_path, config.of_record(store.load_record(tmp_path)), Heading("toy"), lambda *_: None,
-                   lambda _: None, steps)  # fmt: skip
-    assert found.given(4)
-    assert found._room(None) == 512 * MIB
-    assert found._needed(4, {"metrics": {"peak_memory_bytes": 5 * MIB}}) == 10 * MIB
+    finder = idle(tmp_path, config.of_record(store.load_record(tmp_path)), steps)
+    assert finder.given(4)
+    assert finder._room(None) == 512 * MIB
+    assert finder._needed(4, {"metrics": {"peak_memory_bytes": 5 * MIB}}) == 10 * MIB
 
 
 def test_what_nccl_takes_beside_the_allocator_counts_on_virtual_gpus(tmp_path):
-    words = [word for word in TOY if word != "device=cpu"]
-    read = config.read(compose_all([*words, "virtual=h100", "train.micro_batch=max"]).jobs[0])
-    finder = Finder(tmp_path, read, Heading("toy"), lambda *_: None, lambda _: None)
+    finder = idle(tmp_path, read(*ANYWHERE, "virtual=h100", "train.micro_batch=max"))
     assert finder.given(4)
     metrics = {"peak_reserved_bytes": 5 * MIB, "outside_memory_bytes": MIB}
     assert finder._needed(4, {"metrics": metrics}) == 6 * MIB + NCCL_BUFFERS
@@ -195,14 +196,13 @@ def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):
 
 
 def test_a_try_of_a_job_that_queues_up_again_needs_no_checkpoint():
-    words = [*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2"]
-    read = config.read(compose_all(words).jobs[0])
-    assert run_spec.specify(read.changed(of_try(read)), World(0, 2, 0, 2, "SLURM"))
+    asked = read(*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2")
+    assert run_spec.specify(asked.changed(of_try(asked)), World(0, 2, 0, 2, "SLURM"))
 
 
 def test_a_try_lasts_until_powersgd_has_all_its_state():
-    read = config.read(compose_all([*TOY, "parallel.gradients=powersgd", "parallel.powersgd_start=1000"]).jobs[0])
-    tries = [read.changed(of_try(read, steps)) for steps in (2, 10)]
+    asked = read(*TOY, "parallel.gradients=powersgd", "parallel.powersgd_start=1000")
+    tries = [asked.changed(of_try(asked, steps)) for steps in (2, 10)]
     assert [one.train.steps for one in tries] == [4, 10]
     assert {one.call("parallel").options["powersgd_start"] for one in tries} == {2}
 
@@ -210,16 +210,14 @@ def test_a_try_lasts_until_powersgd_has_all_its_state():
 @pytest.mark.parametrize(("device", "steps"), [("device=cpu", 3 + 16), ("virtual=v100", 3)])
 def test_a_try_in_fp16_lasts_until_the_loss_scale_is_small_enough_for_a_step(device, steps):
     """One that is skipped for an overflow leaves the optimizer without its state; nothing overflows on virtual GPUs."""
-    words = [word for word in TOY if word != "device=cpu"]
-    assert of_try(config.read(compose_all([*words, device, "precision=fp16"]).jobs[0]))["train.steps"] == steps
+    assert of_try(read(*ANYWHERE, device, "precision=fp16"))["train.steps"] == steps
 
 
 @pytest.mark.ranks
 @pytest.mark.thorough
 @pytest.mark.parametrize("asked", ["max", "best"])
 def test_the_run_goes_on_with_what_was_found(tmp_path, asked):
-    words = [*TOY, "train.global_batch=64", f"train.micro_batch={asked}"]
-    run(tmp_path, config.read(compose_all(words).jobs[0]))
+    run(tmp_path, read(*TOY, "train.global_batch=64", f"train.micro_batch={asked}"))
     written = store.load_record(tmp_path)
     assert written["status"] == "ok", written["error"]
     assert written["config"]["train"]["micro_batch"] == asked

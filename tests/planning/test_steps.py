@@ -3,15 +3,15 @@
 import pytest
 
 from ptdbench.planning.micro_batch import layouts, stand_in, waiting
-from ptdbench.setup import config, run_spec
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
+from tests.conftest import read
 
 
 def training(*words: str) -> TrainingSpec:
-    found = run_spec.specify(config.read(compose_all(["device=cpu", "cluster.ranks_per_node=2", *words]).jobs[0]), None)
-    assert found.training
-    return found.training
+    found = run_spec.specify(read("device=cpu", "cluster.ranks_per_node=2", *words), None).training
+    assert found
+    return found
 
 
 def test_micro_batches_divide_a_replicas_share() -> None:
