@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import slurm_cluster
 from tests.conftest import ROOT
 from tests.programs import active
 
@@ -49,12 +48,3 @@ def home(tmp_path) -> Path:
         partial = "_partial_: true\nlr: 0.001\n" if choice == "optimizer" else ""
         file.write_text(f"name: mine\n_target_: my_package.{target}\n{partial}")
     return tmp_path
-
-
-def installed(program: str, package: str) -> str:
-    """The path of a program of this machine, which is installed where that is possible."""
-    try:
-        slurm_cluster.install(package)
-    except slurm_cluster.Unavailable as error:
-        pytest.fail(f"these tests need {program}: {error}")
-    return str(shutil.which(program))

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,9 @@ from urllib.parse import urlencode
 import pytest
 
 import ptdbench
-from tests.newcomer.conftest import installed
 from tests.newcomer.test_commands import call
 from tests.ports import free_port
+from tests.programs import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -46,13 +45,9 @@ def tensorboard(sweep, programs) -> Iterator[str]:
         [programs / "tensorboard", "--logdir", sweep, "--port", str(port)], stderr=subprocess.DEVNULL
     )
     address = f"http://localhost:{port}"
+    runs = {folder.name for folder in sweep.iterdir() if folder.is_dir() and list(folder.glob("events*"))}
     try:
-        deadline = time.monotonic() + 120
-        while not _read_runs(address) >= {
-            folder.name for folder in sweep.iterdir() if folder.is_dir() and list(folder.glob("events*"))
-        }:
-            assert time.monotonic() < deadline
-            time.sleep(0.5)
+        until(lambda: _read_runs(address) >= runs, 120)
         yield address
     finally:
         server.terminate()
@@ -71,11 +66,10 @@ def fetch(address: str, path: str, **query: str) -> Any:
         return json.load(answer)
 
 
-def test_hparams_has_a_column_for_each_option_that_was_swept(sweep, tensorboard, tmp_path):
+def test_hparams_has_a_column_for_each_option_that_was_swept(sweep, tensorboard, chromium, tmp_path):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        chromium = installed("chromium", "chromium")
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 3000, "height": 1200})
         page.goto(tensorboard)

@@ -10,7 +10,6 @@ import pytest
 
 import ptdbench
 from tests.conftest import outputs
-from tests.newcomer.conftest import installed
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
@@ -20,8 +19,8 @@ SWEEP = "ptdbench train -m model=gpt_tiny parallel=ddp,fsdp,pdp optimizer.lr=1e-
 class Terminal:
     """A shell in a window of tmux."""
 
-    def __init__(self, name: str, folder: Path, environ: dict[str, str], columns: int) -> None:
-        self._tmux = [installed("tmux", "tmux"), "-L", name]
+    def __init__(self, tmux: str, name: str, folder: Path, environ: dict[str, str], columns: int) -> None:
+        self._tmux = [tmux, "-L", name]
         self._environ = {**environ, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
         self._call(
             "-f", "/dev/null", "new-session", "-d", "-x", str(columns), "-y", "60", "-c", str(folder), "bash --norc"
@@ -60,8 +59,8 @@ def columns(request) -> int:
 
 
 @pytest.fixture
-def terminal(columns, home, shell) -> Iterator[Terminal]:
-    opened = Terminal(f"newcomer-{home.name}", home, shell, columns)
+def terminal(tmux, columns, home, shell) -> Iterator[Terminal]:
+    opened = Terminal(tmux, f"newcomer-{home.name}", home, shell, columns)
     yield opened
     opened.close()
 
