@@ -1,7 +1,5 @@
 """docs/record.md: it describes whatever stands in a real record."""
 
-import pytest
-
 import ptdbench
 from docs import record_tables
 from ptdbench.records import record, schema
@@ -22,11 +20,11 @@ def test_every_field_has_a_text_and_a_row():
         assert f"\n| `{name}` |" in page
 
 
-@pytest.mark.ranks
-def test_a_run_that_trains_and_is_resumed_has_no_other_fields(run):
-    options = (*TASK, "parallel=ddp", "checkpoint.every_steps=2", "eval.every=2", "train.clip_norm=1")
-    begun = run(*options, "train.steps=2")
-    found = ptdbench.load(run(*options, "train.steps=4", f"resume={begun['directory']}")["directory"])
+def test_a_run_that_trains_and_is_resumed_has_no_other_fields(shared_run):
+    every_part = ("checkpoint.every_steps=2", "eval.every=2", "train.clip_norm=1", "profile.steps=2")
+    options = (*TASK, "parallel=ddp", *every_part)
+    begun = shared_run(*options, "train.steps=2")
+    found = ptdbench.load(shared_run(*options, "train.steps=4", f"resume={begun['directory']}")["directory"])
     assert found["status"] == "ok", found["error"]
     assert (found["schema"], found["steps"], len(found["segments"]), len(found["evaluations"])) == (2, 4, 2, 2)
     assert found.keys() == set(record.FIELDS)
@@ -42,9 +40,8 @@ BRIEF = {
 }
 
 
-@pytest.mark.ranks
 @cases("workload", BRIEF, daily=["hello", "collectives"])
-def test_a_workload_that_does_not_train_has_no_other_fields(run, workload):
-    found = ptdbench.load(run(f"workload={workload}", "device=cpu", *BRIEF[workload])["directory"])
+def test_a_workload_that_does_not_train_has_no_other_fields(shared_run, workload):
+    found = ptdbench.load(shared_run(f"workload={workload}", "device=cpu", *BRIEF[workload])["directory"])
     assert found.keys() == {*record.FIELDS, workload}, found["error"]
     assert as_typed(found) == dict(found)
