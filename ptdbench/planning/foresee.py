@@ -14,7 +14,7 @@ from ptdbench.measure.memory import host_memory
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
-from ptdbench.planning.micro_batch import CarryOut, layouts, of_try, stand_in, waiting
+from ptdbench.planning.micro_batch import CarryOut, is_sought, layouts, of_try, stand_in, waiting
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, schema, store
@@ -60,14 +60,9 @@ class Asked:
     cores: int = 1  #: So many ranks are carried out at once.
 
     @property
-    def micro_batch(self) -> Any:
-        """As it was typed."""
-        return self.config.train.micro_batch
-
-    @property
     def sets_batch(self) -> bool:
         """Whether the global batch follows from the micro-batch."""
-        return self.is_free and not isinstance(self.micro_batch, int) and self.micro_batch != "auto"
+        return self.is_free and is_sought(self.config)
 
 
 def plan(asked: Asked) -> dict[str, Any]:
@@ -160,12 +155,12 @@ class _Virtual:
         """Carry out what was asked for, or what is found, and look for the largest micro-batch."""
         candidates = list(self._layouts)
         search = Search(candidates, self._room, lambda size: self._tried(size, profiled=False), points=_POINTS)
-        if isinstance(self._asked.micro_batch, int) or self._asked.micro_batch == "auto":
+        if is_sought(self._asked.config):
+            shown = search.largest() or candidates[0]
+        else:
             shown = self._training.layout.micro_batch
             search.tries.append(self._tried(shown, profiled=True))
             search.largest()
-        else:
-            shown = search.largest() or candidates[0]
         if self._records.get(shown, {}).get("virtual") is None:  # more than the roomy one has: by the line
             return self._beyond(shown, search)
         if not self._records[shown].get("memory"):
