@@ -13,9 +13,8 @@ from benchmarks.gpu_cluster import launchers as of_launchers
 from benchmarks.gpu_cluster import processes
 from benchmarks.gpu_cluster.checks import LAYOUTS, Checks, Layouts
 from benchmarks.gpu_cluster.launchers import launchers, local
-from ptdbench.setup import config
 from ptdbench.setup.run_spec import specify
-from tests.conftest import composed
+from tests.conftest import read
 from tests.daily import cases
 
 
@@ -49,7 +48,7 @@ def test_all_layouts_are_legal_on_any_number_of_gpus(ranks):
     for layouts in (layouts for layouts in LAYOUTS if not layouts.on_gpus):
         for name in layouts.names if layouts.ranks <= ranks else []:
             typed = ("model=gpt_small", f"train.global_batch={16 * ranks}", f"cluster.ranks_per_node={ranks}")
-            specify(config.read(composed(*typed, *name.split())), None)
+            specify(read(*typed, *name.split()), None)
 
 
 def test_a_launcher_that_is_not_here_is_left_out(monkeypatch, capsys):
