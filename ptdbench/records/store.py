@@ -50,11 +50,9 @@ class Damaged(ValueError):
     """A damaged file; the message names it and says in one line what is wrong."""
 
 
-def write_record(directory: Path, record: Written, durable: bool = True) -> Path:
-    """Write a run's record, atomically and if ``durable`` synced to disk, over an older one; return its path."""
-    path = directory / RECORD
-    write_json(path, record, durable)
-    return path
+def write_record(directory: Path, record: Written, durable: bool = True) -> None:
+    """Write a run's record, atomically and if ``durable`` synced to disk, over an older one."""
+    write_json(directory / RECORD, record, durable)
 
 
 def load_record(directory: Path) -> dict[str, Any]:
