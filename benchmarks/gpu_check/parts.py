@@ -124,7 +124,7 @@ def small(session: Session) -> None:
     _goal(session, session.sizes.model, found)
 
 
-def large(session: Session, mode: str, precision: str = "bf16") -> None:
+def large(session: Session, mode: str, precision: str) -> None:
     """The large model at several micro-batches; its MFU is to be at least 60 %."""
     options = (f"compile={mode}", f"precision={precision}")
     found = [_one_device(session, session.sizes.large, size, *options) for size in session.sizes.micro_batches]

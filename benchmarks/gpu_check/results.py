@@ -45,16 +45,16 @@ def keep(folder: Path, device: str, part: str, found: Found) -> None:
     write_json(path, known)
 
 
-def tables(folder: Path, width: int = 120) -> str:
+def tables(folder: Path) -> str:
     """All that is on record, device by device."""
     files = sorted(folder.glob("*.json"))
     if not files:
         return f"nothing is on record in {folder}: no part has run on a GPU yet"
-    return "\n\n".join(_of_device(json.loads(path.read_text()), width) for path in files)
+    return "\n\n".join(_of_device(json.loads(path.read_text())) for path in files)
 
 
-def _of_device(known: Mapping[str, Any], width: int) -> str:
+def _of_device(known: Mapping[str, Any]) -> str:
     checks = [(part, check) for part, found in known["parts"].items() for check in found["checks"]]
     rows = [(part, one["name"], "ok" if one["passed"] else "FAIL", one["said"]) for part, one in checks]
-    shown = text.drawn(("part", "check", "", "figure"), rows, width, words=("part", "check", ""), folding="figure")
+    shown = text.drawn(("part", "check", "", "figure"), rows, 120, words=("part", "check", ""), folding="figure")
     return f"{known['device']}\n{shown}"
