@@ -15,8 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from omegaconf import DictConfig, OmegaConf
-
 from ptdbench.comparison import alternatives, noise
 from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import REFUSED_WAIT, Place, World, discover, is_first_rank
@@ -24,7 +22,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema, store
 from ptdbench.records.schema import Written
 from ptdbench.report import table, text
-from ptdbench.setup import commandline, compose, config, hydra_options, hydra_output, resume
+from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.sweep import blocks
 from ptdbench.terminal import echo, plural, transient
@@ -96,10 +94,10 @@ def _main() -> int:
             return hydra_output.show_configs(arguments, composed)
         return hydra_output.shown_by_hydra(arguments, conf)
 
-    cluster = config.read(composed.jobs[0]).cluster  # all jobs have the same, if not the same shape
     world = discover(os.environ)
-    hydra_options.check(composed, cluster, world, line.goes_on)
+    hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, world, line.goes_on)
+    cluster = composed.configs[0].cluster  # all jobs have the same, if not the same shape
     return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
 
@@ -131,7 +129,7 @@ def carry_out(directories: Sequence[Path]) -> int:
                 raise
         finally:
             if world is None or world.rank == 0:
-                all_ok &= _count_ok(_print_results(directory, [], False, 1)) == 1 and is_done
+                all_ok &= _count_ok(_print_results(directory, [], 1)) == 1 and is_done
     return int(not all_ok)
 
 
@@ -193,7 +191,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
     if world:
         local.check_address_space()
     else:
-        prepare_ranks(list(map(config.read, composed.jobs)))
+        prepare_ranks(composed.configs)
     shows = world is None or world.rank == 0
     try:
         with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
@@ -203,8 +201,8 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
             from ptdbench.sweep.agenda import Agenda
 
             if world:
-                for job in composed.jobs:
-                    devices.check(world, str(job.get("device")), str(job.get("backend")))
+                for read in composed.configs:
+                    devices.check(world, str(read.resolved.get("device")), str(read.resolved.get("backend")))
             runs = requests.of_machine(composed, world, line.goes_on)
         if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
             run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
@@ -213,17 +211,15 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
             with suppress(rendezvous.NotMet):
                 rendezvous.agree(hydra_output.DIRECTORY, world, str, refused)
         raise
-    directory = hydra_output.claim(composed, line.overrides, world, line.goes_on)
+    directory = hydra_output.claim(composed, world, line.goes_on)
     agenda = Agenda.of(composed, runs, directory, line.only) if composed.is_sweep else None
-    if not shows:
-        _carry_out(composed, directory, agenda, runs)
-        return 0
+    status = 0
     try:
         _carry_out(composed, directory, agenda, runs)
     finally:
-        asked = len(agenda.requests) if agenda and not agenda.is_open else int(agenda is None)
-        records = _print_results(directory, composed.jobs, composed.is_sweep, asked)
-    return int(_count_ok(records) < (asked or max(1, len(records))))
+        if shows:
+            status = _conclude(composed, directory, agenda)
+    return status
 
 
 def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> int:
@@ -242,7 +238,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     for first in range(0, len(runs), together or len(runs)):
         submission.require_accepted(runs[first : first + (together or len(runs))], options)
     submission.make_folders(runs)
-    directory = hydra_output.claim(composed, line.overrides, None, line.goes_on).resolve()  # a job may start elsewhere
+    directory = hydra_output.claim(composed, None, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)
     if queued:
@@ -255,10 +251,8 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
         if not agenda.is_open:  # whose batches have been followed
             watch.follow(directory)
     finally:
-        records = _print_results(directory, composed.jobs, True, 0 if agenda.is_open else len(agenda.requests))
-    if line.only:  # what became of the sweep's other runs is not what was asked
-        records = [record for record in records if store.below(directory, record["directory"]) == line.only]
-    return int(_count_ok(records) < (max(1, len(records)) if agenda.is_open or line.only else len(agenda.requests)))
+        status = _conclude(composed, directory, agenda)
+    return status
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
@@ -308,6 +302,16 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
         raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
 
 
+def _conclude(composed: compose.Composed, directory: Path, agenda: Agenda | None) -> int:
+    """Print what the runs left, and return the exit status: 0 if all that were asked for are ok."""
+    asked = len(agenda.requests) if agenda and not agenda.is_open else int(agenda is None)
+    records = _print_results(directory, composed.configs, asked)
+    if agenda and agenda.only:  # what became of the sweep's other runs is not what was asked
+        records = [record for record in records if store.below(directory, record["directory"]) == agenda.only]
+        asked = 0
+    return int(_count_ok(records) < (asked or max(1, len(records))))
+
+
 def _count_ok(records: Sequence[Written]) -> int:
     return sum(record["status"] == "ok" for record in records)
 
@@ -335,30 +339,30 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
     local.warm_up(["ptdbench.rank_imports", *sorted(chosen), *event_files], loading)
 
 
-def _print_results(directory: Path, jobs: Sequence[DictConfig], is_sweep: bool, asked: int) -> list[dict[str, Any]]:
+def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list[dict[str, Any]]:
     """Print the table of what the runs left; nothing where a signal came before the first one began.
 
-    The workloads of the jobs that were typed, also strangers', may show what they found.
+    The workloads of the runs that were typed, also strangers', may show what they found.
     """
-    if is_sweep:
+    if store.is_sweep(directory):
         records = store.read_results(directory, lambda damage: echo(damage, sys.stderr))
     else:
         records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
         noise.keep(alternatives.group(records))
-        typed = {str(OmegaConf.select(job, "workload._target_")) for job in jobs}
-        text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, typed))
+        workloads = {str(read.resolved["workload"].get("_target_")) for read in typed}
+        text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
         echo(table.closing_lines(directory, records))
-    if _count_ok(records) < asked and _goes_on(directory, is_sweep, records):
+    if _count_ok(records) < asked and _goes_on(directory, records):
         echo(f"go on        {resume.command(directory)}")
     return records
 
 
-def _goes_on(directory: Path, is_sweep: bool, records: Sequence[Written]) -> bool:
+def _goes_on(directory: Path, records: Sequence[Written]) -> bool:
     """Tell whether to say how to go on: with what is missing of a sweep, or a run that no message says it of."""
     from ptdbench.checkpoints import checkpoint_dir
 
-    if is_sweep or not records:
-        return is_sweep
+    if store.is_sweep(directory) or not records:
+        return store.is_sweep(directory)
     (only,) = records
     return "resume=" not in schema.error(only).message and checkpoint_dir.latest_manifest(directory) is not None

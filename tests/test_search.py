@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records.record import objective_value
-from ptdbench.setup import config, hydra_options
+from ptdbench.setup import hydra_options
 from ptdbench.setup.compose import compose_all
 from tests import forked
 
@@ -92,7 +92,7 @@ class TestRefused:
     def found(self, *overrides, world=None, goes_on=None):
         composed = compose_all([*OPTUNA[1:], *overrides], multirun=True)
         with pytest.raises(ConfigError) as error:
-            hydra_options.check(composed, config.read(composed.jobs[0]).cluster, world, goes_on)
+            hydra_options.check(composed, world, goes_on)
         return str(error.value)
 
     @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
 
 def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     """Return the options that repeat each run so often."""
-    from ptdbench.setup import commandline, compose, config
+    from ptdbench.setup import commandline, compose
 
     typed = commandline.in_full(words)
     for word in typed:
@@ -161,7 +161,7 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
         if option in ("repeat.block", "repeat.series"):
             require(Problem(option, value, "is given to each block of both sides", "omit it"))
     composed = compose.compose_all(["repeat.runs=5", *own], multirun=True)
-    repeat = config.read(composed.jobs[0]).repeat
+    repeat = composed.configs[0].repeat
     if len(composed.jobs) > 1:
         require(Problem("compare", " ".join(own), "both sides run equally often", "give one value, as in repeat=10"))
     return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat

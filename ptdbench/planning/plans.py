@@ -28,7 +28,7 @@ from ptdbench.measure.memory import host_memory
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.bearing import bears
-from ptdbench.setup import commandline, compose, config, hydra_output
+from ptdbench.setup import commandline, compose, hydra_output
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.terminal import echo
@@ -66,7 +66,7 @@ def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
     extra = str(config_dir) if config_dir else None
     words = commandline.in_full(overrides)
     found = compose.compose_all(words, True, compose.Source(compose.conf_folder(), extra=extra))
-    cluster = config.read(found.jobs[0]).cluster
+    cluster = found.configs[0].cluster
     searches = found.first.hydra.runtime.choices.get(commandline.SWEEPER)
     require(
         Problem(commandline.SWEEPER, searches, "a plan is of layouts that are known", "give lists of values")
@@ -96,7 +96,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
         ConfigError: The directory cannot be written to.
     """
     is_free = {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
-    jobs = [config.read(job) for job in of.jobs]
+    jobs = of.configs
     keys = [_key(job, is_free) for job in jobs]  # now: importing torch changes the environment, which is part of them
     found = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
     lacking = [
@@ -104,7 +104,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
         for number, (job, known, key) in enumerate(zip(jobs, found, keys, strict=True), 1)
         if known is None
     ]
-    directory = hydra_output.claim(of, overrides, None, None)
+    directory = hydra_output.claim(of, None, None)
     records = []
     with closing(_made(lacking, prepare, carry_out)) as made:
         for number, (whole, job, words) in enumerate(zip(of.whole, jobs, of.overrides, strict=True)):

@@ -32,6 +32,11 @@ def option(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
+def values(overrides: Iterable[str]) -> dict[str, str]:
+    """Return the value of each option that overrides are about, as it is typed; of one given twice the last."""
+    return {option(override): override.partition("=")[2] for override in overrides}
+
+
 def search_in(folder: Path) -> None:
     """Let Hydra look for choices in one more folder, at the place in the order where it puts ``--config-dir``."""
     loader = GlobalHydra.instance().config_loader()
@@ -91,7 +96,7 @@ def in_full(overrides: Iterable[str]) -> list[str]:
 
 def short_runs(overrides: Iterable[str]) -> list[str]:
     """Return the length of each run of ``repeat=auto``, unless something typed in full says so."""
-    typed = {option(override): override.partition("=")[2] for override in overrides}
+    typed = values(overrides)
     return [_SHORT] if typed.get(_RUNS) == "auto" and typed.keys().isdisjoint(_LENGTHS) else []
 
 
@@ -103,8 +108,7 @@ def imply(arguments: argparse.Namespace) -> list[str]:
     files of configuration have runs of their own length.
     """
     overrides = in_full(arguments.overrides)
-    typed = {option(override): override.partition("=")[2] for override in overrides}
-    extra = []
+    typed, extra = values(overrides), []
     if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed:
         extra.append("cluster=slurm")
     sweeps = typed.get(LAUNCHER) == "submitit_local" or typed.get(_RUNS, "1") != "1"

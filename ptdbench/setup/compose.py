@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -29,7 +30,7 @@ from yaml import YAMLError
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.records.bearing import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, quoted, search_in
-from ptdbench.setup.config import GROUPS
+from ptdbench.setup.config import GROUPS, Config, read
 from ptdbench.terminal import command
 
 #: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
@@ -81,11 +82,20 @@ class Composed:
     overrides: list[list[str]]  #: What was typed for each of them, Hydra's own options left out.
     is_sweep: bool  #: Whether they are a sweep.
     typed: list[str]  #: What was typed for all of them, Hydra's own options left out except those of its sweeper.
-    hydras: list[str]  #: What was typed of Hydra's own options.
     source: Source  #: Where they come from.
     searches: bool = False  #: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
     #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; empty for a search.
     whole: Sequence[bytes] = ()
+
+    @cached_property
+    def configs(self) -> list[Config]:
+        """The same as :attr:`jobs`, to be typed."""
+        return [read(job) for job in self.jobs]
+
+    @property
+    def hydras(self) -> list[str]:
+        """What was typed of Hydra's own options."""
+        return list(self.first.hydra.overrides.hydra)
 
     @property
     def launcher(self) -> str:
@@ -115,10 +125,10 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
         parsed = _parse(in_full(overrides))
         require(*_unfit(parsed))
         try:
-            hydras = [_line(override) for override in parsed if _is_hydras(override)]
+            hydras = [_line(override) for override in parsed if override.is_hydra_override()]
             if multirun and not any(override.key_or_group == "hydra.mode" for override in parsed):
                 hydras.append("hydra.mode=MULTIRUN")
-            ours = [override for override in parsed if not _is_hydras(override)]
+            ours = [override for override in parsed if not override.is_hydra_override()]
             first = _compose(source.name, [*hydras, *_corner(ours, 0)])
             if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
                 ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
@@ -144,8 +154,8 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
                 raise
             raise ConfigError(_explain(source.name, parsed, error)) from None
         of_sweeper = (SWEEPER, "hydra.sweeper.")
-        typed = [_line(it) for it in parsed if not _is_hydras(it) or it.key_or_group.startswith(of_sweeper)]
-        return Composed(first, composed, jobs, is_sweep, typed, hydras, source, searches, [] if searches else whole)
+        typed = [_line(it) for it in parsed if not it.is_hydra_override() or it.key_or_group.startswith(of_sweeper)]
+        return Composed(first, composed, jobs, is_sweep, typed, source, searches, [] if searches else whole)
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -245,17 +255,13 @@ def _corner(overrides: Sequence[Override], place: int) -> list[str]:
     return [values[place] for values in _values(overrides)]
 
 
-def _is_hydras(override: Override) -> bool:
-    return override.key_or_group.startswith(("hydra.", "hydra/"))
-
-
 def _line(override: Override) -> str:
-    return override.input_line or f"{override.get_key_element()}={override.get_value_element_as_str()}"
+    """Return what was typed."""
+    return str(override.input_line)
 
 
 def _typed_value(override: Override) -> str:
-    """Return the value as it was typed."""
-    return (override.input_line or "").partition("=")[2]
+    return _line(override).partition("=")[2]
 
 
 def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
@@ -289,8 +295,7 @@ def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
 def _explain(config_name: str, overrides: Sequence[Override], error: Exception) -> list[Problem]:
     """Say which overrides Hydra could not use, and what their author may have meant."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == config_name:
-        there = GlobalHydra.instance().config_loader().get_group_options("", ObjectType.CONFIG)
-        remedy = try_these(nearest(config_name, there) or ["config"])
+        remedy = try_these(nearest(config_name, _choices("")) or ["config"])
         return [Problem("--config-name", config_name, "there is no such file in the folders of configurations", remedy)]
     if misplaced := _MISPLACED.match(str(error)):
         return [_of_no_package(misplaced[1], misplaced[2])]
@@ -310,22 +315,26 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
         whole = _compose(config_name, sound)
     except _REFUSALS:
         return found or [unclear]
-    base = without_hydra(whole)
-    options = [*groups, *_options(base)]
+    return [*found, *_unknown_options(config_name, overrides, whole)] or [unclear]
+
+
+def _unknown_options(config_name: str, overrides: Sequence[Override], whole: DictConfig) -> Iterator[Problem]:
+    """Yield options that a configuration has not, or does not take as they are given."""
+    options = [*_groups(), *_options(without_hydra(whole))]
     for override in overrides:
         name, typed = override.key_or_group, _typed_value(override)
         if name.startswith(_PARAMS):
             rule = "cannot be given on the command line where no file has it: Hydra fails"
-            remedy = "give the lists themselves, as in -m optimizer.lr=0.1,0.2"
-            found.append(Problem(name, typed, rule, remedy))
+            yield Problem(name, typed, rule, "give the lists themselves, as in -m optimizer.lr=0.1,0.2")
         elif name in whole.hydra.runtime.choices and _line(override).startswith("+"):
-            found.append(Problem(_line(override).partition("=")[0], typed, "it has a choice", f"try {name}={typed}"))
-        elif not (name in options or override.is_add() or (_is_hydras(override) and not _takes_any(whole, name))):
-            free = f"try +{_line(override)}" if _takes_any(whole, name) else ""
+            yield Problem(_line(override).partition("=")[0], typed, "it has a choice", f"try {name}={typed}")
+        elif name in options or override.is_add():
+            continue
+        elif _takes_any(whole, name):
+            yield Problem(name, typed, "there is no such option", f"try +{_line(override)}")
+        elif not override.is_hydra_override():
             remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
-            remedy = free or _owners(config_name, name) or remedy
-            found.append(Problem(name, typed, "there is no such option", remedy))
-    return found or [unclear]
+            yield Problem(name, typed, "there is no such option", _owners(config_name, name) or remedy)
 
 
 def _reason(error: Exception) -> str:
@@ -348,9 +357,8 @@ def _owners(config_name: str, option: str) -> str:
     group = option.partition(".")[0]
     if group not in _groups():
         return ""
-    choices = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
     names = []
-    for choice in choices:
+    for choice in _choices(group):
         with suppress(*_REFUSALS):  # of a file that cannot be read
             if option in _options(without_hydra(_compose(config_name, [f"{group}={choice}"]))):
                 names.append(choice)
@@ -359,7 +367,7 @@ def _owners(config_name: str, option: str) -> str:
 
 def _unknown_choices(override: Override) -> list[Problem]:
     """Find every value of a group's override that is not a choice of the group."""
-    choices = GlobalHydra.instance().config_loader().get_group_options(override.key_or_group, ObjectType.CONFIG)
+    choices = _choices(override.key_or_group)
     if override.is_sweep_override():
         values = [str(value) for value in override.sweep_string_iterator()] or [_typed_value(override)]
     else:
@@ -371,10 +379,13 @@ def _unknown_choices(override: Override) -> list[Problem]:
     ]
 
 
-def _groups(parent: str = "") -> list[str]:
+def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
+    return GlobalHydra.instance().config_loader().get_group_options(group, kind)
+
+
+def _groups() -> list[str]:
     """List the names of all config groups, Hydra's own left out."""
-    names = GlobalHydra.instance().config_loader().get_group_options(parent, ObjectType.GROUP)
-    return [name for name in names if name != "hydra"]
+    return [name for name in _choices("", ObjectType.GROUP) if name != "hydra"]
 
 
 def _options(config: DictConfig) -> list[str]:

@@ -12,9 +12,9 @@ from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, require
 from ptdbench.records.bearing import leaves
 from ptdbench.records.record import DIRECTIONS
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option, values
 from ptdbench.setup.compose import Composed
-from ptdbench.setup.config import Cluster, Slurm, read
+from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_output import config_of_run
 from ptdbench.terminal import command
 
@@ -50,12 +50,12 @@ SUBMITIT = {
 LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
 
-def check(composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None) -> None:
+def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
     """Refuse what would have no effect, a launcher that does not fit, and a search that would lose its way."""
     require(*_without_effect(composed.first.hydra), _elsewhere(composed) if goes_on is None else None)
-    _check_launcher(composed, cluster, world)
+    _check_launcher(composed, world)
     if composed.searches:
-        require(*_unfit_for_search(composed, cluster, world, goes_on))
+        require(*_unfit_for_search(composed, world, goes_on))
     elif composed.is_sweep:
         require(_of_one_directory(composed))
 
@@ -76,7 +76,7 @@ def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
 def _elsewhere(composed: Composed) -> Problem | None:
     """Find the directory of a single run that is typed for a sweep, or the other way round."""
     other, ours = ("run", "sweep") if composed.is_sweep else ("sweep", "run")
-    typed = {option(word): word.partition("=")[2] for word in composed.first.hydra.overrides.hydra}
+    typed = values(composed.hydras)
     if f"hydra.{other}.dir" not in typed or f"hydra.{ours}.dir" in typed:
         return None
     rule = "is of a single run, and this is a sweep" if composed.is_sweep else "is of a sweep, and this is a single run"
@@ -99,9 +99,10 @@ def _of_one_directory(composed: Composed) -> Problem | None:
     return Problem("hydra.sweep.subdir", template, rule, "add ${hydra.job.num} to it")
 
 
-def _check_launcher(composed: Composed, cluster: Cluster, world: World | None) -> None:
+def _check_launcher(composed: Composed, world: World | None) -> None:
     """Refuse a launcher that would not do what the cluster says, or would start launchers from ranks."""
-    launcher, submits = composed.launcher, isinstance(cluster, Slurm)
+    launcher, cluster = composed.launcher, composed.configs[0].cluster
+    submits = isinstance(cluster, Slurm)
     if launcher not in LAUNCHERS:
         require(Problem(LAUNCHER, launcher, "runs are started by ptdbench", f"try {', '.join(LAUNCHERS)}"))
     if submits != (launcher == "submitit_slurm"):
@@ -123,7 +124,7 @@ def _check_launcher(composed: Composed, cluster: Cluster, world: World | None) -
 def _given_twice(composed: Composed) -> Iterator[Problem]:
     """Resources are given in one place, the group ``cluster``; each problem names the option there, as it is typed."""
     rule = "the resources of a job are given in the group cluster only"
-    for override in composed.first.hydra.overrides.hydra:
+    for override in composed.hydras:
         group, _, name = option(override).rpartition(".")
         if group != LAUNCHER.replace("/", ".") or name in OPTIONS:
             continue
@@ -137,9 +138,7 @@ def _given_twice(composed: Composed) -> Iterator[Problem]:
         yield Problem(f"{group}.{name}", value, rule, remedy)
 
 
-def _unfit_for_search(
-    composed: Composed, cluster: Cluster, world: World | None, goes_on: Path | None
-) -> Iterator[Problem]:
+def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | None) -> Iterator[Problem]:
     """Yield what would make a search lose its way.
 
     The basic sweeper's runs are known when the command line is read. Those of a search are not: two of them stand for
@@ -149,10 +148,10 @@ def _unfit_for_search(
     if world and world.size > 1:
         rule = f"each of the {world.size} ranks that {world.launcher} started would search by itself"
         yield Problem(SWEEPER, name, rule, "start it with plain python, here or with cluster=slurm")
-    if isinstance(cluster, Slurm) and cluster.submit == "detach":
+    first = composed.configs[0]
+    if isinstance(first.cluster, Slurm) and first.cluster.submit == "detach":
         rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
         yield Problem("cluster.submit", "detach", rule, "try wait")
-    first = read(composed.jobs[0])
     if "virtual" in first.resolved:
         rule = f"a virtual GPU computes nothing and takes no time, so that {SWEEPER}={name} would have nothing to go by"
         yield Problem("virtual", first.call("virtual").name, rule, "try a sweep of lists, or virtual=none")
@@ -170,9 +169,8 @@ def _unfit_for_search(
 def search_overrides(composed: Composed) -> list[str]:
     """Return what a search needs of its sweeper and nobody typed: the objective's direction, failures as results."""
     sweeper = composed.first.hydra.sweeper
-    typed = {option(override) for override in composed.first.hydra.overrides.hydra}
-    objective = read(composed.jobs[0]).general.objective
-    wanted = {"direction": DIRECTIONS[objective], "max_failure_rate": 1.0}
+    typed = values(composed.hydras)
+    wanted = {"direction": DIRECTIONS[composed.configs[0].general.objective], "max_failure_rate": 1.0}
     return [
         f"hydra.sweeper.{name}={value}"
         for name, value in wanted.items()

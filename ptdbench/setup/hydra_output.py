@@ -7,7 +7,7 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from ptdbench.launch import slurm
 from ptdbench.launch.world import World, restarts
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import ledger, ownership, record, store
-from ptdbench.setup import config
-from ptdbench.setup.commandline import option
+from ptdbench.setup.commandline import option, values
 from ptdbench.setup.compose import Composed
 from ptdbench.terminal import command, echo
 
@@ -156,7 +155,7 @@ def _shown(job: Any, arguments: argparse.Namespace) -> str:
 DIRECTORY = "directory"
 
 
-def claim(composed: Composed, overrides: Sequence[str], world: World | None, goes_on: Path | None) -> Path:
+def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path:
     """Make the output directory, or occupy the one that was typed, or that of what ``goes_on`` in its place.
 
     Raises:
@@ -167,7 +166,7 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
     wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
 
     def make() -> str:
-        if any(option(override) == asked for override in overrides):
+        if asked in values(composed.hydras):
             again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
             store.occupy(wish, asked, fill, bool(again))
             return str(wish)
@@ -183,8 +182,7 @@ def claim(composed: Composed, overrides: Sequence[str], world: World | None, goe
         if composed.is_sweep:
             ledger.begin(folder, composed.typed)
             return
-        resolved = config.read(composed.jobs[0]).resolved
-        ownership.open_record(folder, record.begin(resolved, directory, {}, composed.typed))
+        ownership.open_record(folder, record.begin(composed.configs[0].resolved, directory, {}, composed.typed))
 
     if world is None:
         return Path(make())
@@ -202,6 +200,6 @@ def _began(composed: Composed, directory: Path) -> bool:
         if composed.is_sweep:
             return ledger.read(directory).overrides == composed.typed
         written = store.load_record(directory)
-        resolved = config.read(composed.jobs[0]).resolved
-        return written["status"] != "ok" and record.same_work(record.configuration(written), resolved)
+        asked = composed.configs[0].resolved
+        return written["status"] != "ok" and record.same_work(record.configuration(written), asked)
     return False

@@ -19,7 +19,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.bearing import bearing, bears
 from ptdbench.records.schema import Written
-from ptdbench.setup.commandline import is_cluster, option, quoted
+from ptdbench.setup.commandline import is_cluster, option, quoted, values
 from ptdbench.setup.config import Config, of_record
 
 RUN, SWEEP = "resume", "sweep.resume"
@@ -55,7 +55,7 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
     Raises:
         ConfigError: There is nothing to go on with, not from here, or not with this file.
     """
-    given = {option(override): override.partition("=")[2] for override in typed}
+    given = values(typed)
     others = [override for override in typed if option(override) not in (RUN, SWEEP)]
     if (sweep := _path(given.get(SWEEP))) is not None:
         _require_same_file(SWEEP, sweep, "multirun.yaml", config_name)
@@ -200,7 +200,7 @@ def _without_place(overrides: Iterable[str], *others: str) -> list[str]:
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the overrides whose options the others do not give."""
-    given = {option(override) for override in others}
+    given = values(others)
     return [override for override in overrides if option(override) not in given]
 
 
@@ -211,8 +211,8 @@ def _shape(directory: Path, written: Written, others: Iterable[str], world: Worl
     """
     if (was := record.option(written, "cluster", dict)) is None:
         return [override for override in _typed(directory, written) if bears(option(override), "shape")]
-    typed = [override.partition("=")[2] for override in others if option(override) == "cluster"]
-    if typed and typed[-1] != was.get("name"):
+    typed = values(others).get("cluster")
+    if typed not in (None, was.get("name")):
         return []
     of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster it is the machine at hand
     kept = {name: was.get(name.removeprefix("cluster.")) for name in bearing("shape") if name not in of_jobs}

@@ -18,7 +18,7 @@ from ptdbench.records import record, store
 from ptdbench.report.labels import names
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
-from ptdbench.setup.config import Config, Repeat, Slurm, read
+from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import command, echo, plural
 
 #: What differs between the repeats of a run, as the template of their directories may name it.
@@ -28,7 +28,7 @@ _TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
     """Refuse repeats that differ within a sweep, that cannot be had, or that would give its runs another order."""
     require(*_swept(composed))
-    first = read(composed.jobs[0])
+    first = composed.configs[0]
     repeat = first.repeat
     if goes_on and composed.is_sweep:
         require(_reordered(goes_on, repeat))
@@ -41,7 +41,7 @@ def _swept(composed: Composed) -> Iterator[Problem]:
     """A problem for every option of the group that a sweep has several values of."""
     if all(job.get("repeat") == composed.first.get("repeat") for job in composed.jobs):
         return  # at once: typing the options of each of a thousand runs takes seconds
-    found = [read(job).repeat for job in composed.jobs]
+    found = [config.repeat for config in composed.configs]
     for field in fields(Repeat):
         values = dict.fromkeys(as_typed(getattr(repeat, field.name)) for repeat in found)
         if len(values) > 1:

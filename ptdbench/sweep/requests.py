@@ -48,9 +48,8 @@ class Request:
         """The same run in a block of repeats."""
         if block is None:
             return self
-        options = self.config.resolved
-        read = Config({**options, "repeat": {**options["repeat"], "block": block}})
-        return replace(self, config=read, block=block, overrides=[*self.overrides, f"repeat.block={block}"])
+        changed = self.config.changed({"repeat.block": block})
+        return replace(self, config=changed, block=block, overrides=[*self.overrides, f"repeat.block={block}"])
 
     @property
     def cluster(self) -> Slurm:
@@ -93,7 +92,7 @@ def of_cluster(composed: Composed) -> list[Request]:
     Raises:
         ConfigError: SLURM is not here or has not what one of them asks for, or none of them can run.
     """
-    known = _partitions(config.read(composed.jobs[0]).cluster)
+    known = _partitions(composed.configs[0].cluster)
     problems = ErrorCollector()
     found = []
     for whole, read, words in _typed(composed):
@@ -109,8 +108,7 @@ def of_cluster(composed: Composed) -> list[Request]:
 def _typed(composed: Composed) -> Iterator[tuple[bytes, Config, list[str]]]:
     """Of each run its configuration with Hydra's node and without, and what was typed for it."""
     wholes = composed.whole or [b""] * len(composed.jobs)  # of a search they stand for others
-    for whole, job, words in zip(wholes, composed.jobs, composed.overrides, strict=True):
-        yield whole, config.read(job), words
+    return zip(wholes, composed.configs, composed.overrides, strict=True)
 
 
 def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
@@ -221,30 +219,31 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         rule = "each rank of the script's job would search by itself"
         remedy = f"try {command()} -m cluster=slurm, which submits jobs"
         require(Problem(commandline.SWEEPER, name, rule, remedy))
-    for sought in filter(micro_batch.is_sought, map(config.read, composed.jobs)):
+    for sought in filter(micro_batch.is_sought, composed.configs):
         rule = "is found by short runs, each with fresh ranks, and the script of one run starts its ranks once"
         remedy = f"try {command()} cluster=slurm, which submits jobs"
         require(Problem("train.micro_batch", sought.train.micro_batch, rule, remedy))
-    cluster = config.read(composed.jobs[0]).cluster
+    first = composed.configs[0]
+    cluster = first.cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
     _check_alone(composed.first, cluster)
     if cluster.container.image and cluster.container.kind == "oci":
         rule = "srun takes no mounts for such containers, and a script alone has no folder for a bundle with ours"
         require(Problem("cluster.container.kind", "oci", rule, f"try {command()} cluster={cluster.name}"))
-    shapes, remarks = _shapes([config.read(job) for job in composed.jobs])
+    shapes, remarks = _shapes(composed.configs)
     if len(shapes) != 1:
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
         require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
     shape = shapes.pop()
     # A list or a glob of one value, too, which is not what the run says.
     sweep = ["-m"] if len(composed.jobs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
-    name = "sweep" if sweep else store.file_name(config.read(composed.jobs[0]).label)
+    name = "sweep" if sweep else store.file_name(first.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # where nothing need be installed
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
     words = [sys.executable, *program, *flags, *_on_ranks(own, in_files), *_overrides(shape)]
-    used = container.folders(config.read(composed.jobs[0]), None)
+    used = container.folders(first, None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
     if own := slurm.ignored_variables(os.environ):
@@ -298,7 +297,7 @@ def _without_question(job: Config) -> Config:
     cluster = job.resolved["cluster"]
     if cluster["gpus_per_node"] != "auto" or cluster["gres"] or job.resolved["device"] == "cpu":
         return job
-    return Config({**job.resolved, "cluster": {**cluster, "gpus_per_node": 0}})
+    return job.changed({"cluster.gpus_per_node": 0})
 
 
 def _on_ranks(own: Sequence[str], in_files: Composed) -> list[str]:

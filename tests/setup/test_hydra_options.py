@@ -7,14 +7,14 @@ import pytest
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config, hydra_options
+from ptdbench.setup import hydra_options
 from ptdbench.setup.compose import compose_all
 
 
 def refused(*overrides: str) -> str:
     composed = compose_all(["model=toy", *overrides])
     with pytest.raises(ConfigError) as found:
-        hydra_options.check(composed, config.read(composed.jobs[0]).cluster, None, None)
+        hydra_options.check(composed, None, None)
     return str(found.value)
 
 
@@ -41,12 +41,12 @@ def test_the_directory_of_a_run_is_not_that_of_a_sweep():
     told = "hydra.run.dir=x: is of a single run, and this is a sweep; try hydra.sweep.dir=x"
     assert refused("hydra.run.dir=x", "hydra.mode=MULTIRUN") == told
     composed = compose_all(["model=toy", "hydra.run.dir=x", "hydra.mode=MULTIRUN"])
-    hydra_options.check(composed, config.read(composed.jobs[0]).cluster, None, Path("x"))  # a sweep begun so goes on
+    hydra_options.check(composed, None, Path("x"))  # a sweep begun so goes on
 
 
 def test_what_is_typed_as_it_is_by_default():
     composed = compose_all(["model=toy", "hydra.job.chdir=false", "hydra.verbose=false", "hydra/job_logging=none"])
-    hydra_options.check(composed, config.read(composed.jobs[0]).cluster, None, None)
+    hydra_options.check(composed, None, None)
 
 
 class TestResourcesOfJobs:
@@ -81,4 +81,4 @@ def test_runs_of_a_sweep_have_directories_of_their_own():
     rule = "hydra.sweep.subdir=${model.name}: runs 0, 1 would have the same directory; add ${hydra.job.num} to it"
     assert refused("seed=1,2", "hydra.sweep.subdir='${model.name}'", "hydra.mode=MULTIRUN") == rule
     composed = compose_all(["model=toy", "seed=1,2", "hydra.sweep.subdir='s${seed}'"], True)
-    hydra_options.check(composed, config.read(composed.jobs[0]).cluster, None, None)
+    hydra_options.check(composed, None, None)

@@ -100,7 +100,7 @@ def test_without_a_folder_for_them_there_are_none(tmp_path):
 def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_left_alone(tmp_path, monkeypatch, kind):
     def claim(*others: str) -> Path:
         words = [*["model=toy", "seed=0,1"][: 1 + (kind == "sweep")], *others, f"hydra.{kind}.dir={tmp_path / 'here'}"]
-        return hydra_output.claim(compose_all(words, kind == "sweep"), words, None, None)
+        return hydra_output.claim(compose_all(words, kind == "sweep"), None, None)
 
     monkeypatch.setattr(store.fcntl, "flock", lambda *_: None)  # each process has ended before the next one
     begun = claim()
@@ -114,17 +114,17 @@ def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_l
 
 def test_a_directory_that_is_typed_with_pluses_is_typed(tmp_path):
     words = ["model=toy", f"++hydra.run.dir={tmp_path}/run"]
-    hydra_output.claim(compose_all(words), words, None, None)
+    hydra_output.claim(compose_all(words), None, None)
     with pytest.raises(ConfigError, match="another process is writing its results there"):
-        hydra_output.claim(compose_all(words), words, None, None)
+        hydra_output.claim(compose_all(words), None, None)
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_a_sweep_of_this_machine_is_not_carried_out_a_second_time_beside_the_first(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)
     words = [f"cluster={cluster}", "model=toy", "seed=0,1"]
-    running = hydra_output.claim(compose_all(words, True), words, None, None)
+    running = hydra_output.claim(compose_all(words, True), None, None)
     line = resume.read([f"sweep.resume={running}"], True, None)
     refused = pytest.raises(ConfigError, match="another process is writing its results there")
     with refused if cluster == "local" else nullcontext():  # jobs have owners of their own
-        hydra_output.claim(compose_all(line.overrides, True), line.overrides, None, line.goes_on)
+        hydra_output.claim(compose_all(line.overrides, True), None, line.goes_on)
