@@ -18,6 +18,7 @@ from ptdbench.parallel.pipeline.schedules import SPLITS_SINCE
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
+from ptdbench.setup.training_spec import prepare_data
 from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
 from tests.daily import cases
@@ -110,7 +111,7 @@ def specify(command: str) -> None:
         return
     training = run_spec.specify(read, None, 0).training
     assert training
-    training.prepare_data()
+    prepare_data(read, training.data)
 
 
 @pytest.mark.parametrize(("command", "lines"), REFUSED, ids=[command for command, _ in REFUSED])

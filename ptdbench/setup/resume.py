@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 
 from ptdbench import terminal
 from ptdbench.launch.world import KNOWN, World
@@ -68,9 +68,7 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
 
 def _require_same_file(asked: str, directory: Path, hydra: str, config_name: str) -> None:
     """Refuse to go on with what was composed from another file: what was not typed came from there."""
-    was = None
-    with suppress(Exception):  # Hydra may have been told to write none; what is damaged is said where it is needed
-        was = OmegaConf.select(OmegaConf.load(directory / hydra), "hydra.job.config_name")
+    was = _of_hydra(directory / hydra, "hydra.job.config_name")
     if was and was != config_name.removesuffix(".yaml"):
         rule = f"was composed from {was}.yaml, and this would be from {config_name}.yaml"
         raise ConfigError([Problem(asked, directory, rule, f"add --config-name {was}")])
@@ -85,20 +83,20 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)
     moves |= any(option(override) == "hydra.run.dir" and not _names(override, directory) for override in place)
-    shape = _shape(directory, written, others, world)
+    earlier = _earlier(directory, written)
+    kept = [*(override for override in earlier if not _is_place(override)), *_shape(earlier, written, others, world)]
     hydras = [word for word in _hydras(directory / ".hydra/hydra.yaml", others) if option(word).startswith(_OF_RUNS)]
     if len(others) > len(place) or multirun or moves:
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
-        kept = _without([*_without_place(_earlier(directory, written), RUN, "repeat.block"), *shape], others)
+        kept = [word for word in _without(kept, others) if option(word) not in (RUN, "repeat.block")]
         return Line([*kept, *hydras, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
         return _sweep(sweep, others, RUN, only=str(directory.resolve().relative_to(sweep.resolve())))
     if world is None:
         _refuse_elsewhere(directory, written)
-    earlier = _without([*_without_place(_earlier(directory, written)), *shape], place)
-    return Line([*earlier, *hydras, *place, f"hydra.run.dir={quoted(str(directory))}"], directory)
+    return Line([*_without(kept, place), *hydras, *place, f"hydra.run.dir={quoted(str(directory))}"], directory)
 
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
@@ -121,11 +119,17 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 
 def _hydras(path: Path, others: Iterable[str]) -> list[str]:
     """Return what was typed of Hydra's own options, by a file of Hydra's, without what the others give."""
-    found: list[str] = []
-    with suppress(Exception):  # Hydra may have been told to write none, and what is damaged is said elsewhere
-        found = list(map(str, OmegaConf.select(OmegaConf.load(path), "hydra.overrides.hydra") or []))
+    found = _of_hydra(path, "hydra.overrides.hydra")
+    words = map(str, found if isinstance(found, ListConfig) else [])
     # Searches noted down that their runs were handed over to this process, which is no choice that can be typed.
-    return [word for word in _without(found, others) if word != "hydra/launcher=ptdbench"]
+    return [word for word in _without(words, others) if word != "hydra/launcher=ptdbench"]
+
+
+def _of_hydra(path: Path, option: str) -> Any:
+    """Return an option in a file of Hydra's, which may have been told to write none."""
+    with suppress(Exception):  # what is damaged is said where it is needed
+        return OmegaConf.select(OmegaConf.load(path), option)
+    return None
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
@@ -157,16 +161,12 @@ def _ledger(directory: Path) -> ledger.Ledger:
 
 def _earlier(directory: Path, written: Written) -> list[str]:
     """Return the overrides of a run, as they were typed; it is one of those that its sweep repeats."""
-    return [override for override in _typed(directory, written) if not bears(option(override), "blocks")]
-
-
-def _typed(directory: Path, written: Written) -> list[str]:
-    if written.get("overrides") is not None:
-        return list(written["overrides"])
-    path = directory / ".hydra" / "overrides.yaml"
-    if not path.exists():
-        raise _no_run(RUN, directory)
-    return _words(path, RUN, directory, lambda saved: saved)
+    if (typed := written.get("overrides")) is None:
+        path = directory / ".hydra" / "overrides.yaml"
+        if not path.exists():
+            raise _no_run(RUN, directory)
+        typed = _words(path, RUN, directory, lambda saved: saved)
+    return [override for override in typed if not bears(option(override), "blocks")]
 
 
 def _no_run(asked: str, directory: Path) -> ConfigError:
@@ -193,24 +193,19 @@ def _is_place(override: str) -> bool:
     return is_cluster(override) or option(override) == RESHAPE or option(override).startswith(("hydra.", "hydra/"))
 
 
-def _without_place(overrides: Iterable[str], *others: str) -> list[str]:
-    """Return the overrides that say what a run is and what it began with, without where, and these other options."""
-    return [override for override in overrides if not _is_place(override) and option(override) not in others]
-
-
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
     """Return the overrides whose options the others do not give."""
     given = values(others)
     return [override for override in overrides if option(override) not in given]
 
 
-def _shape(directory: Path, written: Written, others: Iterable[str], world: World | None) -> list[str]:
+def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], world: World | None) -> list[str]:
     """Return what made the shape of a run, wherever it was said; another cluster has shapes of its own.
 
     Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
     """
     if (was := record.option(written, "cluster", dict)) is None:
-        return [override for override in _typed(directory, written) if bears(option(override), "shape")]
+        return [override for override in earlier if bears(option(override), "shape")]
     typed = values(others).get("cluster")
     if typed not in (None, was.get("name")):
         return []

@@ -85,14 +85,6 @@ class TrainingSpec:
         dims = self.layout.dims
         return unrepeated(self.model, cut(self.model, self.strategy.stage_ranks(dims))) if dims.pipeline > 1 else None
 
-    def prepare_data(self) -> None:
-        """Do what the data need once a node, or find it done.
-
-        Raises:
-            ConfigError: They turn out to be unusable, or have no held-out part although evaluation is asked for.
-        """
-        _prepare(self.config, self.data)
-
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """Lay the model out over the mesh; called in every rank."""
         general, image = self.config.general, self.data.example()[0]
@@ -200,12 +192,13 @@ def _checks(
         yield lambda: strategy.check_beside("activations", activations, where)
 
 
-def prepare_data(config: Config) -> None:
-    """Do what the data of a configuration need once a node; see :meth:`TrainingSpec.prepare_data`."""
-    _prepare(config, _data(config))
+def prepare_data(config: Config, data: Data | None = None) -> None:
+    """Do what the data of a configuration need once a node, or find it done; ``data`` if there are any yet.
 
-
-def _prepare(config: Config, data: Data) -> None:
+    Raises:
+        ConfigError: They turn out to be unusable, or have no held-out part although evaluation is asked for.
+    """
+    data = _data(config) if data is None else data
     under("data", data.prepare)
     if (every := config.eval.every) is not None and data.held_out is None:
         call = config.call("data")

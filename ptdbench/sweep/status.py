@@ -18,7 +18,7 @@ from msgspec import convert
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, schema, store
-from ptdbench.records.failure import Failure, read_failures, root_cause, write_traceback
+from ptdbench.records.failure import Failure, of_launcher, read_failures, root_cause, write_traceback
 from ptdbench.records.ownership import Attempt, Progress, read_progress
 from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
@@ -217,18 +217,13 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
     return found | {job.directory: job for job in known}, queue
 
 
-def conclude(sweep_directory: Path, subdirectory: str, state: str, message: str) -> dict[str, Any]:
-    """Write down the end of a run that could not do so itself, and return its record."""
-    cause = Failure(rank=-1, type=state, message=message, traceback="", time=time.time(), host="")
-    written = store.load_record(sweep_directory / subdirectory)
-    done = {**written, "status": STATUS_OF.get(state, "failed"), "error": cause.as_error()}
-    _write(sweep_directory, subdirectory, done)
+def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> dict[str, Any]:
+    """Write down the end of a run that could not do so itself, and return its record; ``None``: status by the cause."""
+    written = failed(store.load_record(sweep / subdirectory), cause)
+    done = {**written, "status": status or written["status"]}
+    store.write_record(sweep / subdirectory, done)
+    store.append_result(sweep, done)
     return done
-
-
-def _write(sweep_directory: Path, subdirectory: str, done: Written) -> None:
-    store.write_record(sweep_directory / subdirectory, done)
-    store.append_result(sweep_directory, done)
 
 
 def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Written]:
@@ -266,13 +261,15 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
         crash = _crash(directory / job.directory, known) if is_open(known) and not _says_more(state) else None
         if crash:
             write_traceback(directory / job.directory, crash)
-            _write(directory, job.directory, failed(known, crash))
+            conclude(directory, job.directory, crash)
         elif is_open(known) or (_was_signaled(known) and _says_more(state)):
             kind, message = _end(job, state, begun=owner is not None)
-            conclude(directory, job.directory, kind, message + _saved(known))
+            cause = of_launcher(kind, message + _saved(known))
+            conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
         elif _was_signaled(known) and _reached_its_limit(known, state):
             limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={_time_minutes(known)}"
-            conclude(directory, job.directory, "TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(known)}")
+            cause = of_launcher("TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(known)}")
+            conclude(directory, job.directory, cause, "timeout")
         elif result is None:
             store.append_result(directory, known)  # the job was killed between its record and the sweep's results
 

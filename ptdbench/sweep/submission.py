@@ -22,10 +22,10 @@ from ptdbench.launch.slurm import JobSteps, SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.planning.micro_batch import is_sought
 from ptdbench.problems import ConfigError, Problem, as_typed, require
-from ptdbench.records import failure, ledger, record, store
+from ptdbench.records import failure, ledger, store
 from ptdbench.setup.config import Container, Slurm
 from ptdbench.setup.hydra_options import OPTIONS
-from ptdbench.sweep import container, resources
+from ptdbench.sweep import container, resources, status
 from ptdbench.sweep.agenda import Opened
 from ptdbench.sweep.requests import Request, world_of
 from ptdbench.sweep.resources import Output, Step
@@ -161,7 +161,8 @@ def _step(run: Request, folder: Path, jobs: int) -> Step:
 
 def _to_files(folder: Path, jobs: int) -> list[str]:
     """Flags of srun for the output of tasks."""
-    out, errors = _outputs(folder, jobs)
+    paths = JobPaths(folder)
+    out, errors = (str(path).replace("%j", _pattern(jobs)) for path in (paths.stdout, paths.stderr))
     return ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"]
 
 
@@ -175,14 +176,8 @@ def _search(run: Request, name: str, folder: Path, jobs: int, used: Sequence[Pat
     return JobSteps(world_of(run.shape), run.shape.gpus_per_node, resources.srun(run.cluster, entered))
 
 
-def _outputs(folder: Path, jobs: int) -> tuple[str, str]:
-    """The files of a task's output and errors, as SLURM's patterns; an element of an array has no ``%j`` of its own."""
-    paths = JobPaths(folder)
-    out, errors = (str(path).replace("%j", _pattern(jobs)) for path in (paths.stdout, paths.stderr))
-    return out, errors
-
-
 def _pattern(jobs: int) -> str:
+    """What SLURM replaces by the id of one of so many jobs: an element of an array has no ``%j`` of its own."""
     return "%A_%a" if jobs > 1 else "%j"
 
 
@@ -378,11 +373,8 @@ def _write_off(sweep: Path, jobs: Sequence[Opened], error: BaseException) -> Non
     words = str(error).strip().splitlines() or [type(error).__name__]
     cause = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
     for job in jobs:
-        directory = sweep / job.subdirectory
         with suppress(OSError, store.Damaged):  # where the disk is full the records stay open, which is no lie
-            done = record.failed(store.load_record(directory), cause)
-            store.write_record(directory, done)
-            store.append_result(sweep, done)
+            status.conclude(sweep, job.subdirectory, cause)
 
 
 def _python_path() -> str:
@@ -400,16 +392,16 @@ def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     refused = [run for run in runs if run.refused]
     for run in refused:
         echo(f"{run.config.label}: {run.refused}", sys.stderr)
-    status = int(bool(refused))
+    exit_status = int(bool(refused))
     for array, answer in _answers(runs, options):
         each = f" of {plural(len(array[0]), 'run')}" if len(array[0]) > 1 else ""
         what = f"{array[0][0].shape} ({plural(len(array), 'job')}{each})"
         if isinstance(answer, SlurmError):
             echo(f"{what}: SLURM would refuse it: {answer}", sys.stderr)
-            status = 1
+            exit_status = 1
         else:
             echo(f"{what}: {answer}")
-    return status
+    return exit_status
 
 
 def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> None:

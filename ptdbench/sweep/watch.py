@@ -16,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ptdbench.records import ledger, record
+from ptdbench.records.failure import of_launcher
 from ptdbench.records.record import option
 from ptdbench.records.schema import Metrics, Record, part
 from ptdbench.report import text
@@ -221,7 +222,7 @@ def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
     written = status.written(sweep_directory / subdirectory)
     if record.is_open(written):
         message = f"the job's process ended without a result{OUTPUT}{log}"
-        written = status.conclude(sweep_directory, subdirectory, "Gone", message)
+        written = status.conclude(sweep_directory, subdirectory, of_launcher("Gone", message), "failed")
     echo(f"{Path(subdirectory).name}: {written['status']}", sys.stderr)
     _show_failure(sweep_directory, Run(subdirectory, None, None, written, is_over=True))
 

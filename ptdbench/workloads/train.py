@@ -21,6 +21,7 @@ from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.setup.training_spec import prepare_data
 from ptdbench.training import memory_split, metrics, profile, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
@@ -167,9 +168,10 @@ def assemble(job: Job) -> StepLoop:
     training = job.training
     with job.watchdog.paused():  # it may read and write a lot
         if job.world.local_rank == 0:
-            training.prepare_data()
+            prepare_data(training.config, training.data)
         barrier()
-        training.prepare_data()  # finds it done, and lists the data before worker processes are forked
+        # Finds it done, and lists the data before worker processes are forked.
+        prepare_data(training.config, training.data)
         require_same_on_all_ranks(training.data)
     dims = training.layout.dims
     mesh = Mesh(dims, job.spec.device_type)
