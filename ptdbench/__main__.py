@@ -92,7 +92,6 @@ def _complete() -> int:
 
 
 def _train() -> NoReturn:
-    """Do as ``train.py`` does."""
     try:
         from ptdbench import entry
     except KeyboardInterrupt:  # which later on is a stop signal like others

@@ -100,7 +100,6 @@ def find_micro_batch(directory: Path, steps: JobSteps) -> bool:
 
 
 def _add_result(sweep: Path, directory: Path) -> None:
-    """Add the record of a run that has ended to its sweep's results."""
     written = store.load_record(directory)
     if not record.is_open(written):
         store.append_result(sweep, written)
@@ -292,7 +291,6 @@ def _report(world: World, attempt: Attempt, error: BaseException) -> NoReturn:
 
 
 def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:
-    """Specify the run that this rank takes part in."""
     watch.lap("import")
     spec = run_spec.specify(config, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host

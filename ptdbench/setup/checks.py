@@ -155,7 +155,6 @@ def check_memory(training: TrainingSpec, room: Room) -> str | None:
 
 
 def _state(by_stage: list[int], room: Room, need: int) -> str:
-    """Say how much the training state takes."""
     up_to = "up to " if len(set(by_stage)) > 1 else ""
     each = f"weights, gradients and optimizer state take {up_to}{gib_text(max(by_stage))} a rank"
     return each if room.ranks == 1 else f"{each}, {gib_text(need)} on {room.ranks} ranks"

@@ -79,7 +79,6 @@ def _held_back(call: Call, takes: Mapping[str, inspect.Parameter]) -> list[Probl
 
 
 def _description(call: Call, partial: bool = False) -> dict[str, Any]:
-    """Describe a choice as Hydra takes it."""
     return {"_target_": call.target, "_convert_": "all", "_partial_": partial, **call.options}
 
 

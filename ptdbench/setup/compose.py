@@ -330,7 +330,7 @@ def _unknown_options(config_name: str, overrides: Sequence[Override], whole: Dic
             yield Problem(_line(override).partition("=")[0], typed, "it has a choice", f"try {name}={typed}")
         elif name in options or override.is_add():
             continue
-        elif _takes_any(whole, name):
+        elif OmegaConf.select(whole, name.rpartition(".")[0]) == {}:  # left to the user, as cluster.extra
             yield Problem(name, typed, "there is no such option", f"try +{_line(override)}")
         elif not override.is_hydra_override():
             remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
@@ -344,12 +344,6 @@ def _reason(error: Exception) -> str:
         return f"{said} {more[0]}"
     cause = str(error.__cause__ or "").partition("\n")[0]
     return f"{said}: {cause}" if cause else said
-
-
-def _takes_any(config: DictConfig, option: str) -> bool:
-    """Return whether the option would lie in a mapping that is left to the user, as ``cluster.extra``."""
-    parent = option.rpartition(".")[0]
-    return bool(parent) and OmegaConf.select(config, parent) == {}
 
 
 def _owners(config_name: str, option: str) -> str:
@@ -366,7 +360,6 @@ def _owners(config_name: str, option: str) -> str:
 
 
 def _unknown_choices(override: Override) -> list[Problem]:
-    """Find every value of a group's override that is not a choice of the group."""
     choices = _choices(override.key_or_group)
     if override.is_sweep_override():
         values = [str(value) for value in override.sweep_string_iterator()] or [_typed_value(override)]

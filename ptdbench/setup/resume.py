@@ -140,7 +140,6 @@ def _may_change(name: str, swept: set[str]) -> bool:
 
 
 def _asked_of_sweep(directory: Path) -> list[str]:
-    """Return the overrides of a sweep, as they were typed."""
     if noted := _ledger(directory).overrides:
         return list(noted)
     path = directory / "multirun.yaml"

@@ -238,7 +238,6 @@ def _device_type(config: Config, gpus: int) -> str:
 
 
 def _check_devices(config: Config, world: World | None, gpus: int) -> None:
-    """Refuse what is asked of hardware that is not there."""
     general = config.general
     device_type, ranks = _device_type(config, gpus), config.cluster.ranks_per_node
     found = []
@@ -255,14 +254,12 @@ def _check_devices(config: Config, world: World | None, gpus: int) -> None:
 
 
 def _check_check(config: Config) -> None:
-    """``check=true`` is for runs that train."""
     if config.general.check:
         rule = f"comes before training, and workload={config.call('workload').name} does not train"
         require(Problem("check", True, rule, "try workload=check"))
 
 
 def _check_logger(config: Config, trains: bool) -> None:
-    """Only training has curves that a service could get, and its package must be installed."""
     name = config.call("logger").name
     if (logger := choices.build(config, "logger")) is None:
         return
@@ -287,7 +284,6 @@ def _check_sought(config: Config, world: World | None, virtual: Machine | None) 
 
 
 def _check_requeue(config: Config) -> None:
-    """A job that queues up again must find where it was."""
     cluster = config.cluster
     if isinstance(cluster, Slurm) and cluster.requeue and config.checkpoint.every_steps is None:
         rule = "a run that is requeued goes on after its last checkpoint, and this one makes none"
@@ -295,14 +291,12 @@ def _check_requeue(config: Config) -> None:
 
 
 def _check_evaluated(config: Config) -> None:
-    """A held-out figure needs an evaluation."""
     if config.general.objective != "throughput" and config.eval.every is None:
         rule = "is a figure of the held-out part, and eval.every=null never evaluates on it"
         require(Problem("objective", config.general.objective, rule, f"try eval.every={config.train.steps}"))
 
 
 def _check_classified(config: Config, training: TrainingSpec) -> None:
-    """An accuracy needs classes."""
     targets = training.data.example()[1]
     if config.general.objective == "held_out_accuracy" and (targets.dim() != 1 or targets.is_floating_point()):
         rule = f"the samples of data={config.call('data').name} have no classes"

@@ -115,12 +115,10 @@ def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
 
 
 def _blocks(repeat: Repeat) -> int:
-    """Return how many blocks there are at most."""
     return repeat.max if repeat.runs == "auto" else repeat.runs
 
 
 def _of_block(alternatives: int, repeat: Repeat, block: int) -> list[int]:
-    """The alternatives in the order of a block."""
     numbers = list(range(alternatives))
     random.Random(f"{repeat.seed} {block // 2}").shuffle(numbers)
     return numbers if block % 2 == 0 else numbers[::-1]

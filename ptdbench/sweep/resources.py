@@ -202,7 +202,6 @@ def srun(cluster: Slurm, step: Step) -> list[str]:
 
 
 def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
-    """GPUs to ask for on each node."""
     if cluster.gpus_per_node != "auto":
         return cluster.gpus_per_node
     if device == "cpu":

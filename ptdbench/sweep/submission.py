@@ -54,7 +54,6 @@ def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
 
 
 def _jobs(requests: Sequence[Request]) -> Iterable[list[int]]:
-    """Which runs each job carries out."""
     found: dict[tuple[str, int | None], list[int]] = {}
     for place, request in enumerate(requests):
         if not request.refused:
@@ -81,7 +80,6 @@ def _given(job: Sequence[Request]) -> str:
 
 
 def _differences(job: Sequence[Request]) -> Iterator[Problem]:
-    """What the runs of a job ask for differently."""
     remedy = "give one value, or start a sweep for each"
     inside = [f"container.{option.name}" for option in fields(Container)]
     for name in [*(option.name for option in fields(Slurm) if option.name != "container"), *inside]:
@@ -160,7 +158,6 @@ def _step(run: Request, folder: Path, jobs: int) -> Step:
 
 
 def _to_files(folder: Path, jobs: int) -> list[str]:
-    """Flags of srun for the output of tasks."""
     paths = JobPaths(folder)
     out, errors = (str(path).replace("%j", _pattern(jobs)) for path in (paths.stdout, paths.stderr))
     return ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"]
@@ -353,7 +350,6 @@ def _to_note(name: str, array: Sequence[Sequence[Opened]], output: Path) -> Iter
 
 
 def _label(array: Sequence[Sequence[Opened]]) -> str:
-    """What the queue shows of an array."""
     first, *others = (run for job in array for run in job)
     return "sweep" if others else store.file_name(first.request.config.label)  # which may be any text
 
