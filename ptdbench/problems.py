@@ -11,9 +11,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def require(*problems: Problem | None) -> None:
         raise ConfigError(found)
 
 
-def under(group: str, step: Callable[[], T]) -> T:
+def under(group: str, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``step``; a ConfigError of it names its options from the root: ``heads`` becomes ``model.heads``."""
     try:
-        return step()
+        return step(*args, **kwargs)
     except ConfigError as error:
         raise error.under(group) from None
 
@@ -74,10 +75,10 @@ class ErrorCollector:
     def __init__(self) -> None:
         self.problems: list[Problem] = []  #: What was found so far.
 
-    def catch(self, step: Callable[[], T]) -> T | None:
+    def catch(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Call ``step``; return its result, or ``None`` where it raised a ConfigError."""
         try:
-            return step()
+            return step(*args, **kwargs)
         except ConfigError as error:
             self.problems += error.problems
             return None

@@ -102,9 +102,9 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
     """
     found = ErrorCollector()
-    virtual = found.catch(lambda: choices.virtual(config))
+    virtual = found.catch(choices.virtual, config)
     if virtual:
-        found.catch(lambda: _check_virtual(config, world))
+        found.catch(_check_virtual, config, world)
         ranks = found.catch(lambda: config.cluster.ranks_per_node)  # of a node that has as many GPUs
         gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
@@ -116,34 +116,34 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 
     for part in ("general", "cluster", "checkpoint", "profile", "sweep"):
         found.catch(partial(getattr, config, part))
-    found.catch(lambda: _check_devices(config, world, gpus))
-    found.catch(lambda: checks.check_precision(config.resolved.get("precision"), device_type))
+    found.catch(_check_devices, config, world, gpus)
+    found.catch(checks.check_precision, config.resolved.get("precision"), device_type)
     if virtual:
         precision = config.resolved.get("precision")
-        found.catch(lambda: checks.check_capability(precision, virtual.gpu_name, virtual.capability))
-    workload = found.catch(lambda: choices.build(config, "workload"))
+        found.catch(checks.check_capability, precision, virtual.gpu_name, virtual.capability)
+    workload = found.catch(choices.build, config, "workload")
     trains = workload is not None and workload.trains
-    found.catch(lambda: _check_requeue(config))
-    found.catch(lambda: _check_evaluated(config))
+    found.catch(_check_requeue, config)
+    found.catch(_check_evaluated, config)
     if workload and not trains:
-        found.catch(lambda: _check_check(config))
-    found.catch(lambda: _check_logger(config, trains))
+        found.catch(_check_check, config)
+    found.catch(_check_logger, config, trains)
     is_tried = world is not None and world.launcher == "local"  # by the process that has started this rank
-    trained = found.catch(lambda: training_spec.specify(config, world_size, is_tried=is_tried)) if trains else None
-    size = trained.layout.dims.world_size if trained else found.catch(lambda: world_size(lambda available: available))
-    found.catch(lambda: _check_sought(config, world, virtual))
+    trained = found.catch(training_spec.specify, config, world_size, is_tried=is_tried) if trains else None
+    size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
+    found.catch(_check_sought, config, world, virtual)
     if trained:
-        found.catch(lambda: _check_classified(config, trained))
-        found.catch(lambda: _check_fp8(config, trained))
+        found.catch(_check_classified, config, trained)
+        found.catch(_check_fp8, config, trained)
     if virtual and size:
-        found.catch(lambda: virtual.check_ranks(size))
+        found.catch(virtual.check_ranks, size)
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if trained:
-        found.catch(lambda: trained.strategy.check_beside("backend", backend, trained.layout))
-        found.catch(lambda: trained.strategy.check_beside("virtual", virtual is not None, trained.layout))
+        found.catch(trained.strategy.check_beside, "backend", backend, trained.layout)
+        found.catch(trained.strategy.check_beside, "virtual", virtual is not None, trained.layout)
     if workload and size:
-        found.catch(lambda: workload.check(size, device_type, backend))
+        found.catch(workload.check, size, device_type, backend)
     found.close()
     assert workload and size  # noqa: PT018 - one fact
     return RunSpec(config, device_type, backend, size, training=trained, virtual=virtual)

@@ -118,10 +118,10 @@ def specify(
     found = ErrorCollector()
     found.catch(lambda: config.train)
     found.catch(lambda: config.eval)
-    strategy: Strategy | None = found.catch(lambda: choices.build(config, "parallel"))
-    activations: Activations | None = found.catch(lambda: choices.build(config, "activations"))
-    data: Data | None = found.catch(lambda: _data(config))
-    schedule: Schedule | None = found.catch(lambda: choices.build(config, "lr_schedule"))
+    strategy: Strategy | None = found.catch(choices.build, config, "parallel")
+    activations: Activations | None = found.catch(choices.build, config, "activations")
+    data: Data | None = found.catch(_data, config)
+    schedule: Schedule | None = found.catch(choices.build, config, "lr_schedule")
 
     def example() -> tuple[Tensor, Tensor]:
         assert data  # nobody asks before strategy, data and model are there
@@ -130,22 +130,22 @@ def specify(
     def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
-        dims = under("parallel", lambda: strategy.dims(size, model))
+        dims = under("parallel", strategy.dims, size, model)
         # What is sought is not known yet: that comes later, with a layout of its own.
         micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
-        under("train", lambda: batch.check_share(dims.batch, asked.global_batch, micro_batch))
-        return under("parallel", lambda: strategy.layout(dims, asked.global_batch, micro_batch))
+        under("train", batch.check_share, dims.batch, asked.global_batch, micro_batch)
+        return under("parallel", strategy.layout, dims, asked.global_batch, micro_batch)
 
-    model = found.catch(lambda: _model(config, example))
+    model = found.catch(_model, config, example)
     if model and data and not is_tried:
-        found.catch(lambda: _check_data(config, model, data))
-    optimizer = found.catch(lambda: _optimizer(config, module_of(model) if model else _ANY_MODEL))
+        found.catch(_check_data, config, model, data)
+    optimizer = found.catch(_optimizer, config, module_of(model) if model else _ANY_MODEL)
     where = found.catch(layout) if strategy else None
     if strategy:
         for check in _checks(config, strategy, where, model, data, activations):
             found.catch(check)
     if activations and model:
-        found.catch(lambda: _check_activations(config, activations, model))
+        found.catch(_check_activations, config, activations, model)
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
@@ -182,11 +182,11 @@ def _checks(
 ) -> Iterator[Callable[[], None]]:
     """Yield what the strategy has to say about the parts that there are, each to be called by itself."""
     if model and where:
-        yield lambda: under("parallel", lambda: strategy.check(model, where))
+        yield lambda: under("parallel", strategy.check, model, where)
         yield lambda: strategy.check_beside("compile", config.resolved["compile"], where)
         yield lambda: strategy.check_beside("offload", config.resolved["offload"], where)
     if data and where:
-        yield lambda: under("parallel", lambda: strategy.check_sample(data.example()[0], where))
+        yield lambda: under("parallel", strategy.check_sample, data.example()[0], where)
     yield lambda: strategy.check_beside("precision", config.resolved["precision"], where)
     if activations and where:
         yield lambda: strategy.check_beside("activations", activations, where)

@@ -96,10 +96,10 @@ def of_cluster(composed: Composed) -> list[Request]:
     problems = ErrorCollector()
     found = []
     for whole, read, words in _typed(composed):
-        shape = problems.catch(lambda read=read: shape_of(read, known))  # type: ignore[misc]
+        shape = problems.catch(shape_of, read, known)
         if shape:
-            problems.catch(lambda read=read, shape=shape: require(*container.check(read.cluster.container, shape)))  # type: ignore[misc]
             found.append(_planned(whole, read, words, shape))
+            problems.problems += container.check(found[-1].cluster.container, shape)
     problems.close()
     _require_one(found)
     return found
