@@ -138,3 +138,19 @@ def test_a_record_as_it_is_written_is_not_damaged():
     figures = metrics(measured)
     assert figures["step_seconds"]["ci95"]
     msgspec.convert(WHOLE | {"metrics": figures}, schema.Record)
+
+
+def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
+    path = sweep.begin(0)
+    config = sweep.end(0)["config"]
+    assert record.is_done(path, config)
+    assert store.earlier_record(path)["status"] == "ok"
+    for number in ("", "-2"):
+        (path / store.RECORD).write_bytes(b"\x00garbage")
+        assert not record.is_done(path, config)
+        assert store.earlier_record(path) is None
+        assert (path / f"record.json.damaged{number}").read_bytes() == b"\x00garbage"
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"{path / store.RECORD} is damaged: not JSON")
+        assert line.endswith(f"; it is kept as record.json.damaged{number}, and the run is repeated")
+        assert store.earlier_record(path) is None  # there is none any more
