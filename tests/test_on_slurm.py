@@ -197,18 +197,9 @@ class TestRefused:
         ("arguments", "expected"),
         [
             (f"{CPU} cluster.nodes=3", "cluster.nodes=3: partition debug has 2 nodes; try 2"),
-            ("model=toy cluster.submit=detach",
-             "cluster.submit=detach: there is no such option; it belongs to cluster="),
-            ("cluster=slurm,local model=toy", "cluster=slurm,local: "),
-            ("-m cluster=local hydra/launcher=submitit_slurm model=toy",
-             "submitit_slurm: does not go with cluster=local"),
-            ("cluster=slurm hydra/launcher=basic model=toy", "hydra/launcher=basic: does not go with cluster=slurm"),
             (f"{CPU} cluster.log=/dev/null/%j",
              "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"),
             (f"{CPU} hydra.sweep.dir='top5%u'", "/top5%u: % and \\ in the path of a job's output mean something else"),
-            (f"{CPU} cluster.requeue=true",
-             "cluster.requeue=true: a run that is requeued goes on after its last checkpoint, and this one makes none; "
-             "give checkpoint.every_steps"),
         ],
     )  # fmt: skip
     def test_one_line_and_nothing_submitted(self, arguments, expected, submit, jobs, tmp_path):

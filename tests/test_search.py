@@ -7,11 +7,7 @@ import json
 import pytest
 from omegaconf import OmegaConf
 
-from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError
 from ptdbench.records.record import objective_value
-from ptdbench.setup import hydra_options
-from ptdbench.setup.compose import compose_all
 from tests import forked
 
 OPTUNA = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=3")
@@ -64,65 +60,12 @@ class TestOptuna:
         assert done.stdout.count("status\n") == 1  # the table all the same
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            (f"{' '.join(OPTUNA)} model=toy model.width=0 optimizer.lr=interval(1e-4,1e-2)", "model.width=0: "),
-            ("-m model=toy optimizer.lr=interval(1e-4,1e-2)",
-             "optimizer.lr=interval(1e-4,1e-2): is a range of numbers, of which a sweeper that searches chooses; "
-             "add -m hydra/sweeper=optuna, or give a list of values\n"),
-            ("-m hydra/sweeper=ax model=toy seed=1,2",
-             "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip install hydra-ax-sweeper\n"),
-            ("model=toy objective=held_out_loss",
-             "objective=held_out_loss: is a figure of the held-out part, and eval.every=null never evaluates on it; "
-             "try eval.every=60\n"),
-            ("objective=held_out_accuracy data.held_out=0.1 eval.every=5",
-             "objective=held_out_accuracy: the samples of data=text have no classes; try held_out_loss\n"),
-            ("model=toy objective=speed",
-             "objective=speed: must be throughput, held_out_loss or held_out_accuracy\n"),
-        ],
-    )  # fmt: skip
-    def test_searches_and_objectives_that_there_cannot_be(self, tmp_path, words, said):
-        done = forked.train_py(*words.split(), cwd=tmp_path)
-        assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
-        assert done.stderr.startswith(said)
-        assert done.stderr.count("\n") == 1
-
-    def found(self, *overrides, world=None, goes_on=None):
-        composed = compose_all([*OPTUNA[1:], *overrides], multirun=True)
-        with pytest.raises(ConfigError) as error:
-            hydra_options.check(composed, world, goes_on)
-        return str(error.value)
-
-    @pytest.mark.parametrize(
-        ("words", "said"),
-        [
-            ("cluster=slurm cluster.submit=detach", "of its jobs before it can choose the next ones; try wait"),
-            (
-                "cluster=slurm sweep.same_nodes=true",
-                "sweep.same_nodes=true: hydra/sweeper=optuna chooses runs by the results of others, and those of one "
-                "job are chosen at once; omit it",
-            ),
-            (
-                "virtual=h100",
-                "virtual=h100: a virtual GPU computes nothing and takes no time, so that hydra/sweeper=optuna would "
-                "have nothing to go by; try a sweep of lists, or virtual=none",
-            ),
-        ],
-    )
-    def test_results_that_come_too_late_or_tell_nothing(self, words, said):
-        assert self.found(*words.split(), "seed=1,2").endswith(said)
-
-    def test_ranks_that_would_each_search_by_themselves_or_draw_other_values(self, tmp_path):
-        assert self.found("model=toy", "seed=1,2", world=World(1, 2, 1, 2, "torchrun")) == (
-            "hydra/sweeper=optuna: each of the 2 ranks that torchrun started would search by itself; "
-            "start it with plain python, here or with cluster=slurm"
-        )
-        assert self.found("model=toy", "seed=1,2", goes_on=tmp_path).endswith(
-            "its values were drawn without a seed, and optuna would draw others now; "
-            "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
-        )
+def test_a_search_whose_runs_cannot_be_is_refused_before_the_first(tmp_path):
+    search = ("model=toy", "model.width=0", "optimizer.lr=interval(1e-4,1e-2)")
+    done = forked.train_py(*OPTUNA, *search, cwd=tmp_path)
+    assert (done.returncode, done.stdout, list(tmp_path.iterdir())) == (1, "", [])
+    assert done.stderr.startswith("model.width=0: ")
+    assert done.stderr.count("\n") == 1
 
 
 RECORD = {
@@ -142,13 +85,3 @@ class TestObjective:
             ({"status": "ok", "metrics": None}, "throughput", None),
         ):  # fmt: skip
             assert objective_value(record, name) == expected
-
-    def test_what_a_sweeper_is_set_to_where_nobody_did(self):
-        def overrides(*typed):
-            composed = compose_all(["model=toy", "seed=1,2", *typed], multirun=True)
-            return hydra_options.search_overrides(composed)
-
-        assert overrides() == []
-        assert overrides(OPTUNA[1]) == ["hydra.sweeper.direction=maximize", "hydra.sweeper.max_failure_rate=1.0"]
-        assert overrides(OPTUNA[1], "hydra.sweeper.direction=minimize") == ["hydra.sweeper.max_failure_rate=1.0"]
-        assert overrides(OPTUNA[1], "objective=held_out_loss", "eval.every=1")[0] == "hydra.sweeper.direction=minimize"

@@ -6,15 +6,16 @@ from pathlib import Path
 import pytest
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
+from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.setup import hydra_options
 from ptdbench.setup.compose import compose_all
 
 
-def refused(*overrides: str) -> str:
+def refused(*overrides: str, world: World | None = None, goes_on: Path | None = None) -> str:
     composed = compose_all(["model=toy", *overrides])
     with pytest.raises(ConfigError) as found:
-        hydra_options.check(composed, None, None)
+        hydra_options.check(composed, world, goes_on)
     return str(found.value)
 
 
@@ -29,12 +30,15 @@ TOLD = {
     "hydra.sweep.dir=x": "hydra.sweep.dir=x: is of a sweep, and this is a single run; try hydra.run.dir=x",
     "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: runs are started by ptdbench; try basic, submitit_local, "
     "submitit_slurm",
+    "cluster=slurm hydra/launcher=basic": "hydra/launcher=basic: does not go with cluster=slurm; omit it",
+    "hydra.mode=MULTIRUN hydra/launcher=submitit_slurm": "hydra/launcher=submitit_slurm: does not go with "
+    "cluster=local; try cluster=slurm, or basic or submitit_local for this machine",
 }
 
 
 @pytest.mark.parametrize("typed", TOLD)
 def test_what_would_do_nothing(typed):
-    assert refused(typed) == TOLD[typed]
+    assert refused(*typed.split()) == TOLD[typed]
 
 
 def test_the_directory_of_a_run_is_not_that_of_a_sweep():
@@ -82,3 +86,48 @@ def test_runs_of_a_sweep_have_directories_of_their_own():
     assert refused("seed=1,2", "hydra.sweep.subdir='${model.name}'", "hydra.mode=MULTIRUN") == rule
     composed = compose_all(["model=toy", "seed=1,2", "hydra.sweep.subdir='s${seed}'"], True)
     hydra_options.check(composed, None, None)
+
+
+class TestSearch:
+    """What would make Optuna lose its way, and what it is set to."""
+
+    WORDS = ("hydra/sweeper=optuna", "hydra.mode=MULTIRUN", "seed=1,2")
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            ("cluster=slurm cluster.submit=detach", "of its jobs before it can choose the next ones; try wait"),
+            (
+                "cluster=slurm sweep.same_nodes=true",
+                "sweep.same_nodes=true: hydra/sweeper=optuna chooses runs by the results of others, and those of one "
+                "job are chosen at once; omit it",
+            ),
+            (
+                "virtual=h100",
+                "virtual=h100: a virtual GPU computes nothing and takes no time, so that hydra/sweeper=optuna would "
+                "have nothing to go by; try a sweep of lists, or virtual=none",
+            ),
+        ],
+    )
+    def test_results_that_come_too_late_or_tell_nothing(self, words, said):
+        assert refused(*self.WORDS, *words.split()).endswith(said)
+
+    def test_ranks_that_would_each_search_by_themselves_or_draw_other_values(self, tmp_path):
+        assert refused(*self.WORDS, world=World(1, 2, 1, 2, "torchrun")) == (
+            "hydra/sweeper=optuna: each of the 2 ranks that torchrun started would search by itself; "
+            "start it with plain python, here or with cluster=slurm"
+        )
+        assert refused(*self.WORDS, goes_on=tmp_path).endswith(
+            "its values were drawn without a seed, and optuna would draw others now; "
+            "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
+        )
+
+    def test_what_a_sweeper_is_set_to_where_nobody_did(self):
+        def overrides(*typed):
+            return hydra_options.search_overrides(compose_all(["model=toy", *self.WORDS[1:], *typed]))
+
+        assert overrides() == []
+        assert overrides(self.WORDS[0]) == ["hydra.sweeper.direction=maximize", "hydra.sweeper.max_failure_rate=1.0"]
+        assert overrides(self.WORDS[0], "hydra.sweeper.direction=minimize") == ["hydra.sweeper.max_failure_rate=1.0"]
+        lowest, *_ = overrides(self.WORDS[0], "objective=held_out_loss", "eval.every=1")
+        assert lowest == "hydra.sweeper.direction=minimize"

@@ -96,6 +96,12 @@ TOLD = {
     "counted; try model.sequence_length=64",
     "optimizer=muon model=resnet18": "optimizer=muon: is for matrices, and model=resnet18 has none but in embeddings, "
     "head and kernels; try adamw",
+    "cluster=slurm cluster.requeue=true": "cluster.requeue=true: a run that is requeued goes on after its last "
+    "checkpoint, and this one makes none; give checkpoint.every_steps",
+    "model=toy objective=held_out_loss": "objective=held_out_loss: is a figure of the held-out part, and "
+    "eval.every=null never evaluates on it; try eval.every=60",
+    "objective=held_out_accuracy data.held_out=0.1 eval.every=5": "objective=held_out_accuracy: the samples of "
+    "data=text have no classes; try held_out_loss",
     "virtual=h100 device=cpu": "device=cpu: virtual=h100 is a GPU; try auto, or virtual=none",
     "virtual=h100 train.micro_batch=best": "train.micro_batch=best: is found by times, and virtual GPUs have none; "
     "try max",
@@ -171,6 +177,9 @@ class TestRefused:
         assert [line.partition("=")[0] for line in refused(*wrong)] == [*names, "train.global_batch"]
         names.insert(1, "cluster.cpus_per_rank")  # with which the ranks cannot be counted
         assert [line.partition("=")[0] for line in refused(*wrong, "cluster.cpus_per_rank=0")] == names
+        surprising = ["model._target_=5", "optimizer.lr=[1,2]", "train=5", "+unknown.option=1"]
+        names = ["unknown", "train", "model._target_", "optimizer.lr"]
+        assert [line.partition("=")[0] for line in refused(*surprising)] == names
 
     @pytest.mark.parametrize("batch", [16, 18])
     def test_what_is_offered_really_would_do(self, batch):
