@@ -120,18 +120,6 @@ class TestRuns:
         assert (record["status"], record["steps"]) == ("ok", 4)
         assert f"tensorboard --logdir {Path('outputs') / directory.name}" in done.stdout
 
-    def test_a_pair_of_a_sweep_that_is_refused_is_a_row_and_the_others_run(self, tmp_path):
-        done = forked.with_ranks("-m", *TOY, "parallel=ddp,single", "train.global_batch=15,16", cwd=tmp_path)
-        (directory,) = outputs(tmp_path)
-        records = [json.loads(line) for line in (directory / "results.jsonl").read_text().splitlines()]
-        asked = [(r["parallel"], r["global_batch"], r["status"]) for r in records]
-        assert asked == [("ddp", 15, "failed"), ("ddp", 16, "ok"), ("single", 15, "ok"), ("single", 16, "ok")]
-        assert records[0]["error"]["message"] == (
-            "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; try 14, 16"
-        )
-        assert done.returncode == 1  # not all were ok
-        assert "Traceback" not in done.stdout + done.stderr
-
     def test_a_model_without_reset_is_built_once_in_each_process_and_is_gone_from_the_one_that_waits(
         self, tmp_path, monkeypatch
     ):

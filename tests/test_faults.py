@@ -100,11 +100,17 @@ def test_a_learning_rate_that_is_too_high_is_divergence_under_every_layout(run, 
 
 
 def test_the_other_runs_of_a_sweep_complete(tmp_path):
-    asked = ("-m", *FAULTY, "+model.how=raise,kill,none", "parallel=ddp", f"hydra.sweep.dir={tmp_path}/sweep")
-    done = forked.with_ranks(*asked, cwd=ROOT)
+    """Where one is refused beforehand, and one fails."""
+    asked = ("-m", *FAULTY, "+model.how=raise,none", "parallel=ddp", "train.global_batch=15,16")
+    done = forked.with_ranks(*asked, f"hydra.sweep.dir={tmp_path}/sweep", cwd=ROOT)
     records = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
-    assert [record["status"] for record in records] == ["failed", "failed", "ok"]
-    assert [record["error"] and record["error"]["rank"] for record in records] == [1, 1, None]
+    assert [(record["global_batch"], record["status"]) for record in records] == [
+        (15, "failed"), (16, "failed"), (15, "failed"), (16, "ok"),
+    ]  # fmt: skip
+    assert [record["error"] and record["error"]["rank"] for record in records] == [-1, 1, -1, None]
+    assert records[0]["error"]["message"] == (
+        "train.global_batch=15: must be a multiple of the number of data-parallel replicas, 2; try 14, 16"
+    )
     for record in records:
         assert json.loads((tmp_path / "sweep" / record["directory"] / "record.json").read_text()) == record
     assert done.returncode == 1  # not all were ok

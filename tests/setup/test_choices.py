@@ -9,13 +9,13 @@ from ptdbench.setup import choices, config
 
 try:
     instantiate({"_target_": "os.system", "_partial_": True})
+    HAS_A_LIST = False
 except Exception:
-    HYDRA_HAS_A_LIST = True
-else:
-    HYDRA_HAS_A_LIST = False
+    HAS_A_LIST = True
+with_list = pytest.mark.skipif(not HAS_A_LIST, reason="this Hydra calls whatever is named")
 
 
-@pytest.mark.skipif(not HYDRA_HAS_A_LIST, reason="this Hydra calls whatever is named")
+@with_list
 def test_what_hydra_refuses_to_call_is_refused():
     with pytest.raises(ConfigError) as caught:
         choices.check(config.Call("mine", "os.system", {}), "data")
@@ -23,7 +23,7 @@ def test_what_hydra_refuses_to_call_is_refused():
     assert str(caught.value).startswith(said)
 
 
-@pytest.mark.skipif(not HYDRA_HAS_A_LIST, reason="this Hydra calls whatever is named")
+@with_list
 def test_what_an_optimizer_is_given_is_held_to_the_same():
     nested = {"_target_": "os.system", "command": "true"}
     read = config.Config({"optimizer": {"name": "mine", "_target_": "builtins.dict", "more": [nested]}})

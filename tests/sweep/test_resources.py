@@ -84,25 +84,17 @@ class TestShape:
             ({"gpus_per_node": 0}, (1, 2, 0)), ({"gpus_per_node": 0, "ranks_per_node": 4}, (1, 4, 0)),
             ({"gres": "gpu:volta:2"}, (1, 2, 2)), ({"gres": "gpu:1", "partition": "gpu"}, (1, 1, 1)),
             ({"gres": "lscratch:100", "partition": "gpu"}, (1, 8, 8)),
-        ],
-    )  # fmt: skip
-    def test_auto_becomes_what_is_there(self, options, expected):
-        assert shape_of(**options) == Shape(*expected, *[None] * (4 - len(expected)))
-
-    @pytest.mark.parametrize(
-        ("options", "expected"),
-        [
+            # On CPUs no GPU is asked for that nobody uses, but a partition may take no job that asks for none.
             *(({"device": "cpu"} | more, (1, 2, 0)) for more in ({}, {"gres": "gpu:volta:2"}, {"partition": "mixed"})),
-            # a partition may take no job that does not ask for a GPU
             ({"device": "cpu", "gpus_per_node": 1, "ranks_per_node": 1}, (1, 1, 1)),
-            # a strategy that takes fewer devices leaves the others to others, unless they are asked for
+            # A strategy that takes fewer devices leaves the others to others, unless they are asked for.
             ({"ranks": one, "partition": "gpu"}, (1, 1, 1)),
             ({"ranks": one, "partition": "gpu", "gpus_per_node": 8}, (1, 1, 8)),
             ({"ranks": one, "gres": "gpu:volta:2"}, (1, 1, 2)),
         ],
-    )
-    def test_on_cpus_and_for_strategies_of_one_rank_no_gpu_is_asked_for_that_nobody_uses(self, options, expected):
-        assert shape_of(**options) == Shape(*expected, None)
+    )  # fmt: skip
+    def test_auto_becomes_what_is_there(self, options, expected):
+        assert shape_of(**options) == Shape(*expected, *[None] * (4 - len(expected)))
 
     @pytest.mark.parametrize(
         ("options", "message"),
