@@ -16,14 +16,11 @@ from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
 from ptdbench.terminal import plural
 
-#: Flags of sbatch whose options have the same names.
-_ALIKE = (
-    "account", "chdir", "constraint", "dependency", "exclusive", "gpus_per_node", "gres", "mail_type", "mail_user",
-    "nodes", "partition", "qos",
-)  # fmt: skip
+#: Flags of sbatch that are options of the same name.
+_ALIKE = ("partition", "account", "qos", "constraint", "dependency", "mail_user", "mail_type", "chdir")
 
 #: Flags of sbatch that ``cluster.extra`` may not give, and what gives them.
-GIVEN_BY = {name: f"cluster.{name}" for name in _ALIKE} | {
+GIVEN_BY = {name: f"cluster.{name}" for name in (*_ALIKE, "nodes", "gpus_per_node", "gres", "exclusive")} | {
     "array": "-m and lists of values: each run of a sweep is a job of its own",
     "clusters": "SLURM_CLUSTERS, for all commands of SLURM",
     "cpus_per_gpu": "cluster.cpus_per_rank",
@@ -119,27 +116,20 @@ def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool
     gres = ",".join(one for one in (cluster.gres or "").split(",") if shape.gpus_per_node or not gpu_count(one))
     wanted = {
         "job_name": name,
-        "partition": cluster.partition,
-        "account": cluster.account,
-        "qos": cluster.qos,
+        **{flag: getattr(cluster, flag) for flag in _ALIKE},
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks_per_node,
         "cpus_per_task": shape.cpus_per_rank,
         "gpus_per_node": None if gpu_count(gres) else shape.gpus_per_node or None,
         "gres": gres or None,
-        "constraint": cluster.constraint,
         "mem": None if cluster.mem_gb is None else f"{math.ceil(cluster.mem_gb * 1024)}M",  # 0 is all that a node has
         "time": cluster.time_minutes,
-        "exclusive": cluster.exclusive or None,
-        "dependency": cluster.dependency,
-        "mail_user": cluster.mail_user,
-        "mail_type": cluster.mail_type,
-        "chdir": cluster.chdir,
-        "requeue": cluster.requeue or None,
-        "no_requeue": None if cluster.requeue else True,  # SLURM would start it anew after the failure of a node
+        "exclusive": cluster.exclusive,
+        "requeue": cluster.requeue,
+        "no_requeue": not cluster.requeue,  # SLURM would start it anew after the failure of a node
     }
-    extra = {_flag(flag): value for flag, value in cluster.extra.items() if value is not False}
-    return {flag: value for flag, value in (wanted | extra).items() if value is not None}
+    wanted |= {_flag(flag): value for flag, value in cluster.extra.items()}
+    return {flag: value for flag, value in wanted.items() if value is not None and value is not False}
 
 
 def setup_lines(cluster: Slurm, shape: Shape) -> list[str]:
