@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -16,6 +16,7 @@ from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.machine import Machine
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 #: What Hydra has of its own among the options, and does not pass on by name.
 _OF_HYDRA = ("_args_", "_convert_", "_recursive_")
@@ -31,7 +32,7 @@ def build(config: Config, group: str) -> Any:
     """Build the object that a group's choice describes."""
     call = config.call(group)
     check(call, group)
-    return guarded(lambda: instantiate(_description(call)), group)
+    return guarded(group, instantiate, call.described)
 
 
 def virtual(config: Config) -> Machine | None:
@@ -44,7 +45,7 @@ def bound(config: Config, group: str, *given: str) -> Callable[..., Any]:
     """Return the function that a group's choice describes, with its options bound."""
     call = config.call(group)
     check(call, group, *given)
-    bound: Callable[..., Any] = guarded(lambda: instantiate(_description(call, partial=True)), group)
+    bound: Callable[..., Any] = guarded(group, instantiate, call.described | {"_partial_": True})
     return bound
 
 
@@ -78,10 +79,6 @@ def _held_back(call: Call, takes: Mapping[str, inspect.Parameter]) -> list[Probl
     ]
 
 
-def _description(call: Call, partial: bool = False) -> dict[str, Any]:
-    return {"_target_": call.target, "_convert_": "all", "_partial_": partial, **call.options}
-
-
 def _not_found(option: str, target: str, error: Exception) -> Problem:
     """Say why a target is not to be had: it raises when imported, is not callable, or is on Hydra's list."""
     if isinstance(error, InstantiationException) and error.__cause__ is None:
@@ -94,10 +91,10 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
     return Problem(option, target, f"cannot be imported: {reason}", remedy)
 
 
-def guarded(make_it: Callable[[], T], group: str) -> T:
-    """Make it, and say of whatever is raised which group it came from."""
+def guarded(group: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Make something, and say of whatever is raised which group it came from."""
     try:
-        return make_it()
+        return make(*args, **kwargs)
     except Exception as error:  # a constructor of somebody else's may raise anything
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, ConfigError):

@@ -197,6 +197,11 @@ class Call:
     label: str | None = None  #: For directories, beside the name for people.
 
     @property
+    def described(self) -> dict[str, Any]:
+        """It as Hydra takes it."""
+        return {"_target_": self.target, "_convert_": "all", **self.options}
+
+    @property
     def is_custom(self) -> bool:
         """True if it is named after what it calls, which somebody gave on the command line."""
         return self.name == self.target.rpartition(".")[2]

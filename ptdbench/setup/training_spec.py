@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -220,7 +220,7 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
     bound = choices.bound(config, "optimizer", "params")  # first: it is judged whatever else is wrong
     not_decayed = [rule for rule, decays in DECAYED.items() if not decays and config.train.decay == "matrices"]
     make = in_groups(bound, model, not_decayed)
-    tried = choices.guarded(lambda: make(_of_one_number(model)), "optimizer")
+    tried = choices.guarded("optimizer", make, _of_one_number(model))
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
         rule = f"is for matrices, and model={config.call('model').name} has none but in embeddings, head and kernels"
         require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))
@@ -241,9 +241,8 @@ def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Mode
         choices.check(call, "model")
     except ConfigError as error:
         raise _meant_for_another(call, error) from None
-    description: Mapping[str, Any] = {"_target_": call.target, "_convert_": "all", **call.options}
-    # The seed not from config.general, as above.
-    return choices.guarded(lambda: foreign.build(description, seed=config.resolved["seed"], example=example), "model")
+    seed = config.resolved["seed"]  # not from config.general, of which another option may be wrong
+    return choices.guarded("model", foreign.build, call.described, seed=seed, example=example)
 
 
 def _check_data(config: Config, model: Model, data: Data) -> None:
