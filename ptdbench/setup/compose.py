@@ -83,9 +83,8 @@ class Composed:
     is_sweep: bool  #: Whether they are a sweep.
     typed: list[str]  #: What was typed for all of them, Hydra's own options left out except those of its sweeper.
     source: Source  #: Where they come from.
-    searches: bool = False  #: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
-    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; empty for a search.
-    whole: Sequence[bytes] = ()
+    searches: bool  #: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
+    whole: list[bytes]  #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory.
 
     @cached_property
     def configs(self) -> list[Config]:
@@ -155,7 +154,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             raise ConfigError(_explain(source.name, parsed, error)) from None
         of_sweeper = (SWEEPER, "hydra.sweeper.")
         typed = [_line(it) for it in parsed if not it.is_hydra_override() or it.key_or_group.startswith(of_sweeper)]
-        return Composed(first, composed, jobs, is_sweep, typed, source, searches, [] if searches else whole)
+        return Composed(first, composed, jobs, is_sweep, typed, source, searches, whole)
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:

@@ -120,8 +120,8 @@ def _as_typed(text: str) -> str:
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
     """Print the configuration of every run as Hydra does, and return 0; raises ConfigError for no such package."""
     several = composed.is_sweep and len(composed.jobs) > 1
-    wholes = composed.whole or [pickle.dumps(composed.first)]
-    for number, (whole, overrides) in enumerate(zip(wholes, composed.overrides, strict=False)):
+    shown = composed.whole[:1] if composed.searches else composed.whole
+    for number, (whole, overrides) in enumerate(zip(shown, composed.overrides, strict=False)):
         if several:
             echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
         echo(_shown(pickle.loads(whole), arguments).removesuffix("\n"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -81,7 +81,8 @@ def of_machine(composed: Composed, world: World | None, goes_on: Path | None = N
     Raises:
         ConfigError: None of them can run.
     """
-    found = [_planned(*run, None, world, goes_on) for run in _typed(composed)]
+    runs = zip(composed.whole, composed.configs, composed.overrides, strict=True)
+    found = [_planned(*run, None, world, goes_on) for run in runs]
     _require_one(found)
     return found
 
@@ -95,7 +96,7 @@ def of_cluster(composed: Composed) -> list[Request]:
     known = _partitions(composed.configs[0].cluster)
     problems = ErrorCollector()
     found = []
-    for whole, read, words in _typed(composed):
+    for whole, read, words in zip(composed.whole, composed.configs, composed.overrides, strict=True):
         shape = problems.catch(shape_of, read, known)
         if shape:
             found.append(_planned(whole, read, words, shape))
@@ -103,12 +104,6 @@ def of_cluster(composed: Composed) -> list[Request]:
     problems.close()
     _require_one(found)
     return found
-
-
-def _typed(composed: Composed) -> Iterator[tuple[bytes, Config, list[str]]]:
-    """Of each run its configuration with Hydra's node and without, and what was typed for it."""
-    wholes = composed.whole or [b""] * len(composed.jobs)  # of a search they stand for others
-    return zip(wholes, composed.configs, composed.overrides, strict=True)
 
 
 def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
