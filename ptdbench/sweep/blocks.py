@@ -39,7 +39,8 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
 
 def _swept(composed: Composed) -> Iterator[Problem]:
     """A problem for every option of the group that a sweep has several values of."""
-    if all(job.get("repeat") == composed.first.get("repeat") for job in composed.jobs):
+    first, *others = (config.resolved.get("repeat") for config in composed.configs)
+    if all(other == first for other in others):
         return  # at once: typing the options of each of a thousand runs takes seconds
     found = [config.repeat for config in composed.configs]
     for field in fields(Repeat):

@@ -207,7 +207,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     source = compose.Source(compose.conf_folder(), extra=extra)
     own = [override for override in overrides if not commandline.is_cluster(override)]
     in_files = compose.compose_all(own, True, source)
-    is_chosen = "cluster" in map(commandline.option, overrides) or all(map(_has_jobs, in_files.jobs))
+    is_chosen = "cluster" in map(commandline.option, overrides) or all(map(_has_jobs, in_files.configs))
     composed = compose.compose_all([*overrides, *([] if is_chosen else ["cluster=slurm"])], True, source)
     if composed.searches:
         name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
@@ -232,7 +232,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
     shape = shapes.pop()
     # A list or a glob of one value, too, which is not what the run says.
-    sweep = ["-m"] if len(composed.jobs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
+    sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
     name = "sweep" if sweep else store.file_name(first.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # where nothing need be installed
@@ -300,16 +300,16 @@ def _on_ranks(own: Sequence[str], in_files: Composed) -> list[str]:
 
     ``in_files`` is composed of the run's ``own`` overrides, which say nothing of the cluster.
     """
-    if any(map(_has_jobs, in_files.jobs)):
+    if any(map(_has_jobs, in_files.configs)):
         own = ["cluster=local", *own]
         in_files = compose.compose_all(own, True, in_files.source)
-    of_jobs = {str(name) for job in in_files.jobs for name in job.cluster} - _names(config.Cluster)
+    of_jobs = {name for read in in_files.configs for name in read.resolved["cluster"]} - _names(config.Cluster)
     return [*own, *(f"~cluster.{name}" for name in sorted(of_jobs))]
 
 
-def _has_jobs(composed: DictConfig) -> bool:
+def _has_jobs(read: Config) -> bool:
     """Tell whether the cluster is one of SLURM, and not this machine with a few options of one."""
-    return _names(Slurm) <= {*composed.cluster}
+    return _names(Slurm) <= {*read.resolved["cluster"]}
 
 
 def _names(cluster: type[config.Cluster]) -> set[str]:
