@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -109,13 +109,10 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
     device_type = _device_type(config, gpus)
-
-    def world_size(rule: Callable[[int], int]) -> int:
-        nodes = config.cluster.nodes if virtual and not world else None
-        return _world_size(config, world, rule, gpus if device_type == "cuda" else RANKS_WITHOUT_GPU, nodes)
-
+    available = gpus if device_type == "cuda" else RANKS_WITHOUT_GPU
+    world_size = partial(_world_size, config, world, available=available, is_virtual=virtual is not None)
     for part in ("general", "cluster", "checkpoint", "profile", "sweep"):
-        found.catch(partial(getattr, config, part))
+        found.catch(getattr, config, part)
     found.catch(_check_devices, config, world, gpus)
     found.catch(checks.check_precision, config.resolved.get("precision"), device_type)
     if virtual:
@@ -327,28 +324,21 @@ def _check_fp8(config: Config, training: TrainingSpec) -> None:
 
 
 def _world_size(
-    config: Config,
-    world: World | None,
-    rule: Callable[[int], int],
-    available: int,
-    virtual_nodes: int | Literal["auto"] | None,
+    config: Config, world: World | None, rule: Callable[[int], int], available: int, *, is_virtual: bool
 ) -> int:
     """Return how many ranks there are or will be: those of ``world`` must be those that are asked for.
 
-    ``rule`` says how many of the ``available`` devices of this machine are taken where nothing is said;
-    ``virtual_nodes`` are those of a run that starts its own ranks on virtual ones, ``None`` where nodes are real.
+    ``rule`` says how many of the ``available`` devices of a node are taken where nothing is said.
     """
-    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if world:
         _check_world(config, world)
         return world.size
-    if virtual_nodes:
-        count = 1 if virtual_nodes == "auto" else virtual_nodes
-        return rule(count * available) if ranks == "auto" else count * ranks
-    if nodes not in ("auto", 1):
+    nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
+    if nodes not in ("auto", 1) and not is_virtual:
         remedy = "try 1, cluster=slurm, or srun, mpirun or torchrun on every node"
         require(Problem("cluster.nodes", nodes, "this machine is one node", remedy))
-    return rule(available) if ranks == "auto" else ranks
+    count = 1 if nodes == "auto" else nodes
+    return rule(count * available) if ranks == "auto" else count * ranks
 
 
 def _check_world(config: Config, world: World) -> None:
