@@ -73,7 +73,7 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: 
         return
     # Before it is requeued: SLURM leaves no time after.
     attempt.amend(lambda _: record.requeued(done, restarts + 1, cluster.max_requeues))
-    if cluster.container.image and (sweep := ledger.sweep_of(attempt.directory)):  # see submission.script
+    if cluster.container.image and (sweep := ledger.sweep_of(attempt.directory)):  # see submission.Array.script
         (sweep / f"{slurm.REQUEUE}{os.environ['SLURM_JOB_ID']}").touch()
         return
     try:

@@ -322,7 +322,7 @@ def _says_more(state: JobState | None) -> bool:
 def _reached_its_limit(written: Written, state: JobState | None) -> bool:
     """Tell whether the warning ahead of its time limit ended a run, of which SLURM only says FAILED.
 
-    The warning is asked for at most a tenth of the limit ahead (see :func:`ptdbench.sweep.submission.script`), and
+    The warning is asked for at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
     comes up to a minute earlier than that (sbatch(1), ``--signal``).
     """
     minutes = _time_minutes(written)

@@ -8,7 +8,8 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from pathlib import Path
@@ -28,7 +29,7 @@ from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.sweep import container, resources, status
 from ptdbench.sweep.agenda import Opened
 from ptdbench.sweep.requests import Request, world_of
-from ptdbench.sweep.resources import Output, Step
+from ptdbench.sweep.resources import Output, Shape, Step
 from ptdbench.terminal import echo, plural
 
 #: The id of a job in its script, as squeue has it.
@@ -94,103 +95,106 @@ def _differences(job: Sequence[Request]) -> Iterator[Problem]:
         yield Problem("sweep.same_nodes", as_typed(True), rule, "start a sweep for each")
 
 
-def script(array: Sequence[Sequence[Request]], name: str, sweep: Path, options: Mapping[str, Any]) -> str:
-    """The script of the jobs of one array.
+@dataclass(frozen=True)
+class Array:
+    """Jobs that ask for the same, submitted by one script."""
 
-    Args:
-        array: Its jobs, each with its runs; all have the same number of them.
-        name: Its name in the queue.
-        sweep: The sweep's directory.
-        options: The launcher's own options; see :data:`ptdbench.setup.hydra_options.OPTIONS`.
-    """
-    first, *_ = array[0]
-    cluster, shape, output = first.cluster, first.shape, folder(first, sweep)
-    assert shape is not None
-    parallel, delay = (int(options.get(option) or default) for option, default in OPTIONS.items())
-    flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
-    if len(array) > 1:
-        flags["array"] = f"0-{len(array) - 1}%{min(parallel, len(array))}"
-    # A token by which the job was submitted may have expired when it starts: srun would be refused.
-    setup = ["unset SLURM_JWT", f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
-    setup += _enter_folders(output, len(array[0]))
-    used, bundle = _used(array, sweep), _bundle(sweep, name)
-    steps = [
-        container.enter(_step(run, of_run, len(array)), cluster.container, shape, used, bundle)
-        for run, of_run in zip(array[0], folders(output, len(array[0])), strict=True)
-    ]
-    after = []
-    if cluster.requeue and cluster.container.image:
-        asked = f"{shlex.quote(str(sweep.absolute()))}/{slurm.REQUEUE}$SLURM_JOB_ID"
-        after.append(f'if rm {asked} 2> /dev/null; then scontrol requeue "{_JOB}"; fi')
-    of_slurm = str(_staging(output) / ledger.LOG_OF_SLURM).replace("%j", _pattern(len(array)))
-    return resources.script(cluster, shape, name, steps, Output(of_slurm, flags, setup, after))
+    jobs: Sequence[Sequence[Request]]  #: Each with its runs; all have the same number of them.
+    name: str  #: Its name in the queue.
+    sweep: Path  #: The sweep's directory.
 
+    @property
+    def cluster(self) -> Slurm:
+        """What each of the jobs asks for."""
+        return self.jobs[0][0].cluster
 
-def _enter_folders(output: Path, runs: int) -> list[str]:
-    """Lines that make the folders of a job's output, and send what the script says there.
+    @property
+    def _shape(self) -> Shape:
+        shape = self.jobs[0][0].shape
+        assert shape is not None
+        return shape
 
-    SLURM makes none, and this process knows where they belong only when the job may have started.
-    """
-    paths = JobPaths(output)
-    out, errors = (_in_script(str(path).replace("%t", "0")) for path in (paths.stdout, paths.stderr))
-    made = " ".join(_in_script(str(folder)) for folder in folders(output, runs))
-    return [f'ptdbench_job="{_JOB}"', f"mkdir -p {made} && exec >> {out} 2>> {errors}"]
+    @property
+    def output(self) -> Path:
+        """Folder of the output of a job, with ``%j`` for its id."""
+        return Path(self.cluster.log or self.sweep / "logs" / "%j").expanduser().absolute()
+
+    @property
+    def folders(self) -> list[Path]:
+        """Folders of the output of each run of a job: the job's own, where it has only one."""
+        runs = len(self.jobs[0])
+        return [self.output] if runs == 1 else [self.output / str(number) for number in range(runs)]
+
+    @property
+    def staging(self) -> Path:
+        """The folder in which the folders of all jobs lie."""
+        return JobPaths.get_first_id_independent_folder(self.output)
+
+    @cached_property
+    def used(self) -> list[Path]:
+        """What the runs use of this machine; their container has it too."""
+        runs = chain.from_iterable(self.jobs)
+        return container.outermost(path for run in runs for path in container.folders(run.config, self.sweep))
+
+    @property
+    def bundle(self) -> Path:
+        """The folder of the bundle that their containers start from."""
+        return self.sweep.absolute() / "containers" / self.name
+
+    def script(self, options: Mapping[str, Any]) -> str:
+        """The script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
+        count, cluster = len(self.jobs), self.cluster
+        parallel, delay = (int(options.get(option) or default) for option, default in OPTIONS.items())
+        flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
+        if count > 1:
+            flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
+        # A token by which the job was submitted may have expired when it starts: srun would be refused.
+        setup = ["unset SLURM_JWT", f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
+        steps = [self._run(run, folder) for run, folder in zip(self.jobs[0], self.folders, strict=True)]
+        after = []
+        if cluster.requeue and cluster.container.image:
+            asked = f"{shlex.quote(str(self.sweep.absolute()))}/{slurm.REQUEUE}$SLURM_JOB_ID"
+            after.append(f'if rm {asked} 2> /dev/null; then scontrol requeue "{_JOB}"; fi')
+        log = self._by_pattern(self.staging / ledger.LOG_OF_SLURM)
+        output = Output(log, flags, [*setup, *self._enter_folders()], after)
+        return resources.script(cluster, self._shape, self.name, steps, output)
+
+    def search(self, run: Request, folder: Path) -> JobSteps | None:
+        """How the script of a run's job starts ranks that try a micro-batch; ``None`` if none is sought."""
+        if not is_sought(run.config):
+            return None
+        step = self._step([sys.executable, "-u", "-m", "ptdbench", "run"], folder)
+        return JobSteps(world_of(self._shape), self._shape.gpus_per_node, resources.srun(self.cluster, step))
+
+    def _run(self, run: Request, folder: Path) -> Step:
+        """One run in every task of its job; a micro-batch that is sought is found by the job's script before."""
+        command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
+        return replace(self._step(command, folder), before=command if is_sought(run.config) else ())
+
+    def _step(self, command: Sequence[str], folder: Path) -> Step:
+        """A command in every task of a job, in its container and with its output in a folder."""
+        out, errors = map(self._by_pattern, (JobPaths(folder).stdout, JobPaths(folder).stderr))
+        step = Step(command, ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"])
+        return container.enter(step, self.cluster.container, self._shape, self.used, self.bundle)
+
+    def _by_pattern(self, path: Path) -> str:
+        """A path as SLURM takes it: an element of an array has no ``%j`` of its own."""
+        return str(path).replace("%j", "%A_%a") if len(self.jobs) > 1 else str(path)
+
+    def _enter_folders(self) -> list[str]:
+        """Lines that make the folders of a job's output, and send what the script says there.
+
+        SLURM makes none, and this process knows where they belong only when the job may have started.
+        """
+        paths = JobPaths(self.output)
+        out, errors = (_in_script(str(path).replace("%t", "0")) for path in (paths.stdout, paths.stderr))
+        made = " ".join(_in_script(str(folder)) for folder in self.folders)
+        return [f'ptdbench_job="{_JOB}"', f"mkdir -p {made} && exec >> {out} 2>> {errors}"]
 
 
 def _in_script(path: str) -> str:
     """Quote a path for a script, where a variable has the place of ``%j``."""
     return '"$ptdbench_job"'.join(part and shlex.quote(part) for part in path.split("%j"))
-
-
-def _used(array: Sequence[Sequence[Request]], sweep: Path) -> list[Path]:
-    """What the runs of an array use of this machine; their container has it too."""
-    return container.outermost(path for job in array for run in job for path in container.folders(run.config, sweep))
-
-
-def _bundle(sweep: Path, name: str) -> Path:
-    return sweep.absolute() / "containers" / name
-
-
-def _step(run: Request, folder: Path, jobs: int) -> Step:
-    """One run in every task of its job; a micro-batch that is sought is found by the job's script before."""
-    command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
-    return Step(command, _to_files(folder, jobs), command if is_sought(run.config) else ())
-
-
-def _to_files(folder: Path, jobs: int) -> list[str]:
-    paths = JobPaths(folder)
-    out, errors = (str(path).replace("%j", _pattern(jobs)) for path in (paths.stdout, paths.stderr))
-    return ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"]
-
-
-def _search(run: Request, name: str, folder: Path, jobs: int, used: Sequence[Path], sweep: Path) -> JobSteps | None:
-    """How the script of a run's job starts ranks that try a micro-batch; ``None`` if none is sought."""
-    if not is_sought(run.config):
-        return None
-    assert run.shape is not None
-    step = Step([sys.executable, "-u", "-m", "ptdbench", "run"], _to_files(folder, jobs))
-    entered = container.enter(step, run.cluster.container, run.shape, used, _bundle(sweep, name))
-    return JobSteps(world_of(run.shape), run.shape.gpus_per_node, resources.srun(run.cluster, entered))
-
-
-def _pattern(jobs: int) -> str:
-    """What SLURM replaces by the id of one of so many jobs: an element of an array has no ``%j`` of its own."""
-    return "%A_%a" if jobs > 1 else "%j"
-
-
-def _staging(output: Path) -> Path:
-    """The folder in which the folders of all jobs lie."""
-    return JobPaths.get_first_id_independent_folder(output)
-
-
-def folder(request: Request, sweep_directory: Path) -> Path:
-    """Folder of the output of a run's job, with ``%j`` for its id."""
-    return Path(request.cluster.log or sweep_directory / "logs" / "%j").expanduser().absolute()
-
-
-def folders(folder: Path, runs: int) -> list[Path]:
-    """Folders of the output of each run of a job: the job's own, where it has only one."""
-    return [folder] if runs == 1 else [folder / str(number) for number in range(runs)]
 
 
 def check_paths(requests: Sequence[Request], sweep_directory: Path) -> None:
@@ -217,7 +221,7 @@ def make_folders(requests: Sequence[Request]) -> None:
     """
     found = []
     for log in dict.fromkeys(request.cluster.log for request in requests if request.cluster.log):
-        staging = _staging(Path(log))
+        staging = JobPaths.get_first_id_independent_folder(Path(log))
         try:
             staging.mkdir(parents=True, exist_ok=True)
             reason = "" if os.access(staging, os.W_OK) else "you may not write to it"
@@ -292,7 +296,7 @@ def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) 
 
 
 def _submit(
-    directory: Path, name: str, array: Sequence[Sequence[Opened]], options: Mapping[str, Any]
+    directory: Path, name: str, runs: Sequence[Sequence[Opened]], options: Mapping[str, Any]
 ) -> list[ledger.Job]:
     """Submit the jobs of an array, each with its runs; they are noted down before and after.
 
@@ -300,19 +304,17 @@ def _submit(
         SlurmError: SLURM did not take them, or did not answer.
         OSError: The folder of their output cannot be written to.
     """
-    requests = [[run.request for run in job] for job in array]
-    output = folder(requests[0][0], directory)
-    text, used = script(requests, name, directory, options), _used(requests, directory)
-    container.write_bundle(requests[0][0].cluster.container, used, _bundle(directory, name))
-    noted = list(_to_note(name, array, output))
+    array = Array([[run.request for run in job] for job in runs], name, directory)
+    text = array.script(options)
+    container.write_bundle(array.cluster.container, array.used, array.bundle)
+    noted = list(_to_note(array, runs))
     ledger.add(directory, noted)
-    staging = _staging(output)
-    staging.mkdir(parents=True, exist_ok=True)
-    pickles = [staging / f"{name}-{number}.pkl" for number in range(len(noted))]
+    array.staging.mkdir(parents=True, exist_ok=True)
+    pickles = [array.staging / f"{name}-{number}.pkl" for number in range(len(noted))]
     try:
-        for run, job, pickle in zip(chain.from_iterable(array), noted, pickles, strict=True):
-            search = _search(run.request, name, Path(job.log), len(array), used, directory)
-            DelayedSubmission(carry_out, *call_of(directory, run), search).dump(pickle)
+        for run, job, pickle in zip(chain.from_iterable(runs), noted, pickles, strict=True):
+            steps = array.search(run.request, Path(job.log))
+            DelayedSubmission(carry_out, *call_of(directory, run), steps).dump(pickle)
         identity = slurm.submit(text)
     except BaseException:
         for pickle in pickles:  # made by this very call
@@ -323,21 +325,21 @@ def _submit(
     ledger.add(directory, noted)
     for one, job, pickle in zip(ids, noted, pickles, strict=True):  # each run waits for its own for a minute
         JobPaths(job.log, one).move_temporary_file(pickle, "submitted_pickle")
-    JobPaths(output, ids[0]).submission_file.write_text(text)
+    JobPaths(array.output, ids[0]).submission_file.write_text(text)
     return noted
 
 
-def _to_note(name: str, array: Sequence[Sequence[Opened]], output: Path) -> Iterator[ledger.Job]:
+def _to_note(array: Array, runs: Sequence[Sequence[Opened]]) -> Iterator[ledger.Job]:
     """What is noted down of the runs of an array before SLURM has its jobs."""
     cluster = None
     with suppress(SlurmError, ValueError):  # one of several takes the jobs
         (cluster,) = slurm.clusters()
-    for element, job in enumerate(array):
-        for step, (run, log) in enumerate(zip(job, folders(output, len(job)), strict=True)):
+    for element, job in enumerate(runs):
+        for step, (run, log) in enumerate(zip(job, array.folders, strict=True)):
             yield ledger.Job(
                 number=run.number,
-                name=name,
-                element=element if len(array) > 1 else None,
+                name=array.name,
+                element=element if len(runs) > 1 else None,
                 id=None,
                 label=run.request.config.label,
                 shape=str(run.request.shape),
@@ -383,7 +385,7 @@ def _python_path() -> str:
 def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     """Print what ``cluster.submit=test`` prints; nothing is submitted and nothing written.
 
-    ``options`` are as for :func:`script`. The exit status is 0 if every job would be taken.
+    ``options`` are as for :meth:`Array.script`. The exit status is 0 if every job would be taken.
     """
     refused = [run for run in runs if run.refused]
     for run in refused:
@@ -420,7 +422,7 @@ def _answers(
         jobs = [[runs[place] for place in job] for job in array]
         answer: str | SlurmError
         try:
-            answer = slurm.test(script(jobs, "ptdbench", Path(), options))
+            answer = slurm.test(Array(jobs, "ptdbench", Path()).script(options))
         except SlurmError as error:
             answer = error
         yield jobs, answer

@@ -22,7 +22,7 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import carriers, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.carriers import NoObjective
-from ptdbench.sweep.submission import arrays, script
+from ptdbench.sweep.submission import Array, arrays
 
 
 class TestArrays:
@@ -90,7 +90,7 @@ class TestSameNodes:
 
     def test_each_run_is_a_step_and_one_that_fails_ends_no_other(self, asked):
         runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
-        text = script([runs, runs], "both", Path("/sweep"), {})
+        text = Array([runs, runs], "both", Path("/sweep")).script({})
         for number, line in enumerate(line for line in text.splitlines() if line.startswith("srun ")):
             assert f" --output=/sweep/logs/%A_%a/{number}/%A_%a_%t_log.out " in line
             assert line.endswith(f" submitit.core._submit /sweep/logs/%j/{number} || failed=$?")
@@ -116,7 +116,7 @@ def test_a_job_makes_the_folders_of_its_output_as_it_may_start_before_others_do(
     srun.write_text("#!/bin/sh\necho ${SLURM_JWT-no token}; echo trouble >&2\n")
     srun.chmod(0o755)
     runs = asked(f"seed={','.join(map(str, range(count)))}", f"sweep.same_nodes={str(together).lower()}")
-    text = script([runs] if together else [[run] for run in runs], "toy", sweep, {})
+    text = Array([runs] if together else [[run] for run in runs], "toy", sweep).script({})
     assert f"#SBATCH --output='{sweep}/logs/{'%A_%a' if '_' in job else '%j'}_slurm.log'\n" in text
     environ = {**variables, "PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JWT": "token"}
     done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, check=True)
@@ -141,7 +141,7 @@ def test_the_script_requeues_its_job_where_a_rank_in_a_container_asks_for_it(
 ):
     image = ["cluster.container.image=/i.sif", "cluster.container.kind=apptainer"]
     runs = asked("cluster.requeue=true", "checkpoint.every_steps=5", *image)
-    _, _, end = script([runs], "toy", tmp_path / "my sweep", {}).partition("failed=0\n")
+    _, _, end = Array([runs], "toy", tmp_path / "my sweep").script({}).partition("failed=0\n")
     (tmp_path / "my sweep").mkdir()
     if asked_for:
         (tmp_path / "my sweep" / f".requeue-{variables['SLURM_JOB_ID']}").touch()
@@ -257,7 +257,7 @@ class TestSought:
     """A micro-batch that is to be found: by the job's script, whose steps have fresh ranks."""
 
     def test_the_script_searches_before_it_starts_the_ranks(self, asked, tmp_path):
-        *_, last = script([asked("train.micro_batch=max")], "toy", tmp_path, {}).strip().splitlines()
+        *_, last = Array([asked("train.micro_batch=max")], "toy", tmp_path).script({}).strip().splitlines()
         search, _, ranks = last.partition(" && ")
         assert search == f"{sys.executable} -u -m submitit.core._submit {tmp_path}/logs/%j"
         assert ranks.startswith("srun ")
