@@ -221,7 +221,7 @@ def make_folders(requests: Sequence[Request]) -> None:
     """
     found = []
     for log in dict.fromkeys(request.cluster.log for request in requests if request.cluster.log):
-        staging = JobPaths.get_first_id_independent_folder(Path(log))
+        staging = JobPaths.get_first_id_independent_folder(Path(log).expanduser())
         try:
             staging.mkdir(parents=True, exist_ok=True)
             reason = "" if os.access(staging, os.W_OK) else "you may not write to it"

@@ -386,6 +386,15 @@ def test_a_path_in_which_slurm_would_replace_something_is_refused(asked, tmp_pat
         submission.check_paths(asked("cluster.log=/scratch/%u/%j"), tmp_path)
 
 
+def test_the_folder_of_outputs_is_made_where_they_will_be(asked, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    runs = asked("cluster.log='~/logs/%j'")
+    submission.make_folders(runs)
+    assert Array([runs], "toy", tmp_path).staging == tmp_path / "home" / "logs"
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):
     def refuse(script):
         raise SlurmError("Invalid account")
