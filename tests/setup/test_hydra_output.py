@@ -115,7 +115,8 @@ def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_l
 def test_a_directory_that_is_typed_with_pluses_is_typed(tmp_path):
     words = ["model=toy", f"++hydra.run.dir={tmp_path}/run"]
     hydra_output.claim(compose_all(words), None, None)
-    with pytest.raises(ConfigError, match="another process is writing its results there"):
+    rule = "another process is writing its results there; wait for it, or give another directory"
+    with pytest.raises(ConfigError, match=rule):
         hydra_output.claim(compose_all(words), None, None)
 
 
