@@ -174,5 +174,5 @@ def search_overrides(composed: Composed) -> list[str]:
     return [
         f"hydra.sweeper.{name}={value}"
         for name, value in wanted.items()
-        if composed.searches and name in sweeper and f"hydra.sweeper.{name}" not in typed
+        if name in sweeper and f"hydra.sweeper.{name}" not in typed
     ]

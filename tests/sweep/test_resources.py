@@ -18,6 +18,7 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
 from tests.conftest import composed
+from tests.daily import cases
 from tests.programs import call, until
 
 #: The test cluster's partitions and two more kinds.
@@ -325,7 +326,7 @@ class TestRealSlurm:
         else:
             assert " to start at " in commands.test(text)
 
-    @pytest.mark.parametrize("several", [True, False], ids=["two steps", "one step"])
+    @cases("several", [True, False], daily=[True], ids=lambda several: "two steps" if several else "one step")
     def test_a_rank_has_its_words_and_one_that_fails_ends_its_step_and_fails_the_job(self, slurm, tmp_path, several):
         words = ["model=gpt small", "x=[a,'b']", 'say="$HOME"', "#4", "a\\b", "*"]
         program = "import os, sys; print(os.environ['SLURM_PROCID'], os.environ['OMP_NUM_THREADS'], sys.argv[1:])"
