@@ -105,7 +105,7 @@ def test_there_is_something_to_run():
 def specify(command: str) -> None:
     """Check the run of a command as far as it is checked before anything starts or is submitted."""
     found = compose_all(shlex.split(command), multirun=False)
-    read = config.read(found.jobs[0])
+    read = found.configs[0]
     if isinstance(read.cluster, config.Slurm):
         requests.of_cluster(found)
         return

@@ -64,8 +64,7 @@ def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
         ConfigError: It cannot be used, or is not for planning.
     """
     extra = str(config_dir) if config_dir else None
-    words = commandline.in_full(overrides)
-    found = compose.compose_all(words, True, compose.Source(compose.conf_folder(), extra=extra))
+    found = compose.compose_all(overrides, True, compose.Source(compose.conf_folder(), extra=extra))
     cluster = found.configs[0].cluster
     searches = found.first.hydra.runtime.choices.get(commandline.SWEEPER)
     require(

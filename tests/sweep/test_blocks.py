@@ -10,7 +10,6 @@ from ptdbench.comparison import significance
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
-from ptdbench.setup import config
 from ptdbench.setup.compose import Source, compose_all, conf_folder
 from ptdbench.setup.config import Repeat
 from ptdbench.sweep import blocks
@@ -190,7 +189,7 @@ class TestShown:
         text = f"# @package _global_\nhydra:\n  sweeper:\n    params:\n      {written}\n"
         (tmp_path / "experiment" / "often.yaml").write_text(text)
         composed = compose_all([*TOY, "experiment=often"], True, Source(conf_folder(), extra=str(tmp_path)))
-        assert config.read(composed.jobs[0]).repeat.runs == 3
+        assert composed.configs[0].repeat.runs == 3
 
 
 #: Looks after three blocks, after five and after eight.

@@ -13,7 +13,6 @@ from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 from ptdbench.setup.compose import compose_all
-from ptdbench.setup.config import read
 from ptdbench.sweep import requests
 
 #: Four nodes of eight GPUs by default, two without.
@@ -122,7 +121,7 @@ def test_on_this_machine_a_run_has_no_shape_and_the_world_must_be_the_one_that_i
 
 def test_a_run_that_goes_on_in_its_place_does_not_need_what_it_began_with_once_it_has_saved(tmp_path):
     composed = compose_all(["model=toy", "device=cpu", f"resume={tmp_path}/gone"], multirun=True)
-    model = read(composed.jobs[0]).resolved["model"]
+    model = composed.configs[0].resolved["model"]
     with pytest.raises(ConfigError, match=r"/gone: holds no complete checkpoint"):
         requests.of_machine(composed, None, tmp_path)
     checkpoint_dir.begin(partial := checkpoint_dir.partial(tmp_path, 1))

@@ -352,7 +352,7 @@ class TestSiteFiles:
         found = compose_all([f"cluster={name}", *more], multirun=False)
         assert found.is_sweep
         assert found.first.hydra.runtime.choices["hydra/launcher"] == "submitit_slurm"
-        cluster = config.read(found.jobs[0]).cluster
+        cluster = found.configs[0].cluster
         assert isinstance(cluster, Slurm)
         assert cluster.name == name
         where = shape(cluster, "auto", every, [known])
@@ -373,6 +373,6 @@ class TestSiteFiles:
         found = compose_all(["cluster=site_interactive"], multirun=False)
         assert not found.is_sweep
         assert found.first.hydra.runtime.choices["hydra/launcher"] == "basic"
-        cluster = config.read(found.jobs[0]).cluster
+        cluster = found.configs[0].cluster
         assert not isinstance(cluster, Slurm)
         assert (cluster.nodes, cluster.ranks_per_node) == ("auto", "auto")

@@ -10,7 +10,6 @@ import pytest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config
 from ptdbench.setup.compose import Source, compose_all, conf_folder
 from ptdbench.setup.config import Cluster
 from ptdbench.sweep import requests
@@ -94,7 +93,7 @@ def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, 
     own = command[command.index(str(tmp_path)) + 1 :]
     assert own[: own.index("experiment=mine")] == first
     composed = compose_all(own, source=Source(conf_folder(), extra=str(tmp_path)))
-    cluster = config.read(composed.jobs[0]).cluster
+    cluster = composed.configs[0].cluster
     assert (type(cluster), cluster.nodes, cluster.ranks_per_node) == (Cluster, 2, 2)
 
 
