@@ -192,9 +192,9 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
         local.check_address_space()
     else:
         prepare_ranks(composed.configs)
-    shows = world is None or world.rank == 0
+    shows, checking = world is None or world.rank == 0, f"checking {plural(len(composed.overrides), 'run')}…"
     try:
-        with transient(f"checking {plural(len(composed.jobs), 'run')}…", sys.stderr if shows else None):  # imports, too
+        with transient(checking, sys.stderr if shows else None):  # imports, too
             from ptdbench.launch import devices, rendezvous
             from ptdbench.setup import run_spec
             from ptdbench.sweep import requests

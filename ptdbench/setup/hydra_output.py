@@ -119,7 +119,7 @@ def _as_typed(text: str) -> str:
 
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
     """Print the configuration of every run as Hydra does, and return 0; raises ConfigError for no such package."""
-    several = composed.is_sweep and len(composed.jobs) > 1
+    several = composed.is_sweep and len(composed.overrides) > 1
     shown = composed.whole[:1] if composed.searches else composed.whole
     for number, (whole, overrides) in enumerate(zip(shown, composed.overrides, strict=False)):
         if several:

@@ -143,9 +143,10 @@ def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
     Raises:
         ConfigError: SLURM is not here, or has not what the run asks for.
     """
-    read = config.read(without_hydra(whole))
+    pickled = pickle.dumps(whole)
+    read = config.read(without_hydra(pickled))
     shape = shape_of(read, _partitions(read.cluster)) if isinstance(read.cluster, Slurm) else None
-    return _planned(pickle.dumps(whole), read, words, shape)
+    return _planned(pickled, read, words, shape)
 
 
 def _planned(
