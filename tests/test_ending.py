@@ -21,11 +21,8 @@ from ptdbench.records.ownership import Attempt
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
+from tests.sweep.made import CONFIG
 
-CONFIG = {
-    "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"},
-    "train": {"global_batch": 8}, "precision": "fp32",
-}  # fmt: skip
 OPEN = record.begin(CONFIG, Path("run"), {})
 NODE_LOST = Failure(rank=-1, type="NODE_FAIL", message="n2 is down", traceback="", time=0.0, host="")
 

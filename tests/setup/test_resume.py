@@ -18,6 +18,7 @@ from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from tests import forked
+from tests.sweep.made import CONFIG
 
 GARBAGE = [
     b"", b"\x00\xff", b"garbage", b"[1, 2", b"- 1", b"a: b", b"hydra: 5", b"hydra: {overrides: {task: [1]}}",
@@ -52,10 +53,7 @@ class TestLine:
         return resume.read(overrides, False, world)
 
     def begun(self, directory: Path, overrides: list[str], **changes: Any) -> Path:
-        config = {
-            "workload": {"name": "train"}, "model": {"name": "toy"}, "parallel": {"name": "ddp"}, "precision": "fp32",
-            "train": {"global_batch": 8, "steps": 9}, "cluster": {"name": "local"}, **changes.pop("config", {}),
-        }  # fmt: skip
+        config = {**CONFIG, "cluster": {"name": "local"}, **changes.pop("config", {})}
         directory.mkdir(parents=True)
         store.write_record(directory, record.begin(config, directory, {}, overrides) | changes)
         return directory
