@@ -2,12 +2,17 @@
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+
+#: What a person types ahead of the overrides, and the same for two ranks of torchrun.
+TRAIN = (sys.executable, str(ROOT / "train.py"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TRAIN[1])
 
 
 def call(

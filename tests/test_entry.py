@@ -7,7 +7,6 @@ of what a command line may get wrong is tested in tests/setup.
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,9 @@ from ptdbench.sweep import carriers, requests
 from ptdbench.sweep.agenda import Agenda
 from tests import forked
 from tests.conftest import ROOT, outputs
-from tests.programs import call
+from tests.programs import TRAIN, call
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
-TRAIN = (sys.executable, ROOT / "train.py")
 
 
 def refused(*arguments: str, cwd: Path) -> list[str]:

@@ -14,13 +14,11 @@ from ptdbench.measure import memory
 from tests import forked
 from tests.conftest import ROOT
 from tests.daily import cases
+from tests.launch.faulty import FAULTY
 
 pytestmark = pytest.mark.ranks
 
-FAULTY = (
-    "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors", "data.inputs=8",
-    "data.outputs=4", "train.steps=5",
-)  # fmt: skip
+SHORT = (*FAULTY, "train.steps=5")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +31,7 @@ FAULTY = (
     ],
 )
 def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank, how, status, kind, message):
-    record = run(*FAULTY, f"parallel={strategy}", f"+model.how={how}", f"+model.rank={rank}")
+    record = run(*SHORT, f"parallel={strategy}", f"+model.how={how}", f"+model.rank={rank}")
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == (status, rank, kind)
     assert message in error["message"]
@@ -47,7 +45,7 @@ def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank,
 
 @cases("rank", [0, 1], daily=[1])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_measured(run, rank):
-    record = run(*FAULTY, "parallel=ddp", "+model.how=term", f"+model.rank={rank}")
+    record = run(*SHORT, "parallel=ddp", "+model.how=term", f"+model.rank={rank}")
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == ("preempted", -1, "Stopped")
     begun_anew = (
@@ -77,13 +75,13 @@ def test_what_was_measured_until_a_run_failed_is_kept(run, how, status):
 def test_a_rank_that_the_kernel_killed_for_memory_is_out_of_memory(run, monkeypatch):
     counted = iter([7, 8])
     monkeypatch.setattr(memory, "oom_kills", lambda: next(counted))
-    record = run(*FAULTY, "parallel=ddp", "+model.how=kill")
+    record = run(*SHORT, "parallel=ddp", "+model.how=kill")
     assert (record["status"], record["error"]["type"], record["error"]["rank"]) == ("oom", "SIGKILL", 1)
     assert record["error"]["message"] == "killed by SIGKILL: the kernel ran out of memory meanwhile"
 
 
 def test_a_loss_that_is_not_a_number_is_divergence(run):
-    record = run(*FAULTY, "+model.how=diverge")
+    record = run(*SHORT, "+model.how=diverge")
     assert record["status"] == "diverged"
     assert record["error"]["message"] == "the loss of step 2 is not a finite number"
     assert None not in record["losses"][:2]
@@ -101,7 +99,7 @@ def test_a_learning_rate_that_is_too_high_is_divergence_under_every_layout(run, 
 
 def test_the_other_runs_of_a_sweep_complete(tmp_path):
     """Where one is refused beforehand, and one fails."""
-    asked = ("-m", *FAULTY, "+model.how=raise,none", "parallel=ddp", "train.global_batch=15,16")
+    asked = ("-m", *SHORT, "+model.how=raise,none", "parallel=ddp", "train.global_batch=15,16")
     done = forked.with_ranks(*asked, f"hydra.sweep.dir={tmp_path}/sweep", cwd=ROOT)
     records = [json.loads(line) for line in (tmp_path / "sweep" / "results.jsonl").read_text().splitlines()]
     assert [(record["global_batch"], record["status"]) for record in records] == [

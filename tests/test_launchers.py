@@ -17,21 +17,17 @@ from typing import Any
 import pytest
 
 from ptdbench.launch import settings
-from tests.conftest import ROOT, outputs, record_of
+from tests.conftest import outputs, record_of
 from tests.daily import cases
+from tests.launch.faulty import FAULTY
 from tests.ports import free_port
-from tests.programs import call
+from tests.programs import TORCHRUN, TRAIN, call
 
 pytestmark = pytest.mark.ranks
 
-TRAIN = (sys.executable, str(ROOT / "train.py"))
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+AGENT = (sys.executable, "-m", "torch.distributed.run")
 HELLO = ("workload=hello", "device=cpu")
 TOY = ("model=toy", "train.steps=4", "device=cpu")
-FAULTY = (
-    "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors", "data.inputs=8",
-    "data.outputs=4", "train.steps=5", "device=cpu", "+model.how=raise",
-)  # fmt: skip
 
 Done = subprocess.CompletedProcess[str]
 
@@ -78,7 +74,7 @@ class TestHello:
     @pytest.mark.thorough
     def test_torchrun_in_an_srun(self, tmp_path, slurm):
         rendezvous = ["--rdzv_backend=c10d", f"--rdzv_endpoint=n1:{free_port()}"]
-        launcher = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=2", *rendezvous]
+        launcher = [*AGENT, "--nnodes=2", "--nproc_per_node=2", *rendezvous]
         done = alone(["srun", "-N2", "--ntasks-per-node=1", *launcher, TRAIN[1], *HELLO], tmp_path, slurm)
         ranks = said_hello(done, tmp_path, 4, "torchrun")
         assert sorted(places(ranks)) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
@@ -122,7 +118,7 @@ class TestTraining:
     def test_two_agents_of_torchrun(self, tmp_path, environ):
         """Each is a node, with a rank on it."""
         meeting = ("--master_addr=localhost", f"--master_port={free_port()}")
-        agent = [*TORCHRUN, "--nnodes=2", "--nproc_per_node=1", *meeting]
+        agent = [*AGENT, "--nnodes=2", "--nproc_per_node=1", *meeting]
         commands = [[*agent, f"--node_rank={node}", TRAIN[1], *TOY, "parallel=pdp"] for node in (0, 1)]
         with ThreadPoolExecutor(2) as nodes:
             first, second = nodes.map(lambda command: alone(command, tmp_path, environ), commands)
@@ -133,7 +129,8 @@ class TestTraining:
 
 
 def test_a_rank_of_srun_that_raises_ends_all_and_its_traceback_is_in_the_record(tmp_path, slurm):
-    done = alone(["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *FAULTY, "+model.rank=1"], tmp_path, slurm)
+    words = (*FAULTY, "train.steps=5", "device=cpu", "+model.how=raise", "+model.rank=1")
+    done = alone(["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *words], tmp_path, slurm)
     assert done.returncode != 0
     record = the_record(tmp_path)
     error = record["error"]
@@ -147,7 +144,7 @@ def test_a_rank_of_srun_that_raises_ends_all_and_its_traceback_is_in_the_record(
 class TestSignals:
     """Whom a signal reached first is to blame, unless it reached all; whatever the launcher sends because of it."""
 
-    ALONE = (*FAULTY[:-1], "train.steps=1000", "+model.rank=1", "hydra.run.dir=run")
+    ALONE = (*FAULTY, "device=cpu", "train.steps=1000", "+model.rank=1", "hydra.run.dir=run")
 
     @pytest.mark.thorough
     @pytest.mark.parametrize("how", ["kill", "term"])
@@ -163,8 +160,7 @@ class TestSignals:
 
     @cases("how", ["kill", "term"], daily=["term"])
     def test_torchrun_and_the_last_rank(self, tmp_path, environ, how):
-        command = [*TORCHRUN, "--standalone", "--nproc_per_node=2", TRAIN[1], *self.ALONE, f"+model.how={how}"]
-        self.blamed(alone(command, tmp_path, environ), tmp_path, how)
+        self.blamed(alone([*TORCHRUN, *self.ALONE, f"+model.how={how}"], tmp_path, environ), tmp_path, how)
 
     def blamed(self, done: Done, cwd: Path, how: str) -> None:
         assert done.returncode != 0

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests import forked
-from tests.conftest import ROOT
 from tests.daily import cases
-from tests.programs import call
+from tests.programs import TORCHRUN, call
 
 pytestmark = pytest.mark.ranks
 
@@ -20,7 +18,6 @@ LINGERING = (
     "model=custom", "model._target_=tests.launch.lingering.Lingering", "data=synthetic_vectors", "data.inputs=8",
     "data.outputs=4", "train.steps=4", "device=cpu", "parallel=ddp",
 )  # fmt: skip
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"))
 
 Done = subprocess.CompletedProcess[str]
 

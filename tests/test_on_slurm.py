@@ -18,20 +18,17 @@ from typing import Any
 import pytest
 
 from ptdbench.records import store
-from tests.conftest import ROOT, outputs
+from tests.conftest import outputs
 from tests.forked import train_py
+from tests.launch.faulty import FAULTY
 from tests.launch.patient import patient
-from tests.programs import call, until
+from tests.programs import TRAIN, call, until
 
-TRAIN = (sys.executable, str(ROOT / "train.py"))
 PTDBENCH = (sys.executable, "-m", "ptdbench")
 TOY = ("cluster=slurm", "model=toy", "train.steps=4", "device=cpu")
 HELLO = ("cluster=slurm", "workload=hello", "device=cpu")
 CPU = "cluster=slurm model=toy device=cpu"
-FAULTY = (
-    "cluster=slurm", "model=custom", "model._target_=tests.launch.faulty.Faulty", "data=synthetic_vectors",
-    "data.inputs=8", "data.outputs=4", "train.steps=4", "device=cpu",
-)  # fmt: skip
+FAILS = ("cluster=slurm", *FAULTY, "train.steps=4", "device=cpu")
 
 Done = subprocess.CompletedProcess[str]
 Run = Callable[..., Done]
@@ -79,7 +76,7 @@ def faulty(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
     """A sweep of which one run fails on the first rank, one on the last, one is sound, and three are refused."""
     folder = tmp_path_factory.mktemp("faulty")
     asked = ("cluster.nodes=2", "cluster.ranks_per_node=1", "+model.how=raise", "+model.rank=0,1,99")
-    said = train_py(*FAULTY, *asked, "train.global_batch=16,15", cwd=folder, environ=slurm_of_module, timeout=240)
+    said = train_py(*FAILS, *asked, "train.global_batch=16,15", cwd=folder, environ=slurm_of_module, timeout=240)
     return folder, said
 
 
@@ -275,7 +272,7 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(slurm, tmp_path
 @pytest.mark.thorough
 def test_runs_of_a_block_share_a_job_and_one_that_fails_ends_no_other(submit, tmp_path):
     asked = ("repeat=2", "sweep.same_nodes=true", "+model.how=raise,none", "+model.rank=0", "parallel=single")
-    done = submit(*FAULTY, *asked)
+    done = submit(*FAILS, *asked)
     assert done.returncode == 1, done.stderr
     assert done.stdout.startswith("submitted 2 jobs with 4 runs: ")
     found = records(tmp_path)

@@ -1,12 +1,11 @@
 """What a rank of ``python train.py`` imports by itself, and what the fork server has imported for it."""
 
 import json
-import sys
 
 import pytest
 
 from tests.conftest import ROOT
-from tests.programs import call
+from tests.programs import TRAIN, call
 
 #: Python reads this when it starts, so also in the fork server: each of its forks says what it began and ended with.
 SITE = """
@@ -39,8 +38,7 @@ def test_a_rank_imports_nothing_but_a_strangers_model(tmp_path, environ):
     (tmp_path / "mine.py").write_text("from ptdbench.models.toy import Toy\n\nclass Mine(Toy):\n    pass\n")
     asked = ("-m", "model=toy", "model._target_=mine.Mine", "parallel=ddp,fsdp,pdp", "device=cpu", "train.steps=2")
     environ = {**environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "MODULES": f"{tmp_path}/modules"}
-    train = (sys.executable, ROOT / "train.py", *asked, "hydra.sweep.dir=sweep")
-    done = call(*train, cwd=tmp_path, environ=environ)
+    done = call(*TRAIN, *asked, "hydra.sweep.dir=sweep", cwd=tmp_path, environ=environ)
     assert done.returncode == 0, done.stderr
     ranks = [json.loads(path.read_text()) for path in (tmp_path / "modules").iterdir()]
     assert len(ranks) == 6

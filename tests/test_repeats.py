@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,11 +15,10 @@ from torch import nn
 from ptdbench.records import store
 from tests import forked
 from tests.conftest import ROOT
-from tests.programs import call
+from tests.programs import TORCHRUN, call
 
 pytestmark = pytest.mark.ranks
 
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"))
 TOY = ("model=toy", "parallel=single", "train.steps=4", "profile.steps=0", "device=cpu", "hydra.sweep.dir=sweep")
 
 Done = subprocess.CompletedProcess[str]

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from ptdbench.records.record import objective_value
 from tests import forked
+from tests.launch.faulty import FAULTY
 
 OPTUNA = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=3")
 SEEDED = (*OPTUNA, "hydra.sweeper.sampler.seed=1")
@@ -49,11 +50,8 @@ class TestOptuna:
         assert OmegaConf.load(sweep / "optimization_results.yaml") == found
 
     def test_where_no_run_is_ok_it_says_so_in_one_line(self, tmp_path):
-        faulty = ("model=custom", "model._target_=tests.launch.faulty.Faulty", "data.inputs=8", "data.outputs=4")
-        done = forked.with_ranks(
-            *OPTUNA, *faulty, "data=synthetic_vectors", "+model.how=raise", "+model.rank=0", "parallel=single",
-            "device=cpu", "optimizer.lr=1,2", "hydra.sweeper.n_trials=1", "hydra.sweep.dir=sweep", cwd=tmp_path,
-        )  # fmt: skip
+        words = (*FAULTY, "+model.how=raise", "+model.rank=0", "parallel=single", "device=cpu", "optimizer.lr=1,2")
+        done = forked.with_ranks(*OPTUNA, *words, "hydra.sweeper.n_trials=1", "hydra.sweep.dir=sweep", cwd=tmp_path)
         assert done.returncode == 1
         assert done.stderr.splitlines()[-1].startswith("hydra/sweeper=optuna: ended early: ")
         assert len(rows(tmp_path / "sweep")) == 1

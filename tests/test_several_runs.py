@@ -1,20 +1,17 @@
 """Several runs in one process, as `torchrun train.py -m` and `srun python train.py -m` carry them out."""
 
 import json
-import sys
 
 import pytest
 
-from tests.conftest import ROOT
 from tests.daily import cases
-from tests.programs import call
+from tests.programs import TORCHRUN, call
 
 pytestmark = pytest.mark.ranks
 
 SWEEP = (
-    sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"), "-m",
-    "model=custom", "model._target_=tests.launch.departed.Departed", "data=synthetic_vectors", "data.inputs=8",
-    "data.outputs=4", "train.steps=4", "device=cpu", "activations=recompute", "hydra.sweep.dir=sweep",
+    *TORCHRUN, "-m", "model=custom", "model._target_=tests.launch.departed.Departed", "data=synthetic_vectors",
+    "data.inputs=8", "data.outputs=4", "train.steps=4", "device=cpu", "activations=recompute", "hydra.sweep.dir=sweep",
 )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -12,10 +11,10 @@ import psutil
 import pytest
 
 from ptdbench.records.store import load_record
-from tests.conftest import ROOT, record_of
+from tests.conftest import record_of
 from tests.forked import Started, started, train_py
 from tests.launch.patient import patient
-from tests.programs import until
+from tests.programs import TRAIN, until
 
 pytestmark = pytest.mark.ranks
 
@@ -138,7 +137,7 @@ def test_outputs_that_are_read_only_are_refused_before_anything_starts(tmp_path,
 
 def test_a_node_that_goes_down_is_a_row_with_that_reason(tmp_path, slurm):
     command = [
-        sys.executable, str(ROOT / "train.py"), *LONG, "cluster=slurm", "cluster.nodes=2", "cluster.ranks_per_node=1",
+        *TRAIN, *LONG, "cluster=slurm", "cluster.nodes=2", "cluster.ranks_per_node=1",
         "hydra.sweep.dir=sweep",
     ]  # fmt: skip
     watching = subprocess.Popen(

@@ -9,6 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+#: The words of a command line for it, without how it fails.
+FAULTY = (
+    "model=custom", f"model._target_={__name__}.Faulty", "data=synthetic_vectors", "data.inputs=8", "data.outputs=4",
+)  # fmt: skip
+
 
 class Faulty(nn.Module):
     """A linear layer that fails in a forward pass, on one rank.
