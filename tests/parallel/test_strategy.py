@@ -215,9 +215,9 @@ ON_ONE_RANK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_on_one_rank_what_was_asked_for_is_applied_all_the_same(name):
-    strategy, *expected = ON_ONE_RANK[name]
+@pytest.mark.parametrize("asked", ON_ONE_RANK)
+def test_on_one_rank_what_was_asked_for_is_applied_all_the_same(asked):
+    strategy, *expected = ON_ONE_RANK[asked]
     with pretended(1):
         engine, *_ = laid_out(strategy, gpt(), 4)
         assert [type(engine).__name__, type(engine.parts[0].runner).__name__] == expected
