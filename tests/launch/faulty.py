@@ -19,8 +19,8 @@ class Faulty(nn.Module):
     """A linear layer that fails in a forward pass, on one rank.
 
     Args:
-        how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``term`` (SIGTERM), ``oom``, ``limit`` (its
-            address space), ``diverge`` or ``none``.
+        how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``,
+            ``limit`` (its address space), ``diverge`` or ``none``.
         rank: On which rank.
         call: In which forward pass, counted from 1.
     """
@@ -43,6 +43,8 @@ class Faulty(nn.Module):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "crash":
                 ctypes.string_at(0)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
             case "term":
                 os.kill(os.getpid(), signal.SIGTERM)
             case "oom":
@@ -53,4 +55,8 @@ class Faulty(nn.Module):
                 torch.ones(2**26)  # 256 MiB
             case "diverge":
                 return outputs * torch.nan
+            case "none":
+                pass
+            case unknown:
+                raise ValueError(unknown)
         return outputs
