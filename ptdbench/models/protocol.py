@@ -20,27 +20,35 @@ Kind = Literal[
 class Role:
     """What a module is to ranks that share the work of one sample, under tensor, context or expert parallelism."""
 
-    #: Under tensor parallelism: ``outputs``: a linear layer of which each rank computes some of the outputs, from all
-    #: inputs. ``inputs``: a linear layer of which each rank takes some of the inputs; the ranks' outputs are added up,
-    #: and the bias once. ``vocabulary``: an embedding or a projection to logits, of which each rank has some tokens.
-    #: ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a cut vocabulary. ``entry``: a
-    #: module whose output goes only to cut layers and to a loss; if the ranks share the positions of a sequence outside
-    #: of cut layers, it works on a rank's share of ``[batch, length, ...]``. ``stream``: a module whose output, of that
-    #: form, begins what is shared so. ``each``: a module that is not cut between an ``entry`` and what ``inputs`` adds
-    #: up: it is applied to what a cut layer computes, or each rank applies it to all of what the entry hands over, for
-    #: its own units. ``outputs_of_each``: as ``outputs``, of what such a module hands over. ``tokens``: a module from
-    #: ``[batch, length, ...]`` to the same that is not cut: ranks share its positions, whether they share them
-    #: elsewhere or not.
+    #: Under tensor parallelism:
     #:
-    #: Under expert parallelism: ``experts``: a module that is called with tokens ``[tokens, ...]`` in the order of
-    #: their experts and the number of each expert's, ``[units]``, and whose parameters are stacked by expert.
+    #: - ``outputs``: a linear layer of which each rank computes some of the outputs, from all inputs.
+    #: - ``inputs``: a linear layer of which each rank takes some of the inputs; the ranks' outputs are added up, and
+    #:   the bias once.
+    #: - ``vocabulary``: an embedding or a projection to logits, of which each rank has some tokens.
+    #: - ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a cut vocabulary.
+    #: - ``entry``: a module whose output goes only to cut layers and to a loss; if the ranks share the positions of a
+    #:   sequence outside of cut layers, it works on a rank's share of ``[batch, length, ...]``.
+    #: - ``stream``: a module whose output, of that form, begins what is shared so.
+    #: - ``each``: a module that is not cut between an ``entry`` and what ``inputs`` adds up: it is applied to what a
+    #:   cut layer computes, or each rank applies it to all of what the entry hands over, for its own units.
+    #: - ``outputs_of_each``: as ``outputs``, of what such a module hands over.
+    #: - ``tokens``: a module from ``[batch, length, ...]`` to the same that is not cut: ranks share its positions,
+    #:   whether they share them elsewhere or not.
     #:
-    #: Under context parallelism: ``positions``: a module that is called with the positions of tokens in their sequence,
-    #: ``[length]`` in int64. ``attention``: a module that is called with queries, keys and values, ``[batch, heads,
-    #: length, head width]``, and returns their mixture in that form; the only one in which tokens see each other.
+    #: Under expert parallelism:
+    #:
+    #: - ``experts``: a module that is called with tokens ``[tokens, ...]`` in the order of their experts and the number
+    #:   of each expert's, ``[units]``, and whose parameters are stacked by expert.
+    #:
+    #: Under context parallelism:
+    #:
+    #: - ``positions``: a module that is called with the positions of tokens in their sequence, ``[length]`` in int64.
+    #: - ``attention``: a module that is called with queries, keys and values, ``[batch, heads, length, head width]``,
+    #:   and returns their mixture in that form; the only one in which tokens see each other.
     kind: Kind
-    units: int = 0  #: Number of indivisible units, which the number of ranks must divide; 0: the features that are cut.
-    unit: str = "features"  #: What they are, as an error names them: ``heads``.
+    units: int = 0  #: Number of indivisible units, which ranks must divide evenly; with 0 the features that are cut.
+    unit: str = "features"  #: What they are, as an error names them, such as ``heads``.
     #: Of ``attention``: whether it is softmax attention to a position and those before, scaled by the root of the head
     #: width and without dropout, which ring attention computes in its place.
     is_causal: bool = False
