@@ -26,9 +26,11 @@ def _thorough(names: str | tuple[str, ...], value: Any) -> Any:
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> set[Any]:
-    """The values of parameter ``name`` in the selected tests of a module, for a fixture that serves them all."""
-    of_module = (item for item in request.session.items if item.path == request.path)
+    """The values of parameter ``name`` in the selected tests of a module that use a fixture, which serves them all."""
     params = (
-        item.callspec.params for item in of_module if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        item.callspec.params
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
+        if request.fixturename in item.fixturenames
     )
     return {values[name] for values in params if name in values}
