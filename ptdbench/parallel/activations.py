@@ -28,10 +28,10 @@ def wrap_forward(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
 class Activations:
     """The type of ``activations=<choice>``."""
 
-    after_compilation = False  #: Whether it treats what a compiled layer saves; else the compiler sees what it does.
+    after_compilation = False  #: Whether it is applied to compiled layers; otherwise the compiler sees it.
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
-        """Treat the activations of these layers, in place."""
+        """Apply to these layers, in place."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Recompute(Activations):
         ConfigError: ``every`` is less than 1.
     """
 
-    #: Recompute the first layer of a model or of a stage and every so many-th after it; the others keep their
+    #: Recompute the first layer of a model or stage and every ``every``-th after it; the other layers keep their
     #: activations.
     every: int = 1
 
@@ -55,7 +55,7 @@ class Recompute(Activations):
         require(*at_least(1, every=self.every))
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
-        """Let the layers recompute."""
+        """Apply activation checkpointing to these layers."""
         for layer in layers[:: self.every]:
             _recompute(layer)
 
@@ -65,19 +65,19 @@ class Selective(Activations):
     """Keep a layer's input and the results of its expensive operations, :data:`EXPENSIVE`, and recompute the rest."""
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
-        """Let the layers recompute what is cheap."""
+        """Apply selective activation checkpointing to these layers."""
         for layer in layers:
             _recompute(layer, partial(create_selective_checkpoint_contexts, _policy))
 
 
-#: Of the first run of a layer, and of its recomputation.
+#: Contexts for the first run of a layer, and for its recomputation.
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_context_fn) -> None:
-    """Recompute a layer under the second of ``contexts``; its batch norms have seen the batch already then.
+    """Let a layer recompute under the second of ``contexts``, without counting the batch again in its batch norms.
 
-    Where a layer is compiled, its statistics are written once, by the graph of the forward pass.
+    A compiled layer needs no care: only the graph of the forward pass writes the statistics.
     """
     norms = [part for part in layer.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
 
@@ -85,7 +85,7 @@ def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_contex
     def again(context: AbstractContextManager[Any]) -> Iterator[None]:
         momenta = [norm.momentum for norm in norms]
         for norm in norms:
-            norm.momentum = 0.0  # the statistics stay, and what is saved for the backward pass is the same
+            norm.momentum = 0.0  # keeps the statistics; the tensors saved for the backward pass are the same
         try:
             with context:
                 yield
@@ -101,7 +101,7 @@ def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_contex
 
     def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
         checkpointed = partial(checkpoint, forward, use_reentrant=False)
-        # The compiler does not know the default by its name.
+        # The compiler does not recognize the default if it is passed explicitly.
         plain = checkpointed if contexts is noop_context_fn else partial(checkpointed, context_fn=contexts)
         eager = partial(checkpointed, context_fn=without_statistics)
 
@@ -115,15 +115,15 @@ def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_contex
 
 @dataclass(frozen=True)
 class Offload(Activations):
-    """Move what a layer saves to the memory of the host while the next one runs, and fetch it in the backward pass.
+    """Move a layer's saved tensors to host memory while the next layer runs, and fetch them for the backward pass.
 
-    On a CPU it is copied within that memory, which frees nothing.
+    On a CPU they are copied within host memory, which frees nothing.
     """
 
-    after_compilation = True  # hooks see what a graph hands to autograd, and not what happens within
+    after_compilation = True  # hooks see what a graph saves for autograd, not what happens inside it
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
-        """Let the layers offload."""
+        """Apply activation offloading to these layers."""
         offloading = Offloading()
         for number, layer in enumerate(layers):
             wrap_forward(layer, partial(offloading.of_layer, layer, number == 0))
@@ -131,8 +131,8 @@ class Offload(Activations):
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
-#: Operations whose results ``activations=selective`` keeps: matrix products and convolutions, attention by each kernel,
-#: and sums over ranks. The list of torchtitan, and what these are called on a CPU.
+#: Operations whose results ``activations=selective`` keeps: matrix products, convolutions, all attention kernels, and
+#: reductions over ranks. This is torchtitan's list, plus the corresponding operations on a CPU.
 EXPENSIVE = frozenset({
     _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten._scaled_mm, _aten.convolution,
     _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention,

@@ -36,28 +36,28 @@ class Setting:
     device: torch.device  #: This rank's device.
     precision: Name = "fp32"  #: Dtype of the arithmetic.
     compile: Compile = False  #: What is compiled, see :mod:`ptdbench.parallel.compile`.
-    #: What becomes of a layer's activations until the backward pass.
+    #: How a layer's activations are handled until the backward pass.
     activations: Activations = field(default_factory=Keep)
     seed: int = 0  #: Seed of the weights.
-    positions: int = 1  #: Tokens of a sample; 1 where it has none.
+    positions: int = 1  #: Tokens per sample; 1 if samples have none.
     channels_last: bool = False  #: Whether images are channels-last in memory.
     offload: Offload = "none"  #: What is kept in host memory between its uses.
-    virtual: bool = False  #: Whether the devices are not there, and compute nothing.
+    virtual: bool = False  #: Whether the devices are virtual, so that nothing is computed.
 
     @property
     def owns_loss(self) -> bool:
-        """Whether this rank is the first of those that compute the same loss together."""
+        """Whether this rank is the first in its tensor-parallel group, whose ranks compute the same loss together."""
         return not (ranks := self.mesh["tensor"]) or ranks.get_local_rank() == 0
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> LaidOutModule:
-    """Lay out ``module``, the model or a stage of it, on the meta device or with its weights."""
+    """Lay out ``module``: the model or one of its stages, on the meta device or with its weights."""
     dims = setting.layout.dims
     is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     is_narrow = DTYPES[setting.precision] != torch.float32
-    # Asked of the model as it is, and only where they matter: a module of the user's own is traced to find them.
+    # Ask before any transform, and only if the parts matter: for a user's own module, finding them takes a trace.
     matter = setting.compile or is_narrow or is_sharded
     parts = list((model.parts() or {}).values()) if matter else []
     device = setting.device
@@ -65,7 +65,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     def fill(part: nn.Module, prefix: str = "") -> None:
         materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=_placed)
 
-    # First what changes the modules inside a layer: all that follows wraps them.
+    # First replace modules inside layers: all later transforms wrap them.
     if how.sync_batchnorm and (is_sharded or is_replicated):
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
     if setting.precision in fp8.RECIPES:
@@ -73,7 +73,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
         fp8.convert(layers, setting.precision, sharded=is_sharded, rows=rows)
     if ranks := setting.mesh["context"]:
         context.exchange(model, module, ranks, how.context_method)
-    # Before what wraps or reads the weights: both replace them, and the second what the first has left.
+    # Before anything wraps or reads the weights: both transforms replace them, tensor parallelism those that remain.
     shared = experts.modules(model, module) if dims.expert > 1 else []
     if ranks := setting.mesh["expert"]:
         experts.divide(shared, ranks, virtual=setting.virtual)
@@ -81,33 +81,33 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
         experts.force(module)
     if ranks := setting.mesh["tensor"]:
         tensor.parallelize(model, module, ranks, sequence=how.sequence)
-    # Before what wraps layers, as some are linear themselves. FSDP has weights in the dtype of the arithmetic.
+    # Before layers are wrapped, as some are linear themselves. FSDP gathers weights in the compute dtype instead.
     is_copied = is_narrow and not is_sharded
     splits = how.splits_backward(dims)
     if is_copied and not splits:
         widen(module)
-    # Inside of recomputation and compilation: the first casts again instead of keeping casts, the second fuses them.
+    # Inside recomputation, which repeats casts instead of keeping their results, and compilation, which fuses them.
     narrow(module, layers, setting.precision)
-    # Recomputation before the compiler, so that it sees it and can choose what to keep.
+    # Recomputation before compilation: the compiler sees it and can choose what to keep.
     if not setting.activations.after_compilation:
         setting.activations(layers)
     # Before FSDP and DDP: their hooks communicate between the compiled graphs.
     compile_parts(module, layers, parts, setting.compile)
     if setting.activations.after_compilation:
         setting.activations(layers)
-    # Outside of all that: weights are cast once for all micro-batches, and neither traced nor computed again.
+    # Outside all of these: weights are cast once for all micro-batches; the cast is neither traced nor recomputed.
     units = [] if setting.compile == "whole" else [*layers, *beside(module, layers, parts)]
     waits = not (is_replicated or splits)
     copies = Copies(module, units, DTYPES[setting.precision], vectors_wait=waits) if is_copied else None
-    # Gathers weights in the dtype of the arithmetic. Shards have to be contiguous.
+    # FSDP gathers weights in the compute dtype. Shards must be contiguous.
     if is_sharded:
         of_experts = shared, setting.mesh.experts
         formats = {"precision": setting.precision, "offload": setting.offload != "none"}
         part = shard(module, layers, parts, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
         return _completed(part, shared, setting, how, copies)
     fill(module)
-    # Kernels have the memory format of the images, or their gradients would have another one than DDP's buckets.
-    # The messages of a pipeline are contiguous, and so are the matrices of PowerSGD.
+    # Convolution kernels take the images' memory format; otherwise their gradients would not match DDP's buckets.
+    # Pipeline messages and PowerSGD's matrices, however, must be contiguous.
     if setting.channels_last and dims.pipeline == 1 and how.sent != "powersgd":
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     part = LaidOutModule(module, module)
@@ -118,14 +118,14 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
 
 
 def _placed(meta: Tensor, values: Tensor) -> Tensor:
-    """What replaces a tensor on the meta device: this rank's part of its initial values, in the form that it has."""
+    """Return this rank's part of the initial values, in the form of the meta tensor that they replace."""
     return fp8.wrapped_as(meta, tensor.placed(meta, values))
 
 
 def _completed(
     part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting, how: Options, copies: Copies | None
 ) -> LaidOutModule:
-    """With what begins a step, and what completes its gradients where FSDP and DDP do not."""
+    """Add what must run at the start of a step, and what completes the gradients where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
     begins: list[Callable[[Tensor], None]] = []
     settles: list[Callable[[], None]] = [part.settle]

@@ -1,4 +1,4 @@
-"""Batch plan: how a global batch is divided among the ranks, and the rules that the numbers must satisfy."""
+"""Batch plan: how a global batch is divided among ranks, and the rules for doing so."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class BatchPlan:
 
     dims: Dims  #: The degrees of parallelism.
     global_batch: int  #: Samples of one optimizer step over all ranks.
-    micro_batch: int  #: Samples of one forward and backward through one stage.
-    microbatches: int = 1  #: Micro-batches that one pass of a pipeline schedule works on; 1 without a pipeline.
+    micro_batch: int  #: Samples of one forward and backward pass through one stage.
+    microbatches: int = 1  #: Micro-batches of one pass of a pipeline schedule; 1 without a pipeline.
     accumulation: int = 1  #: Passes whose gradients are accumulated before the optimizer step.
 
     @property
     def replicas(self) -> int:
-        """Number of equal shares that the global batch is divided into."""
+        """Number of equal shares of the global batch."""
         return self.dims.batch
 
     @property
@@ -33,18 +33,18 @@ class BatchPlan:
         return self.global_batch // self.replicas
 
     def rows(self, step: int, replica: int) -> tuple[int, int]:
-        """The samples of a replica at a step, numbered over the whole run: ``(start, stop)``."""
+        """Return a replica's range of samples at a step, ``(start, stop)``, numbered over the whole run."""
         start = step * self.global_batch + replica * self.replica_batch
         return start, start + self.replica_batch
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields by name, as stored in a record; ``data`` is the number of replicas."""
+        """Return the fields by name, as stored in a record; ``data`` is the number of replicas."""
         found = asdict(self)
         return {"data": self.replicas, **found.pop("dims"), **found}
 
 
 def check_share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> None:
-    """Raise ConfigError for a batch that cannot be divided so among replicas."""
+    """Raise ConfigError if a batch cannot be divided among replicas in such micro-batches."""
     if global_batch < 1 or global_batch % replicas:
         below = global_batch // replicas * replicas
         close = [number for number in (below, below + replicas) if number > 0]

@@ -1,7 +1,7 @@
 """Batch normalization over the global batch, on any device.
 
-torch's SyncBatchNorm refuses CPU tensors, and on a GPU the host waits for the device three times in each of its
-layers, as it looks for ranks without samples. Here every rank has equally many. On a CPU the same is computed with
+torch's SyncBatchNorm refuses CPU tensors, and on a GPU each layer makes the host wait for the device three times, to
+check for ranks without samples. Here all ranks have equally many samples. On a CPU the same is computed with
 differentiable all-reduces, so that a ResNet under ddp or fsdp can be compared with a single process on any device.
 """
 
@@ -44,7 +44,7 @@ class HostSyncBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions (N, C, ...), got {input.dim()}")
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(N, C, ...)`` to the same in its dtype; statistics are fp32. In eval mode the same as BatchNorm."""
+        """Normalize ``(N, C, ...)``, keeping its dtype; statistics are fp32. In eval mode the same as BatchNorm."""
         if not self.training:
             return super().forward(input)
         dtype, input = input.dtype, input.to(torch.promote_types(input.dtype, torch.float32))
@@ -63,19 +63,19 @@ class HostSyncBatchNorm(_BatchNorm):
         return (normal * self.weight.view(shape) + self.bias.view(shape) if self.affine else normal).to(dtype)
 
     def _counted(self) -> float:
-        """Count a batch: its share of the running statistics, without a momentum the average of all batches."""
+        """Count a batch and return its weight in the running statistics; without momentum they average all batches."""
         if self.num_batches_tracked is None:
             return 0.0
         self.num_batches_tracked.add_(1)
         return 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
 
 
-#: Called otherwise since torch 2.14.
+#: Renamed in torch 2.14.
 _gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class _OnDevice(SyncBatchNorm):
-    """torch's function, whose backward pass it is, with the kernels of its forward pass and no question to the GPU."""
+    """torch's function with its kernels and backward pass, but a forward pass that does not wait for the GPU."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -109,7 +109,7 @@ class DeviceSyncBatchNorm(HostSyncBatchNorm):
     """The same on a GPU, by the kernels of torch's own SyncBatchNorm."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """``(N, C, ...)`` to the same in its dtype; statistics are fp32. In eval mode the same as BatchNorm."""
+        """Normalize ``(N, C, ...)``, keeping its dtype; statistics are fp32. In eval mode the same as BatchNorm."""
         ranks = dist.get_world_size(self.group)
         if not self.training or ranks == 1:
             return _BatchNorm.forward(self, input)

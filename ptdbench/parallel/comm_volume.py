@@ -1,7 +1,7 @@
-"""Communication volume of a step by formula, to stand beside what a trace counts: exact, or unknown.
+"""Communication volume of a step by formula, exact or unknown, for comparison with the sizes in a trace.
 
-Sizes are those of what a rank hands over, or receives where that is larger. Messages of a single number, such as the
-norm of the gradients, are left out.
+A size is that of a rank's input to the operation, or of its output if that is larger. Messages of a single number, such
+as the norm of the gradients, are ignored.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from ptdbench.parallel.precision import DTYPES, Name
 from ptdbench.parallel.roles import roles_of
 from ptdbench.parallel.tensor import cut_dimensions
 
-#: The operations that formulas are about.
+#: The operations with formulas.
 OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "dispatch", "combine", "broadcast", "send", "recv"
 )  # fmt: skip
 
-#: Bytes by formula: exact; the least and the most, where the data decide; or ``None``, unknown.
+#: Bytes by formula: exact; minimum and maximum, if it depends on the data; or ``None``, unknown.
 Size = float | tuple[float, float] | None
 
-#: Bytes of a number in a gradient, in a loss and in what a softmax is normalized by.
+#: Bytes per element of gradients, losses and softmax normalizers.
 _WIDE = 4
 
-#: Numbers a token that ranks with shares of a vocabulary agree on, see ``LinearCrossEntropy``.
+#: Numbers per token that ranks with shares of a vocabulary reduce, see ``LinearCrossEntropy``.
 _OF_LOSS = 3
 
-#: Bytes of a number of what is sent to average gradients; how large PowerSGD's matrices are depends on the buckets.
+#: Bytes per element sent to average gradients; the sizes of PowerSGD's matrices depend on the buckets.
 _SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
 
 
 @dataclass(frozen=True)
 class CommModel:
-    """A model of a step's communication: the work, and how it is laid out."""
+    """A model of a step's communication: the work and its layout."""
 
-    #: On the meta device; of a model that is elsewhere only the traffic of weights and gradients is known.
+    #: On the meta device; for a model on another device only the traffic of weights and gradients is known.
     model: Model
     example: tuple[Tensor, Tensor]  #: Inputs and targets of one sample on the meta device.
     layout: BatchPlan  #: How the global batch is divided among the ranks.
     how: Options  #: The options of ``parallel``.
     precision: Name = "fp32"  #: Dtype of the arithmetic.
-    recomputes: bool = False  #: Whether some of the forward pass is done once more in the backward pass.
-    gathers: int = 0  #: Bytes of a number of what the optimizer gathers of each sharded matrix; 0: it gathers nothing.
-    forced: bool = False  #: Whether experts are taken in turn, whatever the model's routers say.
+    recomputes: bool = False  #: Whether the backward pass recomputes some of the forward pass.
+    gathers: int = 0  #: Bytes per element that the optimizer gathers of each sharded matrix; 0: it gathers nothing.
+    forced: bool = False  #: Whether experts are taken in turn, whatever the model's routers choose.
 
     @property
     def is_sharded(self) -> bool:
@@ -74,7 +74,7 @@ class CommModel:
 
 
 def comm_bytes(work: CommModel) -> dict[str, Size]:
-    """Bytes of each of :data:`OPERATIONS` in a step, the mean over ranks."""
+    """Return the bytes of each of :data:`OPERATIONS` in a step, averaged over ranks."""
     model, dims, how = work.model, work.layout.dims, work.how
     is_replicated = how.replicates(dims)
     terms = []
@@ -98,14 +98,14 @@ def comm_bytes(work: CommModel) -> dict[str, Size]:
 
 
 def _unknown(*operations: str) -> dict[str, float]:
-    """Sizes that make those unknown to which they are added."""
+    """Return sizes that make any sums with them unknown."""
     return dict.fromkeys(operations, math.nan)
 
 
 def _of_copies(work: CommModel) -> dict[str, float]:
-    """DDP: each gradient is averaged once a step (Li et al. 2020, arXiv 2006.15704).
+    """Return the traffic of DDP: each gradient is averaged once per step (Li et al. 2020, arXiv 2006.15704).
 
-    ZeRO-1: replicas send the weights that they have updated, each to all (Rajbhandari et al. 2020, section 5).
+    ZeRO-1: each replica broadcasts the weights that it has updated (Rajbhandari et al. 2020, section 5).
     """
     weights = [weight for stage in _stages(work) for weight in stage.parameters() if weight.requires_grad]
     return {
@@ -115,12 +115,13 @@ def _of_copies(work: CommModel) -> dict[str, float]:
 
 
 def _of_shards(work: CommModel) -> dict[str, float]:
-    """FSDP: a layer is gathered for its forward and its backward passes, the last one and the rest for both at once.
+    """Return the traffic of FSDP.
 
-    Gradients are scattered once a step, under a pipeline once a pass of its schedule; between copies the shards of them
-    are averaged (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often the stages of a
-    pipeline gather layers that they free in between depends on the order of their micro-batches: unknown. Of weights
-    gathered in fp8 ranks first agree on the scales.
+    A layer is gathered for its forward and again for its backward passes; the last layer and the weights outside layers
+    once for both. Gradients are reduce-scattered once per step, or under a pipeline once per pass of its schedule; the
+    shards are averaged between copies (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often
+    pipeline stages gather layers that they free in between depends on the order of micro-batches: unknown. For weights
+    gathered in fp8, ranks first agree on the scales.
     """
     how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
     parts, of = local_parts(work.model, how, dims), rules(module_of(work.model))
@@ -158,12 +159,12 @@ def _of_shards(work: CommModel) -> dict[str, float]:
 
 
 def _stages(work: CommModel) -> Iterator[nn.Module]:
-    """The stages of all ranks of a pipeline, or the model."""
+    """Return the stages of all ranks of a pipeline, or the model."""
     return chain.from_iterable(modules_of_ranks(work.model, work.ranks))
 
 
 def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
-    """Ranks add up how often they have chosen each expert, where that balances them."""
+    """Return the traffic of load balancing: ranks sum how often they have chosen each expert."""
     dims = work.layout.dims
     numbers = sum(router.experts for router in routers if router.balances)
     groups = (dims.ways("samples", "positions"), dims.tensor)
@@ -171,11 +172,11 @@ def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
 
 
 def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
-    """Each choice of a token goes to its expert and comes back, and so do the gradients; and how many will come.
+    """Return the traffic of experts: tokens are sent to their experts and back, and so are gradients, and counts.
 
-    A rank hands over N choices and receives, in the mean, as many; where it gets more, that is what counts for it. At
-    most, all go to as few ranks as have ``active`` experts: (2 - max(1 / ranks, active / experts)) N in the mean over
-    ranks. With a capacity, at least ``active`` experts are as full as they may be.
+    A rank sends N choices and receives N on average; the larger of the two counts. The maximum is reached when all
+    choices go to as few ranks as hold ``active`` experts: (2 - max(1 / ranks, active / experts)) N, averaged over
+    ranks. With a capacity, the minimum is reached when ``active`` experts are full and all other choices are dropped.
     """
     layout, dims = work.layout, work.layout.dims
     tokens = work.example[1].numel() // dims.context // dims.tensor  # of a sample, on a rank
@@ -184,7 +185,7 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
     for router in routers:
         choices = tokens * router.active * layout.replica_batch
         size = router.weight.shape[1] * item
-        # In turn all experts get equally many of whole rounds; a ring has its positions in two pieces.
+        # Taken in turn, all experts get equally many if rounds are whole; a ring divides its positions in two pieces.
         pieces = 2 if dims.context > 1 and work.how.context_method == "ring" else 1
         in_turn = (work.forced or router.forced) and tokens * router.active % (pieces * router.experts) == 0
         capacity = math.inf if router.capacity is None else router.capacity
@@ -194,7 +195,7 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
             least += choices * size * min(1.0, capacity * router.active / router.experts)
             most += choices * size * (2 - max(1 / dims.expert, router.active / router.experts))
         counts += 8 * router.experts * passes
-    again = 2 if work.recomputes else 1  # what a layer begins with is done twice, and what it ends with perhaps not
+    again = 2 if work.recomputes else 1  # the dispatch runs twice; the combine, at the end of a layer, possibly not
     low, high = 2 * least / dims.pipeline, (1 + again) * most / dims.pipeline
     counts, repeated = counts / dims.pipeline, again * counts / dims.pipeline
 
@@ -205,28 +206,28 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
 
 
 def _of_activations(work: CommModel) -> Iterator[dict[str, float]]:
-    """What depends on activations: unknown if there is no telling their sizes."""
+    """Yield the traffic of activations; unknown if their sizes cannot be determined."""
     dims, module = work.layout.dims, module_of(work.model)
     try:
         if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            raise NotImplementedError  # elsewhere it would really compute, draw random numbers and change its buffers
+            raise NotImplementedError  # on a real device it would compute, draw random numbers and change its buffers
         inputs, outputs = _sizes(work)
-    except Exception:  # whatever a model may raise that was not made for the meta device
+    except Exception:  # a model not made for the meta device may raise anything
         yield _unknown(*OPERATIONS)
         return
     if dims.pipeline > 1:
         yield _between_stages(work, outputs)
     if dims.context > 1:
         yield _of_attention(work, inputs, outputs)
-        yield {"all_reduce": _WIDE / dims.tensor}  # the loss, of which each has the mean over its positions
+        yield {"all_reduce": _WIDE / dims.tensor}  # the loss: each rank has the mean over its own positions
     if dims.tensor > 1:
         yield from _of_products(work, outputs)
 
 
 def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, float]:
-    """Each micro-batch's activations go to the next stage, and their gradients come back (Huang et al. 2019).
+    """Return the traffic between stages: activations forward, their gradients backward (Huang et al. 2019).
 
-    The gradients of a weight that several stages train are exchanged once a step, each with each other's.
+    The gradients of a weight that several stages train are exchanged once per step, between each pair of ranks.
     """
     dims = work.layout.dims
     where = cut(work.model, work.ranks)
@@ -244,9 +245,10 @@ def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, fl
 
 
 def _of_attention(work: CommModel, inputs: Mapping[str, int], outputs: Mapping[str, int]) -> dict[str, float]:
-    """Queries, keys, values and their mixture are redivided, and so are their gradients (Jacobs et al. 2023).
+    """Return the traffic of context parallelism: all-to-alls of queries, keys, values, their mixture, and gradients.
 
-    In a ring keys and values of all positions are gathered for each pass, and their gradients, in fp32, pass each rank.
+    See Jacobs et al. 2023. In ring attention, keys and values of all positions are gathered for each pass, and their
+    fp32 gradients pass through each rank.
     """
     names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
     if work.how.context_method == "ring":
@@ -261,10 +263,11 @@ def _of_attention(work: CommModel, inputs: Mapping[str, int], outputs: Mapping[s
 
 
 def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[str, float]]:
-    """Tensor parallelism (Shoeybi et al. 2019, section 3; of shared positions Korthikanti et al. 2022, section 4.2.2).
+    """Yield the traffic of tensor parallelism.
 
-    Outputs of layers with cut inputs are added up in the forward pass, gradients of what enters layers with cut outputs
-    in the backward pass. Where ranks share positions, a sum is scattered, and its gradient gathered in the other pass.
+    Outputs of layers with cut inputs are summed in the forward pass, input gradients of layers with cut outputs in the
+    backward pass (Shoeybi et al. 2019, section 3). With sequence parallelism sums are reduce-scattered, and gathered in
+    the other pass (Korthikanti et al. 2022, section 4.2.2).
     """
     module, sequence = module_of(work.model), work.how.sequence
     narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
@@ -286,23 +289,23 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
         elif role.kind == "loss":
             tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context
             yield {"all_reduce": _OF_LOSS * _WIDE * tokens}
-        # Each rank has a summand of the gradients of its weights.
+        # Each rank has only a summand of the gradients of these weights.
         if role.kind in ("each", "tokens") or (role.kind == "entry" and sequence):
             summands |= set(module.get_submodule(name).parameters())
     summands -= experts.parts(work.model, work.layout.dims).keys()
-    # FSDP adds them up where it reduces: under a pipeline in each pass of its schedule.
+    # FSDP sums them when it reduces gradients: under a pipeline in each pass of its schedule.
     times = work.layout.accumulation if work.is_sharded and work.layout.dims.pipeline > 1 else 1
     yield {"all_reduce": float(times * sum(weight.nbytes for weight in summands))}
 
 
 def _bytes_per_sample(work: CommModel) -> float:
-    """Bytes of what a rank has of an activation in a step, for each of its numbers in one sample."""
+    """Return a rank's bytes of an activation in a step, per element of the activation in one sample."""
     layout = work.layout
     return DTYPES[work.precision].itemsize * layout.replica_batch / layout.dims.context
 
 
 def _sizes(work: CommModel) -> tuple[Counter[str], Counter[str]]:
-    """Numbers that go into and come out of each part and each module with a role, by name, in a pass of one sample."""
+    """Count the input and output elements of each part and each module with a role, by name, for one sample."""
     module, parts = module_of(work.model), work.model.parts() or {"": module_of(work.model)}
     inputs, outputs = Counter[str](), Counter[str]()
 

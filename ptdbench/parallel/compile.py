@@ -15,13 +15,13 @@ from ptdbench.parallel.activations import wrap_forward
 from ptdbench.problems import ConfigError, Problem
 
 #: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``whole``: one graph for the
-#: model, or for each stage of a pipeline. ``autotune``: as ``layers``, with kernels chosen by timing.
+#: model, or for each stage of a pipeline. ``autotune``: like ``layers``, with kernels chosen by timing.
 Compile = Literal[False, "layers", "whole", "autotune"]
 
-#: What a person sets to have a number of processes that compile.
+#: The environment variable by which users set the number of compile processes.
 _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
-#: Graphs that a run may need of one kind of part: training and evaluation, a smaller last batch, and outputs without a
+#: Graphs that a run may need for one kind of part: training, evaluation, a smaller last batch, and outputs without a
 #: loss, each with inputs that need a gradient or not.
 VARIANTS = 8
 
@@ -29,29 +29,29 @@ VARIANTS = 8
 def start_afresh(how: Compile) -> None:
     """Set up the compiler for one run, whatever earlier runs of this process have compiled.
 
-    Graphs of earlier runs are dropped: after a second batch size torch would compile for sizes that are not known, and
-    after eight sizes not at all. A part that cannot be compiled any more raises an error: torch would only warn, and
-    the run would be measured without compilation.
+    Graphs of earlier runs are dropped: after a second batch size torch would compile for dynamic shapes, and after
+    eight sizes not at all. Reaching the recompile limit is an error: torch would only warn, and the run would be
+    measured without compilation.
     """
     if "torch._dynamo" in sys.modules and torch._dynamo.convert_frame.FRAME_COUNTER:
-        torch.compiler.reset()  # on a GPU this imports the compiler itself, for seconds
+        torch.compiler.reset()  # on a GPU this imports the compiler itself, which takes seconds
     if how:
-        config = torch._dynamo.config  # imported here, which takes a second that only runs that compile spend
+        config = torch._dynamo.config  # imports it, which takes a second that only runs that compile should spend
         config.fail_on_recompile_limit_hit = True
         config.recompile_limit = VARIANTS
-        # Under DDP torch would cut each graph again where a bucket of gradients is full. Parts are the boundaries.
+        # Under DDP torch would also split graphs at bucket boundaries. Parts are the boundaries here.
         config.optimize_ddp = False
-        if _THREADS not in os.environ:  # torch takes all cores of the node in each of its ranks
+        if _THREADS not in os.environ:  # each rank would use all cores of the node
             from torch._inductor import config as of_inductor
 
             of_inductor.compile_threads = min(32, torch.get_num_threads())
 
 
 def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], how: Compile) -> None:
-    """Compile a model or a stage of it, which has these ``layers``; ``parts``: of the whole model, if it is a chain.
+    """Compile a model or stage with these ``layers``; ``parts``: those of the whole model, if it is a chain.
 
-    Identical layers share one compiled graph, so it takes as long for 96 of them as for one, and the communication
-    between layers stays between the graphs, where it can overlap.
+    Identical layers share one compiled graph, so 96 of them compile as fast as one. Communication between layers stays
+    between the graphs, where it can overlap.
     """
     if not how:
         return
@@ -59,7 +59,7 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
     options: dict[str, Any] = {"fullgraph": True} if how == "whole" else {}
     if how == "autotune":
         options["options"] = autotuning()
-    # As many graphs as there are kinds of parts: a ResNet's blocks of many shapes are one piece of code.
+    # Allow for every kind of part: a ResNet's blocks of many shapes share one code object, and so one limit.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, VARIANTS * len({repr(unit) for unit in units}))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
@@ -68,10 +68,11 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
 
 
 def autotuning() -> dict[str, bool]:
-    """Options of a compiler that chooses kernels by timing.
+    """Return compiler options for choosing kernels by timing.
 
-    Those of torch's mode, and persistent products that load by a GPU's tensor memory accelerator, which torch leaves
-    out of it: on Hopper its plain kernels seldom beat cuBLAS. GPUs without one do not try them.
+    These are torch's max-autotune options, plus persistent matrix products that load through the tensor memory
+    accelerator (TMA), which torch leaves out: on Hopper its plain kernels seldom beat cuBLAS. GPUs without TMA skip
+    them.
     """
     from torch._inductor import config, list_mode_options
 
@@ -81,7 +82,7 @@ def autotuning() -> dict[str, bool]:
 
 
 def beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
-    """The parts of a chain that have weights and share no module with a layer: embedding and head."""
+    """Return the parts of a chain that have weights and share no module with a layer: embedding and head."""
     here, of_layers = set(module.modules()), {inner for layer in layers for inner in layer.modules()}
     return [
         part
@@ -91,7 +92,7 @@ def beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Mo
 
 
 def _compiled(forward: Callable[..., Any], name: str, how: Compile, options: dict[str, Any]) -> Callable[..., Any]:
-    """The forward of a module of a class of this name, compiled for the shapes that it is called with."""
+    """Compile the forward of a module, of a class with this name, for the shapes that it is called with."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
     compiled = torch.compile(forward, dynamic=False, **options)

@@ -1,4 +1,4 @@
-"""Conflicts of options: a table of what rules an option out, the option, why, and what to do instead."""
+"""Conflicts of options: a table of conditions, the options that they rule out, the reasons, and remedies."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
 from ptdbench.problems import Problem, as_typed, try_these
 
-#: Whether it is ruled out, the option, the rule, and a remedy.
+#: Whether the option is ruled out, the option, the rule, and a remedy.
 Row = tuple[object, str, str, str]
 
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
 
-#: How FSDP is told of an option that not every version of torch has.
+#: FSDP's setters for options that not every version of torch has.
 SETTERS = {
     "separate_reduce_scatter": "set_separate_reduce_scatter_group",
     "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
@@ -29,7 +29,7 @@ SETTERS = {
 
 
 def is_settable(option: str) -> bool:
-    """Return whether this torch's FSDP can be told of one of :data:`SETTERS`."""
+    """Return whether this version of torch has the option's setter, one of :data:`SETTERS`."""
     return hasattr(FSDPModule, SETTERS[option])
 
 
@@ -39,7 +39,7 @@ _1F1B = "parallel.schedule=interleaved1f1b"
 
 
 def of_values(how: Options) -> list[Row]:
-    """Values that are none, whatever the degrees."""
+    """Return values that are invalid whatever the degrees."""
     lacks = ring.missing() if how.context_method == "ring" else None
     here = f"torch {torch.__version__} does not have"
     return [
@@ -56,10 +56,10 @@ def of_values(how: Options) -> list[Row]:
 
 
 def of_degrees(how: Options) -> list[Row]:
-    """Options that have no effect, or not this one, under the degrees as they are asked for."""
+    """Return options that have no effect, or not the requested one, under the requested degrees."""
     is_one = {name: degree == 1 for name, degree in how.degrees().items()}
     is_set = {name: getattr(how, name) != default for name, default in _DEFAULTS.items()}
-    # DDP averages the gradients also of ranks that share a sequence, and with FSDP its options have no effect.
+    # DDP also averages gradients over ranks that share a sequence; with FSDP its options have no effect.
     ignored = is_one | {"replicate": is_one["replicate"] and is_one["context"]}
     has_shards, compresses = not (is_one["shard"] and is_one["tensor"]), how.gradients == "powersgd"
     averages = not ignored["replicate"]
@@ -110,7 +110,7 @@ def of_layout(how: Options, plan: BatchPlan) -> list[Row]:
 
 
 def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> list[Row]:
-    """Return the conflicts of an option outside of ``parallel``, such as a precision, under any layout."""
+    """Return the conflicts with an option outside ``parallel``, such as ``precision``; ``plan``: if it is known."""
     dims = plan.dims if plan else Dims()
     is_ring, splits = how.applies("context", dims) and how.context_method == "ring", how.splits_backward(dims)
     gathers_fp8 = fp8.is_gathered(value, sharded=how.shards(dims))
@@ -164,7 +164,7 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
 
 
 def problems(how: Options, rows: Iterable[Row], value: object = None) -> Iterator[Problem]:
-    """The rows that apply; ``value``: of an option outside of ``parallel``."""
+    """Yield the rows that apply as problems; ``value``: of an option outside ``parallel``."""
     shown = "selective" if isinstance(value, Selective) else value
     for is_ruled_out, option, rule, remedy in rows:
         if is_ruled_out:

@@ -1,9 +1,9 @@
 """Context parallelism: the ranks of a group share the positions of each sequence.
 
-All but attention works on a rank's own positions. For attention they exchange positions for heads, as DeepSpeed-Ulysses
-does (Jacobs et al. 2023): each rank then has some heads of all positions. Or they gather the keys and values of all
-positions (:mod:`ptdbench.parallel.ring`). The ranks have different tokens and the same weights, so that gradients are
-averaged over them as over replicas.
+Everything but attention works on a rank's own positions. For attention, ranks exchange positions for heads, as in
+DeepSpeed-Ulysses (Jacobs et al. 2023): each rank then has some heads of all positions. Or they gather the keys and
+values of all positions (:mod:`ptdbench.parallel.ring`). The ranks have different tokens and the same weights, so
+gradients are averaged over them as over replicas.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ _HEADS, _LENGTH = 1, 2
 
 @dataclass(frozen=True)
 class Positions:
-    """The positions of a sequence in equal pieces, and those of one rank."""
+    """The positions of a sequence in equal pieces, and the pieces of one rank."""
 
-    ranks: int  #: How many share a sequence.
-    rank: int  #: This one.
-    #: Whether each has two pieces, one from each end: ``[0, 7]``, ``[1, 6]``, ... Under a causal mask all have the same
-    #: number of pairs of positions then. Else each has one piece.
+    ranks: int  #: Number of ranks that share a sequence.
+    rank: int  #: This rank among them.
+    #: Whether each rank has two pieces, one from each end: ``[0, 7]``, ``[1, 6]``, ..., which balances the pairs of
+    #: positions under a causal mask. Otherwise each has one piece.
     paired: bool
 
     @property
     def pieces(self) -> int:
-        """Pieces of a sequence."""
+        """Number of pieces of a sequence."""
         return self.ranks * (1 + self.paired)
 
     def own(self, tensor: Tensor, dimension: int) -> Tensor:
-        """This rank's share of a whole sequence, whose length is a multiple of :attr:`pieces`."""
+        """Return this rank's share of a whole sequence, whose length is a multiple of :attr:`pieces`."""
         assert tensor.shape[dimension] % self.pieces == 0  # refused before
         pieces = tensor.tensor_split(self.pieces, dimension)
         return torch.cat([pieces[number] for number in self._of(self.rank)], dimension)
 
     def numbers(self, local: Tensor) -> Tensor:
-        """The positions in the whole sequence of those in this rank's share, ``[length of the share]``."""
+        """Convert positions in this rank's share, ``[length of the share]``, to positions in the whole sequence."""
         own = self._of(self.rank)
         size = len(local) // len(own)
         shifts = [size * (number - place) for place, number in enumerate(own)]
         return torch.cat([piece + shift for piece, shift in zip(local.tensor_split(len(own)), shifts, strict=True)])
 
     def whole(self, shares: Sequence[Tensor], dimension: int) -> Tensor:
-        """The whole sequence from the shares of all ranks, in their order."""
+        """Reassemble the whole sequence from the shares of all ranks, in rank order."""
         pieces: dict[int, Tensor] = {}
         for rank, share in enumerate(shares):
             own = self._of(rank)
@@ -71,12 +71,12 @@ class Positions:
         return torch.cat([pieces[number] for number in range(self.pieces)], dimension)
 
     def _of(self, rank: int) -> list[int]:
-        """The pieces of a rank, in order."""
+        """Return the pieces of a rank, in order."""
         return [rank, self.pieces - 1 - rank] if self.paired else [rank]
 
 
 def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[Problem]:
-    """Yield the reasons why so many ranks cannot share the sequences of a model; ``tensor`` ones divide its heads."""
+    """Yield the reasons why ``ranks`` ranks cannot share a model's sequences; ``tensor`` ranks divide its heads."""
     roles = list(roles_of(model).values())
     if not {"attention", "positions"} <= {role.kind for role in roles}:
         rule = "needs a model whose roles() name its attention and where its positions come in"
@@ -92,7 +92,7 @@ def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[
 
 
 def undividable(positions: Iterable[Role], ranks: int, method: Method, whole: str = "the model") -> Iterator[Problem]:
-    """Yield the reason why so many ranks cannot share the positions of a model or a sample."""
+    """Yield the reason why this number of ranks cannot share the positions of a model or a sample."""
     pieces = Positions(ranks, 0, _is_paired(method)).pieces // ranks
     yield from undivided("context", ranks, positions, pieces, "of which each rank has two pieces", whole)
 
@@ -102,12 +102,12 @@ def _is_paired(method: Method) -> bool:
 
 
 def positions_of(mesh: DeviceMesh, method: Method) -> Positions:
-    """This rank's positions of a sequence that the ranks of ``mesh`` share."""
+    """Return this rank's positions of a sequence that the ranks of ``mesh`` share."""
     return Positions(mesh.size(), mesh.get_local_rank(), _is_paired(method))
 
 
 def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) -> None:
-    """Let ``module``, the model or a stage of it, compute on a rank's share of the positions."""
+    """Let ``module``, the model or one of its stages, compute on a rank's share of the positions."""
     names, positions = dict(module.named_modules()), positions_of(mesh, method)
     for name, role in roles_of(model).items():
         if name in names and role.kind == "positions":
@@ -119,7 +119,7 @@ def exchange(model: Model, module: nn.Module, mesh: DeviceMesh, method: Method) 
 
 
 def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Positions in the whole sequence, from those in a rank's share."""
+    """Convert positions in a rank's share to positions in the whole sequence."""
     local, *others = arguments
     return positions.numbers(local), *others
 
@@ -132,10 +132,10 @@ def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Ten
 
 
 def _redivide(tensors: Sequence[Tensor], mesh: DeviceMesh, whole: int, divided: int) -> list[Tensor]:
-    """From a share of dimension ``whole`` to all of it, and from all of dimension ``divided`` to a share.
+    """Exchange a share of dimension ``whole`` for all of it, and all of dimension ``divided`` for a share.
 
-    All are sent before the first is awaited. By torch's functional collectives, which have gradients and can be
-    compiled. A DTensor's ``redistribute`` gathers everything where the device is a CPU.
+    All messages are sent before the first is awaited. torch's functional collectives are used, which have gradients
+    and can be compiled; on a CPU, a DTensor's ``redistribute`` would gather everything.
     """
     stacked = [torch.stack(tensor.tensor_split(mesh.size(), divided)).contiguous() for tensor in tensors]
     arriving = [all_to_all_single_autograd(parts.flatten(0, 1), None, None, mesh.get_group()) for parts in stacked]
@@ -144,7 +144,7 @@ def _redivide(tensors: Sequence[Tensor], mesh: DeviceMesh, whole: int, divided: 
 
 
 class Sliced(Engine):
-    """An engine whose ranks, those of ``mesh``, compute on their shares of the positions by an ``inner`` engine."""
+    """An engine that runs an ``inner`` engine on this rank's share of the positions, among the ranks of ``mesh``."""
 
     def __init__(self, inner: Engine, mesh: DeviceMesh, method: Method) -> None:
         self.module = inner.module
@@ -179,11 +179,11 @@ class Sliced(Engine):
         return found if self.owns_loss else None
 
     def _share(self, tensor: Tensor) -> Tensor:
-        """This rank's positions of ``[batch, length]``."""
+        """Return this rank's positions of ``[batch, length]``."""
         return self._positions.own(tensor, _POSITIONS)
 
     def _mean(self, loss: Tensor) -> Tensor:
-        """The mean over the ranks, on the one that owns it; else zero."""
+        """Return the mean over the ranks on the rank that owns the loss, else zero."""
         mean = loss / self._mesh.size()
         dist.all_reduce(mean, group=self._mesh.get_group())
         return mean if self.owns_loss else torch.zeros_like(mean)

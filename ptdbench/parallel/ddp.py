@@ -1,4 +1,4 @@
-"""DistributedDataParallel: a copy of a module on every rank, gradients averaged during the backward pass."""
+"""DistributedDataParallel: replicates a module on every rank and averages gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ptdbench.problems import Problem, require
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
 
-#: Each replica keeps its statistics of batch norms: evaluations share them, and checkpoints take those of one. torch
-#: would send the first one's before each forward pass. Since 2.14 it has a name of its own for that.
+#: Each replica keeps its own batch norm statistics: evaluations synchronize them, and checkpoints store those of one
+#: replica. By default torch broadcasts the first replica's before each forward pass; the option was renamed in 2.14.
 _HAS_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NAME else "broadcast_buffers": False}
 
@@ -31,11 +31,11 @@ _OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NAME else "broadc
 def replicate(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Options, *, static_graph: bool
 ) -> LaidOutModule:
-    """Wrap a module that has its weights: DDP verifies their shapes between replicas, and groups them into buckets.
+    """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 
-    The first forward pass after one backward pass, under ``static_graph`` after two, rebuilds the buckets once in the
-    order of the gradients. The position of a number in its bucket determines the order in which three or more ranks
-    add theirs, and so the rounding of the sum.
+    The first forward pass after one backward pass (two under ``static_graph``) rebuilds the buckets once, in the
+    order of the gradients. The position of an element in its bucket determines the order in which three or more ranks
+    add it up, and so the rounding of the sum.
     """
     replica = DistributedDataParallel(
         module,
@@ -56,16 +56,16 @@ def replicate(
         replica,
         replica.no_sync,
         average=partial(_average, replica),
-        # A static graph knows which gradients are missing, and averaging after the backward pass takes zeros for them.
+        # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
         settle=partial(_require_all, [] if static_graph or how.pipeline_schedule.splits_backward else [module]),
-        settles_after=(2 if static_graph else 1) + (compressor is not None),  # it has to see the last buckets
+        settles_after=(2 if static_graph else 1) + (compressor is not None),  # the compressor must see final buckets
         division=Zero1(module, mesh.get_group()) if how.optimizer == "zero1" else None,
         compressor=compressor,
     )
 
 
 def _average(replica: DistributedDataParallel) -> None:
-    """Average gradients that are there already, by the same buckets and hooks: in a backward pass that adds zeros."""
+    """Average existing gradients with the same buckets and hooks, through a backward pass that adds zeros."""
     trained = [weight for weight in replica.module.parameters() if weight.requires_grad]
     zeros = [torch.zeros((), dtype=weight.dtype, device=weight.device).expand_as(weight) for weight in trained]
     replica.reducer.prepare_for_backward([])
@@ -73,7 +73,7 @@ def _average(replica: DistributedDataParallel) -> None:
 
 
 def _require_all(modules: Sequence[nn.Module]) -> None:
-    """Refuse weights without a gradient: DDP waits for them, and in the next pass advises what is no option here."""
+    """Refuse weights without a gradient: DDP would wait for them, and then suggest an option that ptdbench lacks."""
     weights = [pair for module in modules for pair in module.named_parameters()]
     names = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
     if names:
@@ -82,10 +82,10 @@ def _require_all(modules: Sequence[nn.Module]) -> None:
 
 
 def bucket_size(module: nn.Module) -> float:
-    """The size of a bucket in MiB: a twentieth of the gradients, at least 25 and at most 100.
+    """Return the bucket size in MiB: a twentieth of the gradients, at least 25 and at most 100.
 
-    The last bucket is reduced when there is nothing left to compute, so it should be a small part of all. A bucket
-    should also be large enough for the full speed of a link: 25 is DDP's default, and 100 what torchtitan uses for
+    No compute is left to hide the reduction of the last bucket, so a bucket should be a small fraction of the total.
+    It should also be large enough for the full bandwidth of a link: 25 is DDP's default, and torchtitan uses 100 for
     large models.
     """
     size = sum(weight.numel() * weight.element_size() for weight in module.parameters() if weight.requires_grad)

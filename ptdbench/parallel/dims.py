@@ -1,9 +1,10 @@
 """The degrees of parallelism: one table, the fields of :class:`Degrees`, and the degrees of a run.
 
-Without torch, as records and reports list the degrees too. A degree is added as a row here, with which it is an option
-of ``parallel``, a dimension of the mesh and a field of records; what it does to a model stands in a file of its own.
+This module does not import torch, as records and reports list the degrees too. A new degree is a row here; the row
+makes it an option of ``parallel``, a dimension of the mesh and a field of records. Its effect on a model is in a
+separate file.
 """
-# Annotations are evaluated: setup/signature.py checks the options of Strategy against those that it inherits.
+# No postponed annotations: setup/signature.py evaluates those that Strategy inherits to check its options.
 
 import math
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from ptdbench.problems import Problem, divisors, require, try_these
 
-#: A degree as it is asked for.
+#: A requested degree.
 Size = int | Literal["auto"]
 T = TypeVar("T", bound=Size)
 D = TypeVar("D", bound="Dims")
@@ -22,24 +23,24 @@ D = TypeVar("D", bound="Dims")
 class Degree:
     """A degree of parallelism."""
 
-    text: str  #: Whose number it is, for readers of a record.
-    letter: str  #: What stands for it in the label of a run, as in ``s2 t4``.
-    #: What its ranks share between them, of the global batch the ``samples``, of each the ``positions``, of the model
-    #: the ``layers`` or their ``products``; ``weights``: FSDP shards weights over them.
+    text: str  #: What it counts, for readers of a record.
+    letter: str  #: Its abbreviation in the label of a run, as in ``s2 t4``.
+    #: What its ranks divide among them: the ``samples`` of the global batch, the ``positions`` of a sample, the
+    #: ``layers`` of the model, or their ``products``; ``weights``: FSDP shards weights over them.
     divides: tuple[str, ...] = ()
     #: Its place in the mesh, from the dimension whose neighbors may be farthest apart to the one with the most
     #: communication.
     place: int | None = None
     derived: int | None = None  #: Its place in the order in which ``auto`` degrees are derived.
-    preset: str = ""  #: What to type to have it.
+    preset: str = ""  #: What to type to select it.
     options: tuple[str, ...] = ()  #: Options that have an effect only where the degree is not 1.
-    #: Degrees of neighboring places whose ranks it divides in its own way: no factor of the number of ranks, it divides
-    #: their product.
+    #: Degrees of neighboring places whose ranks it regroups: it is not a factor of the number of ranks, but divides
+    #: the product of these degrees.
     refolds: tuple[str, ...] = ()
 
 
 def degree(text: str, letter: str, **columns: Any) -> Any:
-    """A row of the table: a field that is 1 unless it is asked for; see :class:`Degree`."""
+    """Return a row of the table: a field with default 1; see :class:`Degree`."""
     return field(default=1, metadata={"row": Degree(text, letter, **columns)})
 
 
@@ -69,7 +70,7 @@ class Degrees(Generic[T]):
         "Ranks that share each matrix product.", "t", divides=("products",), place=4, derived=1,
         preset="parallel=tp,3d", options=("sequence", "async_tensor"),
     )  # fmt: skip
-    # Stages are inside copies, so that activations stay inside a node.
+    # Stages are inside replicas, so that activations stay within a node.
     pipeline: T = degree(
         "Ranks that share the layers of a copy.", "p", divides=("layers",), place=1, derived=0, preset="parallel=pdp",
         options=("schedule", "stages_per_rank", "microbatches"),
@@ -80,12 +81,12 @@ class Degrees(Generic[T]):
 
     @classmethod
     def rows(cls) -> dict[str, Degree]:
-        """The degrees by name."""
+        """Return the degrees by name."""
         return {one.name: one.metadata["row"] for one in fields(cls) if "row" in one.metadata}
 
     @classmethod
     def order(cls, *divides: str) -> tuple[str, ...]:
-        """The dimensions of the mesh, outermost first; with words those that divide any of these."""
+        """Return the dimensions of the mesh, outermost first; with arguments, only those that divide any of these."""
         places = {
             name: row.place
             for name, row in cls.rows().items()
@@ -95,11 +96,11 @@ class Degrees(Generic[T]):
 
     @classmethod
     def copied(cls) -> tuple[str, ...]:
-        """The dimensions of the mesh along which weights are copies, whether they are sharded along others or not."""
+        """Return the dimensions along which weights are replicated, whether or not others shard them."""
         return tuple(name for name in cls.order("samples", "positions") if name not in cls.order("weights"))
 
     def degrees(self) -> dict[str, T]:
-        """The value for each degree."""
+        """Return the value for each degree."""
         return {name: getattr(self, name) for name in self.rows()}
 
 
@@ -108,22 +109,22 @@ class Dims(Degrees[int]):
     """The degrees of a run, which multiply to the world size."""
 
     def ways(self, *divides: str) -> int:
-        """Ranks that share what the degrees of these words divide; without words all ranks."""
+        """Return the number of ranks that share any of ``divides``; without arguments, of all ranks."""
         return math.prod(getattr(self, name) for name in self.order(*divides))
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.ways()
 
     @property
     def batch(self) -> int:
-        """Number of shares that the global batch is divided into."""
+        """Number of shares of the global batch."""
         return self.ways("samples")
 
     @property
     def shards(self) -> int:
-        """Ranks over which weights are sharded, if they are."""
+        """Number of ranks over which weights are sharded, if they are."""
         return self.ways("weights")
 
     @property
@@ -133,9 +134,9 @@ class Dims(Degrees[int]):
 
     @property
     def communicators(self) -> int:
-        """NCCL's communicators of a rank: of all ranks, of each degree that is not all of them, two between stages.
+        """NCCL communicators of a rank: of all ranks, of each degree above 1 that is not all ranks, two between stages.
 
-        Of a degree that refolds others those who share, and those who have the same share.
+        A degree that refolds others has one for the ranks that share, and one for those with the same share.
         """
         sizes = [getattr(self, name) for name in self.order()]
         for name, row in self.rows().items():
@@ -145,11 +146,11 @@ class Dims(Degrees[int]):
         return (self.world_size > 1) + sum(1 < size < self.world_size for size in sizes) + between_stages
 
     def refold_copies(self, name: str) -> int:
-        """Ranks that have the same share of what a degree that refolds others divides."""
+        """Return the number of ranks with the same share under a degree that refolds others."""
         return math.prod(getattr(self, other) for other in self.rows()[name].refolds) // int(getattr(self, name))
 
     def stage(self, rank: int) -> int:
-        """The position of a rank in its pipeline, by the order of the mesh."""
+        """Return the position of a rank in its pipeline, by the order of the mesh."""
         order = self.order()
         inside = math.prod(getattr(self, name) for name in order[order.index("pipeline") + 1 :])
         return rank // inside % self.pipeline
@@ -163,19 +164,19 @@ def derive(
 ) -> D:
     """Derive the degrees of a run.
 
-    Of several degrees that are ``auto``, in the order pipeline, tensor, shard, replicate, each but the last is the
-    smallest divisor above 1 of what is left, and the last one is all that is left. One that refolds others is all of
-    their ranks, as far as they divide its units.
+    Degrees that are ``auto`` are derived in the order pipeline, tensor, shard, replicate: each but the last is the
+    smallest divisor above 1 of the remaining factor, and the last takes all of it. A degree that refolds others is the
+    greatest common divisor of their product and its units.
 
     Args:
-        world_size: Ranks in all.
+        world_size: Total number of ranks.
         wanted: Each degree, or ``auto``.
         kind: The table.
-        units: What ranks divide among them by degrees that refold others: how many.
+        units: For each degree that refolds others, the number of units that its ranks divide, such as experts.
 
     Raises:
-        ConfigError: The degrees do not multiply to the world size, with the equation and values that fit; or one that
-            refolds others does not divide their product.
+        ConfigError: The degrees do not multiply to the world size; it states the equation and values that fit. Or a
+            degree that refolds others does not divide their product.
     """
     rows = kind.rows()
     factors = {name: wanted[name] for name in rows if not rows[name].refolds}
@@ -198,13 +199,13 @@ def derive(
 
 
 def waiting(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> list[str]:
-    """The degrees that are derived from the number of ranks, in order."""
+    """Return the degrees to derive from the number of ranks, in order."""
     order = {name: row.derived for name, row in kind.rows().items() if row.derived is not None}
     return sorted((name for name in order if wanted[name] == "auto"), key=lambda name: order[name])
 
 
 def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None:
-    """A problem if a degree does not divide the ranks that it refolds."""
+    """Return a problem if a degree does not divide the ranks that it refolds."""
     fits = divisors(math.prod(fold))
     if size in fits:
         return None
@@ -213,7 +214,7 @@ def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None
 
 
 def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
-    """The violated equation, reported for a degree that can be changed, with the values of it that fit."""
+    """Return the violated equation as a problem of a degree that can be changed, with values that fit."""
     product = math.prod(degree for degree in wanted.values() if degree != "auto")
     factors = " x ".join(f"{name}({degree})" for name, degree in wanted.items() if degree != 1)
     relation = factors if "auto" in wanted.values() else f"{factors} = {product}"
@@ -229,7 +230,7 @@ def _unequal(world_size: int, wanted: Mapping[str, Size]) -> Problem:
 
 
 def _fitting(world_size: int, wanted: Mapping[str, Size], name: str) -> list[int]:
-    """Values above 1 of one degree that fit the others."""
+    """Return the values above 1 of one degree that fit the others."""
     others = math.prod(degree for other, degree in wanted.items() if degree != "auto" and other != name)
     rest, odd = divmod(world_size, others)
     if odd or rest == 1:

@@ -33,20 +33,20 @@ class LaidOutModule:
 
     module: nn.Module  #: The bare module, whose parameters have their names in the whole model.
     runner: nn.Module  #: The callable that runs it: the module itself, or DDP around it.
-    #: Context of a forward and backward pass after which gradients are not communicated yet.
+    #: Context in which a forward and backward pass leaves gradients uncommunicated.
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: Averages the replicas' gradients after backward passes in which the module ran and not the runner.
+    #: Averages the replicas' gradients after backward passes that ran the module instead of the runner.
     average: Callable[[], None] = lambda: None
-    settles_after: int = 0  #: Backward passes after which all further ones run the same operations in the same order.
+    settles_after: int = 0  #: Backward passes until all further ones run the same operations in the same order.
     release: Callable[[], None] = lambda: None  #: Frees what a forward pass without a backward pass has gathered.
-    #: Told before a step what the loss of a micro-batch is multiplied by before its backward pass.
+    #: Called before a step with the factor by which each micro-batch's loss is multiplied before its backward pass.
     begin: Callable[[Tensor], None] = lambda _: None
     settle: Callable[[], None] = lambda: None  #: Completes the gradients after the last backward pass of a step.
-    routing: Routing | None = None  #: Of a model with experts: what they have been given.
+    routing: Routing | None = None  #: For a model with experts: the counts of tokens routed to them.
     division: Zero1 | None = None  #: How the optimizer's state is divided among the replicas, if it is.
-    #: Averages the gradients by approximations, if they are not averaged as they are.
+    #: Averages low-rank approximations of the gradients; ``None``: gradients are averaged exactly.
     compressor: PowerSGD | None = None
-    copies: Copies | None = None  #: What it computes with in place of its weights, if it computes in a narrow dtype.
+    copies: Copies | None = None  #: Narrow copies of the weights to compute with, if the compute dtype is narrow.
 
 
 class Engine(ABC):
@@ -55,9 +55,9 @@ class Engine(ABC):
     module: nn.Module  #: The bare module that this rank trains: the model, its shards or its stages.
     parts: Sequence[LaidOutModule]  #: The model, or the stages, as laid out.
     owns_loss: bool  #: Whether this rank computes its replica's loss; exactly one rank of each replica does.
-    #: Calls of :meth:`gradients` after which all further ones run the same operations in the same order.
+    #: Calls of :meth:`gradients` until all further ones run the same operations in the same order.
     rehearsals: int
-    #: What messages between stages go through, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
+    #: The kind of links between stages, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
     links: str | None = None
 
     @abstractmethod
@@ -75,21 +75,21 @@ class Engine(ABC):
 
     @abstractmethod
     def gradient_norm(self) -> Tensor:
-        """The Euclidean norm of the gradient of all weights of the model, on every rank; a scalar.
+        """Return the Euclidean norm of the gradients of all weights of the model, a scalar equal on every rank.
 
-        Called in all ranks, after :meth:`gradients`.
+        Call it in all ranks, after :meth:`gradients`.
         """
 
     @abstractmethod
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
-        """Run only the forward pass, without gradients; all ranks call it equally often.
+        """Run only the forward pass, without gradients; all ranks must make the same number of calls.
 
         Args:
             inputs: This replica's samples, ``(any number, ...)``, on this rank's device.
             targets: Their targets, or ``None``.
 
         Returns:
-            On a rank that owns the loss, the model's outputs, or with targets the mean loss, a scalar; else ``None``.
+            On a rank that owns the loss, the model's outputs, or with targets the scalar mean loss; else ``None``.
         """
 
     def optimizer(self, make: MakeOptimizer) -> torch.optim.Optimizer:
@@ -101,13 +101,13 @@ class Engine(ABC):
         return optimizer
 
     def share_weights(self) -> None:
-        """Bring all replicas to the weights of those that update them; called in all ranks."""
+        """Send each weight from the replica that updates it to all others; called in all ranks."""
         for part in self.parts:
             if part.division:
                 part.division.share()
 
     def own_state(self) -> dict[str, Tensor]:
-        """Return the state that communication keeps from step to step and no other rank has, by name."""
+        """Return, by name, the communication state that carries over between steps and exists on this rank only."""
         return {
             f"powersgd.{number}.{name}": tensor
             for number, part in enumerate(self.parts)
@@ -116,7 +116,7 @@ class Engine(ABC):
         }
 
     def load_own_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with what :meth:`own_state` returned; :meth:`rehearse` must follow."""
+        """Restore what :meth:`own_state` returned; :meth:`rehearse` must follow."""
         for number, part in enumerate(self.parts):
             if part.compressor:
                 prefix = f"powersgd.{number}."
@@ -124,13 +124,13 @@ class Engine(ABC):
                 part.compressor.load(own)
 
     def routed(self) -> tuple[dict[str, list[float]], list[float]]:
-        """How often each expert was chosen, by router, and how full the fullest rank was in each part; in all ranks."""
+        """Return each expert's choices by router, and the load of the fullest rank per part; called in all ranks."""
         known = [part.routing for part in self.parts if part.routing]
         counts = {name: total for one in known for name, total in one.totals().items()}
         return counts, [ratio for one in known if (ratio := one.fullest()) is not None]
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
-        """Compute and discard gradients until the engine has reached its steady state; nothing else changes.
+        """Compute and discard gradients until the engine reaches its steady state; nothing else changes.
 
         The first passes of an engine may differ from later ones: DDP rebuilds its buckets after the first backward
         pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would not be
@@ -147,10 +147,10 @@ class Engine(ABC):
             for _ in range(self.rehearsals):
                 self.gradients(inputs, targets, scale)
                 self.module.zero_grad()
-        for name, buffer in self.module.named_buffers():  # a mask may be made in the first pass, or grow
+        for name, buffer in self.module.named_buffers():  # the first pass may create or enlarge a mask
             known = before.get(name)
             if known is not None and known.shape == buffer.shape and not torch.equal(known, buffer):
-                buffer.copy_(known)  # one that is expanded could not be written to
+                buffer.copy_(known)  # only if changed: an expanded buffer cannot be written to
 
 
 class Accumulating(Engine):
@@ -159,7 +159,7 @@ class Accumulating(Engine):
     Args:
         part: The model; its runner is called as ``runner(inputs, targets)`` and returns a mean loss.
         micro_batch: Samples of one forward and backward pass.
-        owns_loss: Whether this rank is the one of its replica whose loss counts.
+        owns_loss: Whether this rank's loss counts for its replica.
     """
 
     def __init__(self, part: LaidOutModule, micro_batch: int, *, owns_loss: bool = True) -> None:
@@ -199,9 +199,9 @@ class Accumulating(Engine):
 
 
 def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The Euclidean norm of the gradients of these parameters, whole or in shards; a scalar, the same on all ranks.
+    """Return the Euclidean norm of these parameters' gradients, whole or sharded; a scalar, the same on all ranks.
 
-    One sum over ranks for all gradients that are spread alike, where torch would do one for each.
+    Gradients with the same mesh and placements share one all-reduce, where torch would run one for each.
     """
     alike: dict[tuple[DeviceMesh, tuple[Placement, ...]] | None, list[Tensor]] = {}
     for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
@@ -220,10 +220,10 @@ def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def _square_of(gradients: Sequence[Tensor]) -> Tensor:
-    """The squared norm of tensors, in fp32.
+    """Return the squared norm of tensors, in fp32.
 
-    On a CPU torch adds up a tensor in fp32 in a few sums: of 40 million elements the norm is 0.3 % too small, of their
-    shards less. So there rows come first.
+    On a CPU torch accumulates a tensor in only a few fp32 sums: for 40 million elements the norm is 0.3 % too small,
+    for shards of them less. So on a CPU each row is reduced first.
     """
     if gradients[0].is_cuda:
         return get_total_norm(gradients).square()

@@ -1,9 +1,8 @@
-"""Expert parallelism: the ranks of a group share the experts of a layer, and send each other the tokens of these.
+"""Expert parallelism: the ranks of a group share the experts of a layer, and send each other the tokens for them.
 
-The group is one of neighbors in shard, context and tensor, whose ranks it divides in its own way, as torchtitan's. Each
-rank keeps some of the experts whole, and gets all their tokens (Lepikhin et al. 2020, arXiv 2006.16668): none is
-dropped, as ranks tell each other how many will come. Of each expert there are copies in the other groups, over which
-FSDP shards it.
+Groups consist of neighbors in shard, context and tensor, whose ranks are regrouped as in torchtitan. Each rank holds
+some whole experts and receives all their tokens (Lepikhin et al. 2020, arXiv 2006.16668): none is dropped, as ranks
+exchange the counts first. The other groups hold copies of each expert, over which FSDP shards it.
 """
 
 from __future__ import annotations
@@ -36,22 +35,22 @@ from ptdbench.parallel.tensor import spread
 from ptdbench.problems import Problem, try_these
 from ptdbench.profiling.events import COMBINE, DISPATCH
 
-#: The dimension of stacked matrices along which FSDP shards what a rank keeps of them.
+#: The dimension of stacked matrices along which FSDP shards a rank's experts.
 SHARDED = 1
 
-#: Steps for which ranks tell each other at once what they have computed.
+#: Number of steps whose counts are reduced over the ranks in one message.
 _AT_ONCE = 1000
 
-stacks.waits_in(__file__)  # for how many tokens others send
+stacks.waits_in(__file__)  # for the token counts of other ranks
 
 
 def units(model: Model) -> int:
-    """What the degree must divide: the experts of each layer; 0 if it has none."""
+    """Return the number that the degree must divide: the experts of each layer; 0 if the model has none."""
     return math.gcd(*(role.units for role in roles_of(model).values() if role.kind == "experts"))
 
 
 def problems(model: Model, dims: Dims) -> Iterator[Problem]:
-    """Why so many ranks cannot share the experts of a model; nothing if they can."""
+    """Yield the reasons why this number of ranks cannot share the experts of a model."""
     ranks, roles = dims.expert, [role for role in roles_of(model).values() if role.kind == "experts"]
     if not roles:
         rule = "needs a model with experts"
@@ -69,14 +68,14 @@ def problems(model: Model, dims: Dims) -> Iterator[Problem]:
 
 
 def modules(model: Model, inside: nn.Module | None = None) -> list[nn.Module]:
-    """The modules of experts of a model, or of a part of it."""
+    """Return the modules of experts of a model, or of one of its modules."""
     here = set((inside or module_of(model)).modules())
     named = [name for name, role in roles_of(model).items() if role.kind == "experts"]
     return [module for module in map(module_of(model).get_submodule, named) if module in here]
 
 
 def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
-    """What a rank keeps of each weight of the experts that ranks share, on the meta device."""
+    """Return a rank's part of each weight of experts divided among ranks, on the meta device."""
     if dims.expert == 1:
         return {}
     found = {}
@@ -88,10 +87,10 @@ def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
 
 
 def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = False) -> None:
-    """Give each rank of ``mesh`` its part of the experts, and let it compute the tokens of all ranks for these.
+    """Give each rank of ``mesh`` its experts, and let it compute them on the tokens of all ranks.
 
-    The experts' modules are on the meta device. ``virtual``: devices answer nothing, and the other ranks are taken to
-    send what this one does.
+    The experts' modules are on the meta device. ``virtual``: devices return no values, and the other ranks are assumed
+    to send what this one does.
     """
     for layer in layers:
         spread(layer, mesh, Shard(0), Shard(0))
@@ -101,12 +100,12 @@ def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = Fal
 
 
 def force(module: nn.Module) -> None:
-    """Let experts take turns where devices compute nothing to choose by."""
+    """Let routers choose experts in turn, on devices that compute nothing to choose by."""
     for part in module.modules():
         if isinstance(part, Router):
             part.on_host = True
         if isinstance(part, Experts):
-            part.product = "loop"  # the kernel for all of them wants to be told by a device where its matrices are
+            part.product = "loop"  # the grouped kernel reads the offsets of its matrices from the device
 
 
 Forward = Callable[[Tensor, Tensor], Tensor]
@@ -116,22 +115,22 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
     group, ranks = mesh.get_group(), mesh.size()
 
     def dispatch(tokens: Tensor, counts: Tensor) -> Tensor:
-        if virtual:  # where nothing is computed; FSDP moves what its root is called with, as in a recomputation
+        if virtual:  # FSDP moves its root's inputs to the device, in a recomputation too; a virtual one has no values
             counts = counts.cpu()
         leaving = counts.unflatten(0, (ranks, -1))
-        with _labeled(DISPATCH):  # from each rank for each expert here, by a group of the tokens' device
+        with _labeled(DISPATCH):  # counts per rank and local expert; the group communicates on the tokens' device
             arriving = all_to_all_single(leaving.to(tokens.device).contiguous(), None, None, group).to(counts.device)
-        if virtual:  # which answers nothing
+        if virtual:  # nothing arrives
             arriving = leaving[mesh.get_local_rank()].expand_as(leaving)
         sent, received = torch.stack([leaving.sum(1), arriving.sum(1)]).tolist()
         dispatched = _Sent.apply(tokens, received, sent, group, (DISPATCH, COMBINE))
-        # From the order of ranks and their experts to that of experts.
+        # Tokens arrive ordered by rank, then expert; reorder them by expert.
         expert = torch.arange(arriving.shape[1], device=arriving.device).repeat(ranks)
         order = expert.repeat_interleave(arriving.flatten(), output_size=sum(received)).argsort(stable=True)
         order = order.to(tokens.device)
         places = places_in(order, len(order))
         computed = compute(take(dispatched, order, places), arriving.sum(0))
-        if computed.requires_grad:  # in the backward pass, which a recomputation does not repeat
+        if computed.requires_grad:  # count in the backward pass, as a recomputation would count the forward pass twice
             computed.register_hook(lambda _: noted.append(sum(received)))
         elif torch.is_grad_enabled():
             noted.append(sum(received))
@@ -141,13 +140,13 @@ def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Fo
 
 
 class _Sent(torch.autograd.Function):
-    """Rows of other ranks, and for their gradients the way back; a trace says which goes to experts, and which back."""
+    """All-to-all of rows, and of their gradients the other way; labels tell dispatch from combine in a trace."""
 
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup, ways: tuple[str, str]
     ) -> Tensor:
-        """See above; ``ways``: the labels of the two passes."""
+        """Send rows and receive those of other ranks; ``ways``: the labels of the forward and backward pass."""
         ctx.back = sent, received, group
         ctx.way = ways[1]
         with _labeled(ways[0]):
@@ -155,20 +154,20 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """See above."""
+        """Send gradients back to where their rows came from."""
         with _labeled(ctx.way):
             return wait_tensor(all_to_all_single(gradient.contiguous(), *ctx.back)), None, None, None, None
 
 
 def _labeled(name: str) -> AbstractContextManager[Any]:
-    """A label in a trace; nothing in steps that are timed."""
+    """Return a context that labels a trace; it does nothing unless the profiler runs, so not in timed steps."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 class Routing:
-    """What the routers of a model or a stage keep equal on all ranks, and what they have counted.
+    """Keeps the routers of a model or a stage equal on all ranks, and counts their choices.
 
-    ``experts`` are its modules of experts that ranks share.
+    ``experts``: its modules of experts that are divided among ranks.
     """
 
     def __init__(self, module: nn.Module, experts: Sequence[nn.Module], mesh: Mesh, layout: BatchPlan) -> None:
@@ -178,31 +177,31 @@ class Routing:
         self._groups = [ranks.get_group() for ranks in (mesh.copies, mesh["tensor"]) if ranks and ranks.size() > 1]
         self._passes = layout.accumulation * layout.microbatches
         self._tensor = dims.tensor
-        # FSDP has the mean over the copies of an expert, each with the tokens of its group; but a loss is a mean over
-        # the ranks of all groups, except that tensor-parallel ranks have shares of one.
+        # FSDP averages over the copies of an expert, each with the tokens of its group; but a loss is a mean over the
+        # ranks of all groups, except that tensor-parallel ranks have shares of one loss.
         self._scale = dims.tensor / dims.expert
         self._totals = {name: torch.zeros(part.experts + 1).double() for name, part in self._routers.items()}
-        self._taken = array("d")  # by this rank in each step, for each module of experts: in tokens
+        self._taken = array("d")  # tokens that this rank computes, per step and module of experts
         inner = mesh["tensor"]
         self._ranks = mesh.copies.size() * dims.tensor
         self._place = mesh.copies.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """A context of passes that do not count."""
+        """Return a context whose passes are not counted."""
         totals, taken = self._totals, self._taken
         self._totals, self._taken = dict(totals), taken[:]
         yield
         self._totals, self._taken = totals, taken
 
     def begin(self, share: Tensor) -> None:
-        """Before a step: what the loss of a micro-batch is multiplied by before its backward pass."""
+        """Begin a step; ``share``: the factor of a micro-batch's loss before its backward pass."""
         for router in self._routers.values():
             router.share = share / self._tensor
 
     @torch.no_grad()
     def settle(self) -> None:
-        """After the last backward pass of a step: complete the gradients of experts, and balance what they do."""
+        """After the last backward pass of a step, complete the gradients of experts and balance their load."""
         for weight in (weight for layer in self._experts for weight in layer.parameters()):
             if weight.grad is not None:
                 local_part(weight.grad).mul_(self._scale)
@@ -225,16 +224,16 @@ class Routing:
                 self._routers[name].balance(counts)
 
     def totals(self) -> dict[str, list[float]]:
-        """How often each expert was chosen in all steps, and how many of these choices were dropped, ``[experts + 1]``.
+        """Return how often each expert was chosen in all steps, and how many choices were dropped, by router name.
 
-        By the name of its router. Called in all ranks.
+        Each value is ``[experts + 1]``. Called in all ranks.
         """
         return {name: self._of_all_ranks(counts.clone()).tolist() for name, counts in self._totals.items()}
 
     def fullest(self) -> float | None:
-        """What the fullest rank computed, in tokens over those of the mean rank: the mean over layers and steps.
+        """Return the tokens of the fullest rank relative to the mean over ranks, averaged over layers and steps.
 
-        ``None`` where no ranks share experts. Called in all ranks.
+        ``None`` if no ranks share experts. Called in all ranks.
         """
         if not self._taken:
             return None
@@ -248,7 +247,7 @@ class Routing:
         return total / len(self._taken)
 
     def _of_all_ranks(self, counts: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sum over the ranks, in place."""
         for group in self._groups:
             dist.all_reduce(counts, group=group)
         return counts

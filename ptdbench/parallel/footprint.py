@@ -1,4 +1,4 @@
-"""The memory that training state takes on each rank, exact to the byte, without allocating any of it."""
+"""Memory footprint of training state on each rank, exact to the byte, without allocating any of it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from ptdbench.problems import ConfigError, Problem, said
 class Footprint:
     """Bytes of training state on one rank; activations, gathered weights and communication buffers come on top."""
 
-    weights: int  #: The rank's parameters and buffers, and the copies in a narrow dtype that it computes with.
+    weights: int  #: The rank's parameters and buffers, and the narrow copies that it computes with.
     gradients: int  #: Gradients of its trained parameters.
-    optimizer: int  #: State of the optimizer after its first step, moving average of the weights included.
+    optimizer: int  #: State of the optimizer after its first step, including a moving average of the weights.
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all training state."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -45,21 +45,21 @@ def footprints(
     average: bool,
     precision: Name = "fp32",
 ) -> list[Footprint]:
-    """The footprint of a rank of each place in a pipeline: of the one with the largest shards, or part of the state.
+    """Return the footprint of a rank for each position in a pipeline: of the rank with the largest shards or state.
 
     Args:
         model: On the meta device or with its weights.
         make: Creates the optimizer.
         how: The options of the layout.
         dims: Its degrees.
-        average: Whether a moving average of the weights is kept.
+        average: Whether the optimizer keeps a moving average of the weights.
         precision: Dtype of the arithmetic.
     """
     in_buckets, narrow = how.replicates(dims), DTYPES[precision]
     owners = dims.ways("samples", "positions") if in_buckets and how.optimizer == "zero1" else 1
     copied = None if how.shards(dims) or narrow == torch.float32 else narrow
     gradient_copies = 2 if in_buckets and not how.gradient_as_bucket_view else 1
-    gradient_copies += in_buckets and how.gradients == "powersgd"  # what has not been sent yet
+    gradient_copies += in_buckets and how.gradients == "powersgd"  # error feedback
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
     of, parts = rules(module_of(model)), local_parts(model, how, dims)
     known = dict[tuple[Rule, torch.Size, torch.dtype], int]()
@@ -72,10 +72,10 @@ def footprints(
         return known[key] + (local.nbytes if average else 0)
 
     def of_rank(held: Sequence[nn.Module]) -> Footprint:
-        # A weight that is shared inside of a stage counts once, and each stage has its own copy.
+        # A weight shared within a stage counts once; a weight shared between stages has a copy in each.
         trained = [[one for one in module.parameters() if one.requires_grad] for module in held]
         state_of = [0] * owners
-        for weights in trained:  # those of each stage are divided by themselves
+        for weights in trained:  # ZeRO-1 divides each stage separately
             owner_of = assign_owners([parts[weight].numel() for weight in weights], owners)
             for owner, weight in zip(owner_of, weights, strict=True):
                 state_of[owner] += state_bytes(weight)
@@ -92,7 +92,7 @@ def footprints(
 
 
 def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
-    """The stages of each rank of a pipeline, as modules; ``ranks``: the rank of each stage."""
+    """Return the stages of each rank of a pipeline as modules; ``ranks``: the rank of each stage."""
     if len(ranks) == 1:
         return [[module_of(model)]]
     parts, where = model.parts() or {}, cut(model, ranks)
@@ -101,9 +101,9 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
 
 
 def local_parts(model: Model, how: Options, dims: Dims) -> dict[nn.Parameter, Tensor]:
-    """A rank's part of each weight of a model, on the meta device.
+    """Return a rank's part of each weight of a model, on the meta device.
 
-    Tensor parallelism cuts one dimension. ``fully_shard`` cuts the first one, and pads the last shard.
+    Tensor parallelism cuts one dimension. ``fully_shard`` cuts the first dimension, and pads the last shard.
     """
     shards = dims.shards if how.shards(dims) else 1
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
@@ -119,10 +119,12 @@ def local_parts(model: Model, how: Options, dims: Dims) -> dict[nn.Parameter, Te
 
 
 def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
-    """Bytes of the optimizer's state of a weight after a step on fake tensors: fused optimizers refuse the meta device.
+    """Return the bytes of a weight's optimizer state, after a step on fake tensors.
+
+    Fake tensors are used because fused optimizers refuse the meta device.
 
     Raises:
-        ConfigError: It cannot take one, as one of the user's own that reads values or needs a closure.
+        ConfigError: The optimizer cannot take such a step: a user's own may read values or need a closure.
     """
     with FakeTensorMode():
         weight = nn.Parameter(torch.empty(like.shape, dtype=like.dtype))
@@ -130,7 +132,7 @@ def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
         optimizer = make([(name, weight)])
         try:
             optimizer.step()
-        except Exception as error:  # whatever it may raise
+        except Exception as error:  # a user's optimizer may raise anything
             reason = said(error).partition("\n")[0]
             rule = f"the memory of its state is unknown, as it takes no step on tensors without values: {reason}"
             remedy = "memory_reserve=null starts the run without knowing"

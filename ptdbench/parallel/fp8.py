@@ -1,4 +1,4 @@
-"""Linear layers whose three matrix products run in fp8, by torchao."""
+"""Linear layers whose three matrix products run in fp8, through torchao."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: torchao's recipe for each precision: a scale for each row of a factor, or one for all of it, which loses more by
-#: rounding, takes cuBLAS's faster kernels, and lets FSDP gather weights in fp8.
+#: torchao's recipe for each precision. ``rowwise``: a scale for each row of a factor. ``tensorwise``: one scale per
+#: factor, which rounds more coarsely, but uses cuBLAS's faster kernels and lets FSDP gather weights in fp8.
 RECIPES: Mapping[str, str] = {"fp8": "rowwise", "fp8_tensorwise": "tensorwise"}
 
-#: The smallest side of a weight that is converted. Casting costs as much as reading both factors, which a large product
-#: repays and a small one does not.
+#: The smallest side of a weight to convert. Casting costs as much as reading both factors, which only a large product
+#: repays.
 SMALLEST = 512
-#: What fp8 kernels want of both sides.
+#: fp8 kernels need both sides to be multiples of this.
 MULTIPLE = 16
 
 
@@ -27,7 +27,7 @@ def is_installed() -> bool:
 
 
 def suits(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer whose sizes are large and even enough."""
+    """Return whether a module is a linear layer with sizes large enough and divisible enough for fp8."""
     if type(module) is not nn.Linear:  # a subclass may compute something else
         return False
     sides = (module.in_features, module.out_features)
@@ -35,10 +35,10 @@ def suits(module: nn.Module) -> bool:
 
 
 def converted(layers: Sequence[nn.Module], precision: str, *, sharded: bool) -> list[nn.Linear]:
-    """Return the modules of ``layers`` that compute in fp8 under this precision; none under others.
+    """Return the modules of ``layers`` that compute in fp8 under this precision; none if it is not an fp8 precision.
 
-    One that is a layer itself is not: it cannot be replaced in it. Where FSDP gathers weights in fp8, those that share
-    theirs stay as they are, too: it would be two weights afterwards.
+    A module that is itself a layer is excluded, as it has no parent to replace it in. If FSDP gathers weights in fp8,
+    modules with shared weights are excluded too: conversion would untie them.
     """
     inside = dict.fromkeys(module for layer in layers for module in layer.modules()) if precision in RECIPES else {}
     holders = Counter[Tensor](weight for module in inside for weight in module.parameters(recurse=False))
@@ -52,21 +52,21 @@ def converted(layers: Sequence[nn.Module], precision: str, *, sharded: bool) -> 
 
 
 def is_gathered(precision: object, *, sharded: bool) -> bool:
-    """Return whether FSDP gathers weights in fp8, of which ranks know the one scale before they cast their shards."""
+    """Return whether FSDP gathers weights in fp8, with one scale that ranks agree on before casting their shards."""
     return sharded and precision == "fp8_tensorwise"
 
 
 def convert(
     layers: Sequence[nn.Module], precision: str, *, sharded: bool, rows: int = 1, emulate: bool = False
 ) -> None:
-    """Replace the linear layers that suit, in place; names of parameters stay as they are.
+    """Replace suitable linear layers in place; parameters keep their names.
 
     Args:
-        layers: The repeated blocks. Embedding and head are none: they stay in bf16.
+        layers: The repeated blocks. Embedding and head are not among them, and stay in bf16.
         precision: One of :data:`RECIPES`.
         sharded: Whether FSDP will shard them.
-        rows: What divides the number of vectors in a pass, over which the gradient of a weight adds up. Kernels want a
-            multiple of 16: others are padded in each product.
+        rows: A divisor of the number of vectors in a pass, over which the gradient of a weight is summed. Kernels need
+            a multiple of 16: otherwise each product is padded.
         emulate: Compute the same from rounded fp32 factors, without fp8 hardware: for tests.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # slow to import, and optional
@@ -82,7 +82,7 @@ def convert(
 
 def wrapped_as(like: Tensor, values: Tensor) -> Tensor:
     """Return values wrapped for FSDP to gather in fp8, if ``like`` is."""
-    if not hasattr(like, "fsdp_pre_all_gather"):  # FSDP's word for it
+    if not hasattr(like, "fsdp_pre_all_gather"):  # FSDP's hook, by which it recognizes such tensors
         return values
     wrapped: Any = like
     (name, *_), how = wrapped.__tensor_flatten__()
@@ -90,14 +90,14 @@ def wrapped_as(like: Tensor, values: Tensor) -> Tensor:
 
 
 def agree(module: nn.Module) -> None:
-    """Let ranks agree on the scales of all shards of a module in one message, for as long as weights do not change."""
+    """Compute the scales of all weights of a module over the ranks, in one message; valid until weights change."""
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
     precompute_float8_dynamic_scale_for_fsdp(module)
 
 
 def forget(module: nn.Module) -> None:
-    """Drop the scales that ranks have agreed on: what gathers next finds its own, of weights that may have changed."""
+    """Drop the scales that ranks have agreed on, as weights may have changed; the next gather computes its own."""
     for weight in module.parameters():
         shard = getattr(weight, "_local_tensor", weight)  # where torchao keeps them; to_local() returns another object
         if hasattr(shard, "_precomputed_scale"):

@@ -1,4 +1,4 @@
-"""FSDP2: weights, gradients and optimizer state are sharded; each layer is gathered just before it computes."""
+"""FSDP2: shards weights, gradients and optimizer state; gathers each layer just before it computes."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def shard(
 
     Args:
         module: A model, or a stage of one, on the meta device or with its weights.
-        layers: The repeated ones of its modules, in order; each is gathered by itself.
-        parts: The parts of the whole model in order, if it is a chain of them.
-        mesh: The ranks; of two dimensions, the first are copies and the second the shards of each.
+        layers: Its repeated modules, in order; each is gathered separately.
+        parts: The parts of the whole model in order, if it is a chain of parts.
+        mesh: The ranks; if two-dimensional, the first dimension replicates and the second shards.
         how: The options.
         dims: The degrees.
         fill: Materializes a module, given the prefix of its names in ``module``.
-        experts: Modules of experts that ranks share, and the ranks over which each of them is sharded.
+        experts: Modules of experts that are divided among ranks, and the ranks over which each of them is sharded.
         precision: Dtype of the arithmetic.
         offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
     narrow = DTYPES[precision] != torch.float32
     assert how.sent != "powersgd"  # refused
-    reduce_dtype = DTYPES[how.sent]  # in which FSDP also adds up micro-batches
+    reduce_dtype = DTYPES[how.sent]  # FSDP also accumulates micro-batches in it
     # Inputs are cast by precision.narrow(), as under every layout.
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
@@ -64,11 +64,12 @@ def shard(
     group: Callable[..., FSDPModule] = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
 
     def cut(part: nn.Module, frees: bool | int) -> FSDPModule:
-        # Batch norms on their own, or their weights would be gathered in another dtype than their statistics.
+        # Batch norms are separate groups; otherwise their weights would be gathered in a dtype other than that of
+        # their statistics.
         for norm in part.modules() if narrow else ():
             if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
                 group(norm, mp_policy=of_norms, reshard_after_forward=frees)
-        # Experts over the ranks that have copies of them: evenly, and not by expert, as few are here.
+        # Shard experts over the ranks with copies of them, by rows: a rank has too few experts to divide by expert.
         of_experts = {"mesh": experts[1], "shard_placement_fn": lambda _: Shard(SHARDED)}
         for inner in part.modules():
             if inner in experts[0] and not isinstance(inner, FSDPModule):
@@ -78,26 +79,26 @@ def shard(
     names = {part: name for name, part in module.named_modules()}
     tables, head = _around(module, layers, parts)
     frees = how.frees_after_forward(dims)
-    # The backward pass begins with the head and the last layer: gathered anew, nothing would hide it. The rows of a
-    # table are looked up in the forward pass alone; between passes that keep the rest it stays, too.
+    # The backward pass begins with the head and the last layer: if they were gathered again, no compute would hide it.
+    # Embedding tables are read in the forward pass only; they stay between passes that keep the other weights.
     freed: dict[nn.Module, bool | int] = dict.fromkeys(
         tables, how.frees_between_microbatches(dims) and dims.pipeline == 1
     )
     freed |= dict.fromkeys(layers[:-1], frees) | dict.fromkeys([*layers[-1:], *head], False)
-    # Each is materialized and sharded in turn, so that at most one is whole.
+    # Materialize and shard one group at a time, so that at most one is whole in memory.
     groups: dict[nn.Module, FSDPModule] = {}
     for one, is_freed in freed.items():
         fill(one, f"{names[one]}.")
         groups[one] = cut(one, is_freed)
     for table in tables:
         groups[table].set_unshard_in_backward(False)
-        if dims.tensor > 1:  # its rows come from a DTensor, and autograd itself refuses to write into a view of one
+        if dims.tensor > 1:  # the rows come from a DTensor; autograd refuses in-place writes to views of it anyway
             view = rf"FSDP2-wrapped module \({type(table).__name__}\) returned a view"
             warnings.filterwarnings("ignore", message=view)
-    # The rest is gathered first, and freed last.
+    # The remaining weights are gathered first and freed last.
     fill(module, "")
     root = cut(module, False)
-    if how.prefetch > 1:  # torch itself gathers one ahead
+    if how.prefetch > 1:  # torch's default is to gather one ahead
         order = dict.fromkeys([root, *groups.values()])
         _prefetch([*order], [groups[layer] for layer in layers[:-1]], how)
     _choose_messages(module, how)
@@ -118,10 +119,10 @@ def shard(
 def _around(
     module: nn.Module, layers: Sequence[nn.Module], parts: Sequence[nn.Module]
 ) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The parts around the layers that are gathered by themselves, as no other module shares their weights.
+    """Find the parts around the layers that can be gathered separately, as no other module shares their weights.
 
     Returns:
-        Those whose weights are all tables of embeddings, of which a backward pass needs none; and the head, as a list.
+        The parts whose weights are all embedding tables, which a backward pass does not need; and the head, as a list.
     """
     if not layers:
         return [], []
@@ -140,9 +141,10 @@ def _around(
 
 
 def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], how: Options) -> None:
-    """Let each group of weights gather those ahead of it, in both passes; ``freed`` are gathered for the backward, too.
+    """Let each group of weights prefetch the next ones, in both passes; ``freed`` are gathered for the backward, too.
 
-    They are in the order of the forward pass; the first, the root, may hold what the backward pass begins with.
+    Groups are in the order of the forward pass; the first, the root, may hold weights that the backward pass needs
+    first.
     """
     for number, group in enumerate(groups):
         group.set_modules_to_forward_prefetch([*groups[number + 1 : number + 1 + how.prefetch]])
@@ -154,14 +156,14 @@ def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], how: 
 
 
 def _choose_messages(module: nn.Module, how: Options) -> None:
-    """Set what messages of gradients and weights go through, and which memory they are in."""
+    """Choose the communicators and the memory of messages of gradients and weights."""
     root, *others = (part for part in module.modules() if isinstance(part, FSDPModule))
     if how.separate_reduce_scatter:
         root.set_separate_reduce_scatter_group()
     if how.reduce_scatter_buffers > 1:
         root.set_reduce_scatter_max_input_buffers(how.reduce_scatter_buffers)
     for part in (root, *others) if how.message_buffers != "caching" else ():
-        part.set_force_sum_reduction_for_comms(True)  # without copies NCCL can only add up
+        part.set_force_sum_reduction_for_comms(True)  # zero-copy NCCL supports sums only
         if how.message_buffers == "nccl":
             part.set_allocate_memory_from_process_group_for_comm(True)
         else:
@@ -171,8 +173,8 @@ def _choose_messages(module: nn.Module, how: Options) -> None:
 def _reshard(module: nn.Module) -> None:
     """Free all gathered weights.
 
-    With ``reshard_after_forward=False`` the backward pass does that. Without a backward pass the next step or
-    checkpoint would use stale whole weights.
+    With ``reshard_after_forward=False`` the backward pass normally does that. Without one, the next step or checkpoint
+    would use stale unsharded weights.
     """
     for part in module.modules():
         if isinstance(part, FSDPModule):
@@ -180,8 +182,8 @@ def _reshard(module: nn.Module) -> None:
 
 
 def problems(model: Model, degree: Size) -> Iterator[Problem]:
-    """Yield the reasons why the weights of a model cannot be sharded; ``degree``: the option, as it is asked for."""
-    layers = set(model.layers())  # without any the module is one layer
+    """Yield the reasons why the weights of a model cannot be sharded; ``degree``: the requested option."""
+    layers = set(model.layers())  # a module without layers counts as one layer
     units = [f"{name}." for name, part in module_of(model).named_modules() if part in layers]
     first: dict[nn.Parameter, tuple[str, str | None]] = {}
     for name, weight in module_of(model).named_parameters(remove_duplicate=False):

@@ -13,14 +13,14 @@ from ptdbench.parallel.dims import Dims
 class Mesh:
     """The mesh of ranks, seen from one of them.
 
-    ``mesh["tensor"]`` are the ranks that share each matrix product, ``None`` where each has its own; and so for each
+    ``mesh["tensor"]`` is the group of ranks that share each matrix product, or ``None`` if none do; likewise for each
     degree.
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:
         _forget_plans()
-        # One of the two dimensions of the batch always exists, even with a single rank. Copies of DTensors are kept
-        # equal by FSDP, which asks for the ranks that it shards over, if only one.
+        # One of the two dimensions of the batch always exists, even with a single rank. FSDP keeps replicas of
+        # DTensors equal, and needs a shard dimension, even of size one.
         always = {"replicate"} if dims.batch == 1 else set()
         if dims.expert > 1 or (dims.tensor > 1 and dims.copies * dims.context > 1):
             always.add("shard")
@@ -28,31 +28,31 @@ class Mesh:
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
 
         def flat(*wanted: str) -> DeviceMesh:
-            """These dimensions as one, as far as there are any."""
+            """Flatten those of these dimensions that exist into one."""
             found = tuple(name for name in wanted if name in names)
             return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
 
         self.batch = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.
-        #: Those over which the gradients of whole weights are averaged: they differ in samples, or in the positions of
-        #: a sequence.
+        #: The ranks over which gradients of unsharded weights are averaged: they differ in samples, or in the positions
+        #: of a sequence.
         self.copies = flat(*dims.order("samples", "positions"))
         copies = [flat(*dims.copied())] if dims.copies > 1 else []
 
         def in_each_copy(shards: DeviceMesh) -> DeviceMesh:
-            """With several copies of the model the first of two dimensions is the copies."""
+            """Prepend the dimension of copies, if there are several copies of the model."""
             return DeviceMesh._concatenate([*copies, shards]) if copies else shards
 
-        #: Those over which weights are sharded, in each copy of the model.
+        #: The ranks over which weights are sharded, in each copy of the model.
         self.shard = in_each_copy(flat(*dims.order("weights"))) if {*dims.order("weights")} & {*names} else self.batch
-        #: For each degree above 1 that refolds others the ranks of these in two dimensions: those with the same share,
-        #: ``<name>_copies``, and those that share, ``<name>``.
+        #: For each degree above 1 that refolds others, their ranks in two dimensions: ``<name>_copies``, those with the
+        #: same share, and ``<name>``, those that share.
         self.refolds = {}
         for name, row in dims.rows().items():
             if row.refolds and (size := getattr(dims, name)) > 1:
                 ranks = flat(*(other for other in dims.order() if other in row.refolds))
                 self.refolds[name] = ranks._unflatten(0, (dims.refold_copies(name), size), (f"{name}_copies", name))
         fold = self.refolds.get("expert")
-        #: As ``shard``, of the experts that a rank shares with others.
+        #: Like ``shard``, for experts that are divided among ranks.
         self.experts = in_each_copy(fold["expert_copies"]) if fold else self.shard
         self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.refolds.items()}
         self._degrees = dims.rows()
@@ -61,17 +61,17 @@ class Mesh:
         return self._views.get(degree) if degree in self._degrees else self._views[degree]
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
-        """The process groups of this rank, in an order that is the same on all ranks."""
+        """Return the process groups of this rank, in the same order on all ranks."""
         found = {"copies": self.copies.get_group(), "shard": self.shard.get_group(self.shard.ndim - 1)}
         return found | {name: view.get_group() for name, view in self._views.items() if name not in found}
 
 
 def _forget_plans() -> None:
-    """Let DTensors plan afresh: torch keeps plans by the shape of a mesh, with the groups of the run before.
+    """Clear DTensor's cached plans: torch keys them by the shape of a mesh, and they hold its process groups.
 
-    These are gone where ranks carry out one run of a sweep after the other.
+    When ranks run one run of a sweep after another, the groups of the previous run no longer exist.
     """
-    # What torch.distributed.tensor.debug does, which takes half a second to import.
+    # As torch.distributed.tensor.debug does, which takes half a second to import.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
     torch._C._clear_DTensor_sharding_propagator_cache()
     _redistribute._gen_transform_infos.cache_clear()

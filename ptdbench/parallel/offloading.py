@@ -1,8 +1,8 @@
-"""Saved activations in host memory: copied there beside the forward pass, and fetched beside the backward pass.
+"""Activation offloading: saved tensors are copied to the host during the forward pass, and back during the backward.
 
-A GPU copies in two streams of its own, one for each direction. While it computes a layer, in either pass, the device
-holds what that layer has saved and what the one before it has: one is computed with, the other is on its way. So all
-copies but the first of a backward pass are hidden, as far as computing a layer takes as long as they do.
+A GPU copies in two separate streams, one per direction. While it computes a layer, in either pass, the device holds the
+saved tensors of that layer and of the layer before it: one set is in use, the other in flight. All copies but the first
+of a backward pass therefore overlap with compute, if computing a layer takes at least as long.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ptdbench.local_part import local_part
 
 
 class Offloading:
-    """Offloads what the layers of a model, or of a stage of it, save."""
+    """Offloads the saved tensors of the layers of a model, or of one of its stages."""
 
     def __init__(self) -> None:
         self._latest: _Run | None = None
         self._on_device: list[_Run] = []
 
     def of_layer(self, layer: nn.Module, is_first: bool, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of a layer whose saved tensors are offloaded; ``is_first``: no layer comes before it."""
+        """Wrap ``forward`` of a layer to offload its saved tensors; ``is_first``: no layer comes before it."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
@@ -41,7 +41,7 @@ class Offloading:
         return run
 
     def begin(self, run: _Run) -> None:
-        """Begin a pass of a run, or go on with it: what is of no use to it leaves the device."""
+        """Begin or continue a pass of a run; saved tensors that it does not need leave the device."""
         stay = [one for one in (run, run.before) if one is not None]
         for other in self._on_device:
             if other not in stay:
@@ -50,16 +50,16 @@ class Offloading:
 
 
 class _Run:
-    """What one forward pass of a layer has saved; ``begin`` is called before each use of it."""
+    """The saved tensors of one forward pass of a layer; ``begin`` is called before each use."""
 
     def __init__(self, layer: nn.Module, before: _Run | None, begin: Callable[[_Run], None]) -> None:
         self._layer = layer
-        self.before = before  #: The pass of the layer before it, whose backward pass comes next.
+        self.before = before  #: The pass of the previous layer, whose backward pass comes next.
         self._begin = begin
-        self._copies: dict[object, _Copy] = {}  #: By storage, which a copy keeps while the pass goes on.
+        self._copies: dict[object, _Copy] = {}  #: By storage, which a copy keeps alive during the pass.
 
     def pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what fetches a saved tensor. A weight or a narrow copy of one, and a view of it, stays where it is.
+        """Return a function that fetches a saved tensor; weights, their narrow copies, and views of these stay.
 
         :class:`torch.autograd.graph.save_on_cpu` would move weights too.
         """
@@ -73,28 +73,28 @@ class _Run:
         return self._offload(tensor.detach())
 
     def _is_of_weight(self, tensor: Tensor) -> bool:
-        """Whether its memory is that of a parameter, or of what FSDP has gathered and frees before a copy ends."""
+        """Whether a tensor shares memory with a parameter, or a gathered one, which FSDP frees before a copy ends."""
         own = local_part(tensor).untyped_storage()._cdata
         return any(local_part(weight).untyped_storage()._cdata == own for weight in self._layer.parameters())
 
     def leave(self) -> None:
-        """Free the device's memory of what is saved, when it is copied."""
+        """Free the device memory of the saved tensors, once they are copied."""
         for copy in self._copies.values():
             copy.leave()
 
     def prefetch(self) -> None:
-        """Start fetching what is not on the device."""
+        """Start fetching the saved tensors that are not on the device."""
         for copy in self._copies.values():
             copy.prefetch()
 
     def _offload(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Return what fetches a tensor with the strides it had: a compiled graph relies on them.
+        """Return a function that fetches a tensor with its original strides, as a compiled graph relies on them.
 
-        One that fills its storage shares the copy of that with others: attention and the product after it, for
-        example, save the same numbers in two shapes.
+        Tensors that fill their storage share one copy of it: attention and the product after it, for example, save the
+        same numbers in two shapes.
         """
         size, strides, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
-        part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]  # what is not repeated
+        part = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in strides)]  # without repetitions
         storage, count = tensor.untyped_storage(), part.numel()
         if fills := count > 0 and storage.nbytes() == count * part.itemsize:
             part = part.as_strided((count,), (1,), 0)
@@ -113,7 +113,7 @@ class _Run:
 
 
 class _Copy:
-    """A tensor that is copied to the host, and back when it is asked for."""
+    """A tensor that is copied to the host, and back on request."""
 
     def __init__(self, source: Tensor) -> None:
         self.uses = 0  #: How often it will be taken.
@@ -124,12 +124,12 @@ class _Copy:
         self._fetched: tuple[Tensor, Any] | None = None
 
     def prefetch(self) -> None:
-        """Start fetching it, unless it is on the device or nobody will take it."""
+        """Start fetching it, unless it is on the device or no longer needed."""
         if self.uses and self._source is None and self._fetched is None:
             self._fetch()
 
     def take(self) -> Tensor:
-        """The tensor on its device; it may be overwritten there once the run has left."""
+        """Return the tensor on its device; it may be overwritten there once the run has left."""
         self.uses -= 1
         if self._source is not None:
             return self._source
@@ -140,7 +140,7 @@ class _Copy:
         return tensor
 
     def leave(self) -> None:
-        """Give back its memory on the device: to what comes after the copies that read or write it."""
+        """Free its device memory, for use after the copies that read or write it."""
         if self._source is not None:
             _now(self._device).wait_event(self._copied)
         elif self._fetched is not None:
@@ -156,7 +156,7 @@ class _Copy:
 
 
 def _copy(source: Tensor, into: Tensor, device: torch.device, stream: Any) -> Any:
-    """Copy in a stream of a device, after what the current one has been given; returns an event of its end."""
+    """Copy in ``stream``, after the work queued on the current stream; returns an event that marks its end."""
     stream.wait_stream(_now(device))
     with torch.get_device_module(device).stream(stream):
         into.copy_(source, non_blocking=True)
@@ -166,13 +166,13 @@ def _copy(source: Tensor, into: Tensor, device: torch.device, stream: Any) -> An
 
 
 def _now(device: torch.device) -> Any:
-    """The stream in which a device computes; a CPU's does nothing, as copies there end when they are called."""
+    """Return the stream in which a device computes; a CPU's does nothing, as copies there are synchronous."""
     return torch.get_device_module(device).current_stream()
 
 
 @cache
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """A device's streams of copies to the host and from it."""
+    """Return a device's streams for copies to the host and from it."""
     return torch.get_device_module(device).Stream(), torch.get_device_module(device).Stream()
 
 

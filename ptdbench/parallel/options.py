@@ -1,5 +1,5 @@
-"""The options of ``parallel``, described in ``conf/parallel_options.yaml``, as all that lays out a model takes them."""
-# Annotations are evaluated: setup/signature.py checks the options of Strategy against those that it inherits.
+"""The options of ``parallel``, as used by all code that lays out a model; see ``conf/parallel_options.yaml``."""
+# No postponed annotations: setup/signature.py evaluates those that Strategy inherits to check its options.
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,7 +9,7 @@ from ptdbench.parallel.dims import Degrees, Dims, Size, waiting
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.schedules import Schedule
 
-#: How ranks see all positions in attention: they exchange positions for heads, or gather all keys and values.
+#: How attention sees all positions: ranks exchange positions for heads, or gather all keys and values.
 Method = Literal["ulysses", "ring"]
 
 #: What is kept in host memory between its uses.
@@ -18,7 +18,7 @@ Offload = Literal["none", "optimizer_and_weights"]
 
 @dataclass(frozen=True)
 class Options(Degrees[Size]):
-    """The degrees and their options, and what follows from them for the degrees of a run."""
+    """The requested degrees and their options, and what these imply for the degrees of a run."""
 
     bucket_mb: float | Literal["auto"] = "auto"
     gradient_as_bucket_view: bool = True
@@ -44,60 +44,63 @@ class Options(Degrees[Size]):
     def applies(self, degree: str, dims: Dims) -> bool:
         """Return whether the transform of a degree is applied.
 
-        A requested transform is applied on one rank too, so that its overhead can be measured.
+        A requested transform is applied even on one rank, so that its overhead can be measured.
         """
         return getattr(dims, degree) > 1 or (dims.world_size == 1 and waiting(self.degrees())[:1] == [degree])
 
     def shards(self, dims: Dims) -> bool:
-        """Whether FSDP2 keeps the shards, or the copies: DDP knows no DTensors, which others make."""
+        """Whether FSDP2 manages the weights; it also manages replicas of DTensors, which DDP does not support."""
         return self.applies("shard", dims) or dims.expert > 1 or (dims.tensor > 1 and dims.context * dims.copies > 1)
 
     def replicates(self, dims: Dims) -> bool:
-        """Whether DDP averages the gradients of whole weights, also those of ranks that share a sequence."""
+        """Whether DDP averages the gradients of unsharded weights, including over ranks that share a sequence."""
         return not self.shards(dims) and (self.applies("replicate", dims) or dims.ways("samples", "positions") > 1)
 
     def communicators(self, dims: Dims) -> int:
-        """NCCL's communicators of a rank."""
+        """Return the number of NCCL communicators of a rank."""
         return dims.communicators + (self.separate_reduce_scatter and dims.shards > 1)
 
     @property
     def sent(self) -> Literal["fp32", "bf16", "fp16", "powersgd"]:
-        """The form in which gradients are sent to be averaged."""
+        """The format in which gradients are sent to be averaged."""
         return "fp32" if self.gradients == "auto" else self.gradients
 
     def frees_after_forward(self, dims: Dims) -> bool | int:
-        """``reshard_after_forward``, where weights are sharded over several ranks."""
+        """Return ``reshard_after_forward`` if weights are sharded over several ranks, else ``False``."""
         return self.reshard_after_forward if dims.shards > 1 else False
 
     def frees_between_microbatches(self, dims: Dims) -> bool:
-        """``reshard_between_microbatches``; without resharding after forward the whole model is in memory anyway."""
+        """Resolve ``reshard_between_microbatches``.
+
+        Without resharding after the forward pass, the whole model is in memory anyway.
+        """
         between = self.reshard_between_microbatches
         return bool(self.frees_after_forward(dims)) if between == "auto" else between
 
     def has_static_graph(self, plan: BatchPlan) -> bool:
-        """``static_graph``; ``auto``: where it is sound.
+        """Resolve ``static_graph``; ``auto`` enables it where it is sound.
 
-        With accumulation torch fails an internal assertion, and under 1F1B it silently gives wrong gradients.
+        With accumulation torch fails an internal assertion, and under 1F1B it silently computes wrong gradients.
         """
         sound = plan.accumulation == 1 and not self.applies("pipeline", plan.dims)
         return sound if self.static_graph == "auto" else self.static_graph
 
     @property
     def pipeline_schedule(self) -> Schedule:
-        """The schedule of a pipeline; raises ConfigError where there is none of this name."""
+        """The pipeline schedule; raises ConfigError if there is none of this name."""
         return schedules.named(self.schedule)
 
     @property
     def stages_on_rank(self) -> int:
-        """Stages of a pipeline on a rank."""
+        """Number of pipeline stages on a rank."""
         return self.pipeline_schedule.per_rank(self.stages_per_rank)
 
     def stage_ranks(self, dims: Dims) -> list[int]:
-        """The rank in the pipeline of each stage; one without a pipeline."""
+        """Return the rank in the pipeline of each stage; without a pipeline, of a single stage."""
         return (
             self.pipeline_schedule.ranks(dims.pipeline, self.stages_on_rank) if self.applies("pipeline", dims) else [0]
         )
 
     def splits_backward(self, dims: Dims) -> bool:
-        """Whether a pipeline computes gradients of weights apart from those of inputs."""
+        """Whether a pipeline computes gradients of weights separately from those of inputs."""
         return self.applies("pipeline", dims) and self.pipeline_schedule.splits_backward

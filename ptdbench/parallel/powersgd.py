@@ -1,4 +1,4 @@
-"""PowerSGD: DDP's gradients are averaged as products of two thin matrices (Vogels et al. 2019)."""
+"""PowerSGD: averages DDP's gradients as products of two thin matrices (Vogels et al. 2019)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 #: Added to the norm of a column before dividing by it: the gradient of a matrix may be zero.
 _EPSILON = 1e-8
 
-#: torch's state by bucket: what was not sent yet, which differs between ranks, and the two factors of the last step.
+#: torch's state by bucket: the error feedback, which differs between ranks, and the two factors of the last step.
 _BY_BUCKET = {"error": "error_dict", "p": "p_memory_dict", "q": "q_memory_dict"}
 
 
 class _Done:
-    """A future that is there: what follows runs at once, on the stream of what came before.
+    """A completed future: callbacks run at once, on the current stream.
 
-    torch's own futures run it on 32 streams in turns, on each of which cuBLAS keeps a workspace of 32 MiB for good.
+    torch's own futures run callbacks on 32 streams in turn, on each of which cuBLAS keeps a 32 MiB workspace for good.
     """
 
     def __init__(self, found: Any) -> None:
@@ -43,7 +43,7 @@ class _Done:
 
 
 class _InTurn:
-    """``torch.distributed`` for torch's hook, with all-reduces that are done when the hook goes on."""
+    """A stand-in for ``torch.distributed`` in torch's hook, whose all-reduces are synchronous."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -53,20 +53,20 @@ class _InTurn:
         return _Done([tensor])
 
 
-#: torch's hook, whose three messages follow each other in the thread and the stream that call it.
+#: torch's hook, modified to send its three messages one after another in the calling thread and stream.
 _hook = FunctionType(powerSGD_hook.__code__, {**powerSGD_hook.__globals__, "dist": _InTurn()})
 
 
 class PowerSGD:
     """Averages the gradients of a DDP module by torch's hook, and keeps the hook's state.
 
-    What the approximation of a step leaves out is added to this rank's gradients of the next step (error feedback).
+    A step's approximation error is added to this rank's gradients of the next step (error feedback).
 
     Args:
         replica: The module.
         group: Its replicas.
         rank: Columns of the two matrices.
-        start: Steps in which gradients are averaged as they are, at least 2: until then DDP rebuilds its buckets.
+        start: Number of first steps with exact averages, at least 2: until then DDP rebuilds its buckets.
     """
 
     def __init__(self, replica: DistributedDataParallel, group: dist.ProcessGroup, rank: int, start: int) -> None:
@@ -74,11 +74,11 @@ class PowerSGD:
         self._number = {weight: number for number, weight in enumerate(replica.module.parameters())}
         self._order: dict[int, list[int]] = {}  # the weights of each bucket
         self._loaded: dict[str, Tensor] = {}
-        # torch refuses annotations that are strings.
+        # A lambda has no annotations; torch refuses those that are strings.
         replica.register_comm_hook(self, lambda self, bucket: self._average(bucket))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The state between two steps, by name; on the device, except for small ones."""
+        """Return the state between two steps by name; on the device, except for small tensors."""
         found = {"steps": torch.tensor([self._state.iter, self._state.matrix_approximation_rank])}
         found |= {f"order.{bucket}": torch.tensor(numbers) for bucket, numbers in self._order.items()}
         for name, attribute in _BY_BUCKET.items():
@@ -86,14 +86,14 @@ class PowerSGD:
         return found
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Continue with a state from :meth:`tensors`; :meth:`rehearsing` must follow, where it is tried."""
+        """Load a state from :meth:`tensors`; :meth:`rehearsing` must follow, which applies it if it fits."""
         self._loaded = dict(tensors)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """A context of passes that leave no trace; afterwards a loaded state is taken over if it is of these buckets.
+        """Return a context whose passes leave the state unchanged; on exit a loaded state is applied if buckets match.
 
-        Otherwise compression begins anew: what a bucket is short of is of no use to another.
+        Otherwise compression starts afresh, as the error of a bucket is of no use to a different one.
         """
         kept = {name: getattr(self._state, name) for name in ("iter", "start_powerSGD_iter", *_BY_BUCKET.values())}
         self._set({"iter": 0, "start_powerSGD_iter": sys.maxsize, **{name: {} for name in _BY_BUCKET.values()}})
@@ -109,12 +109,12 @@ class PowerSGD:
 
     def _average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         self._order[bucket.index()] = [self._number[weight] for weight in bucket.parameters()]
-        if bucket.is_last():  # there were more before DDP rebuilt them
+        if bucket.is_last():  # there may have been more before DDP rebuilt them
             self._order = {index: numbers for index, numbers in self._order.items() if index <= bucket.index()}
-        # A bucket takes three messages, each begun when the one before has arrived: in gloo's threads two ranks would
-        # begin those of two buckets in different orders. Under NCCL the hook waits for the GPU anyway.
+        # A bucket takes three messages, each started after the previous one completes: with gloo's threads, two ranks
+        # could start the messages of two buckets in different orders. Under NCCL the hook waits for the GPU anyway.
         found = _hook(self._state, bucket)
-        if not isinstance(found, _Done):  # averaged as it is
+        if not isinstance(found, _Done):  # averaged without compression
             return found
         buffer = bucket.buffer()
         future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else [])
@@ -122,7 +122,7 @@ class PowerSGD:
         return future
 
     def _fits(self, loaded: Mapping[str, Tensor]) -> bool:
-        """Whether a state is of these weights in these buckets, and of this rank of approximation."""
+        """Whether a state is for these weights in these buckets, with the same rank of approximation."""
         order = {name: numbers.tolist() for name, numbers in loaded.items() if name.startswith("order.")}
         here = {f"order.{bucket}": numbers for bucket, numbers in self._order.items()}
         return order == here and int(loaded["steps"][1]) == self._state.matrix_approximation_rank

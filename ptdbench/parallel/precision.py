@@ -1,4 +1,4 @@
-"""Precision of the arithmetic: fp32, tf32, bf16, fp16 with loss scaling, or fp8. Master weights are always fp32."""
+"""Precision of compute: fp32, tf32, bf16, fp16 with loss scaling, or fp8. Master weights are always fp32."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from ptdbench.parallel.activations import wrap_forward
 
 Name = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "fp8_tensorwise"]
 
-#: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32. In fp8: bf16 tensors that
-#: large linear layers cast once more.
+#: Dtype of activations. ``tf32``: fp32 tensors whose products and convolutions run in TF32. fp8: bf16 tensors, which
+#: large linear layers cast to fp8.
 DTYPES: Mapping[str, torch.dtype] = products.DTYPES | dict.fromkeys(fp8.RECIPES, torch.bfloat16)
 
 
 def arithmetic(precision: Name, device_type: str) -> str:
-    """The arithmetic of products and convolutions; that of fp32 tensors as torch is set (``hardware.allow_tf32``)."""
+    """Return the arithmetic of products and convolutions; for fp32 tensors, it follows ``hardware.allow_tf32``."""
     if DTYPES[precision] == torch.float32:
         return "tf32" if device_type == "cuda" and hardware.is_tf32_allowed() else "fp32"
     return "fp8" if precision in fp8.RECIPES else precision
 
 
 def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name) -> None:
-    """Cast what enters a module or one of its layers to ``precision``, except targets; fp32 and tf32 change nothing.
+    """Cast the inputs of a module and its layers, except targets, to ``precision``; fp32 and tf32 change nothing.
 
-    The layers are its units of sharding and compilation. Buffers keep their dtypes. Weights: see :class:`Copies`, or
-    under FSDP the dtype in which they are gathered.
+    Layers are the units of sharding and compilation. Buffers keep their dtypes. Weights are cast by :class:`Copies`, or
+    under FSDP as they are gathered.
     """
     if DTYPES[precision] == torch.float32:
         return
-    for unit in dict.fromkeys((module, *layers)):  # a module of one layer may be it
+    for unit in dict.fromkeys((module, *layers)):  # the module may itself be its only layer
         wrap_forward(unit, partial(_casting_inputs, dtype=DTYPES[precision]))
 
 
 def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """``forward`` with its floating-point tensors cast to ``dtype``; targets keep theirs, as a loss is in fp32."""
+    """Wrap ``forward`` to cast its floating-point inputs to ``dtype``, except targets, as the loss is in fp32."""
     taken = list(inspect.signature(forward).parameters)
 
     def cast(value: Any) -> Any:
@@ -67,22 +67,23 @@ def _casting_inputs(forward: Callable[..., Any], dtype: torch.dtype) -> Callable
 
 
 class Copies:
-    """A copy in a narrow dtype of each weight of a module, which the module computes with.
+    """Narrow copies of the weights of a module, with which the module computes.
 
-    Parameters stay fp32: ``parameters()``, ``state_dict()`` and optimizers see these. The module, as it begins to run,
-    is given the copies of its weights as results of a function whose backward pass casts their gradients, all at once,
-    so that they are accumulated and reduced in fp32. A unit is given its own anew, so that their gradients are cast as
-    soon as the unit's backward pass ends; a weight that is read elsewhere is that of the module. Batch norms keep fp32
-    weights and statistics.
+    Parameters stay fp32: ``parameters()``, ``state_dict()`` and optimizers see these. Each forward pass of the module
+    gets the copies of its weights as results of a function whose backward pass casts all their gradients at once, so
+    that gradients are accumulated and reduced in fp32. Each unit gets its own copies from a call of its own, so that
+    their gradients are cast as soon as the unit's backward pass ends; a weight read outside its unit comes from the
+    module's call. Batch norms keep fp32 weights and statistics.
 
-    Within a step weights do not change, and are cast once, when it begins. Otherwise each forward pass casts.
+    During a step weights do not change, so they are cast once, when it begins. Outside steps, each forward pass casts.
 
     Args:
-        module: On the meta device or with its weights.
-        units: Disjoint parts of it that run as one. Wrap what is compiled or recomputed before, or it would cast too.
-        dtype: Of the copies.
-        vectors_wait: Whether the gradients of vectors, which are small, are cast at the end of the backward pass, as
-            nobody sends them before.
+        module: The module, on the meta device or with its weights.
+        units: Disjoint parts of it that run as a whole. Compile them or make them recompute first, so that neither
+            includes the cast.
+        dtype: Dtype of the copies.
+        vectors_wait: Whether the gradients of vectors, which are small, are cast at the end of the backward pass; for
+            gradients that are not communicated before.
     """
 
     def __init__(
@@ -105,11 +106,11 @@ class Copies:
         return self._copies.values()
 
     def begin(self, *_: Any) -> None:
-        """Cast all weights for a step: they do not change before :meth:`end`."""
+        """Cast all weights for a step; they must not change before :meth:`end`."""
         self._cast(self._all)
 
     def end(self) -> None:
-        """Take the copies back: modules see parameters, and what runs next casts again."""
+        """Withdraw the copies: modules see their parameters again, and the next forward pass casts."""
         self._are_current = False
         for one in self._all:
             one.restore()
@@ -117,7 +118,7 @@ class Copies:
     @torch.no_grad()
     def _cast(self, own: Sequence[_Own]) -> None:
         """Bring the copies of some weights up to date, in one operation."""
-        weights = list(dict.fromkeys(one.weight for one in own))  # a tied one once
+        weights = list(dict.fromkeys(one.weight for one in own))  # tied weights once
         for weight in weights:
             if weight not in self._copies:
                 self._copies[weight] = torch.empty_like(weight, dtype=self._dtype)
@@ -126,7 +127,7 @@ class Copies:
         self._are_current = True
 
     def _giving(self, groups: Sequence[Sequence[_Own]], forward: Callable[..., Any]) -> Callable[..., Any]:
-        """``forward`` of what is given the copies of its own weights, by groups whose gradients are cast together."""
+        """Wrap ``forward`` to use copies of its weights, in groups whose gradients are cast together."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
@@ -141,7 +142,7 @@ class Copies:
             try:
                 return forward(*arguments, **named)
             finally:
-                if is_outermost and torch.is_grad_enabled():  # a backward pass may compute again with the copies
+                if is_outermost and torch.is_grad_enabled():  # a backward pass may recompute with the copies
                     self._are_current = False
                 elif is_outermost:
                     self.end()
@@ -164,7 +165,7 @@ class _Own:
         return weight
 
     def replace(self, copy: Tensor) -> None:
-        """Let the module see a copy: what an instance has itself stands before its parameters."""
+        """Let the module see a copy: instance attributes take precedence over parameters."""
         vars(self.part)[self.name] = copy
         self._list()
 
@@ -179,7 +180,7 @@ class _Own:
 
 
 def copied_weights(module: nn.Module) -> list[nn.Parameter]:
-    """Return the weights of which :class:`Copies` keeps copies, each once."""
+    """Return the weights that :class:`Copies` copies, each once."""
     return list(dict.fromkeys(one.weight for one in _own(module)))
 
 
@@ -194,7 +195,7 @@ def _own(module: nn.Module) -> list[_Own]:
 
 
 class _Given(torch.autograd.Function):
-    """Copies of weights as a function of these, whose gradients are cast in one operation."""
+    """Copies of weights as a function of the weights, whose gradients are cast in one operation."""
 
     @staticmethod
     def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
@@ -209,7 +210,7 @@ class _Given(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         wide, narrow, casts = list[Tensor | None](), list[Tensor](), list[Tensor]()
         for gradient, dtype in zip(gradients, ctx.dtypes, strict=True):
-            if gradient is None or isinstance(gradient, DTensor):  # which may be a summand of one
+            if gradient is None or isinstance(gradient, DTensor):  # a DTensor may be partial
                 wide.append(gradient if gradient is None else gradient.to(dtype))
             else:
                 narrow.append(gradient)
@@ -223,13 +224,13 @@ class _Given(torch.autograd.Function):
 class AgreedGradScaler(torch.amp.GradScaler):
     """A loss scaler whose ranks skip a step together.
 
-    An overflow may show on one rank only: in one stage of a pipeline, or in one shard of a weight. A rank that
-    skipped alone would leave the others with different weights and a different scale.
+    An overflow may occur on one rank only: in one stage of a pipeline, or in one shard of a weight. If only that rank
+    skipped the step, weights and loss scales would diverge.
     """
 
     def __init__(self, device: str, enabled: bool) -> None:
         super().__init__(device, enabled=enabled)
-        if enabled:  # torch sets this up when a loss is scaled, which never happens on a pipeline's first stages
+        if enabled:  # torch does this when it scales a loss, which never happens on the first stages of a pipeline
             self._lazy_init_scale_growth_tracker(torch.device(device))
 
     def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:

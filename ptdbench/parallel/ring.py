@@ -1,11 +1,11 @@
-"""Ring attention: keys and values of all positions pass each rank, which attends with the queries of its own.
+"""Ring attention: keys and values of all positions pass through each rank, which keeps its own queries.
 
-The exchange, its order and the merging of partial results are torch's own (Liu et al. 2023, arXiv 2310.01889), which
-torch's ``context_parallel`` applies to DTensors on GPUs. Here they are applied to plain tensors, with the kernels of
-the device, a CPU's too. They are private to torch: :func:`missing` says what this version lacks.
+The exchange, its order and the merging of partial results are torch's (Liu et al. 2023, arXiv 2310.01889); torch's
+``context_parallel`` applies them to DTensors on GPUs. Here they are applied to plain tensors, with the kernels of any
+device, including CPUs. These functions are private to torch: :func:`missing` says which this version lacks.
 
-Each rank has two pieces of the positions, one from each end (:class:`ptdbench.parallel.context.Positions`), so that a
-causal mask leaves all of them the same number of products.
+Each rank has two pieces of the positions, one from each end (:class:`ptdbench.parallel.context.Positions`), which
+balances the work under a causal mask.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _HEADS, _LENGTH = 1, 2
 _OF_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
 
-#: The widths of heads that kernels of GPUs compute are multiples of this.
+#: GPU kernels need head widths that are multiples of this.
 _WIDTH = 8
 
-#: Queries of a tile of memory-efficient attention, to whole ones of which it pads the log-sum-exp.
+#: Queries per tile of memory-efficient attention, which pads the log-sum-exp to whole tiles.
 _TILE = 32
 
 
 def missing() -> str | None:
-    """Return what this version of torch lacks for ring attention; ``None`` if it has all."""
+    """Return what this version of torch lacks for ring attention; ``None`` if nothing."""
     try:
         module = import_module(_OF_TORCH)
     except ImportError:
@@ -48,11 +48,11 @@ def missing() -> str | None:
 
 
 def attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Causal attention over the positions of all ranks of a mesh.
+    """Return a function for causal attention over the positions of all ranks of a mesh.
 
     Returns:
-        Takes queries, keys and values of a rank's positions, ``[batch, heads, length, head width]``, keys and values
-        perhaps of fewer heads, and returns their mixture.
+        A function from queries, keys and values of a rank's positions, ``[batch, heads, length, head width]``, to
+        their mixture. Keys and values may have fewer heads.
     """
 
     @torch.compiler.disable
@@ -65,12 +65,12 @@ def attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A device's attention, of ``[batch, heads, length, head width]`` and as many heads of keys as of queries."""
+    """A device's attention kernel; tensors are ``[batch, heads, length, head width]``, all with as many heads."""
 
-    #: Of query, key, value and whether it is causal: the mixture and its log-sum-exp.
+    #: From query, key, value and ``is_causal`` to the mixture and its log-sum-exp.
     forward: Callable[..., tuple[Tensor, ...]]
-    #: Of the mixture's gradient, query, key, value, mixture, log-sum-exp and whether it is causal: the gradients of
-    #: query, key and value.
+    #: From the mixture's gradient, query, key, value, mixture, log-sum-exp and ``is_causal`` to the gradients of query,
+    #: key and value.
     backward: Callable[..., tuple[Tensor, ...]]
 
 
@@ -96,7 +96,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[
 def _flash_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    """Sequences of one length and no dropout: what torch asks for of both is empty."""
+    """Call torch's backward pass with empty tensors for sequence lengths and dropout state, which are not used."""
     none = torch.empty(0, dtype=torch.int64)
     lengths = query.shape[_LENGTH], key.shape[_LENGTH]
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
@@ -107,7 +107,7 @@ def _flash_backward(
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    """Its log-sum-exp has a last dimension of one."""
+    """Drop the last dimension of cuDNN's log-sum-exp, which has size 1."""
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(query, key, value, None, True, 0.0, is_causal)
     return out, lse.squeeze(-1)
 
@@ -115,7 +115,10 @@ def _cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[
 def _cudnn_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    """Without dropout nothing is drawn; no bias, and sequences of one length, are ``None``."""
+    """Call torch's backward pass with an unused random state, as there is no dropout, and ``None`` for optional inputs.
+
+    These are the bias and the lengths of sequences, which are all equal.
+    """
     drawn = torch.empty((), dtype=torch.int64, device=query.device)
     lse, lengths = lse.unsqueeze(-1).contiguous(), (query.shape[_LENGTH], key.shape[_LENGTH])
     return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
@@ -124,7 +127,7 @@ def _cudnn_backward(
 
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    """Its log-sum-exp is padded to whole tiles, which a ring that merges halves of it does not expect."""
+    """Trim the log-sum-exp, which is padded to whole tiles: the ring merges halves of it."""
     scale, width, length = _scale(query), query.shape[-1], query.shape[_LENGTH]
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         *_padded(query, key, value), None, True, 0.0, is_causal, scale=scale
@@ -138,7 +141,7 @@ def _efficient_backward(
     none, wanted = torch.empty(0, dtype=torch.int64), [True, True, True, False]
     lse = F.pad(lse, (0, -lse.shape[-1] % _TILE), value=math.inf)
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
-    # In 16 bits the kernel takes the heads of a position to follow each other in memory, whatever the strides say.
+    # In 16-bit formats the kernel assumes that the heads of a position are adjacent in memory, whatever the strides.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     found = aten._scaled_dot_product_efficient_attention_backward(
         gradient, query_, key, value, None, out, lse, none, none, 0.0, wanted, is_causal, scale=_scale(query)
@@ -147,12 +150,12 @@ def _efficient_backward(
 
 
 def _scale(query: Tensor) -> float:
-    """Of the products of queries and keys; that of a padded width would be another."""
+    """Return the scale of query-key products, from the unpadded head width."""
     return 1 / math.sqrt(query.shape[-1])
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
-    """Heads as wide as the kernels of GPUs want them."""
+    """Pad heads to a width that GPU kernels accept."""
     missing = -tensors[0].shape[-1] % _WIDTH
     return [F.pad(tensor, (0, missing)) if missing else tensor for tensor in tensors]
 
@@ -162,12 +165,12 @@ CUDNN = Kernel(_cudnn, _cudnn_backward)
 FLASH = Kernel(_flash, _flash_backward)
 EFFICIENT = Kernel(_efficient, _efficient_backward)
 
-#: Kernels of a GPU by what torch chooses; what it would compute without one, memory-efficient attention does.
+#: GPU kernels by torch's choice; memory-efficient attention replaces its choice of no fused kernel.
 _CHOSEN = {SDPBackend.CUDNN_ATTENTION: CUDNN, SDPBackend.FLASH_ATTENTION: FLASH}
 
 
 def kernel(query: Tensor) -> Kernel:
-    """The kernel by which torch would compute causal attention of these queries, and as many heads of keys."""
+    """Return the kernel that torch would choose for causal attention with these queries and as many heads of keys."""
     if query.device.type == "cpu":
         return CPU
     chosen = torch._fused_sdp_choice(query, query, query, None, 0.0, True)
@@ -175,11 +178,11 @@ def kernel(query: Tensor) -> Kernel:
 
 
 class RingAttention(torch.autograd.Function):
-    """The ring of a mesh; traces name what it sends by its name."""
+    """Ring attention over a mesh; traces attribute its messages to this class name."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
-        """The mixture of a rank's positions."""
+        """Return the mixture for a rank's positions."""
         groups, chosen = q.shape[_HEADS] // k.shape[_HEADS], kernel(q)
 
         def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
@@ -193,7 +196,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of its queries, keys and values."""
+        """Return the gradients of a rank's queries, keys and values."""
         q, k, v, out, logsumexp = ctx.saved_tensors
         groups = q.shape[_HEADS] // k.shape[_HEADS]
 
@@ -211,17 +214,17 @@ class RingAttention(torch.autograd.Function):
 
 
 def _balanced() -> ModuleType:
-    """Torch's ring, for two pieces of the positions a rank."""
+    """Return torch's ring module, set to two pieces of the positions per rank."""
     module = import_module(_OF_TORCH)
     module._cp_options.enable_load_balance = True
     return module
 
 
 def _repeated(tensor: Tensor, groups: int) -> Tensor:
-    """Each head of keys or values for ``groups`` heads of queries."""
+    """Repeat each head of keys or values for ``groups`` heads of queries."""
     return tensor if groups == 1 else tensor.repeat_interleave(groups, _HEADS)
 
 
 def _summed(gradient: Tensor, groups: int) -> Tensor:
-    """The gradient of what was repeated."""
+    """Sum gradients over the repetitions of each head."""
     return gradient if groups == 1 else gradient.unflatten(_HEADS, (-1, groups)).sum(_HEADS + 1)

@@ -11,10 +11,10 @@ from ptdbench.problems import Problem, require, try_these
 
 
 def roles_of(model: Model) -> dict[str, Role]:
-    """The model's roles by full name; a module of the user's own may name the kind alone.
+    """Return the model's roles by full name; a user's own model may give only the kind of a role.
 
     Raises:
-        ConfigError: A role is none, or is that of a module that the model does not have.
+        ConfigError: A role is invalid, or names a module that the model does not have.
     """
     given: Mapping[str, Any] = model.roles()
     found = {name: role if isinstance(role, Role) else Role(role) for name, role in given.items()}
@@ -40,15 +40,15 @@ def undivided(
     why: str = "which other ranks share too",
     whole: str = "the model",
 ) -> Iterator[Problem]:
-    """A problem if ``ranks`` do not divide what they share.
+    """Yield a problem if ``ranks`` do not divide the units that they share.
 
     Args:
         option: The degree.
         ranks: Its value.
-        roles: Of what is shared; those of 0 units share nothing.
-        others: The product of other degrees among which the same units are divided, or pieces for each rank.
-        why: What these are, in words that follow a comma.
-        whole: What the units are of.
+        roles: The roles to check; those with 0 units are skipped.
+        others: The product of other degrees that divide the same units, or the number of pieces per rank.
+        why: What ``others`` are, in words that follow a comma.
+        whole: What the units belong to.
     """
     shared = [role for role in roles if role.units]
     wrong = next((role for role in shared if role.units % (ranks * others)), None)

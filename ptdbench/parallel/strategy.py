@@ -23,10 +23,10 @@ from ptdbench.problems import at_least, require
 
 
 def choose_convolutions(module: nn.Module, device: torch.device) -> None:
-    """Let cuDNN, or MIOpen on AMD's GPUs, time its algorithms for each shape and keep the fastest.
+    """Let cuDNN, or MIOpen on AMD GPUs, time its algorithms for each shape and keep the fastest.
 
-    Worth it as a run has few shapes: those of training, of evaluation and of its last batch. Only for a model with
-    convolutions: others have nothing to choose.
+    This pays off because a run has few shapes: those of training, of evaluation and of its last batch. It is enabled
+    only for models with convolutions: others have nothing to choose.
     """
     if device.type == "cuda":
         torch.backends.cudnn.benchmark = any(isinstance(one, _ConvNd) for one in module.modules())
@@ -52,23 +52,24 @@ class Strategy(Options):
         )
 
     def ranks(self, available: int) -> int:
-        """The number of ranks if the config does not set it: as many of the available devices as fit."""
+        """Return the number of ranks if the config does not set it: as many of the available devices as fit."""
         fixed = Dims(**{name: degree for name, degree in self.degrees().items() if degree != "auto"}).world_size
         return max(available // fixed, 1) * fixed if waiting(self.degrees()) else fixed
 
     def dims(self, world_size: int, model: Model | None = None) -> Dims:
-        """The degrees on so many ranks; ``model``: with the experts that ranks share.
+        """Derive the degrees for a world size; an ``auto`` expert degree needs the ``model``, whose experts it divides.
 
         Raises:
-            ConfigError: They do not multiply to the world size.
+            ConfigError: The degrees do not multiply to the world size.
         """
         units = {"expert": experts.units(model)} if model and self.expert == "auto" else {}
         return derive(world_size, self.degrees(), units=units)
 
     def layout(self, dims: Dims, global_batch: int, micro_batch: int | Literal["auto"]) -> BatchPlan:
-        """Divide a global batch, a multiple of the number of replicas, among the ranks.
+        """Divide a global batch, which is a multiple of the number of replicas, among the ranks.
 
-        ``micro_batch``, samples of one forward and backward pass, divides a replica's share; ``auto``: no accumulation.
+        ``micro_batch``, the samples of one forward and backward pass, divides a replica's share; ``auto``: no
+        accumulation.
 
         Raises:
             ConfigError: An option does not fit the batch.
@@ -97,13 +98,13 @@ class Strategy(Options):
             require(*fsdp.problems(model, self.shard))
 
     def check_sample(self, inputs: Tensor, layout: BatchPlan) -> None:
-        """Raise ConfigError for samples, ``[batch, length]``, that cannot be divided this way."""
+        """Raise ConfigError if samples, ``[batch, length]``, cannot be divided this way."""
         if self.applies("context", layout.dims) and inputs.dim() > 1:
             positions = Role("positions", inputs.shape[1], "positions")
             require(*context.undividable([positions], layout.dims.context, self.context_method, "a sample"))
 
     def check_beside(self, option: str, value: object, layout: BatchPlan | None = None) -> None:
-        """Raise ConfigError if the value of an option outside of ``parallel`` does not go with these."""
+        """Raise ConfigError if the value of an option outside ``parallel`` conflicts with these options."""
         rows = conflicts.beside(self, layout, option, value)
         require(next(conflicts.problems(self, rows, value), None))
 

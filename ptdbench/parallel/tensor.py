@@ -1,7 +1,7 @@
 """Tensor parallelism: the ranks of a group share each matrix product, by torch's ``parallelize_module``.
 
-All parameters become DTensors over the group, also the replicated ones, so that an optimizer never meets both kinds.
-Modules without a role compute on their local tensors: they are the same on all ranks.
+All parameters become DTensors over the group, including replicated ones, so that an optimizer never meets both kinds.
+Modules without a role compute on their local tensors, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
-#: The dimension of ``[batch, length, ...]`` that ranks share outside of cut layers.
+#: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside cut layers.
 POSITIONS = 1
 
 #: The dimension of a weight that each kind of role cuts.
@@ -42,9 +42,9 @@ _DIMENSIONS = {"outputs": 0, "outputs_of_each": 0, "inputs": 1, "vocabulary": 0}
 
 
 def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Iterator[Problem]:
-    """Yield the reasons why so many ranks cannot share the products of a model.
+    """Yield the reasons why this number of ranks cannot share the matrix products of a model.
 
-    ``context`` ranks divide its positions already; ``sequence``: as for :func:`parallelize`.
+    ``context``: the number of ranks that already divide its positions; ``sequence``: as for :func:`parallelize`.
     """
     styles = _styles(sequence)
     roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
@@ -62,7 +62,7 @@ def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Itera
 
 
 def _counted(model: Model, name: str, role: Role) -> Role:
-    """A role with its units: the features that are cut, unless it says others."""
+    """Return the role with units; they default to the features that are cut."""
     if role.units or role.kind not in _DIMENSIONS:
         return role
     weight = module_of(model).get_submodule(name).weight
@@ -71,7 +71,7 @@ def _counted(model: Model, name: str, role: Role) -> Role:
 
 
 def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
-    """The dimension in which each cut parameter of a model is cut; the bias of ``inputs`` is whole on each rank."""
+    """Return the dimension along which each cut parameter is cut; the bias of ``inputs`` is whole on each rank."""
     found = {}
     for name, role in roles_of(model).items():
         dimension = _DIMENSIONS.get(role.kind)
@@ -82,10 +82,10 @@ def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
 
 
 def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Divide the products of ``module``, the model or a stage of it, among the ranks of ``mesh``, of one dimension.
+    """Divide the matrix products of ``module``, the model or one of its stages, among the ranks of a 1-D ``mesh``.
 
-    It is on the meta device, or has the same values on all ranks. ``sequence``: whether the ranks share the positions
-    of a sequence between cut layers.
+    ``module`` is on the meta device, or has the same values on all ranks. ``sequence``: whether positions are sharded
+    over the ranks between cut layers.
     """
     names, styles, same = dict(module.named_modules()), _styles(sequence), _names_by_parameter(module)
     roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in styles}
@@ -97,12 +97,12 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
 
 
 def overlap(mesh: DeviceMesh | None) -> None:
-    """Let the compiler divide messages of a mesh, and the products before or after them, into pieces that overlap.
+    """Let the compiler split messages of a mesh, and the adjacent matrix products, into pieces that overlap.
 
-    Pieces of the one are on their way while those of the other are computed (Wang et al. 2023). Without a mesh nothing
-    is divided, whatever a run before has set.
+    Pieces of one are in flight while pieces of the other are computed (Wang et al. 2023). Without a mesh nothing is
+    split, whatever a previous run has set.
     """
-    from torch._inductor import config  # with a second that only runs that compile spend
+    from torch._inductor import config  # takes a second, which only runs that compile should spend
 
     config._micro_pipeline_tp = mesh is not None
     if mesh and not is_symm_mem_enabled_for_group(name := mesh.get_group().group_name):  # as it is from 2.15 on
@@ -110,14 +110,14 @@ def overlap(mesh: DeviceMesh | None) -> None:
 
 
 def placed(meta: Tensor, values: Tensor) -> Tensor:
-    """Return what replaces a tensor on the meta device, given its initial values: of a DTensor, this rank's part."""
+    """Return the initial values that replace a meta tensor; for a DTensor, this rank's part of them."""
     if not isinstance(meta, DTensor):
         return values
     return distribute_tensor(values, meta.device_mesh, meta.placements, src_data_rank=None)
 
 
 def add_up_partial(parameters: list[nn.Parameter]) -> None:
-    """Sum gradients of which each rank has a summand, in one message; FSDP does it while it reduces."""
+    """Sum partial gradients over the ranks in one message; under FSDP its own reduction does that."""
     summands = [p for p in parameters if isinstance(p.grad, DTensor) and any(x.is_partial() for x in p.grad.placements)]
     if not summands:
         return
@@ -130,7 +130,7 @@ def add_up_partial(parameters: list[nn.Parameter]) -> None:
 
 
 def _styles(sequence: bool) -> dict[str, ParallelStyle]:
-    """What becomes of a module, by the kind of its role; others do not count here."""
+    """Return the parallel style for each kind of role; modules with other roles stay as they are."""
     shared = Shard(POSITIONS) if sequence else Replicate()
     stream = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=shared)
     return {
@@ -147,10 +147,10 @@ def _styles(sequence: bool) -> dict[str, ParallelStyle]:
 
 
 class _Entry(PrepareModuleOutput):
-    """The output goes to cut layers, whose summands of its gradient are added up once for all of them."""
+    """The style of a module whose output goes to cut layers; its gradient is summed once for all of them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        # From some of the positions a rank gets a summand of the gradient of the module's own weights.
+        # With sharded positions, a rank computes only a summand of the gradient of the module's own weights.
         of_gradient = Partial() if isinstance(self.output_layouts[0], Shard) else Replicate()
         for part in module.modules():
             spread(part, device_mesh, Replicate(), of_gradient)
@@ -158,7 +158,7 @@ class _Entry(PrepareModuleOutput):
 
 
 class _Each(ParallelStyle):
-    """What a rank gets of gradients, of the module's weights and of its input, are summands: from the units it has."""
+    """The style of a module applied to each unit: a rank's gradients of weights and input are summands of its units."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in module.modules():
@@ -168,13 +168,13 @@ class _Each(ParallelStyle):
 
     @staticmethod
     def _localize(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Of an entry's output the local tensor; the entry adds up the gradients."""
+        """Replace an entry's output by its local tensor; the entry sums the gradients."""
         summand = [Partial()]
         return tuple(one.to_local(grad_placements=summand) if isinstance(one, DTensor) else one for one in arguments)
 
 
 class _OutputsOfEach(ParallelStyle):
-    """Each rank computes some of the outputs, and keeps the summand of the gradient that these make."""
+    """The style of a layer of which each rank computes some outputs, and keeps their summand of the input gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         spread(module, device_mesh, Shard(0), Shard(0))
@@ -182,14 +182,14 @@ class _OutputsOfEach(ParallelStyle):
 
 
 class _Tokens(_Each):
-    """The module is applied to a rank's share of the positions, which ranks that do not share them divide for it."""
+    """The style of a module applied to a rank's share of positions, which it makes without sequence parallelism."""
 
     def __init__(self, sequence: bool) -> None:
         self._sequence = sequence
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for router in (part for part in module.modules() if isinstance(part, Router)):
-            # Before what context parallelism does with the positions of all these ranks.
+            # Runs before the hook of context parallelism, which numbers the positions of all these ranks.
             router.positions.register_forward_pre_hook(partial(self._of_all, device_mesh), prepend=True)
             router.positions.register_forward_hook(partial(self._own, device_mesh))
         if not self._sequence:
@@ -214,9 +214,9 @@ class _Tokens(_Each):
 
 
 class _Vocabulary(ColwiseParallel):
-    """Each rank projects to some tokens, or looks up those of its rows of an embedding.
+    """The style of a vocabulary: each rank computes the logits of some tokens, or looks up its own embedding rows.
 
-    Not by torch's ``RowwiseParallel``, whose backward pass makes the gradient of all rows on every rank.
+    torch's ``RowwiseParallel`` is not used, as its backward pass creates the gradient of all rows on every rank.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -239,7 +239,7 @@ class _Vocabulary(ColwiseParallel):
 
 
 class _OfLoss(ParallelStyle):
-    """The loss over a cut vocabulary, from local tensors."""
+    """The style of a loss over a cut vocabulary, computed from local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, LinearCrossEntropy)
@@ -264,12 +264,12 @@ def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:
 
 
 def _redistributed(local: Tensor, mesh: DeviceMesh, here: Placement, wanted: Placement) -> DTensor:
-    """A rank's part of a tensor, as it is placed, in the placement that is wanted."""
+    """Redistribute a local tensor with placement ``here`` to the placement ``wanted``."""
     return DTensor.from_local(local, mesh, [here], run_check=False).redistribute(mesh, [wanted])
 
 
 def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient: Placement) -> None:
-    """Place a module's own parameters, but those that are DTensors already, and let it read them as plain tensors."""
+    """Turn a module's own plain parameters into DTensors, which the module still reads as plain tensors."""
     plain = {name: weight for name, weight in part.named_parameters(recurse=False) if not isinstance(weight, DTensor)}
     for name, weight in plain.items():
         spread = distribute_tensor(weight.data, mesh, [placement], src_data_rank=None)
@@ -280,10 +280,10 @@ def spread(part: nn.Module, mesh: DeviceMesh, placement: Placement, of_gradient:
 
 @cache
 def _reading(kind: type[nn.Module], names: tuple[str, ...], of_gradient: Placement) -> type[nn.Module]:
-    """A subclass that reads the local tensors of some weights; equal modules get one, and so share compiled graphs.
+    """Return a subclass that reads the local tensors of some weights; equal modules share it and its compiled graphs.
 
-    Its attributes of these names are properties, as in torchtitan's SimpleFSDP. What an instance has been given in
-    place of a weight comes first, see :class:`ptdbench.parallel.precision.Copies`.
+    Attributes of these names are properties, as in torchtitan's SimpleFSDP. A replacement set on the instance takes
+    precedence over the weight, see :class:`ptdbench.parallel.precision.Copies`.
     """
 
     def attribute(name: str) -> property:
@@ -297,9 +297,9 @@ def _reading(kind: type[nn.Module], names: tuple[str, ...], of_gradient: Placeme
 
 
 def _local_part(weight: Tensor, of_gradient: Placement) -> Tensor:
-    """The local tensor of a DTensor.
+    """Return the local tensor of a DTensor.
 
-    FSDP reads attributes too, when it looks after its shards. These are on a mesh of two dimensions.
+    Shards on a two-dimensional mesh are returned as they are: FSDP reads the attributes to manage its shards.
     """
     if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
         return weight
@@ -314,7 +314,7 @@ def _names_by_parameter(module: nn.Module) -> Mapping[nn.Parameter, list[str]]:
 
 
 def _tie(module: nn.Module, same: Mapping[nn.Parameter, list[str]]) -> None:
-    """Make one parameter again of those that were one: each module got its own DTensor."""
+    """Tie parameters again that were one: each module got its own DTensor."""
     spread = dict(module.named_parameters(remove_duplicate=False))
     for first, *others in same.values():
         for other in others:

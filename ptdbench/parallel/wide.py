@@ -1,4 +1,4 @@
-"""Gradients of weights in fp32, where modules compute with narrow copies: not rounded, and in no pass of their own."""
+"""fp32 gradients of weights for modules that compute with narrow copies: no rounding, and no separate cast."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from ptdbench.models.linear_cross_entropy import has_wide_products, master_of
 
 
 def widen(module: nn.Module) -> None:
-    """Let linear layers, embeddings and norms write the gradients of their weights in the dtype of these.
+    """Let linear layers, embeddings and norms write weight gradients in the dtype of the weights.
 
-    Where :class:`ptdbench.parallel.precision.Copies` has given them copies, they compute with these as before, and hand
-    gradients to the weights themselves. Linear layers and embeddings do so always: products are written in fp32 where
-    the device can, and rows are added up in it. A norm does where it is compiled, which fuses the cast; in eager mode
-    many gradients are cast in one operation. Compiled, its output is not kept either but computed again in the backward
-    pass, whose kernels read its input anyway: an eighth of a GPT block's activations, for 1 % of a step's bytes.
+    Modules that :class:`ptdbench.parallel.precision.Copies` has given copies compute with these as before, but pass
+    gradients directly to the weights. Linear layers and embeddings always do: products are written in fp32 if the
+    device supports it, and rows are summed in fp32. Norms do if they are compiled, which fuses the cast; in eager mode
+    many gradients are cast in one operation. A compiled norm's output is also recomputed in the backward pass, whose
+    kernels read its input anyway: this saves an eighth of a GPT block's activations, for 1 % of a step's bytes.
 
-    A linear layer computes all its gradients at once: not for schedules that split the backward pass. Subclasses and
-    layers whose ``forward`` is replaced stay as they are, and so do those whose weights tensor parallelism divides:
-    DTensors have no products in fp32.
+    A linear layer computes all its gradients at once, so schedules that split the backward pass cannot use it.
+    Subclasses and layers with a replaced ``forward`` stay as they are, and so do layers whose weights tensor
+    parallelism divides: DTensors have no products in fp32.
     """
     for part in module.modules():
         divided = any(isinstance(weight, DTensor) for weight in part.parameters(recurse=False))
@@ -34,19 +34,19 @@ def widen(module: nn.Module) -> None:
 
 
 class Linear(nn.Linear):
-    """A linear layer that hands gradients of a copy to the weight."""
+    """A linear layer that passes the gradients of a copy to the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., inputs]`` to ``[..., outputs]``."""
         master = master_of(self)
-        if master is None or x.dtype != self.weight.dtype:  # autocast, which a module may use, casts it
+        if master is None or x.dtype != self.weight.dtype:  # a module may use autocast, which casts the weight
             return super().forward(x)
         found: Tensor = _Linear.apply(x, self.weight, self.bias, master, self._parameters["bias"])
         return found
 
 
 class Embedding(nn.Embedding):
-    """An embedding that does so too, unless it renormalizes its rows or has sparse gradients."""
+    """An embedding that does the same, unless it renormalizes its rows or has sparse gradients."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """``[...]``, integers, to ``[..., width]``."""
@@ -58,7 +58,7 @@ class Embedding(nn.Embedding):
 
 
 class LayerNorm(nn.LayerNorm):
-    """A layer norm that does so where it is compiled."""
+    """A layer norm that does the same if it is compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same."""
@@ -68,7 +68,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 class RMSNorm(nn.RMSNorm):
-    """A root mean square norm that does so where it is compiled."""
+    """An RMS norm that does the same if it is compiled."""
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same."""
@@ -77,7 +77,7 @@ class RMSNorm(nn.RMSNorm):
         return _norm(self, F.rms_norm, x, "weight")
 
 
-#: What becomes of a module of each class.
+#: The replacement of each class of modules.
 _KINDS: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: Linear,
     nn.Embedding: Embedding,
@@ -87,7 +87,7 @@ _KINDS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 class _Linear(torch.autograd.Function):
-    """``x @ weight.T + bias`` by copies, whose gradients go to the masters; the copies get none."""
+    """``x @ weight.T + bias`` with copies, whose gradients go to the master weights; the copies get none."""
 
     @staticmethod
     def forward(
@@ -109,7 +109,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Embedding(torch.autograd.Function):
-    """The rows of a copy, whose gradients are added up for the master."""
+    """Lookup of the rows of a copy, whose gradients are summed for the master weight."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, copy: Tensor, master: Tensor, padding: int | None, scale: bool) -> Tensor:
@@ -126,7 +126,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class _Widened(torch.autograd.Function):
-    """A copy in the dtype of its weight, to which the gradient goes; the copy gets none."""
+    """Cast of a copy to the dtype of its weight; the gradient goes to the weight, not to the copy."""
 
     @staticmethod
     def forward(ctx: Any, copy: Tensor, weight: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class _Widened(torch.autograd.Function):
 
 
 def _norm(part: nn.LayerNorm | nn.RMSNorm, compute: Callable[..., Tensor], x: Tensor, *names: str) -> Tensor:
-    """A norm in the dtype of its weights, which have these names; computed again in the backward pass."""
+    """Compute a norm in the dtype of its weights, which have these names; the backward pass recomputes it."""
 
     def of_narrow(x: Tensor, *weights: Tensor | None) -> Tensor:
         return compute(x.float(), part.normalized_shape, *weights, part.eps).to(x.dtype)
@@ -153,7 +153,7 @@ def _widened(part: nn.Module, name: str) -> Tensor | None:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left @ right`` in ``dtype``: written so where the device has such products, else rounded first."""
+    """Return ``left @ right`` in ``dtype``: written directly if the device has such products, else rounded first."""
     if dtype == torch.float32 and has_wide_products(left.device):
         return torch.mm(left, right, out_dtype=dtype)
     return (left @ right).to(dtype)

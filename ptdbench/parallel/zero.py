@@ -1,9 +1,9 @@
-"""ZeRO-1: replicas divide the optimizer's state, and each sends the weights that it has updated to the others.
+"""ZeRO-1: shards the optimizer state over replicas; each replica sends the weights that it has updated to the others.
 
-Not torch's ``ZeroRedundancyOptimizer``: its state is that of an optimizer inside it with parameter groups of its own,
-and has to be collected on one rank to be saved. Here the optimizer stays the optimizer, with the parameter groups, the
-gradients and the names of all weights; each replica only has the state of its own part. So clipping, loss scaling,
-schedules, averages of weights and checkpoints work as without it, and a checkpoint can be resumed under any layout.
+This is not torch's ``ZeroRedundancyOptimizer``, whose state belongs to an inner optimizer with separate parameter
+groups, and must be gathered on one rank to be saved. Here the optimizer keeps the parameter groups, gradients and names
+of all weights, but each replica only holds the state of its part. Clipping, loss scaling, schedules, weight averages
+and checkpoints therefore work as without ZeRO-1, and a checkpoint can be resumed under any layout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MESSAGE = 25 << 20
 
 
 class Zero1:
-    """Divides the weights of a module, equal in all replicas, among the ranks of a group, each weight whole."""
+    """Assigns each replicated weight of a module, unsplit, to one rank of a group."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         trained = [weight for weight in module.parameters() if weight.requires_grad]
@@ -29,7 +29,7 @@ class Zero1:
         self._group = group
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer of all weights update this replica's part in each step, and get the others from theirs."""
+        """Let an optimizer of all weights update only this replica's part, and receive the others after each step."""
         for weight in self._others():
             optimizer.state.pop(weight, None)  # some optimizers create state before the first step
         optimizer.register_step_pre_hook(self._before_step)
@@ -40,11 +40,11 @@ class Zero1:
         """Send this replica's part of the weights to the others, and receive theirs; called in all replicas."""
         for owner in range(dist.get_world_size(self._group)):
             weights = [weight.detach() for weight, its in self._owners.items() if its == owner]
-            if weights:  # all in as few messages as DDP itself sends the weights in
+            if weights:  # coalesced into few messages, as DDP itself broadcasts weights
                 dist._broadcast_coalesced(self._group, weights, _MESSAGE, owner)
 
     def _before_step(self, *_: Any) -> None:
-        """An optimizer skips weights without a gradient, and creates no state for them."""
+        """Drop the gradients of other replicas' weights: an optimizer skips those, and creates no state for them."""
         for weight in self._others():
             weight.grad = None
 
@@ -54,7 +54,7 @@ class Zero1:
 
 
 def assign_owners(sizes: Sequence[int], replicas: int) -> list[int]:
-    """The owner of each of the weights with these sizes: the largest first, each to the replica with the least."""
+    """Assign weights of these sizes to replicas: the largest first, each to the replica with the fewest elements."""
     owners, held = [0] * len(sizes), [0] * replicas
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         owners[number] = held.index(min(held))

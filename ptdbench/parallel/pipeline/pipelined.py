@@ -1,4 +1,4 @@
-"""The engine of a pipeline: stages on different ranks, driven by a schedule; absent neighbors are made up."""
+"""The engine of a pipeline: stages on different ranks, driven by a schedule; absent neighbors are simulated."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from ptdbench.parallel.precision import DTYPES
 
 
 class _Asking(PipelineStage):
-    """A stage that knows no shapes before it asks for them."""
+    """A stage that always infers shapes in its first pass."""
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
-        """Vote, under torch 2.14, for asking; the product of all votes is nothing that a virtual GPU would compute."""
+        """Vote for shape inference, under torch 2.14: virtual GPUs would not compute the product of all votes."""
         super()._warmup_forward_vote(has_backward, received_acc)  # type: ignore[misc]
         return torch.tensor([0], dtype=torch.int32, device=self.device)
 
 
 class LoneStage(_Asking):
-    """A stage that asks nobody for shapes; its messages are left to a device that lets them go nowhere."""
+    """A stage that infers shapes without its neighbors, on a virtual device that discards its messages."""
 
-    #: What the stage before it would send for a micro-batch, on the meta device; ``None`` for the first.
+    #: What the previous stage would send for a micro-batch, on the meta device; ``None`` for the first stage.
     arriving: Tensor | None = None
 
     def _recv_meta(self, src_stage: int) -> Any:
-        """The shapes that the neighbor would send, as torch 2.14 asks for them."""
+        """Return the shapes that the neighbor would send, as torch 2.14 requests them."""
         from torch.distributed.pipelining import _utils
 
         if src_stage > self.stage_index:  # the gradients of what this stage sends
@@ -51,10 +51,10 @@ class LoneStage(_Asking):
         return _utils._StageForwardMeta(metas)
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        """Tell nobody."""
+        """Send nothing: the neighbor is absent."""
 
     def _shape_inference(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """The same for torch 2.11, which hands over what comes from a stage of the same rank."""
+        """Infer shapes under torch 2.11, as if the previous stage were on this rank: then its output is an argument."""
         places = self.stage_index_to_group_rank
         if self.arriving is not None:
             args = (self.arriving,)
@@ -66,7 +66,7 @@ class LoneStage(_Asking):
 
 
 def without_weights(model: Model) -> Model:
-    """Copy a model before it is laid out, with weights on the meta device: it runs whatever becomes of the other."""
+    """Copy a model before it is laid out, with weights on the meta device: changes to the original do not affect it."""
     weights: dict[int, Any] = {
         id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
         for one in module_of(model).parameters()
@@ -75,14 +75,14 @@ def without_weights(model: Model) -> Model:
 
 
 def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dtype, shares: int) -> Tensor:
-    """Predict what the first parts of a model, of these names, would send for the inputs of a micro-batch.
+    """Predict what the parts with these names, the first of the model, would send for a micro-batch's inputs.
 
-    The model's weights, and what is returned, are on the meta device. ``shares``: ranks that share its positions.
+    The model's weights and the result are on the meta device. ``shares``: the number of ranks that share positions.
     """
     with torch.no_grad():
         try:
             batch, *rest = _through(deepcopy(model), names, torch.empty_like(inputs, device="meta"))
-        except RuntimeError:  # a part asks for values, as masks of transformers do: those of a virtual GPU are zeros
+        except RuntimeError:  # a part reads values, as masks of transformers do: on a virtual GPU they are zeros
             batch, *rest = _through(deepcopy(model), names, inputs)
             memory.release(inputs.device)
     if shares > 1:
@@ -91,7 +91,7 @@ def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dt
 
 
 def _through(model: Model, names: Sequence[str], found: Tensor) -> torch.Size:
-    """The shape of what the parts of these names make of a tensor, on whose device each has its weights meanwhile."""
+    """Return the shape of a tensor after the parts with these names; each has weights on its device meanwhile."""
     parts = model.parts() or {}
     for name in names:
         held = members(name, parts[name]).values()
@@ -103,21 +103,21 @@ def _through(model: Model, names: Sequence[str], found: Tensor) -> torch.Size:
     return found.shape
 
 
-#: torch's options by what they give a communicator of its own: a pair of ranks and a direction since 2.15, in 2.14 a
-#: direction.
+#: torch's options, by what gets its own communicator: each pair of ranks and direction (since 2.15), or each direction
+#: (2.14).
 _OPTIONS = {"edges": "pipeline_per_edge_p2p", "directions": "pipeline_per_direction_p2p"}
 
 
 def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Let torch open more than one communicator where messages of one direction would wait for the other's.
+    """Let torch open separate communicators, so that messages in one direction do not wait for the other.
 
-    NCCL carries out what is sent through one communicator in the order of its calls. Activations and gradients of a
-    link then exclude each other, and under schedules whose ranks have several stages they may wait for each other for
-    ever, as ``torch.distributed.config`` says. Call this before stages are made, which open them.
+    NCCL runs the operations of one communicator in the order of its calls. Activations and gradients on a link then
+    exclude each other, and under schedules with several stages per rank they may deadlock, as
+    ``torch.distributed.config`` says. Call this before stages are created, as they open the communicators.
 
     Returns:
-        What messages go through, for the record: ``messages``, each by itself, as under gloo; ``edges`` or
-        ``directions``, a communicator each; or, with NCCL under torch before 2.14, ``one``.
+        The kind of links, for the record: ``messages``, independent ones, as under gloo; ``edges`` or ``directions``,
+        a communicator each; or, with NCCL under torch before 2.14, ``one``.
     """
     if device.type != "cuda" or "nccl" not in dist.get_backend_config(group):
         return "messages"
@@ -129,7 +129,7 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
     if links == "directions" and not collect.are_all_there():
         from torch.distributed.pipelining.stage import _PP_DIRECTION_GROUP_CACHE
 
-        # torch would split the group, which takes all of its ranks.
+        # torch would split the group, which needs all of its ranks.
         ranks = dist.get_process_group_ranks(group)
         groups: Any = (dist.new_group(ranks), dist.new_group(ranks))
         _PP_DIRECTION_GROUP_CACHE[group] = groups
@@ -142,11 +142,11 @@ _MOST_DIMENSIONS = 8
 
 
 class Pipelined(Engine):
-    """The engine of a pipeline: this rank's stages, each laid out over its replicas or shards, and their schedule."""
+    """The engine of a pipeline: the schedule and this rank's stages, each laid out over its replicas or shards."""
 
     def __init__(self, model: Model, setting: Setting, how: Options) -> None:
         layout, device, schedule = setting.layout, setting.device, how.pipeline_schedule
-        #: A copy of the model by which to foresee what arrives, where the stages before are not there to say it.
+        #: A copy of the model to predict what arrives, if the previous stages are absent.
         self._whole = None if collect.are_all_there() else without_weights(model)
         mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
         group = mesh.get_group()
@@ -164,16 +164,16 @@ class Pipelined(Engine):
         self.parts = list(parts.values())
         self._has_loss = last in parts
         self.owns_loss = self._has_loss and setting.owns_loss
-        # torch computes the gradients of weights apart by torch.autograd.grad, which fires no hook of DDP.
+        # torch computes gradients of weights separately by torch.autograd.grad, which does not fire DDP's hooks.
         self._averages_after = schedule.splits_backward
         settles = 0 if self._averages_after else max(part.settles_after for part in parts.values())
-        # The very first pass begins with a shape inference pass, which also draws random numbers. DDP rebuilds its
-        # buckets in the last pass of a step, and moves the gradients accumulated before into them. It divides those by
-        # the number of replicas, and multiplies others by the inverse.
+        # The very first pass begins with shape inference, which also draws random numbers. DDP rebuilds its buckets in
+        # the last pass of a step, and moves previously accumulated gradients into them. It divides those by the number
+        # of replicas, but multiplies others by the inverse, so rounding differs.
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
         self._where, self._parts, self._layout, self._group, self._device = where, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
-        self._sequence = layout.dims.tensor if how.sequence else 1  #: Ranks that share the positions of what is sent.
+        self._sequence = layout.dims.tensor if how.sequence else 1  #: Ranks that share the positions of a message.
         self.links = open_links(group, device)
         kind = _Linked if self._whole is None else LoneStage
         self._stages = {
@@ -208,7 +208,7 @@ class Pipelined(Engine):
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; a shared weight counts once."""
         others = {copy for one in self._shared for copy in one.others}
         square = norm_of(weight for weight in self.module.parameters() if weight not in others).square()
-        square = square.to(self._device)  # a stage without gradients has its zero on the host
+        square = square.to(self._device)  # for a stage without gradients, the zero is on the host
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
 
@@ -216,7 +216,7 @@ class Pipelined(Engine):
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`ptdbench.parallel.engine.Engine.outputs`; each stage sends its outputs to the next.
 
-        Not through the schedule, whose micro-batches must all have one size.
+        The schedule is not used, as all its micro-batches must have the same size.
         """
         ranks, last = self._where.ranks, len(self._where.ranks) - 1
         found = None
@@ -239,10 +239,10 @@ class Pipelined(Engine):
         return found if targets is None else found.mean()
 
     def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
-        """Run one pass of the schedule; in the last one DDP averages the gradients, unless that is done after it.
+        """Run one pass of the schedule; in the last pass DDP averages the gradients, unless that follows separately.
 
-        torch itself arms DDP before the backward of a pass's last micro-batch. Each forward outside no_sync() would
-        arm it too, and the first backward would then reduce incomplete gradients.
+        torch itself arms DDP before the backward pass of the last micro-batch. Each forward pass outside no_sync()
+        would arm it too, and the first backward pass would then reduce incomplete gradients.
         """
         arguments = (inputs,) if 0 in self._parts else ()
         self._foresee(inputs)
@@ -256,14 +256,14 @@ class Pipelined(Engine):
             self._schedule.step(*arguments, target=targets, **options)
 
     def _foresee(self, inputs: Tensor) -> None:
-        """Tell the stages what will arrive, where those before them are not there."""
+        """Tell stages whose predecessors are absent what will arrive."""
         for number, stage in self._stages.items():
             if isinstance(stage, LoneStage) and self._whole is not None and number and stage.arriving is None:
                 before, micro_batch = [*chain(*self._where.stages[:number])], inputs[: self._layout.micro_batch]
                 stage.arriving = arriving(self._whole, before, micro_batch, self._dtype, self._sequence)
 
     def _share_of_loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """A micro-batch's contribution to the loss of the step; the last stage has already computed the mean."""
+        """Return the scaled contribution of a micro-batch to the step's loss; the last stage has computed its mean."""
         share = loss.sum() / (self._layout.microbatches * self._layout.accumulation)
         self._shares.append(share.detach())
         return self._scale(share)
@@ -273,22 +273,22 @@ class _Linked(_Asking):
     """A stage whose neighbor may be on the same rank."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The messages by which torch 2.11 opens the links between stages; gloo cannot send one to its own rank."""
+        """Return the messages by which torch 2.11 opens links between stages, except to this rank: gloo cannot."""
         messages = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc]
         return [message for message in messages if message.peer != dist.get_rank()]
 
 
 def _stage(parts: Mapping[str, nn.Module], where: Cut, numbers: Iterable[int], is_last: bool = False) -> Stage:
-    """The stages of these numbers as one."""
+    """Combine the stages with these numbers into one."""
     return Stage({name: parts[name] for number in numbers for name in where.stages[number]}, is_last)
 
 
 def send_tensor(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
-    """Send a tensor of an evaluation, preceded by its shape and dtype.
+    """Send a tensor during an evaluation, preceded by its shape and dtype.
 
-    By hand: ``PipelineStage``, which training uses, infers shapes too, but once, in its first pass, and receives into
-    buffers of these shapes from then on. The last batch of an evaluation is smaller. The tensor has at most eight
-    dimensions, and ``to`` is the receiver's rank in the group.
+    ``PipelineStage``, which training uses, infers shapes only once, in its first pass, and its receive buffers keep
+    them; but the last batch of an evaluation is smaller. The tensor has at most eight dimensions, and ``to`` is the
+    receiver's rank in the group.
     """
     header = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
     header += [0] * (2 + _MOST_DIMENSIONS - len(header))
@@ -297,7 +297,7 @@ def send_tensor(tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
 
 
 def receive_tensor(group: dist.ProcessGroup, origin: int, device: torch.device) -> Tensor:
-    """Receive the tensor that rank ``origin`` of the group sends, on ``device``."""
+    """Receive, on ``device``, the tensor that rank ``origin`` of the group sends."""
     header = torch.empty(2 + _MOST_DIMENSIONS, dtype=torch.int64, device=device)
     dist.recv(header, group=group, group_src=origin)
     dtype, dimensions, *shape = header.tolist()

@@ -26,26 +26,26 @@ from ptdbench.problems import ConfigError, Problem, nearest, try_these
 #: A schedule over the stages of a rank.
 Running: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
 
-#: The first version of torch that splits the backward pass of every model. 2.11 stops at an autograd function of
-#: Python, such as our cross entropy, and counts twice what reaches a weight over two ways; those between are untried.
+#: The first version of torch that splits the backward pass of every model. 2.11 stops at autograd functions in Python,
+#: such as our cross entropy, and double-counts gradients that reach a weight by two paths; the others are untested.
 SPLITS_SINCE = "2.15"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule of torch, and what it asks for."""
+    """A schedule of torch, and its requirements."""
 
     kind: type[Running]  #: Its class.
     stages: int | Literal["several"] = 1  #: Stages on a rank; ``several``: any number from 2 on.
     #: ``loop``: rank ``r`` of ``p`` has the stages ``r``, ``r + p``, ...; ``v``: the stages ``r`` and ``2p - 1 - r``,
     #: so that the first rank has the last stage.
     placement: Literal["loop", "v"] = "loop"
-    #: How many a pass needs. ``stages``: at least as many as stages. ``rounds``: with as many whole rounds of ``p`` as
-    #: there are in them, and at least one, they must divide evenly among the rounds.
+    #: How many micro-batches a pass needs. ``stages``: at least as many as stages. ``rounds``: a multiple of the number
+    #: of rounds, ``max(1, microbatches // p)``.
     microbatches: Literal["any", "stages", "rounds"] = "any"
-    splits_backward: bool = False  #: Whether gradients of weights are computed apart from those of a stage's inputs.
-    #: How long the longest rank idles, in units of ``(p - 1) / v`` times what a rank takes for one of the three parts
-    #: of a micro-batch: forward, gradient of the inputs, gradient of the weights. 3: gpipe and 1f1b (Huang et al. 2019;
+    splits_backward: bool = False  #: Whether gradients of weights are computed separately from those of inputs.
+    #: Idle time of the rank that idles longest, in units of ``(p - 1) / v`` times a rank's time for one of the three
+    #: parts of a micro-batch: forward, gradient of inputs, gradient of weights. 3: gpipe and 1f1b (Huang et al. 2019;
     #: Narayanan et al. 2021, section 2.2), looped_bfs (Lamy-Poirier 2022, section 4.1). 1: zero bubble's ZB-H1 (Qi et
     #: al. 2023, table 2). 0: ZB-V (section 6). 2: DeepSeek's table of DualPipeV, where forward and backward passes do
     #: not overlap.
@@ -57,35 +57,35 @@ class Schedule:
         return not self.splits_backward or torch.__version__ >= SPLITS_SINCE
 
     def per_rank(self, wanted: int | Literal["auto"]) -> int:
-        """Stages on a rank; ``auto``: as few as the schedule allows."""
+        """Return the number of stages on a rank; ``auto``: as few as the schedule allows."""
         if wanted != "auto":
             return wanted
         return 2 if self.stages == "several" else self.stages
 
     def ranks(self, size: int, per_rank: int) -> list[int]:
-        """The rank of each stage, for ``size`` ranks with ``per_rank`` stages each."""
+        """Return the rank of each stage, for ``size`` ranks with ``per_rank`` stages each."""
         once = list(range(size))
         return [*once, *reversed(once)] if self.placement == "v" else once * per_rank
 
     def fewest(self, size: int, per_rank: int) -> int:
-        """The smallest number of micro-batches of a pass."""
+        """Return the smallest number of micro-batches of a pass."""
         return size * per_rank if self.microbatches == "stages" else 1
 
     def accepts(self, microbatches: int, size: int, per_rank: int) -> bool:
-        """Return whether a pass may have so many micro-batches."""
+        """Return whether a pass may have this number of micro-batches."""
         in_rounds = self.microbatches != "rounds" or microbatches % rounds(microbatches, size) == 0
         return in_rounds and microbatches >= self.fewest(size, per_rank)
 
     def bubble(self, size: int, per_rank: int, microbatches: int) -> float:
-        """The idle share of a pass of ``microbatches``, if the three parts of all stages take equally long."""
+        """Return the idle fraction of a pass, if the three parts of a micro-batch take equally long in all stages."""
         idle = self.bubble_units * (size - 1) / per_rank
         return idle / (3 * microbatches + idle)
 
     def busy(self, share: int, size: int, per_rank: int) -> int:
-        """Micro-batches of a replica's share that keep the stages busy: two for each rank if share and schedule allow.
+        """Return how many micro-batches keep the stages busy: two per rank if the replica's share and schedule allow.
 
-        Of ``m + p - 1`` slots a stage idles in ``p - 1`` (GPipe, Huang et al. 2019), so more micro-batches mean a
-        smaller bubble, and smaller, less efficient matrix products.
+        A stage idles in ``p - 1`` of ``m + p - 1`` slots (GPipe, Huang et al. 2019), so more micro-batches mean a
+        smaller bubble, but also smaller, less efficient matrix products.
         """
         if size * per_rank == 1:
             return 1
@@ -93,15 +93,15 @@ class Schedule:
         return next((number for number in allowed if number >= 2 * size), allowed[-1])
 
     def most(self, share: int, size: int, per_rank: int) -> int:
-        """The largest number of micro-batches of a pass that divides the ``share`` of a step and is allowed."""
+        """Return the largest allowed number of micro-batches of a pass that divides the ``share`` of a step."""
         return max((number for number in divisors(share) if self.accepts(number, size, per_rank)), default=share)
 
     def make(
         self, stages: Sequence[PipelineStage], microbatches: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> Running:
-        """Create the schedule over this rank's stages, in order; it does not scale gradients.
+        """Create the schedule over this rank's stages, in order; it does not scale gradients, as ``loss`` does.
 
-        ``loss`` does: a micro-batch's from ``(outputs, targets)``, a scalar.
+        ``loss`` maps a micro-batch's ``(outputs, targets)`` to a scalar.
         """
         if issubclass(self.kind, PipelineScheduleSingle):
             (stage,) = stages
@@ -110,20 +110,21 @@ class Schedule:
 
 
 def rounds(microbatches: int, size: int) -> int:
-    """Rounds in which interleaved stages take their micro-batches: one for each whole group of ``size``."""
+    """Return the number of rounds of interleaved stages: one for each whole group of ``size`` micro-batches."""
     return max(1, microbatches // size)
 
 
-#: By name. The separate backward passes of the last three are those of zero bubble, Qi et al. 2023 (arXiv 2401.10241);
-#: DualPipeV is DeepSeek's (arXiv 2412.19437), in the form of a V.
+#: Schedules by name. The split backward pass of the last three is that of zero bubble, Qi et al. 2023 (arXiv
+#: 2401.10241); DualPipeV is DeepSeek's DualPipe (arXiv 2412.19437) in the form of a V.
 SCHEDULES: dict[str, Schedule] = {
     # All forward passes, then all backward passes (Huang et al. 2019).
     "gpipe": Schedule(ScheduleGPipe),
-    # Alternating as early as possible, which holds at most as many micro-batches as there are stages.
+    # Alternate as early as possible, so that at most as many micro-batches as stages are in flight.
     "1f1b": Schedule(Schedule1F1B, microbatches="stages"),
-    # 1F1B with shorter stages in turns (Narayanan et al. 2021, arXiv 2104.04473): a bubble smaller by their number.
+    # 1F1B with several shorter stages per rank (Narayanan et al. 2021, arXiv 2104.04473), which divides the bubble by
+    # their number.
     "interleaved1f1b": Schedule(ScheduleInterleaved1F1B, "several", microbatches="rounds"),
-    # All micro-batches through one stage before the next (Lamy-Poirier 2022, arXiv 2211.05953).
+    # All micro-batches of one stage before the next stage (Lamy-Poirier 2022, arXiv 2211.05953).
     "looped_bfs": Schedule(ScheduleLoopedBFS, "several"),
     "interleaved_zero_bubble": Schedule(
         ScheduleInterleavedZeroBubble, "several", microbatches="rounds", splits_backward=True, bubble_units=1
@@ -134,7 +135,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def named(name: str) -> Schedule:
-    """The schedule of this name.
+    """Return the schedule of this name.
 
     Raises:
         ConfigError: There is none.

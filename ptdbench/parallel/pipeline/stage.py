@@ -1,7 +1,7 @@
-"""The stages of a pipeline: how a model is cut, the weights that two stages share, and the rules of a cut.
+"""The stages of a pipeline: how a model is cut, which weights stages share, and the rules of a cut.
 
-A weight that two stages share has a copy in each, also where both are on one rank: DDP and FSDP, which take hold of
-a stage's weights, would otherwise reduce the gradient twice.
+A weight that two stages share has a copy in each, even if both are on one rank: DDP and FSDP wrap each stage, and
+would otherwise reduce the gradient twice.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Cut:
 
     stages: Sequence[Sequence[str]]  #: The names of each stage's parts, in the model's order.
     ranks: Sequence[int]  #: Each stage's rank in the pipeline.
-    holds: Sequence[Sequence[str]]  #: The names of each stage's submodules: of its parts, or of what these are made of.
+    holds: Sequence[Sequence[str]]  #: The names of each stage's submodules: its parts, or the members of these.
 
     def of(self, rank: int) -> list[int]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return [stage for stage, owner in enumerate(self.ranks) if owner == rank]
 
     def owner(self, weight: str) -> int:
-        """The stage that holds a weight, by its full name."""
+        """Return the stage that holds a weight, given its full name."""
         return next(
             number for number, names in enumerate(self.holds) if any(weight.startswith(f"{name}.") for name in names)
         )
@@ -46,8 +46,8 @@ class Cut:
 def cut(model: Model, ranks: Sequence[int]) -> Cut:
     """Split a model that is a chain of parts into stages of nearly equal cost.
 
-    By cost and not by number: the head of a small model with a large vocabulary can outweigh several layers. ``ranks``:
-    each stage's rank in the pipeline.
+    Costs are balanced rather than numbers of layers: the head of a small model with a large vocabulary can outweigh
+    several layers. ``ranks``: each stage's rank in the pipeline.
     """
     parts = model.parts() or {}
     names = list(parts)
@@ -56,7 +56,7 @@ def cut(model: Model, ranks: Sequence[int]) -> Cut:
 
 
 def unrepeated(model: Model, stages: Cut) -> list[list[str]]:
-    """Of each stage the names of the submodules with weights that are no repeated layers, such as the head."""
+    """Return for each stage the names of submodules with weights outside the repeated layers, such as the head."""
     parts, layers = model.parts() or {}, set(model.layers())
     modules = {held: module for name, part in parts.items() for held, module in members(name, part).items()}
 
@@ -67,7 +67,7 @@ def unrepeated(model: Model, stages: Cut) -> list[list[str]]:
 
 
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
-    """The cost of each part: its FLOPs if the model states them by part, else its parameters."""
+    """Return the cost of each part: its FLOPs if the model states them by part, else its number of parameters."""
     try:
         flops = model.train_flops()
     except FlopsUnknown:
@@ -78,9 +78,9 @@ def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
 
 
 class Stage(nn.Module):
-    """Consecutive parts of a model, by their dotted names in it; those of the last stage alone heed the targets.
+    """Consecutive parts of a model under their dotted names in it; only the last stage uses the targets.
 
-    So weights, checkpoints and gradients have the same names for any number of stages.
+    Weights, checkpoints and gradients therefore have the same names for any number of stages.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
@@ -97,9 +97,9 @@ class Stage(nn.Module):
         self._is_last = is_last
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Activations for the next stage; with targets, on the last stage, the mean loss as ``(1,)``.
+        """Return activations for the next stage; on the last stage, with targets, the mean loss as ``(1,)``.
 
-        The schedule concatenates the results of micro-batches along the first dimension, which a scalar lacks.
+        The loss is not a scalar because the schedule concatenates the results of micro-batches along a dimension.
         """
         if inputs.requires_grad:
             inputs = _Arrived.apply(inputs)
@@ -113,9 +113,9 @@ class Stage(nn.Module):
 
 
 class _Arrived(torch.autograd.Function):
-    """What another stage has sent, whose gradient goes back as a message does: contiguous.
+    """Marks the input from another stage, so that the gradient to send back is contiguous.
 
-    Since torch 2.14 a stage receives gradients into memory of the strides that they had in a trial.
+    Since torch 2.14 a stage receives gradients into memory with the strides that they had in a trial pass.
     """
 
     @staticmethod
@@ -130,8 +130,8 @@ class _Arrived(torch.autograd.Function):
 def balance(costs: Sequence[float], stages: int) -> list[range]:
     """Split ``costs`` into ``stages`` non-empty runs with the smallest possible maximum sum.
 
-    A pipeline is as fast as its slowest stage. Among equally good splits it takes the one with shorter early stages,
-    because under 1F1B an earlier stage holds more micro-batches in memory. A run is the range of its parts' indices.
+    A pipeline is as fast as its slowest stage. Among equally good splits, the one with shorter early stages is chosen,
+    because under 1F1B earlier stages hold more micro-batches in memory. Each run is a range of part indices.
 
     Raises:
         ValueError: There are more stages than parts.
@@ -144,7 +144,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
 
     @cache
     def best(start: int, left: int) -> tuple[float, int]:
-        """Smallest possible cost of the slowest of ``left`` stages from part ``start`` on, and the first one's end."""
+        """Return the lowest cost of the slowest of ``left`` stages from part ``start`` on, and the end of the first."""
         if left == 1:
             return before[-1] - before[start], len(costs)
         last_end = len(costs) - left + 1
@@ -160,7 +160,7 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     return cuts
 
 
-#: Pairs of full names of weights that are one, see :meth:`ptdbench.models.protocol.Model.tied`.
+#: Pairs of full names of tied weights, see :meth:`ptdbench.models.protocol.Model.tied`.
 Tied = Sequence[tuple[str, str]]
 
 
@@ -168,15 +168,15 @@ Tied = Sequence[tuple[str, str]]
 class Shared:
     """This rank's copies of a weight that is in several stages."""
 
-    #: The copy to use if the weight must be counted once, whole or in shards; ``None`` on other ranks.
+    #: The copy, or its shard, to use where the weight must be counted only once; ``None`` on other ranks.
     first: nn.Parameter | None
     others: Sequence[nn.Parameter]
-    #: Global ranks of the processes, this one too, with a copy or their shard of it in the same replica.
+    #: Global ranks, including this one, that hold a copy or a shard of it in the same replica.
     ranks: Sequence[int]
 
 
 def by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
-    """Of each weight that is in several stages, its names in each of them."""
+    """Return for each weight that is in several stages its names in each of them."""
     first: dict[str, str] = {}
     found: dict[str, dict[int, list[str]]] = {}
     for one, other in tied:
@@ -187,7 +187,7 @@ def by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
 
 
 def untie(model: Model, tied: Tied, cut: Cut) -> None:
-    """Give each stage of a rank but the first its own copy of a weight that several use, on the same device."""
+    """Copy weights that several stages of a rank share, so that each stage has its own, on the same device."""
     module = module_of(model)
     for stages in by_stage(tied, cut):
         has_one: set[int] = set()
@@ -202,8 +202,8 @@ def untie(model: Model, tied: Tied, cut: Cut) -> None:
 
 
 def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGroup) -> list[Shared]:
-    """Find the trained weights in a rank's part of a model that stages share; copies of one are made equal."""
-    here = dict(module.named_parameters(remove_duplicate=False))  # reading one may give its local part
+    """Find the trained weights of this rank that stages share, and make their copies equal."""
+    here = dict(module.named_parameters(remove_duplicate=False))  # reading an attribute may return the local part
     mine = dist.get_rank(group)
     found = []
     for stages in by_stage(tied, cut):
@@ -213,7 +213,7 @@ def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGrou
         for other in copies[1:]:
             local_part(other.detach()).copy_(local_part(copies[0].detach()))
         if not copies[0].requires_grad:
-            continue  # frozen, it has no gradients to add up
+            continue  # frozen: no gradients to sum
         first, others = (copies[0], copies[1:]) if cut.ranks[next(iter(stages))] == mine else (None, copies)
         ranks = sorted({dist.get_global_rank(group, cut.ranks[stage]) for stage in stages})
         found.append(Shared(first, others, ranks))
@@ -221,7 +221,7 @@ def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGrou
 
 
 def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of each shared weight, in one order on all ranks, so that all copies take the same step."""
+    """Sum the gradients of each shared weight, in the same order on all ranks, so that all copies stay equal."""
     for one in weights:
         gradients = [_gradient(copy) for copy in (one.first, *one.others) if copy is not None]
         total, *others = _of_all(sum(gradients[1:], gradients[0]), one.ranks, group)
@@ -232,7 +232,7 @@ def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
 
 
 def _of_all(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """What each of the ranks has, of which this is one."""
+    """Exchange a tensor among ``ranks``, which include this one; returns the tensors of all."""
     found = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
     messages = [
         message
@@ -254,7 +254,7 @@ def _gradient(weight: nn.Parameter) -> Tensor:
 
 
 def problems(how: Options) -> Iterator[Problem]:
-    """Yield what is wrong under any degrees: no such schedule, or not with so many stages, or not with this torch."""
+    """Yield problems under any degrees: an unknown schedule, a wrong number of stages, or a torch that is too old."""
     try:
         schedule = how.pipeline_schedule
     except ConfigError as error:
@@ -279,7 +279,7 @@ def divide_batch(
     """Divide a replica's ``share`` of the batch into passes of micro-batches.
 
     Raises:
-        ConfigError: The schedule does not take as many as there are.
+        ConfigError: The schedule does not accept that number of micro-batches.
     """
     schedule, size, per_rank = how.pipeline_schedule, dims.pipeline, how.stages_on_rank
     total = share if micro_batch == "auto" else share // micro_batch
@@ -295,7 +295,7 @@ def divide_batch(
 
 
 def _wrong_number(how: Options, plan: BatchPlan, micro_batch: int | Literal["auto"]) -> Problem | None:
-    """A problem if the schedule cannot run so many micro-batches."""
+    """Return a problem if the schedule cannot run that number of micro-batches."""
     schedule, dims, count = how.pipeline_schedule, plan.dims, plan.microbatches
     if schedule.accepts(count, dims.pipeline, how.stages_on_rank):
         return None
@@ -315,7 +315,7 @@ def _wrong_number(how: Options, plan: BatchPlan, micro_batch: int | Literal["aut
 
 
 def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
-    """A problem if the model is not a chain of parts, has fewer layers than stages, or a stage has nothing to train."""
+    """Return a problem if the model is no chain, has fewer layers than stages, or a stage has nothing to train."""
     parts = model.parts()
     if parts is None:
         reason = getattr(model, "uncut", None) or "has no parts()"
@@ -336,7 +336,7 @@ def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
 
 
 def _has_idle_stage(model: Model, parts: Mapping[str, nn.Module], pipeline: int, per_rank: int) -> Problem | None:
-    """A problem if all weights of a stage are frozen, which has no backward pass then."""
+    """Return a problem if all weights of a stage are frozen, so that it has no backward pass."""
     for number, names in enumerate(cut(model, range(pipeline * per_rank)).stages):
         if not any(weight.requires_grad for name in names for weight in parts[name].parameters()):
             rule = f"stage {number} has nothing to train"
