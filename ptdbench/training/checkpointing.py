@@ -38,7 +38,7 @@ class Checkpointing:
         self._saver: Saver | None = None
         self._saved = -1
         self._passed_over: list[str] = []
-        #: After which step and from which checkpoint this process resumed, and with which other ranks or layout.
+        #: After which step and from which checkpoint this process resumed, and how ranks or layout changed.
         self.resumed: str | None = None
         options = job.spec.config.checkpoint
         if options.every_steps:
@@ -51,7 +51,7 @@ class Checkpointing:
 
     @property
     def saved(self) -> bool | None:
-        """Whether the last step is on disk, once :meth:`finish` has returned; ``None`` where this run saves nothing."""
+        """Whether the last step is on disk, once :meth:`finish` has returned; ``None`` if this run saves nothing."""
         return self._loop.done in self._saver.saved[-1:] if self._saver else None
 
     @property
@@ -60,12 +60,12 @@ class Checkpointing:
         return [*self._passed_over, *(self._saver.problems if self._saver else [])]
 
     def resume(self) -> None:
-        """Resume from the newest checkpoint of this run, else of the run that ``resume`` names, if there is one.
+        """Resume from the newest checkpoint of this run, or else of the run that ``resume`` names, if there is one.
 
         Called in all ranks, before the first step.
 
         Raises:
-            ConfigError: The run that ``resume`` names has no checkpoint that this one can resume from.
+            ConfigError: The run that ``resume`` names has no checkpoint that this run can resume from.
         """
         if (found := self._search()) is None:
             self._recorder.begin()
@@ -73,10 +73,10 @@ class Checkpointing:
             self._begin_with(*found)
 
     def _search(self) -> tuple[Found, dist.ProcessGroup] | None:
-        """The checkpoint to resume from, and a group of all ranks on the CPU."""
+        """Find the checkpoint to resume from; return it with a CPU process group of all ranks."""
         named = self._job.spec.config.general.resume
         known = [self._job.directory, *([Path(named)] if named else [])]
-        # As rank 0 sees them: a network file system may show another host less, which would not join the search.
+        # Use rank 0's view: on a network file system another host may see fewer directories, and not join the search.
         sources: list[Path] = gather([source for source in known if (source / checkpoint_dir.FOLDER).exists()])[0]
         if not (sources or named):
             return None
@@ -97,7 +97,7 @@ class Checkpointing:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is due, whatever an evaluation says of the weights; in all ranks after the same step."""
+        """Whether a checkpoint is due, regardless of evaluations; all ranks agree after the same step."""
         every = self._job.spec.config.checkpoint.every_steps
         return every is not None and self._loop.done % every == 0
 
@@ -108,7 +108,7 @@ class Checkpointing:
                 self._save(self._saver)
 
     def judged(self) -> None:
-        """Take note of an evaluation of the last step: saved weights have it, and the best weights so far are saved."""
+        """Store an evaluation of the last step with its checkpoint, and save the weights if they are the best yet."""
         is_best = self._evaluator.is_best
         if is_best:
             self.save()
@@ -145,7 +145,7 @@ class Checkpointing:
             self._saver.best = best.step if (best := self._evaluator.best) else None
 
     def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
-        """A problem if the data changed: the same sample numbers would then be other samples."""
+        """Return a problem if the data changed, as sample numbers would then denote other samples."""
         data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
         if identity is None or identity == gather(self._identity(), group)[0]:
             return None
@@ -153,7 +153,7 @@ class Checkpointing:
         return Problem("resume", found.path, rule, "restore the data, or start a new run without resume")
 
     def _identity(self) -> str | None:
-        """Digest of the data, on rank 0 only: it may require a stat of every file."""
+        """Return a digest of the data, on rank 0 only: it may require a stat of every file."""
         return self._job.training.data.identity if self._job.world.is_first else None
 
     def _save(self, saver: Saver) -> None:

@@ -1,7 +1,7 @@
-"""Energy, clocks and limits of the hardware during a training run, by counters read before and after its steps.
+"""Energy, clocks and limits of the hardware during a training run, from counters read before and after steps.
 
-GPUs are asked through NVML, CPU packages through RAPL (Linux's ``/sys/class/powercap``; those of AMD have the same
-names there). Nothing is read while steps run. A counter that is missing or may not be read leaves its reason.
+GPU counters are read through NVML, those of CPU packages through RAPL (Linux's ``/sys/class/powercap``; AMD's have the
+same names there). Nothing is read while steps run. For a counter that is missing or not readable, the reason is given.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ptdbench.training.loop import StepLoop
 
 POWERCAP = Path("/sys/class/powercap")
 
-#: More than a package draws, in watts: while this would not fill a counter, the counter starts again at most once.
+#: An upper bound of a package's power in watts: it limits a stretch to the time in which a counter wraps at most once.
 _MOST_WATTS = 2000.0
 
-#: NVML's performance policies (<nvml.h>) that hold clocks back, in words. Not its low utilization: nothing is lost.
+#: NVML's performance policies (<nvml.h>) that hold clocks back, in words; not low utilization, which costs nothing.
 _POLICIES = {0: "power limit", 1: "temperature limit", 2: "sync boost", 3: "board limit", 5: "reliability limit"}
 
 
@@ -43,18 +43,18 @@ class Unreadable(Exception):
 class Counted:
     """The count of an energy counter over all stretches."""
 
-    device: str  #: What was counted, the same name for two counters of the same device.
+    device: str  #: The device; two counters of the same device give the same name.
     steps: int = 0  #: Number of steps.
     seconds: float = 0.0  #: Their duration.
-    joules: float = 0.0  #: Energy of the device in these seconds.
+    joules: float = 0.0  #: Energy of the device in this time.
     reason: str | None = None  #: Why nothing was counted, else ``None``.
 
 
 class Counter(ABC):
     """An energy counter, read at both ends of stretches of steps."""
 
-    source = ""  #: What is asked.
-    least_seconds = 0.0  #: Shorter stretches are left out: ten times the interval in which the counter is updated.
+    source = ""  #: The interface of the counter.
+    least_seconds = 0.0  #: Shorter stretches are ignored: ten times the update interval of the counter.
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -63,7 +63,7 @@ class Counter(ABC):
         self._steps, self._seconds, self._joules = 0, 0.0, 0.0
 
     def begin(self) -> None:
-        """A stretch begins."""
+        """Begin a stretch."""
         if self.reason is None:
             try:
                 self._before = self._read()
@@ -71,7 +71,7 @@ class Counter(ABC):
                 self.reason = str(error)
 
     def end(self, steps: int, seconds: float) -> None:
-        """The stretch is over: so many steps, which took so long."""
+        """End the stretch, of this many steps and seconds."""
         if self.reason is not None or seconds < self.least_seconds:
             return
         try:
@@ -82,7 +82,7 @@ class Counter(ABC):
         self._seconds += seconds
 
     def counted(self) -> Counted:
-        """All stretches so far."""
+        """Return the count of all stretches so far."""
         reason = self.reason
         if reason is None and not self._steps:
             reason = (
@@ -92,11 +92,11 @@ class Counter(ABC):
 
     @abstractmethod
     def _read(self) -> Sequence[float]:
-        """Joules since some time, of each part of the device; raises :class:`Unreadable`."""
+        """Return joules since some point in time, for each part of the device; raises :class:`Unreadable`."""
 
     @abstractmethod
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
-        """Joules between two readings; raises :class:`Unreadable` where these do not tell."""
+        """Return the joules between two readings; raises :class:`Unreadable` if these do not determine them."""
 
 
 class Packages(Counter):
@@ -109,7 +109,7 @@ class Packages(Counter):
         super().__init__(device)
         root = root or POWERCAP
         try:
-            # Their parts ("core", "dram") are zones of their own, as is the platform ("psys"), which contains them.
+            # Parts of packages ("core", "dram") are separate zones, as is the platform ("psys"), which contains them.
             zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if _text(zone / "name").startswith("package")]
             self._ranges = [int(_text(zone / "max_energy_range_uj")) / 1e6 for zone in zones]
             self._files = [(zone / "energy_uj").open("rb", buffering=0) for zone in zones]
@@ -135,7 +135,7 @@ class Packages(Counter):
 
 
 class Gpu(Counter):
-    """One GPU with its memory, by NVML's ``uuid``; and what its clocks were held back by.
+    """One GPU with its memory, by NVML's ``uuid``; also counts what held its clocks back.
 
     ``nvml`` replaces the module ``pynvml``.
     """
@@ -155,25 +155,25 @@ class Gpu(Counter):
         if self.reason is None:
             try:
                 self._handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-            except Exception as error:  # pynvml's own exceptions, unknown before its import
+            except Exception as error:  # pynvml's exceptions, unknown before it is imported
                 self._nvml, self.reason = None, f"NVML does not know {uuid}: {error}"
             else:
                 self._most = self._ask("nvmlDeviceGetMaxClockInfo", self._nvml.NVML_CLOCK_SM)
 
     def look(self) -> None:
-        """Note the clock and what it depends on now, while the GPU works."""
+        """Note the current clock and the reasons for it, while the GPU works."""
         if self._nvml:
             clock = self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
             self._clocks += [] if clock is None else [clock]
             self._seen |= dict.fromkeys(gpu_state.reasons_now(self._nvml, self._handle) or ())
 
     def begin(self) -> None:
-        """A stretch begins."""
+        """Begin a stretch."""
         super().begin()
         self._held_before = self._held_now()
 
     def end(self, steps: int, seconds: float) -> None:
-        """The stretch is over."""
+        """End the stretch."""
         super().end(steps, seconds)
         if seconds < self.least_seconds:
             return
@@ -184,7 +184,7 @@ class Gpu(Counter):
             self._held[words] = self._held.get(words, 0.0) + more
 
     def clocks(self) -> dict[str, Any]:
-        """The clocks, in the form of a record without the ``rank``."""
+        """Return the clocks in the format of a record, without the ``rank``."""
         shares = {words: min(1.0, self._held[words] / self._held_seconds) for words in sorted(self._held)}
         return {
             "sm_clock_mhz": self._clocks[-1] if self._clocks else None,
@@ -195,7 +195,7 @@ class Gpu(Counter):
         }
 
     def close(self) -> None:
-        """Let NVML go."""
+        """Shut NVML down."""
         if self._nvml:
             with suppress(Exception):
                 self._nvml.nvmlShutdown()
@@ -213,7 +213,7 @@ class Gpu(Counter):
         return after[0] - before[0]
 
     def _held_now(self) -> dict[str, int]:
-        """Nanoseconds in which clocks were held back so far, by cause; without those that the driver does not count."""
+        """Return the nanoseconds for which clocks were held back so far, by each cause that the driver counts."""
         if not self._nvml:
             return {}
         told = {words: self._ask("nvmlDeviceGetViolationStatus", policy) for policy, words in _POLICIES.items()}
@@ -226,10 +226,10 @@ class Gpu(Counter):
 def energy(
     source: str, counted: Sequence[Counted], samples_per_step: int, tokens_per_sample: int | None
 ) -> dict[str, Any]:
-    """The energy of all devices, in the form of a record: each counted once, and never only a part of them.
+    """Return the energy of all devices in the format of a record: each counted once, and never only some of them.
 
-    At least one counter of a rank has ``counted``; ``samples_per_step`` are those of all ranks, and
-    ``tokens_per_sample`` is ``None`` if samples are not token sequences.
+    ``counted`` is not empty; ``samples_per_step`` is the total over all ranks, and ``tokens_per_sample`` is ``None`` if
+    samples are not token sequences.
     """
     devices = list({one.device: one for one in counted}.values())
     reasons = {one.device: one.reason for one in devices if one.reason}
@@ -252,7 +252,7 @@ def energy(
 
 
 def none(reason: str) -> dict[str, Any]:
-    """No energy, in the form of a record, and why."""
+    """Return an unknown energy in the format of a record, with the reason."""
     return asdict(Energy(reason=reason))
 
 
@@ -263,16 +263,16 @@ def _text(path: Path) -> str:
 class EnergyMeter:
     """Meters stretches of steps, from one interruption (evaluation, drain, checkpoint) to the next.
 
-    At both ends of a stretch the device has no work left, as an interruption waits for it anyway: counters then belong
-    to whole steps. The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank
-    reads its GPU, and the first rank of each machine its CPU packages.
+    At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps.
+    The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank reads its GPU, and
+    the first rank of each machine its CPU packages.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self._job, self._loop = job, loop
         self._warmup = job.spec.config.train.warmup_steps
         host, rank = socket.gethostname(), job.world.rank
-        real = not job.spec.virtual  # whose energy would be that of a machine that imitates it
+        real = not job.spec.virtual  # the energy would be that of the machine that simulates the GPUs
         machines = gather(machine())
         is_first = machines.index(machines[rank]) == rank
         self._cpu = Packages(f"{host} (rank {rank})") if real and is_first else None
@@ -282,7 +282,7 @@ class EnergyMeter:
 
     @contextmanager
     def interrupted(self) -> Iterator[None]:
-        """Leave out what is done between two steps; called in all ranks."""
+        """Return a context whose work between two steps is not metered; called in all ranks."""
         self.stop()
         yield
         if self._loop.taken >= self._warmup:
@@ -291,11 +291,11 @@ class EnergyMeter:
             self._began = self._loop.taken, time.perf_counter()
 
     def stop(self) -> None:
-        """End the stretch, if there is one of any steps; waits for the device."""
+        """End the stretch, if it has any steps; waits for the device."""
         if self._began is None or self._began[0] == self._loop.taken or not self._counters:
             return
         if self._gpu:
-            self._gpu.look()  # it still works
+            self._gpu.look()  # while it still works
             torch.cuda.synchronize(self._job.device)
         (first, began), self._began = self._began, None
         steps, seconds = self._loop.taken - first, time.perf_counter() - began
@@ -303,7 +303,7 @@ class EnergyMeter:
             counter.end(steps, seconds)
 
     def finish(self) -> dict[str, Any] | None:
-        """The field ``hardware`` of the record; called in all ranks after the last step."""
+        """Return the record's field ``hardware``; called in all ranks after the last step."""
         if self._job.spec.virtual:
             return None
         cpu = self._cpu.counted() if self._cpu else None

@@ -23,9 +23,9 @@ from ptdbench.training.loop import StepLoop
 class Evaluator:
     """Evaluates the model on all ranks.
 
-    The held-out part is split into blocks of ``eval.micro_batch`` samples, assigned to the replicas round-robin. A
-    block does not depend on the number of ranks, is summed by one replica only, and the sums are combined exactly: the
-    result is the same for any number of ranks, while a sampler that pads the last ranks would count some samples twice.
+    The held-out part is split into blocks of ``eval.micro_batch`` samples, assigned to the replicas round-robin. Blocks
+    do not depend on the number of ranks, each is summed by one replica, and sums are combined exactly. The result is
+    the same for any number of ranks; a sampler that pads the last ranks would count some samples twice.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
@@ -37,12 +37,12 @@ class Evaluator:
         targets, model = self._example[1], job.training.model
         has_classes = targets.dim() == 1 and not targets.is_floating_point()
         self._classifies = has_classes and not only_loss(model)
-        # Of outputs, which are needed for an accuracy: without it the forward pass is done twice, for the loss too.
+        # The loss as a function of the outputs, which accuracy needs; without it, the loss takes a second forward pass.
         self._loss = loss_of_outputs(model) if self._classifies else None
 
     @property
     def best(self) -> Evaluation | None:
-        """The best evaluation so far; the earliest of equals."""
+        """The best evaluation so far; of equal ones the earliest."""
         best = None
         for evaluation in self.done:
             best = evaluation if best is None or evaluation.better_than(best) else best
@@ -54,17 +54,17 @@ class Evaluator:
         return bool(self.done) and self.done[-1].step == self._loop.done and self.best is self.done[-1]
 
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
-        """Continue after the evaluations stored in a checkpoint, in the form of a record."""
+        """Continue after the evaluations stored in a checkpoint, in the format of a record."""
         self.done = convert(list(done), list[Evaluation])
         self._told = len(self.done)
 
     def news(self) -> list[dict[str, Any]]:
-        """The evaluations since the last call, as stored in a record."""
+        """Return the evaluations since the last call, as stored in a record."""
         told, self._told = self._told, len(self.done)
         return self.as_dicts()[told:]
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The evaluations so far, as stored in a record."""
+        """Return the evaluations so far, as stored in a record."""
         return to_builtins(self.done)
 
     def due(self, at_end: bool = False) -> bool:
@@ -75,9 +75,9 @@ class Evaluator:
         return at_end or steps % every == 0
 
     def __call__(self, stopped: Callable[[int], str | None]) -> bool:
-        """Evaluate now, and return whether it came to its end; called in all ranks, between two steps.
+        """Evaluate now, and return whether it finished; called in all ranks, between two steps.
 
-        ``stopped`` is asked after each batch, with their number, whether to stop, and answers the same on all ranks.
+        ``stopped`` is called after each batch with their number; it returns why to stop, the same on all ranks.
         """
         with self._job.watchdog.paused(), self._job.display.during("evaluating"):
             found = self._evaluate(stopped)
@@ -89,13 +89,13 @@ class Evaluator:
 
     def _evaluate(self, stopped: Callable[[int], str | None]) -> Evaluation | None:
         if self._job.device.type == "cuda":
-            torch.cuda.synchronize(self._job.device)  # what is left of the steps is no part of it
+            torch.cuda.synchronize(self._job.device)  # do not time queued training steps
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out is not None  # assemble() refuses data without a held-out part
         module.eval()
         with torch.no_grad(), self._loop.update.averaged():
-            for buffer in module.buffers():  # the first replica's: statistics of batch norms are of the samples seen
+            for buffer in module.buffers():  # batch norm statistics differ between replicas: use the first one's
                 dist.broadcast(buffer, group=self._loop.mesh.batch.get_group(), group_src=0)
             sums = self._sums(held_out, stopped)
         module.train()
@@ -116,15 +116,15 @@ class Evaluator:
         )
 
     def _sums(self, held_out: HeldOut, stopped: Callable[[int], str | None]) -> Tensor | None:
-        """``[blocks, 3]`` in float64: each block's sum of losses, its top-1 hits and its top-5 hits.
+        """Return each block's sum of losses, top-1 hits and top-5 hits, ``[blocks, 3]`` in float64.
 
-        NaN for hits if the outputs are not one for each class.
+        Hits are NaN if the model does not have one output per class.
         """
         size, replicas = self._job.spec.config.eval.micro_batch, self._job.training.layout.replicas
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
         for batch, first in enumerate(range(0, blocks, replicas), start=1):
-            # A replica without a block of its own computes another's: under FSDP every forward needs all ranks.
+            # An idle replica recomputes the first block of the round: under FSDP every forward needs all ranks.
             block = first + self._loop.replica
             idle = block >= blocks
             start = (first if idle else block) * size
@@ -137,9 +137,9 @@ class Evaluator:
         return total(sums.cpu())  # exact: a block is zero on all ranks but one
 
     def _evaluate_block(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """A block's three sums, on a rank that owns the loss; else ``None``."""
+        """Return a block's three sums on a rank that owns the loss, else ``None``."""
         engine = self._loop.engine
-        outputs = engine.outputs(inputs) if self._classifies else None  # those of a language model may not fit
+        outputs = engine.outputs(inputs) if self._classifies else None  # a language model's may not fit in memory
         if self._loss is None:
             loss = engine.outputs(inputs, targets)
         else:

@@ -1,4 +1,4 @@
-"""The step loop: runs optimizer steps, from gradients to new weights, and times nothing but them."""
+"""The step loop: runs optimizer steps, from gradients to new weights, and times only these."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ptdbench.setup.config import Train
 
 
 class Update:
-    """Turns gradients into new weights, by the options ``asked`` of ``train``: steps, clipping and averaging.
+    """Turns gradients into new weights, with the steps, clipping and averaging that the ``train`` options request.
 
-    The optimizer is new, over the engine's parameters; losses are scaled if ``scale`` is true, as fp16 needs.
+    ``optimizer`` is freshly created over the engine's parameters; ``scale``: whether to scale losses, as fp16 needs.
     """
 
     def __init__(
@@ -38,27 +38,27 @@ class Update:
         scale: bool = False,
     ) -> None:
         self.optimizer = optimizer
-        #: Of each step since the last :meth:`forget`; ``optimizer.lr`` times the schedule's factor.
+        #: ``optimizer.lr`` times the schedule's factor, for each step since the last :meth:`forget`.
         self.learning_rates: list[float] = []
-        #: Of each such step, before clipping, on the device; empty without clipping.
+        #: Norms before clipping of the same steps, on the device; empty without clipping.
         self.gradient_norms: list[Tensor] = []
         self.before_change: Callable[[], None] = lambda: None  #: Called before weights or optimizer state change.
         self._engine = engine
         self._schedule = schedule
         self._asked = asked
         self._rates = [group["lr"] for group in optimizer.param_groups]
-        # Where the weights are, which offloading keeps on the host: nothing there waits for what is copied to it.
+        # Scale on the device of the weights: offloading keeps them on the host, which would not wait for async copies.
         held = next((weight.device for group in optimizer.param_groups for weight in group["params"]), device)
         self._scaler = AgreedGradScaler(held.type, enabled=scale)
         self._average = WeightAverage(optimizer, asked.ema, engine.share_weights) if asked.ema else None
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss multiplied by the loss scale, for the backward pass."""
+        """Multiply a loss by the loss scale, for the backward pass."""
         return self._scaler.scale(loss)
 
     def __call__(self, step: int) -> None:
         """Apply and clear the gradients of step ``step``, counted over the whole run."""
-        # The profiling pass trains on when the schedule has ended.
+        # The profiling pass continues training after the end of the schedule.
         factor = self._schedule.factor(min(step, self._asked.steps - 1), self._asked.steps)
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
@@ -76,7 +76,7 @@ class Update:
         self.gradient_norms.clear()
 
     def averaged(self) -> AbstractContextManager[None]:
-        """A context in which the model has its averages over the steps, if these are kept."""
+        """Return a context in which the model has its weight averages, if these are kept."""
         if not self._average:
             return nullcontext()
         self.before_change()
@@ -88,14 +88,14 @@ class Update:
             self._scaler.load_state_dict(state)
 
     def scaler_state(self) -> dict[str, Any]:
-        """The state of loss scaling, for a checkpoint; empty without loss scaling."""
+        """Return the state of loss scaling, for a checkpoint; empty without loss scaling."""
         return self._scaler.state_dict()
 
     def _clip(self, most: float) -> None:
-        """Clip by the norm over all ranks: clipping each rank by its own norm would change the direction."""
+        """Clip by the global norm: clipping each rank by its local norm would change the direction."""
         self._scaler.unscale_(self.optimizer)
         norm = self._engine.gradient_norm()
-        alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch multiplies those of one mesh at once
+        alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch scales weights of one mesh in one operation
         for weight in self._engine.module.parameters():
             alike.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
         for weights in alike.values():
@@ -110,7 +110,7 @@ COLLECT_EVERY = 100
 def collect_garbage() -> None:
     """Collect garbage, and exempt surviving objects from later collections until ``gc.unfreeze()``.
 
-    A collection over everything that torch has imported takes as long as a step of a small model.
+    A collection over all objects that torch has imported takes as long as a step of a small model.
     """
     gc.collect()
     gc.freeze()
@@ -124,10 +124,10 @@ class StepLoop:
         self.update = update  #: Turns gradients into new weights.
         self.feed = feed  #: Supplies this rank's batches.
         self.mesh = mesh  #: The mesh of ranks.
-        #: This rank's index among those with replicas of its part, which selects its share of the batch.
+        #: This rank's index among the replicas of its part, which selects its share of the batch.
         self.replica = mesh.batch.get_local_rank()
         self._memory = memory.in_use(device)
-        self.first_step = 0  #: Number of steps done before this loop, when resumed from a checkpoint.
+        self.first_step = 0  #: Number of steps before this loop, if resumed from a checkpoint.
         self.clock = clock.for_device(device)  #: Times of the undrained steps.
         #: This rank's share of each undrained step's loss, on the device; reading one synchronizes.
         self.losses: list[Tensor] = []
@@ -146,7 +146,7 @@ class StepLoop:
 
     @property
     def finished(self) -> int:
-        """Number of steps of the run that the device has finished; never blocks, and in any thread."""
+        """Number of steps of the run that the device has finished; never blocks, and is thread-safe."""
         return self.first_step + self._drained + self.clock.finished()
 
     def rehearse(self) -> None:
@@ -154,11 +154,11 @@ class StepLoop:
         self.engine.rehearse(*self.feed.peek(self.done), self.update.scale)
 
     def step(self) -> None:
-        """Run one optimizer step; on a GPU its work is queued when this returns."""
+        """Run one optimizer step; on a GPU, return when its work is queued."""
         number = self.done
         self.clock.start()
         inputs, targets = self.feed(number)
-        if self.clock.finished() < len(self.losses):  # a GPU that still has steps to do misses nothing
+        if self.clock.finished() < len(self.losses):  # a GPU with steps left in its queue did not wait for data
             self.feed.wait_seconds[-1] = 0.0
         loss = self.engine.gradients(inputs, targets, self.update.scale)
         self.update(number)
@@ -169,7 +169,7 @@ class StepLoop:
             collect_garbage()
 
     def forget(self) -> None:
-        """Release the measurements of the steps so far, which are the undrained ones."""
+        """Release the measurements of all undrained steps, which count as drained from now on."""
         self._drained += len(self.losses)
         self.clock.forget()
         self.update.forget()

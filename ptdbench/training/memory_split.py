@@ -1,4 +1,4 @@
-"""Memory of a step by purpose: one further step, in which the profiler watches the allocator."""
+"""Memory of a step by purpose, from one more step in which the profiler records allocations."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ptdbench.terminal import echo
 from ptdbench.training import profile, traces, virtual_account
 from ptdbench.training.loop import StepLoop
 
-#: In the directory of a run with ``profile.trace``, beside the memory of all ranks: a folder with that of each rank.
+#: In the directory of a run with ``profile.trace``, beside the memory of all ranks: a folder with one file per rank.
 FOLDER = "memory"
 
-#: Allocations that a snapshot of a GPU's memory has at most.
+#: Maximum number of allocations in a snapshot of a GPU's memory.
 _ENTRIES = 200_000
 
 
 def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
-    """Watch the memory of a step; called in all ranks, after everything else of a run.
+    """Split the memory of a step by purpose; called in all ranks, as the last part of a run.
 
     Returns:
         On rank 0 the record's field ``memory``, see :class:`ptdbench.records.schema.Memory`.
@@ -65,7 +65,7 @@ def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
 
 
 def _usage(taken: Any, known: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
-    """The memory of the step, or why it is not known: what costs the figures must not cost the phases, too."""
+    """Return the memory of the step, or why it is unknown: a failure here must not cost the phases too."""
     try:
         return allocations.usage(allocations.read(taken, device_type), known)
     except Exception as error:  # torch's tree of events is no public interface
@@ -73,7 +73,7 @@ def _usage(taken: Any, known: dict[int, tuple[str, int]], device_type: str) -> l
 
 
 def _note(known: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
-    """Look up the storages of the training state by address: what is in each, and its bytes."""
+    """Note the storages of the training state by address: the kind and the bytes of each."""
     known.clear()
     with record_function(allocations.INVENTORY):
         for kind, tensors in _state(loop).items():
@@ -83,7 +83,7 @@ def _note(known: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -
 
 
 def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
-    """The tensors that live from step to step, and the gradients."""
+    """Return the tensors that live across steps, and the gradients, by kind."""
     weights = list(loop.engine.module.parameters())
     copies = [copy for part in loop.engine.parts if part.copies for copy in part.copies.tensors]
     return {
@@ -99,7 +99,7 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
 
 
 def _plain(tensor: Any) -> Iterator[Tensor]:
-    """The tensors with memory that one consists of: a DTensor, or a sparse gradient, has none itself."""
+    """Yield the tensors that hold the memory of one: a DTensor or a sparse gradient has none itself."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for name in names:
@@ -128,7 +128,7 @@ def _snapshot(job: Job) -> Iterator[None]:
             try:
                 folder.mkdir(exist_ok=True)
                 torch.cuda.memory._dump_snapshot(str(folder / f"rank{job.world.rank}.pickle"))
-            except (OSError, RuntimeError) as error:  # torch looks for symbols, which may fail
+            except (OSError, RuntimeError) as error:  # torch symbolizes stacks, which may fail
                 echo(f"warning: the snapshot of the memory could not be written: {error}", sys.stderr)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,4 +1,4 @@
-"""The measured fields of a training run's record, and the ceiling measured again where a run passes it."""
+"""The measured fields of a training run's record; re-measures the ceiling if the run exceeds it."""
 
 from __future__ import annotations
 
@@ -24,43 +24,42 @@ from ptdbench.records import series
 from ptdbench.training.loop import StepLoop
 from ptdbench.units import flops_text
 
-#: What matrix products reach on a device, or ``None`` and the reason.
+#: The rate of matrix products on a device, or ``None`` and the reason.
 Ceiling = tuple[Measured | None, str | None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The steps of a run, as all ranks have measured them."""
+    """The steps of a run, as measured on all ranks."""
 
-    step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank; the first step included.
+    step_seconds: Sequence[float]  #: Seconds of every step on its slowest rank, including the first step.
     samples_per_step: int  #: Samples of one step over all ranks: the global batch.
-    tokens_per_sample: int | None  #: Sequence length; ``None`` where samples are not token sequences.
-    #: FLOPs of forward and backward for one sample by the model's formula, if it has one.
+    tokens_per_sample: int | None  #: Sequence length; ``None`` if samples are not token sequences.
+    #: FLOPs of forward and backward pass for one sample by the model's formula, if it has one.
     flops_per_sample: float | None
     flops_reason: str | None  #: Why there is no such formula, else ``None``.
     world_size: int  #: Ranks, one device each.
-    device_name: str  #: As :func:`device_name` has it.
+    device_name: str  #: As returned by :func:`device_name`.
     dtype: str  #: Arithmetic of matrix products: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-    warmup_steps: int  #: Number of warm-up steps among them.
+    warmup_steps: int  #: Number of warm-up steps at the start of ``step_seconds``.
     earlier_seconds: Sequence[float] = ()  #: Seconds of steps of earlier starts of this run, without their warm-up.
     #: Seconds that each step of ``step_seconds`` waited for its batch, maximum over ranks.
     wait_seconds: Sequence[float] = ()
-    ceiling: Ceiling = (None, "no ceiling was looked up")  #: In ``dtype``.
-    #: Of ``flops_per_sample``, those for what causal attention masks; ``None`` if unknown.
+    ceiling: Ceiling = (None, "no ceiling was looked up")  #: The ceiling in ``dtype``.
+    #: The part of ``flops_per_sample`` that causal attention masks; ``None`` if unknown.
     masked_flops_per_sample: float | None = None
 
 
 def metrics(measured: Measurement) -> dict[str, Any]:
-    """The figures of the steps after the warm-up.
+    """Compute the figures of the steps after the warm-up.
 
-    A step takes as long as its slowest rank. Throughput is all timed samples over all timed seconds, not a mean of
-    rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's dense peak
-    (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` is the same without the
-    FLOPs for what causal attention masks.
+    A step takes as long as its slowest rank. Throughput is the total of timed samples over the total of timed seconds,
+    not a mean of rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's
+    dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` is the same
+    without the FLOPs that causal attention masks.
 
     Returns:
-        Figures of the same names for every run; unknown ones are ``None``, such as all rates of a run that finished no
-        step.
+        Figures with the same names for every run; unknown ones are ``None``, such as all rates if no step was finished.
     """
     own = measured.step_seconds[measured.warmup_steps :]
     timed = [*measured.earlier_seconds, *own]
@@ -98,7 +97,7 @@ def _times(quantity: float | None, factor: float | None) -> float | None:
 def _mfu(
     measured: Measurement, flops_per_second_per_device: float | None, dtype: str
 ) -> tuple[float | None, str | None]:
-    """Model FLOPs utilization by the peak of a dtype, or why there is none."""
+    """Return the model FLOPs utilization by the peak of a dtype, or why there is none."""
     if measured.flops_per_sample is None:
         return None, measured.flops_reason or "the model states no FLOPs"
     if flops_per_second_per_device is None:
@@ -110,7 +109,7 @@ def _mfu(
 def against_ceiling(
     ceiling: Measured | None, reason: str | None, flops_per_second_per_device: float | None
 ) -> dict[str, Any]:
-    """The ceiling measured on this device, or why there is none, and the model FLOP/s as a share of it."""
+    """Return the ceiling measured on this device, or why there is none, and the model FLOP/s as a share of it."""
     rate = ceiling.flops_per_second if ceiling else None
     return {
         "ceiling_flops_per_second": rate,
@@ -121,7 +120,7 @@ def against_ceiling(
 
 
 def ceiling_of_run(job: Job) -> Ceiling:
-    """Return the rate that matrix products of the run's arithmetic reach on this device; see :func:`known_ceiling`."""
+    """Return the rate of matrix products in the run's arithmetic on this device; see :func:`known_ceiling`."""
     dtype = dtype_of(job)
     if job.spec.virtual:
         return None, "virtual GPUs have none"
@@ -135,10 +134,10 @@ def ceiling_of_run(job: Job) -> Ceiling:
 def figures(
     job: Job, path: Path, segments: Sequence[dict[str, Any]], peaks: tuple[int, int], ceiling: Ceiling
 ) -> dict[str, Any]:
-    """The fields that the steps so far account for, by the series file at ``path``.
+    """Compute the record's fields from the steps so far, read from the series file at ``path``.
 
-    The ``segments`` are the run's starts, in the form of a record; each gains its ``warmup_steps``. The ``peaks`` of
-    memory are in bytes, allocated and reserved, the maxima over ranks.
+    ``segments`` are the run's starts in the format of a record; ``warmup_steps`` is added to each. ``peaks`` are the
+    allocated and reserved peak memory in bytes, each the maximum over ranks.
     """
     losses, seconds, waits = (
         series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
@@ -163,7 +162,7 @@ def figures(
             ceiling=ceiling,
         )
     )
-    if job.spec.virtual:  # which computes nothing
+    if job.spec.virtual:  # virtual devices compute nothing
         of_steps = dict.fromkeys(of_steps)
     of_host = {"first_step_seconds": sum(startup.values()), "startup_seconds": startup}
     memory = {"peak_memory_bytes": peaks[0], "peak_reserved_bytes": peaks[1] or None}
@@ -182,8 +181,8 @@ def _seconds_of_starts(
     """Give each start its ``warmup_steps``, at least ``minimum``.
 
     Returns:
-        The seconds of all steps of the last start, and those of the timed steps of earlier ones of its layout, as far
-        as they are known.
+        The seconds of all steps of the last start, and of the timed steps of earlier starts with the same layout, as
+        far as they are known.
     """
     of_starts = [found[np.isfinite(found)].tolist() for found in (_of(one, seconds) for one in segments)]
     groups: dict[str, list[int]] = {}
@@ -199,30 +198,30 @@ def _seconds_of_starts(
 
 
 def first_not_finite(path: Path) -> int | None:
-    """The first step whose loss is not a finite number; a step that was lost has no time either, and does not count."""
+    """Return the first step whose loss is not finite; lost steps, which have no time either, do not count."""
     losses, seconds = (series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds"))
     wrong = np.flatnonzero(np.isnan(losses) & np.isfinite(seconds))
     return int(wrong[0]) if len(wrong) else None
 
 
 def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
-    """The part of a series that belongs to one start of the run."""
+    """Return the part of a series that belongs to one start of the run."""
     return values[segment["first_step"] :][: segment["steps"]]
 
 
 def device_name(job: Job) -> str:
-    """``cpu``, or the GPUs' name as ``torch.cuda.get_device_name`` has it, or all names where they differ."""
+    """Return ``cpu``, or the GPU name given by ``torch.cuda.get_device_name``, or all names if they differ."""
     if job.device.type == "cpu":
         return "cpu"
     return " and ".join(sorted({peer.device.partition(" ")[2] for peer in job.peers}))
 
 
 def dtype_of(job: Job) -> str:
-    """The arithmetic of the run's matrix products."""
+    """Return the arithmetic of the run's matrix products."""
     return precision.arithmetic(job.spec.config.general.precision, job.device.type)
 
 
-#: Why a share above 100 % may be right.
+#: Why a share above 100 % may be correct.
 _LOADED = "other load slowed the products down"
 _OTHERWISE = (
     "products are measured in a few shapes and from a cold cache, and model FLOPs count attention in full, although a "
@@ -231,10 +230,10 @@ _OTHERWISE = (
 
 
 def recheck_ceiling(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
-    """Measure the ceiling again if the run passed it; called in all ranks, after the last step.
+    """Re-measure the ceiling if the run exceeded it; called in all ranks, after the last step.
 
     Returns:
-        The fields; on rank 0, and if the run passed its ceiling, with the higher one and a remark.
+        The fields; on rank 0, if the run exceeded its ceiling, with the higher ceiling and a remark.
     """
     share = fields.get("metrics", {}).get("share_of_ceiling") or 0.0
     if not gather(share > 1)[0]:
@@ -242,7 +241,7 @@ def recheck_ceiling(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
     with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
         try:
             again: Measured | str = ceiling.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
-        except ConfigError as lack:  # of memory, in all ranks: the model takes some
+        except ConfigError as lack:  # too little memory beside the model, in all ranks
             again = str(lack)
     if not job.world.is_first:
         return fields
@@ -253,9 +252,9 @@ def recheck_ceiling(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
 def against_higher_ceiling(
     metrics: Mapping[str, Any], world_size: int, again: Measured | str
 ) -> tuple[dict[str, Any], str]:
-    """The ``metrics`` against the higher of two ceilings, and what happened in words.
+    """Relate the ``metrics`` to the higher of two ceilings, and describe the outcome in words.
 
-    They are against the earlier one; ``again`` is the new one, or why there is none.
+    ``metrics`` relate to the earlier ceiling; ``again`` is the new one, or why there is none.
     """
     earlier = Measured(metrics["ceiling_flops_per_second"], "", metrics["ceiling_beside_load"])
     best = again if isinstance(again, Measured) and again.flops_per_second > earlier.flops_per_second else earlier
@@ -277,8 +276,8 @@ def _text(ceiling: Measured) -> str:
 
 
 def experts_field(job: Job, loop: StepLoop) -> dict[str, Any] | None:
-    """The record's field ``experts``, see :class:`ptdbench.records.schema.Experts`; called in all ranks."""
-    if job.spec.virtual:  # its experts take turns, and nothing is counted
+    """Return the record's field ``experts``, see :class:`ptdbench.records.schema.Experts`; called in all ranks."""
+    if job.spec.virtual:  # experts are taken in turn, without counts
         return None
     of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
     counts = {name: numbers for of_rank, _ in of_ranks for name, numbers in of_rank.items()}

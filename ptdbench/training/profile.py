@@ -1,6 +1,6 @@
-"""The profiling pass: a few further steps under torch's profiler, after the timed ones.
+"""The profiling pass: a few more steps under torch's profiler, after the timed steps.
 
-They train on, and nothing looks at the weights afterwards. No clock or label of theirs is in the timed steps.
+These steps continue training, but their weights are not used. Their clocks and labels are absent from timed steps.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ptdbench.profiling.trace import WAITING
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
-#: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with one for each rank and
-#: a table of the operations of rank 0 that took the longest.
+#: In the directory of a run with ``profile.trace``, beside the trace of all ranks: a folder with a trace of each rank
+#: and a table of rank 0's longest operations.
 TRACES, OPERATIONS = "trace", "operations.txt"
 
-#: Operations in the table.
+#: Number of operations in the table.
 _ROWS = 40
 
-#: Seconds that the steps of the pass may take; at least one is done.
+#: Maximum seconds for the steps of the pass; at least one step is run.
 MOST_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A step's expected kernels and messages by its layout."""
+    """The expected communication and stages of a step."""
 
-    #: Bytes of each operation of communication by formula, see :mod:`ptdbench.parallel.comm_volume`.
+    #: Bytes of each communication operation by formula, see :mod:`ptdbench.parallel.comm_volume`.
     volume: Mapping[str, Size] = field(default_factory=dict)
-    #: Of each stage of a pipeline the names of the parts that are no repeated layers; ``None`` without one.
+    #: For each pipeline stage, the names of the parts that are not repeated layers; ``None`` without a pipeline.
     parts: Sequence[Sequence[str]] | None = None
 
 
 def expect(job: Job) -> Expected:
-    """Predict a step before the model is laid out, which changes it. Empty where nobody asks."""
+    """Predict a step, before the layout changes the model. Empty on ranks and in runs that do not use it."""
     training = job.training
     if not job.world.is_first or not job.spec.config.profile.steps:
         return Expected()
@@ -63,7 +63,7 @@ def expect(job: Job) -> Expected:
 
 
 def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected: Expected) -> dict[str, Any] | None:
-    """Profile some steps; called in all ranks, after everything else of a run.
+    """Profile some steps; called in all ranks, as the last part of a run.
 
     Returns:
         On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`.
@@ -79,7 +79,7 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
             path = Path(scratch) / "trace.json"
             found = _read(taken, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
-            if keep:  # also where no phases can be read from it
+            if keep:  # even if no phases can be read from it
                 traces.keep(job, TRACES, partial(_write, job, taken, path), ahead, perfetto.NAME)
             if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
                 return {"steps": 0, "reason": reasons[0]}
@@ -104,17 +104,17 @@ def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected
 
 
 def _count(asked: int, timed: float | None) -> int:
-    """The number of steps to profile: as many as were asked for, if they take no longer than ``MOST_SECONDS``."""
+    """Return the number of steps to profile: as many as requested, if they take at most ``MOST_SECONDS``."""
     return max(1, int(min(asked, MOST_SECONDS / timed if timed else math.inf)))
 
 
 def run(
     job: Job, loop: StepLoop, steps: int, *, memory: bool = False, between: Callable[[], None] = lambda: None
 ) -> profile:
-    """Run steps under the profiler, and one before them that is not looked at, but on a virtual GPU, which needs none.
+    """Run steps under the profiler, after an uncounted warm-up step, which virtual GPUs do not need.
 
-    The steps of the loop are drained. With ``memory`` allocations are watched, too; ``between`` is called in each step
-    when the gradients are there.
+    The steps of the loop must be drained. With ``memory``, allocations are recorded too; ``between`` is called in each
+    step once the gradients are complete.
     """
     first = loop.done
     counted = first + (job.spec.virtual is None)
@@ -140,7 +140,7 @@ def step(loop: StepLoop, number: int, between: Callable[[], None] = lambda: None
 
 
 def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
-    """The trace, written to ``path``, or why there is none: a full disk costs the phases and not the run."""
+    """Write the trace to ``path`` and read it; return why if that fails: a full disk costs the phases, not the run."""
     try:
         taken.export_chrome_trace(str(path))
         found = trace.read(path, device_type)
@@ -154,7 +154,7 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
 
 
 def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
-    """Write the trace of this rank, for Holistic Trace Analysis, and on rank 0 a table of operations."""
+    """Write this rank's trace, for Holistic Trace Analysis, and on rank 0 a table of operations."""
     perfetto.compress(trace, path, traces.facts(job))
     if job.world.is_first:
         order = "self_cuda_time_total" if taken.use_device == "cuda" else "self_cpu_time_total"
@@ -163,13 +163,13 @@ def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
 
 
 def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:
-    """The partitions of all ranks, scaled to the timed step."""
+    """Return the record's fields from the partitions of all ranks, scaled to the timed step."""
     durations = [one.duration / one.steps for one in of_ranks]
     step_seconds = timed or max(durations)
     of_ranks = [_without_profiler(one, step_seconds) for one in of_ranks]
-    #: From seconds of all steps of a rank to seconds of one timed step.
+    #: Factors from a rank's seconds of all profiled steps to seconds of one timed step.
     scales = [step_seconds / one.duration for one in of_ranks]
-    #: By step and rank, the mean over the others.
+    #: By step and rank: how long the other ranks waited for it, averaged over these.
     waited_for = np.zeros((of_ranks[0].steps, len(of_ranks)))
     for one, scale in zip(of_ranks, scales, strict=True):
         for of_step, waited in zip(waited_for, one.waited_for, strict=True):
@@ -191,14 +191,14 @@ def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any
 
 
 def _without_profiler(one: Partition, step_seconds: float) -> Partition:
-    """The same steps without what the profiler took of a host that a GPU waited for: it slows down no kernel."""
+    """Remove the profiler's overhead from the host time of a partition: it slows down the host, but no kernels."""
     host = min(one.seconds["host"], max(0.0, one.duration - one.steps * step_seconds))
     left = {**one.seconds, "host": one.seconds["host"] - host}
     return replace(one, duration=one.duration - host, seconds=left)
 
 
 def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Each operation, as the mean over ranks of one step; calls whose end is unknown count as the others do."""
+    """Average each operation over ranks and steps; calls with unknown end count with the mean time of the others."""
     found: dict[str, dict[str, float]] = {}
     known: defaultdict[str, float] = defaultdict(float)
     for one, scale in zip(of_ranks, scales, strict=True):
@@ -215,36 +215,36 @@ def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> di
 
 
 def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:
-    """What an operation takes by the line that ``workload=collectives`` fitted, if its calls concern all ranks."""
+    """Return an operation's seconds by the fit of ``workload=collectives``, if its calls involve all ranks."""
     dims, how = job.training.layout.dims, job.training.strategy
     if max(getattr(dims, name) for name in dims.order()) < dims.world_size:
         return None
     precision = {"tf32": "fp32"}.get(name := job.spec.config.general.precision, name)  # cut products are not in fp8
-    dtype = precision if dims.tensor > 1 else how.sent  # the ranks of a product add up activations
+    dtype = precision if dims.tensor > 1 else how.sent  # tensor parallelism sums activations
     return bandwidth.fitted_seconds(bandwidth.fits_key(job.spec.backend, job.peers), operation, dtype, calls, size)
 
 
 def _bubble(job: Job) -> float | None:
-    """The bubble by the formula of the schedule, in a pipeline."""
+    """Return the bubble by the schedule's formula; ``None`` without a pipeline."""
     layout, how = job.training.layout, job.training.strategy
     if layout.dims.pipeline == 1:
         return None
     return how.pipeline_schedule.bubble(layout.dims.pipeline, how.stages_on_rank, layout.microbatches)
 
 
-#: Above the level of errors, one of which is that a machine without a GPU has none.
+#: Above the level of errors, which include the absence of a GPU.
 _SILENT = "99"
 
-#: Seconds in which threads of gloo note the end of the last message, on a machine that is busy, too.
+#: Seconds in which gloo's threads report the end of the last message, even on a busy machine.
 _SETTLING = 0.05
 
 
 @contextmanager
 def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
-    """Watch what this rank does inside of the block; what was seen can be written after it.
+    """Profile this rank inside the block; the profile can be written after it.
 
-    With ``memory`` also what memory is allocated and freed. Not by ``torch.profiler.profile``, which imports the
-    compiler for a second and a half.
+    With ``memory``, also record allocations. ``torch.profiler.profile`` is not used, as it imports the compiler, which
+    takes a second and a half.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
     on_gpu = "cuda" if device.type == "cuda" else None
@@ -253,13 +253,13 @@ def profiled(device: torch.device, memory: bool = False) -> Iterator[profile]:
         yield taken
         if on_gpu:
             torch.cuda.synchronize(device)
-        else:  # torch 2.11's threads of gloo tell DDP first, and then the profiler, which must still be there
+        else:  # in torch 2.11 gloo's threads notify DDP before the profiler, which must still be running then
             time.sleep(_SETTLING)
 
 
 @contextmanager
 def labelled_waits() -> Iterator[None]:
-    """Label each ``Work.wait()``: a trace of the CPU shows what communicates, but not what waits for it."""
+    """Label each ``Work.wait()``: a CPU trace shows communication, but not what waits for it."""
     wait = dist.Work.wait
 
     def labelled(self: dist.Work, *arguments: Any, **options: Any) -> Any:
@@ -273,7 +273,7 @@ def labelled_waits() -> Iterator[None]:
         dist.Work.wait = wait  # type: ignore[method-assign]
 
 
-#: Kinds by what their kernels' names have, the first that fits; ``other`` where none does.
+#: Kinds of kernels by regular expressions of their names; the first match counts, ``other`` if none does.
 KERNEL_KINDS = {
     "communication": r"^nccl",
     "compiled": r"^triton_",

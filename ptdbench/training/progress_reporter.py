@@ -1,4 +1,4 @@
-"""Reports the steps of a training run, whose loss may be on another rank than the one that shows it."""
+"""Reports the steps of a training run; the loss may be on a rank other than the one that displays it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _LAST_WAIT = timedelta(seconds=5)
 class ProgressReporter:
     """Reports the progress of a run between its steps.
 
-    Rank 0 shows it. Under a pipeline the last stage computes the loss and publishes it periodically in the run's store:
-    no rank waits for another before the last step is done.
+    Rank 0 displays it. Under a pipeline the last stage computes the loss and publishes it periodically in the run's
+    store, so that no rank waits for another before the last step.
     """
 
     def __init__(self, job: Job, loop: StepLoop, steps: int) -> None:
@@ -32,7 +32,7 @@ class ProgressReporter:
         unit = "tokens" if per_sample else "samples"
         self._loop, self._store, self._display = loop, job.store, job.display
         self._shows = job.world.is_first
-        self._has_figures = not job.spec.virtual  # which compute no loss, and have no rate
+        self._has_figures = not job.spec.virtual  # virtual GPUs compute no loss, and have no rate
         self._owns_loss = self._has_figures and loop.engine.owns_loss and loop.replica == 0
         self._publishes = self._owns_loss and not self._shows
         self._loss: float | None = None
@@ -64,12 +64,12 @@ class ProgressReporter:
                 self._file.write(done, steps, rate, now)
 
     def _latest(self) -> float | None:
-        """The latest known loss, kept after its step is drained."""
+        """Return the latest known loss, which is kept after its step is drained."""
         self._loss = self._loss if (loss := _finished(self._loop)) is None else loss
         return self._loss
 
     def _published(self, at_end: bool) -> float | None:
-        """The loss published by the last stage, where there is one."""
+        """Return the loss published by the last stage, if there is one."""
         if not self._has_figures:
             return None
         if at_end:
@@ -81,17 +81,17 @@ class ProgressReporter:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all copies: torch has 32 in turns, among them those of collectives, behind which a copy would wait."""
+    """Return one stream for all copies: torch's pool of 32 includes those of collectives, which would delay a copy."""
     return torch.cuda.Stream(device)
 
 
 def _finished(loop: StepLoop) -> float | None:
-    """The loss of the latest undrained step that the device has finished, without waiting for queued steps."""
+    """Return the loss of the latest undrained step that the device has finished, without waiting for queued steps."""
     known = next((step for step in reversed(range(len(loop.losses))) if loop.clock.over(step)), None)
     if known is None:
         return None
     loss = loop.losses[known]
-    # On the stream of the steps the copy would wait for them.
+    # On the stream of the steps, the copy would wait for them.
     with torch.cuda.stream(_stream(loss.device)) if loss.is_cuda else nullcontext():
-        loop.clock.follow(known)  # so that a sanitizer sees their order, too
+        loop.clock.follow(known)  # also orders the streams for a sanitizer
         return loss.item()

@@ -1,9 +1,9 @@
-"""The series of a running run: drained from all ranks periodically, and appended to one file by rank 0.
+"""Records the series of a run: drained from all ranks periodically, and appended to one file by rank 0.
 
-No rank holds more than the steps since the last drain, and nothing is gathered twice: the cost of a save or an
-evaluation does not grow with the number of steps.
+Ranks hold only the steps since the last drain, and nothing is gathered twice: the cost of a save or an evaluation does
+not grow with the number of steps.
 
-What is drained is also shown: curves in TensorBoard, figures in the record. However a run ends, these remain.
+Drained steps are also shown as curves in TensorBoard and figures in the record, which remain however the run ends.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from ptdbench.terminal import echo
 from ptdbench.training.loop import StepLoop
 from ptdbench.training.metrics import Ceiling, ceiling_of_run, figures
 
-#: The series are drained and shown about once in so many seconds, and at least once in so many steps.
+#: The series are drained and shown about once per ``DRAIN_SECONDS``, and at least once per ``DRAIN_EVERY`` steps.
 DRAIN_SECONDS, DRAIN_EVERY = 10.0, 1000
 
-#: The second drain comes not before so many steps: the first ones, not drained, tell how long the run will take.
+#: The second drain waits for this number of steps, so that the pace is measured on steps without a drain.
 _SECOND = 4
 
-#: Figures are computed from all steps of a run. From so many steps on this takes at most that share of its time.
+#: Figures are computed from all steps of a run. After ``_MANY`` steps this takes at most ``_SHARE`` of its time.
 _MANY, _SHARE = 10_000, 0.01
 
 
@@ -43,32 +43,32 @@ class Recorder:
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.path = job.directory / series.NAME  #: The series file, written by rank 0.
-        self.warnings: list[str] = []  #: Which steps before this process have lost their numbers, and why.
+        self.warnings: list[str] = []  #: Which steps before this process lost their figures, and why.
         self._job = job
         self._loop = loop
         self._earlier: list[dict[str, Any]] = []
         self._startup: dict[str, float] | None = None
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
-        self._news: list[Mapping[str, Any]] = []  # evaluations that are not shown either
+        self._news: list[Mapping[str, Any]] = []  # evaluations not shown yet
         self._ceiling: Ceiling | None = None
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._note_at = time.perf_counter()
         services = [TensorBoard(), choices.build(job.spec.config, "logger")] if job.world.is_first else []
-        #: What sends the run's curves to TensorBoard and a logging service, on rank 0.
+        #: The writers of the run's curves to TensorBoard and a logging service, on rank 0.
         self.logs = [Log(service, job.directory) for service in services if service]
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:
-        """Take over the steps done before this process; called in all ranks, before the first step.
+        """Adopt the steps done before this process; called in all ranks, before the first step.
 
-        ``source`` is the directory of the run that did them, and ``facts`` are those of its checkpoint.
+        ``source`` is the directory of the run that did these steps, and ``facts`` are from its checkpoint.
         """
         facts = facts or {}
         self._earlier = list(facts.get("segments", []))
         if not self._job.world.is_first:
             return
-        self._job.note({"steps": steps or None})  # of an earlier start, those after its checkpoint count no longer
+        self._job.note({"steps": steps or None})  # drop steps of an earlier start after its last checkpoint
         if source is None or source == self._job.directory:
             known = series.keep(self.path, steps)
         else:
@@ -84,16 +84,16 @@ class Recorder:
         return self
 
     def __exit__(self, failed: type[BaseException] | None, *_: object) -> None:
-        """Tell the logging services of a run that fails on this rank; those of any other are told its outcome."""
+        """If the run fails on this rank, tell its logging services; otherwise they are told the outcome elsewhere."""
         if failed:
             for log in self.logs:
                 log.abort()
 
     @property
     def due(self) -> bool:
-        """Whether it is time for :meth:`show`, in all ranks after the same step.
+        """Whether :meth:`show` is due; all ranks agree after the same step.
 
-        The number of steps at most doubles from one to the next: however a run ends, half of its steps are kept.
+        The number of steps at most doubles between two calls: however a run ends, at least half of its steps are kept.
         """
         return self._loop.taken >= self._next
 
@@ -107,10 +107,10 @@ class Recorder:
             self._unshown.append(rows)
             with self._job.watchdog.paused(), suppress(OSError):  # retried with the next steps; finish() reports it
                 self._write()
-        barrier()  # else the others would wait for rank 0 inside their next, timed step
+        barrier()  # otherwise the other ranks would wait for rank 0 within the next timed step
 
     def show(self, evaluations: Sequence[Mapping[str, Any]], news: Sequence[Mapping[str, Any]]) -> None:
-        """Write new steps and the ``news`` among all ``evaluations`` to TensorBoard, and figures to the record.
+        """Write new steps and evaluations (``news``) to TensorBoard, and figures and all ``evaluations`` to the record.
 
         Called in all ranks, between two steps.
         """
@@ -120,7 +120,7 @@ class Recorder:
         self._next = taken + min(affordable, max(taken, _SECOND - taken))
         fields = self.figures(if_quick=True)
         if self._job.world.is_first:
-            with self._job.watchdog.paused():  # rank 0 alone: a rank that does not come to the barrier is stuck
+            with self._job.watchdog.paused():  # on rank 0 only: another rank that misses the barrier is stuck
                 if fields:
                     self._job.note({**fields, "evaluations": evaluations})
                 self._show(news)
@@ -137,9 +137,9 @@ class Recorder:
                 self._unshown, self._news = [], []
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
-        """The measured fields of the record on rank 0, if its disk has taken all steps so far; else nothing.
+        """Return the measured fields of the record on rank 0, if all steps so far are on disk; else nothing.
 
-        Called in all ranks, between two steps. ``if_quick`` leaves out what would take too much of the run's time.
+        Called in all ranks, between two steps. ``if_quick``: return nothing if it would take too much run time.
         """
         peaks = (of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes))
         outside, size = memory.outside_and_size(self._job.device)
@@ -158,7 +158,7 @@ class Recorder:
         return fields
 
     def segments(self) -> list[dict[str, Any]]:
-        """One segment per start of the run so far, as in a record except ``warmup_steps``; called in all ranks.
+        """Return a segment per start of the run, as in a record but without ``warmup_steps``; called in all ranks.
 
         The first call gathers the ranks' startup times up to the end of the first step.
         """
@@ -182,7 +182,7 @@ class Recorder:
         self._write()
 
     def _gathered(self) -> np.ndarray:
-        """The rows of the steps since the last drain, the same on every rank."""
+        """Gather the rows of the steps since the last drain, the same on every rank."""
         job, loop, update = self._job, self._loop, self._loop.update
         losses = total(torch.stack(loop.losses).flatten().double().cpu() * loop.engine.owns_loss)
         now, count = time.perf_counter(), len(losses)
@@ -196,7 +196,7 @@ class Recorder:
         rows["memory_bytes"] = waits_and_memory[count:]
         rows["learning_rate"] = update.learning_rates
         seconds = total(seconds)
-        if not job.spec.virtual:  # whose GPUs compute neither losses nor norms, and have no times
+        if not job.spec.virtual:  # virtual GPUs compute no losses or norms, and their times mean nothing
             rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
             if update.gradient_norms:
                 rows["gradient_norm"] = _finite(torch.stack(update.gradient_norms))
@@ -211,12 +211,12 @@ class Recorder:
             del self._unwritten[0]
 
 
-#: Options of the work that no step's time depends on: a run that goes on may have others.
+#: Options of the work that do not affect step times: a continued run may change them.
 _TIMELESS = ("train.steps", "train.max_minutes", "eval.every", "checkpoint.every_steps", "checkpoint.keep")
 
 
 def _layout(job: Job) -> dict[str, Any]:
-    """What must be equal for the times of steps to be comparable."""
+    """Return what must be equal for step times to be comparable."""
     return {
         "parallel": job.spec.config.resolved["parallel"],
         "launcher": job.world.launcher,
@@ -232,7 +232,7 @@ def _finite(values: torch.Tensor) -> np.ndarray:
 
 
 def _until_the_last(laps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Rank 0's laps, with the first step extended until the last rank has finished its own."""
+    """Return rank 0's laps, with the first step extended until the last rank has finished it."""
     ends = [sum(of_rank.values()) for of_rank in laps]
     waited = max(ends) - ends[0]
     return laps[0] | {"first_step": laps[0].get("first_step", 0.0) + waited}  # missing if no steps were left

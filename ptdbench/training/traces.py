@@ -1,4 +1,4 @@
-"""Traces in the directory of a run, the offsets of its ranks' clocks, and which ranks share in a call of a trace."""
+"""Traces in the directory of a run, clock offsets between ranks, and the ranks that take part in a traced call."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from ptdbench.profiling.phases import Ready
 from ptdbench.profiling.trace import UPDATE
 from ptdbench.terminal import echo
 
-#: Messages there and back; the fastest one counts.
+#: Number of round trips; the fastest one counts.
 _TRIES = 10
 
 
 def clock_ahead(rank: int, device: torch.device) -> float:
-    """Seconds by which this rank's clock is ahead of that of rank 0; called in all ranks.
+    """Return the seconds by which this rank's clock is ahead of rank 0's; called in all ranks.
 
-    Ranks of one machine have one clock. One rank of each other machine asks rank 0 for the time, as NTP does
-    (RFC 5905): rank 0 is taken to have answered halfway between the question and the answer.
+    Ranks on one machine share a clock. One rank of each other machine asks rank 0 for the time, as in NTP (RFC 5905):
+    rank 0's answer is assumed to be from halfway between request and response.
     """
     machines = gather(machine())
     first: dict[str, int] = {}
@@ -47,7 +47,7 @@ def clock_ahead(rank: int, device: torch.device) -> float:
 
 
 def _ask(device: torch.device) -> float:
-    """The least uncertain of several differences to the clock of rank 0."""
+    """Return the least uncertain of several measured differences to rank 0's clock."""
     best = (float("inf"), 0.0)
     message = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(_TRIES):
@@ -64,18 +64,18 @@ def _answer(asking: int, device: torch.device) -> float:
     message = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(_TRIES):
         dist.recv(message, asking)
-        message.item()  # NCCL makes only the device wait
+        message.item()  # wait for it: NCCL blocks only the device
         message.fill_(time.time())
         dist.send(message, asking)
     return 0.0
 
 
 def keep(job: Job, folder: str, write: Callable[[Path], None], ahead: float, name: str) -> None:
-    """Let each rank write its trace, and rank 0 one of all ranks.
+    """Let each rank write its trace, and rank 0 a merged trace of all ranks.
 
-    Called in all ranks; one that cannot write costs the traces, and not the run. In the run's directory ``folder`` is
-    for compressed traces of single ranks, which ``write`` writes, and ``name`` the file of all ranks. This rank's clock
-    is ``ahead`` seconds of that of rank 0.
+    Called in all ranks; if one cannot write, the merged trace is lost, but not the run. In the run's directory,
+    ``folder`` is for the compressed traces of single ranks, which ``write`` writes, and ``name`` is the merged file.
+    This rank's clock is ``ahead`` seconds ahead of rank 0's.
     """
     error = None
     try:
@@ -112,7 +112,7 @@ def _names(job: Job) -> list[str]:
 
 
 def stages(job: Job) -> list[list[int]] | None:
-    """Return the numbers of the stages of each rank; ``None`` without a pipeline."""
+    """Return the stage numbers of each rank; ``None`` without a pipeline."""
     dims = job.training.layout.dims
     if dims.pipeline == 1:
         return None
@@ -123,22 +123,22 @@ def stages(job: Job) -> list[list[int]] | None:
 
 
 def facts(job: Job) -> dict[str, object]:
-    """Return the facts by which Holistic Trace Analysis tells ranks apart."""
+    """Return the metadata by which Holistic Trace Analysis tells ranks apart."""
     return {"backend": job.spec.backend, "rank": job.world.rank, "world_size": job.world.size}
 
 
-#: A call without its time: what it is, and which of its kind.
+#: A call without its time: its operation, bytes, and index among calls with these.
 _Key = tuple[str, int, int]
 
-#: When a rank made a call, when it awaited it, and when it knew that it was done: by the clock of rank 0.
+#: When a rank started a call, awaited it, and knew that it was done: by rank 0's clock.
 _Times = tuple[float, float, float]
 
 
 def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
-    """The group of a call; ``None`` if that is unknown.
+    """Return the group of a call; ``None`` if it is unknown.
 
-    A trace of gloo does not name it. What called it does: FSDP, ring attention, other functional collectives
-    for tensor and context parallelism, and DDP, which is C++ and calls from the backward pass itself.
+    A gloo trace does not name the group, but the callers reveal it: FSDP, ring attention, other functional collectives
+    for tensor and context parallelism, and DDP, which is C++ and communicates directly from the backward pass.
     """
     if call.ranks is not None:
         return next(
@@ -157,7 +157,7 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         name = "replicate" if call.operation == "all_reduce" else "shard"
     elif any(caller.startswith("_c10d_functional::") for caller in call.within):
         name = "tensor"
-    elif UPDATE in call.within and call.operation == "all_reduce":  # of the norm of gradients, over several groups
+    elif UPDATE in call.within and call.operation == "all_reduce":  # the gradient norm, reduced over several groups
         return None
     else:
         name = "copies"
@@ -165,7 +165,7 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
 
 
 def in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
-    """Number the other rank of a message as in the pipeline: torch 2.15 gives each pair a group, and lists no ranks."""
+    """Convert a message's peer to its rank in the pipeline: torch 2.15 has a group per pair, and lists no ranks."""
     if call.peer is None or call.group is None or call.ranks is not None:
         return call
     pair = dist.get_process_group_ranks(_resolve_process_group(cast("Any", call.group)))
@@ -173,9 +173,9 @@ def in_pipeline(call: Call, pipeline: dist.ProcessGroup) -> Call:
 
 
 def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: float) -> list[Ready]:
-    """Return when each call of this rank could begin; called in all ranks, with calls in the order of their start.
+    """Return when each call of this rank could begin; called in all ranks, with calls ordered by their start.
 
-    The groups are those of :meth:`ptdbench.parallel.mesh.Mesh.groups`, ``ahead`` is as in :func:`clock_ahead`.
+    The groups are from :meth:`ptdbench.parallel.mesh.Mesh.groups`, ``ahead`` is from :func:`clock_ahead`.
     """
     found = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
@@ -200,7 +200,7 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
 
 
 def together(calls: Sequence[Call], found: Sequence[Ready]) -> list[Ready]:
-    """Let the messages that one kernel of NCCL carries out begin with the last of them, as it waits for all."""
+    """Let the messages of one NCCL kernel begin with the latest of them, as the kernel waits for all."""
     latest: dict[tuple[float, float], Ready] = {}
     for call, one in zip(calls, found, strict=True):
         latest[call.start, call.end] = max(latest.get((call.start, call.end), one), one, key=lambda ready: ready.since)
@@ -215,7 +215,7 @@ def _times(call: Call, ahead: float) -> _Times:
 
 
 def _ready(mine: _Times, others: Mapping[int, _Times], ranks: Sequence[int], ahead: float) -> Ready:
-    """When a call could begin by this rank's clock, from its times on all ranks by that of rank 0."""
+    """Return when a call could begin, by this rank's clock, from its times on all ranks by rank 0's clock."""
     last, (since, *_) = max(others.items(), key=lambda item: item[1])
     since = max(since, mine[0])
     done = min((end + ahead for _, awaited, end in (mine, *others.values()) if awaited <= since), default=None)
@@ -223,23 +223,23 @@ def _ready(mine: _Times, others: Mapping[int, _Times], ranks: Sequence[int], ahe
 
 
 def _keys(calls: Sequence[Call], rank: int) -> Iterator[_Key]:
-    """A name for each call that its counterparts on other ranks have, too: collective operations come in one order.
+    """Yield a key for each call that matches its counterparts on other ranks: all run collectives in the same order.
 
-    A message is named by what sends it, and by its communicator, as the order between a pair of ranks is fixed in each.
+    The key of a message has its sender, receiver and communicator, as the order is fixed within these.
     """
     counts = Counter[tuple[str, int]]()
     for call in calls:
         if call.operation in POINT_TO_POINT and call.peer is not None:
             sender, receiver = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
             kind = (f"{call.group or ''} {sender} to {receiver}", 0)
-        else:  # of what goes to experts each rank has another size
+        else:  # sizes of dispatch and combine differ between ranks
             kind = (call.operation, 0 if call.operation in LABELED.values() else call.bytes)
         counts[kind] += 1
         yield (*kind, counts[kind])
 
 
 def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]]) -> dict[int, _Times]:
-    """The times of this call on the other ranks; nothing if not all of them made it."""
+    """Return the times of this call on the other ranks; empty if not all of them made it."""
     if call.operation in POINT_TO_POINT:
         return {call.peer: times[call.peer][key]} if call.peer is not None and key in times[call.peer] else {}
     found = {other: one[key] for other, one in enumerate(times) if other != rank and key in one}

@@ -1,4 +1,4 @@
-"""Account of a run on virtual GPUs: memory, kernels and messages, and how long the host takes."""
+"""Account of a run on virtual GPUs: memory, kernels, messages, and host time."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from ptdbench.training.loop import StepLoop
 
 @dataclass(frozen=True)
 class _Own:
-    """What one rank tells."""
+    """The account of one rank."""
 
     allocated: int  #: Peak memory allocated by PyTorch, in bytes.
-    reserved: int  #: Peak of what it took from the device, in bytes.
-    communicators: int  #: Process groups of several ranks.
-    #: Seconds in which the host had launched a step; ``None`` if none was taken to see.
+    reserved: int  #: Peak memory that PyTorch reserved on the device, in bytes.
+    communicators: int  #: Number of process groups with several ranks.
+    #: Seconds that the host took to launch a step; ``None`` if not measured.
     host_seconds: float | None = None
     kernels: Counter[str] = field(default_factory=Counter)  #: Kernels of a step by kind.
-    calls: Counter[str] = field(default_factory=Counter)  #: Calls of a step by operation.
-    bytes: Counter[str] = field(default_factory=Counter)  #: Bytes of these.
-    reason: str | None = None  #: Why kernels and messages are not known.
+    calls: Counter[str] = field(default_factory=Counter)  #: Communication calls of a step by operation.
+    bytes: Counter[str] = field(default_factory=Counter)  #: Bytes of these calls.
+    reason: str | None = None  #: Why kernels and messages are unknown.
 
 
 def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, Any] | None:
-    """Take a step to look at the host, and one under the profiler, unless ``profile.steps=0``.
+    """Run a step to time the host, and one under the profiler, unless ``profile.steps=0``.
 
-    Called in all ranks that are there, when the steps of the loop are drained. On the first rank ``volume`` has the
-    bytes of each operation of communication in a step by formula.
+    Called in all present ranks, when the steps of the loop are drained. On the first rank ``volume`` has the bytes of
+    each communication operation in a step by formula.
 
     Returns:
         On the first rank the record's field ``virtual``, see :class:`ptdbench.records.schema.Virtual`.
@@ -80,15 +80,15 @@ def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, A
 
 
 def present(job: Job) -> list[int]:
-    """The ranks that are carried out."""
+    """Return the ranks that really run."""
     return list(job.world.present or range(job.world.size))
 
 
 def settle() -> None:
-    """Wait until NCCL's watchdog has seen that all is done, as it has between the steps of a GPU that takes its time.
+    """Wait until NCCL's watchdog has seen that all work is done, as it would during the slower steps of a real GPU.
 
-    Up to torch 2.14 it holds what was sent until then, and looks ten times a second: how much that is would depend on
-    this machine. The backend that 2.15 has in its place does not hold it.
+    Up to torch 2.14 the watchdog keeps the tensors of messages alive until then, and polls ten times a second: how much
+    memory that is would depend on this machine. Its replacement in 2.15 does not keep them.
     """
     for group in _communicating():
         if rendezvous.is_watched(group):
@@ -112,7 +112,7 @@ def _own(job: Job, loop: StepLoop) -> _Own:
 
 
 def _launched(job: Job, loop: StepLoop) -> dict[str, Any]:
-    """Take a step under the profiler: its kernels by kind, and calls and bytes of messages by operation."""
+    """Run a step under the profiler; return its kernels by kind, and calls and bytes of messages by operation."""
     with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         path = Path(scratch) / "trace.json"
         profile.run(job, loop, 1).export_chrome_trace(str(path))
@@ -130,7 +130,7 @@ def _launched(job: Job, loop: StepLoop) -> dict[str, Any]:
 
 
 def _communicating() -> list[dist.ProcessGroup]:
-    """The groups of several ranks that communicate by NCCL."""
+    """Return the NCCL groups of several ranks."""
     groups = dist.distributed_c10d._world.pg_map
     return [group for group in groups if group.size() > 1 and "nccl" in dist.get_backend_config(group)]
 
