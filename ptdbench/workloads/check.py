@@ -1,8 +1,7 @@
 """The workload ``check``: is this cluster sound? Short versions of the other measurements, and a verdict.
 
-Whatever looks slow is measured again, on all ranks, before it is reported, and the best of all attempts counts: on a
-shared machine anything may be slow once. What is slow beside other load is no fault of the cluster: the verdict is
-then ``busy``.
+Whatever looks slow is measured again, on all ranks, before it is reported, and the best attempt counts: on a shared
+machine anything may be slow once. If other load explains it, the cluster is not at fault: the verdict is ``busy``.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ from ptdbench.workloads.point_to_point import PointToPoint
 T = TypeVar("T", bound=Hashable)
 Figures = dict[str, Any]
 
-#: The rate of each that is measured, and what it is compared by.
+#: The rate of each device or link, and the key of the peers to compare it with.
 Rates = tuple[dict[T, float], dict[T, Hashable]]
 
-#: A file for programs, beside the record.
+#: A machine-readable file, beside the record.
 FILE = "check.json"
 
 #: The matrix product by device type: large enough to be compute-bound, and short.
@@ -46,9 +45,9 @@ _DTYPES = ("fp32", "bf16")
 _SECONDS = 0.5
 _MESSAGE_BYTES = 2**24
 
-#: Seconds that a link may take for its messages: one of 3 MB/s is still measured, though others reach gigabytes.
+#: Maximum seconds for the messages of a link: even at 3 MB/s it is measured, where others reach GB/s.
 _LONGEST = 60.0
-#: From this many ranks on, each sends to the next one only: the number of pairs grows quadratically.
+#: With more ranks, each sends only to the next one: the number of pairs grows quadratically.
 _MOST_RANKS_IN_PAIRS = 8
 
 
@@ -69,8 +68,8 @@ class Busy(Exception):
 class Check:
     """Check the ranks and the links between them."""
 
-    tolerance: float = 0.05  #: How far below the median of its peers a rank or link may be, as a share of the median.
-    attempts: int = 5  #: How often a suspected rank or link is measured before it is reported.
+    tolerance: float = 0.05  #: How far below the median of its peers a rank or link may be, as a fraction of it.
+    attempts: int = 5  #: How often a suspicious rank or link is measured before it is reported.
 
     trains = False
     show = staticmethod(workload_tables.check_verdict)
@@ -90,7 +89,7 @@ class Check:
             PointToPoint().check(world_size, device_type, backend)
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part."""
+        """Run one rank's part."""
         found = self.examine(job)
         errors = {"sound": None, "busy": Busy(_texts(found)), "unsound": Unsound(_texts(found))}
         return Outcome({"check": found}, error=errors[found["verdict"]])
@@ -99,7 +98,7 @@ class Check:
         """Measure and evaluate; every rank calls this and gets the same result. Rank 0 also writes a file.
 
         Raises:
-            ArithmeticError: A sum, a product or a message is wrong, so that nothing here can be trusted.
+            ArithmeticError: A sum, a product or a message is wrong, so that no result can be trusted.
         """
         hello = Hello()(job).fields["hello"]
         facts: list[Figures] = gather(_facts(job))
@@ -111,7 +110,7 @@ class Check:
         links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), partial(_link_rates, facts))
         link_load = load_so_far()
         together = collectives.measure(job, _FEW_COLLECTIVES) if job.world.size > 1 else None
-        warm: list[Figures] = gather(_facts(job))  # after heat and load
+        warm: list[Figures] = gather(_facts(job))  # now under heat and load
         findings = [
             *diagnosis.different_versions([of["environment"] for of in facts]),
             *_gpu_findings(job, facts, warm),
@@ -119,7 +118,7 @@ class Check:
             *diagnosis.slow_links(slow_links, link_attempts, _loaded(facts, link_load)),
         ]
         verdict = diagnosis.verdict(findings)
-        load = [  # the heavier one of each node
+        load = [  # the heavier load of each node
             max(of_node, key=lambda one: (len(one.gpu_ranks), one.taken or 0))
             for of_node in zip(product_load, link_load, strict=True)
         ]
@@ -161,7 +160,7 @@ class Check:
     def _until_sound(
         self, measure: Callable[[], Figures | None], read: Callable[[Figures], Rates[T]]
     ) -> tuple[Figures | None, dict[T, float], int]:
-        """Measure until nothing looks slow, or often enough; return the first figures, what is slow, and attempts."""
+        """Measure until nothing looks slow or attempts run out; return first figures, what is slow, and attempts."""
         first, seen = measure(), []
         found, attempt = first, 1
         while found:
@@ -228,10 +227,10 @@ def _product_rates(job: Job, found: Figures) -> Rates[tuple[str, int]]:
 
 
 def _link_rates(facts: Sequence[Figures], found: Figures) -> Rates[tuple[int, int]]:
-    """Return bytes/s by source and target, including the time until an answer; a link's peers are of the same kind.
+    """Return bytes/s by source and target, over the time of a round trip; a link's peers are of the same kind.
 
-    One that was too slow to be measured has a rate of 0. Not the bandwidth without latency, which has the errors of
-    both; and not the latency: a few microseconds depend on which cores two ranks happen to run on.
+    A link that was too slow to be measured has a rate of 0. Bandwidth without latency is not used, as it has the errors
+    of both; nor is the latency, of which a few microseconds depend on the cores that two ranks happen to run on.
     """
 
     def kind(source: int, target: int) -> Hashable:
@@ -252,7 +251,7 @@ def _link_rates(facts: Sequence[Figures], found: Figures) -> Rates[tuple[int, in
 
 
 def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures]) -> list[Finding]:
-    """Find troubles of the GPUs when idle and after load, each once."""
+    """Find problems of the GPUs when idle and after load, each once."""
     found: dict[tuple[str, int], Finding] = {}
     for facts in (before, after):
         for rank, of in enumerate(facts):
@@ -264,7 +263,7 @@ def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures])
 
 
 def _loaded(facts: Sequence[Figures], load: Sequence[OtherLoad]) -> set[int]:
-    """Return the ranks beside which other processes ran."""
+    """Return the ranks that other processes slowed down."""
     of = {one.node: one for one in load}
     return {rank for rank, fact in enumerate(facts) if of[fact["node"]].slows(rank)}
 
@@ -275,7 +274,7 @@ def _why_busy(load: Sequence[OtherLoad]) -> str:
 
 
 def _remarks(job: Job, facts: Sequence[Figures], load: Sequence[OtherLoad]) -> list[str]:
-    """Make remarks that do not make the cluster unsound."""
+    """Return remarks on conditions that do not make the cluster unsound."""
     found = [f"node {of['node']}: no information about its GPUs: {of['reason']}" for of in facts if of["reason"]]
     found += [f"node {one.node}: {one}, which slows it down" for one in load if one.is_busy]
     if job.world.size == 1:

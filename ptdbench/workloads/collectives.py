@@ -32,11 +32,11 @@ class Series:
     op: str  #: The operation.
     dtype: str | None  #: Dtype of the message; ``None`` if there is none.
     reduction: str | None  #: The reduction; ``None`` if the operation does not reduce.
-    mode: str  #: ``blocking``, or ``async``: started, then waited for at once.
+    mode: str  #: ``blocking``, or ``async``: started, then waited for immediately.
 
     @property
     def name(self) -> str:
-        """The name to show."""
+        """The display name."""
         return " ".join(part for part in (self.op, self.dtype, self.reduction, self.mode) if part)
 
 
@@ -78,12 +78,12 @@ class Collectives(Effort):
         )
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part; the lines fitted to an operation over all ranks are stored for later runs."""
+        """Run one rank's part; fits of operations over all ranks are stored for later runs."""
         found = measure(job, self)
         return Outcome({"collectives": {**found, "kept": _keep(job, found)}})
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
-        """Yield all series to measure, but those of the operations ``without``."""
+        """Yield all series to measure, except those of the operations ``without``."""
         for op in _listed(self.ops, OPERATIONS):
             operation = OPERATIONS[op]
             for dtype in _listed(self.dtypes, DTYPES) if op in bandwidth.FACTORS else [None]:
@@ -94,12 +94,12 @@ class Collectives(Effort):
 
 
 def measure(job: Job, options: Collectives) -> dict[str, Any]:
-    """Run the measurements that the options ask for; every rank calls this.
+    """Run the requested measurements; every rank calls this.
 
     All groups work at the same time, and the slowest rank of all counts.
 
     Returns:
-        A :class:`ptdbench.records.workload_results.Collectives` as JSON has it, the same on every rank.
+        A :class:`ptdbench.records.workload_results.Collectives` in JSON form, the same on every rank.
 
     Raises:
         ArithmeticError: An operation gave a wrong result on this rank.
@@ -144,14 +144,13 @@ def definitions() -> dict[str, Any]:
 def groups_of(group: str | Sequence[int], world_size: int, pipeline_size: int | Literal["auto"]) -> list[list[int]]:
     """Return the ranks of each group.
 
-    ``data`` and ``pipeline`` are the dimensions of the mesh that ``parallel=pdp`` makes of so many ranks
-    (:class:`ptdbench.parallel.mesh.Mesh`): neighbors are the stages of one replica, and the ranks that hold the same
-    stage are one data-parallel group.
+    ``data`` and ``pipeline`` are the dimensions of the mesh of ``parallel=pdp`` (:class:`ptdbench.parallel.mesh.Mesh`):
+    neighbors are the stages of one replica, and the ranks that hold the same stage are one data-parallel group.
     """
     if group == "all":
         return [list(range(world_size))]
     if not isinstance(group, str):
-        return [sorted(group)]  # the order in which torch numbers them, whatever the order they are given in
+        return [sorted(group)]  # torch numbers ranks in this order, whatever the order given
     stages = _stages(pipeline_size, world_size)
     if group == "pipeline":
         return [list(range(first, first + stages)) for first in range(0, world_size, stages)]
@@ -182,7 +181,7 @@ _GROUPS = "try all, data, pipeline, or ranks as in [0,2]"
 
 
 def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
-    """Return how many stages there are: ``auto`` is the smallest divisor above 1, as for ``parallel=pdp``."""
+    """Return the number of stages; ``auto`` is the smallest divisor above 1, as for ``parallel=pdp``."""
     if pipeline_size != "auto":
         return pipeline_size
     return next((size for size in range(2, world_size + 1) if world_size % size == 0), 1)
@@ -213,7 +212,7 @@ def _group_problems(
 def _measure_series(
     job: Job, options: Collectives, series: Series, own: Group | None, ranks: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure one operation by size; the second list has the size from which it took too long."""
+    """Measure one operation by size; the second list has the first size that took too long, if any."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     reduction = REDUCTIONS[series.reduction or "sum"]
     place = None
@@ -278,7 +277,7 @@ def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: S
 
 
 def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
-    """Store the lines; return why they could not be, on rank 0, whose phases ask for them."""
+    """Store the fits on rank 0, whose phases use them; return the reason if they could not be stored."""
     if not job.world.is_first or len(found["groups"][0]) < job.world.size:
         return None
     if job.spec.virtual:
@@ -304,7 +303,7 @@ def _listed(asked: str | Sequence[str], known: Iterable[str]) -> list[str]:
 
 
 def _unknown(option: str, asked: str | Sequence[str], known: Iterable[str]) -> list[Problem]:
-    """Find each unknown name, or an empty list."""
+    """Return a problem for each unknown name, or for an empty list."""
     names = _listed(asked, known)
     if not names:
         return [Problem(option, asked, "must name at least one", try_these(["all", *known]))]

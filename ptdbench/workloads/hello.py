@@ -25,7 +25,7 @@ class Hello:
         """Accept any ranks."""
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part; raises ArithmeticError if the sum is wrong, so that no result here can be trusted."""
+        """Run one rank's part; raises ArithmeticError if the sum is wrong, as no result can be trusted then."""
         total = torch.tensor(float(job.world.rank + 1), device=job.device)
         dist.all_reduce(total)
         expected = job.world.size * (job.world.size + 1) / 2

@@ -45,14 +45,14 @@ class Matmul:
         require(*found)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raise ConfigError for a dtype that the device lacks; ranks tell whether matrices fit into their memory."""
+        """Raise ConfigError for a dtype that the device lacks; whether matrices fit in memory is checked by ranks."""
         _, dtypes = self._chosen(device_type)
         if device_type == "cpu" and "tf32" in dtypes:
             rule = "TF32 is a format of GPUs"
             require(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part; the measured ceilings are stored for later runs."""
+        """Run one rank's part; the measured ceilings are stored for later runs."""
         shapes, dtypes = self._chosen(job.device.type)
         found = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
         return Outcome({"matmul": {**found, "kept": ceiling.keep_ceilings(job.world, found)}})
@@ -64,5 +64,5 @@ class Matmul:
 
     @staticmethod
     def _typed(values: Sequence[object]) -> str:
-        """Write a list as typed on the command line."""
+        """Format a list as typed on the command line."""
         return f"[{','.join(map(str, values))}]"

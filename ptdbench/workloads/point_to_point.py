@@ -1,12 +1,12 @@
 """The workload ``p2p``: latency and bandwidth from every rank to every other, one pair at a time.
 
-*One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip. Both
-time it, each by its own clock, and the slower one counts. The latency is half a round trip of two such short messages,
+*One direction.* ``a`` sends the message, and ``b`` answers with :data:`ANSWER` bytes on receipt: a round trip. Each
+times it by its own clock, and the slower time counts. The latency is half the round trip of two such short messages,
 and the one-way time of a message is its round trip minus that latency.
 
-*Both at once.* Each of the two sends and receives (``isend``, ``irecv``); again the slower one counts.
+*Both at once.* Both ranks send and receive (``isend``, ``irecv``); again the slower time counts.
 
-*Overlap.* The same, with a computation between post and wait that alone takes about as long as the exchange.
+*Overlap.* The same, with compute between post and wait that takes about as long as the exchange.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ANSWER = 8
 #: Buffers per message on a rank: sent, received, expected, and the backend's copy.
 _COPIES = 4
 
-#: Rows and columns of the matrices that are multiplied during an exchange.
+#: Rows and columns of the matrices to multiply during an exchange.
 _SIDE = {"cpu": 128, "cuda": 1024}
 
 
@@ -73,18 +73,18 @@ class PointToPoint(Effort):
         require(*found)
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part."""
+        """Run one rank's part."""
         return Outcome({"p2p": measure(job, self)})
 
 
 def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
-    """Run the measurements that the options ask for; every rank calls this.
+    """Run the requested measurements; every rank calls this.
 
     Returns:
-        A :class:`ptdbench.records.workload_results.P2P` as JSON has it, the same on every rank.
+        A :class:`ptdbench.records.workload_results.P2P` in JSON form, the same on every rank.
 
     Raises:
-        ArithmeticError: A message arrived wrong on this rank.
+        ArithmeticError: A message arrived corrupted on this rank.
         ConfigError: The messages do not fit into memory.
     """
     largest = max([options.max_bytes, *options.overlap_bytes])
@@ -106,7 +106,7 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
 
 
 def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
-    """Return ``(source, target)`` of each link; in a ring each rank sends to the next one only."""
+    """Return ``(source, target)`` of each link; in a ring each rank sends only to the next one."""
     return ((rank, (rank + 1) % ranks) for rank in range(ranks)) if ring else permutations(range(ranks), 2)
 
 
@@ -180,7 +180,7 @@ def _overlap(
 
 
 def hidden(communication: float, computation: float, together: float) -> float:
-    """Return the share of the shorter one that was overlapped by the longer one.
+    """Return the fraction of the shorter operation that overlapped with the longer one.
 
     1: together they take as long as the longer one; 0: as long as both in sequence; below 0: longer than that.
     """
@@ -229,7 +229,7 @@ def _verify_one_way(data: Tensor, source: int, target: int, rank: int) -> None:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """One rank's side of two ranks that send each other a message."""
+    """One rank's side of an exchange of messages between two ranks."""
 
     given: Tensor
     taken: Tensor
@@ -238,7 +238,7 @@ class _Exchange:
 
     @classmethod
     def of(cls, job: Job, pair: tuple[int, int], size: int) -> _Exchange | None:
-        """Make this rank's side, verified once; ``None`` if it is not one of the two."""
+        """Create this rank's side, verified once; ``None`` if this rank is not one of the two."""
         if job.world.rank not in pair:
             return None
         given, taken = (torch.zeros(size, dtype=torch.uint8, device=job.device) for _ in range(2))
@@ -268,7 +268,7 @@ class _Exchange:
 
 
 def _computation(job: Job, options: PointToPoint, takes_part: bool, seconds: float) -> Callable[[], None] | None:
-    """Make matrix products that keep the device busy for about ``seconds``; the same number on all ranks."""
+    """Return matrix products that keep the device busy for about ``seconds``; the same number on all ranks."""
     side = _SIDE[job.device.type]
     left, right, product = (torch.ones(side, side, device=job.device) for _ in range(3))
 

@@ -46,7 +46,7 @@ class Train:
         """Accept any ranks: the strategy checks its own requirements."""
 
     def __call__(self, job: Job) -> Outcome:
-        """Do one rank's part."""
+        """Run one rank's part."""
         with job.watchdog.paused(), job.display.during("checking"):
             checked = preliminary(job)
         job.display.phase("building")
@@ -55,12 +55,12 @@ class Train:
         found = with_check(training.outcome(training.advance()), checked)
         if found.stopped or found.error:
             return found
-        with memory.no_collection():  # which would copy what this process shares with the one that forked it
+        with memory.no_collection():  # a collection would copy the pages shared with the fork server
             return _explained(job, training.loop, found, expected)
 
 
 class _Training:
-    """The parts of a rank's training, before its first step, and what they do in turns."""
+    """The components of a rank's training, set up to its first step, and their interplay."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -76,7 +76,7 @@ class _Training:
         job.watch.lap("build")
 
     def advance(self) -> str | None:
-        """Take all steps, with what is done between them; return the name of the signal that asked the run to stop."""
+        """Run all steps, with evaluations and saves between them; return the name of the signal to stop, if any."""
         loop, evaluator, checkpointing = self.loop, self._evaluator, self._checkpointing
         stopped = None
         advancing = steps(self._job, loop, at_end=self._meter.stop)
@@ -86,7 +86,7 @@ class _Training:
                 if evaluator(stop_signal.meanwhile()):
                     checkpointing.judged()
 
-            if loop.done and evaluator.due():  # the run was interrupted between its checkpoint and this
+            if loop.done and evaluator.due():  # the run was interrupted between checkpoint and evaluation
                 evaluate()
             for _ in advance:
                 if evaluator.due() or recorder.due or checkpointing.due:
@@ -108,13 +108,12 @@ class _Training:
         return stopped
 
     def outcome(self, stopped: str | None) -> Outcome:
-        """Return what came of it; called in all ranks. If the run diverged, each rank has the error."""
+        """Return the outcome; called in all ranks. If the run diverged, each rank has the error."""
         job, done, asked = self._job, self.loop.done, self._job.spec.config.train
         remarks = self._remarks(stopped)
         self._recorder.finish()
         fields = {**self._recorder.figures(), "remarks": remarks, "evaluations": self._evaluator.as_dicts()}
-        # The series of the whole run are on rank 0, and whether others follow it into the profiling pass depends on
-        # them.
+        # Only rank 0 has the series of the whole run; they decide whether all ranks go on to the profiling pass.
         wrong = gather(first_not_finite(self._recorder.path) if job.world.is_first else None)[0]
         error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
         if told := metrics.experts_field(job, self.loop):
@@ -126,7 +125,7 @@ class _Training:
         return Outcome(fields, error, why, self._checkpointing.saved, self._recorder.logs)
 
     def _remarks(self, stopped: str | None) -> dict[str, Any]:
-        """Say why there are fewer steps than asked for, and what became of checkpoints."""
+        """Say why there are fewer steps than requested, and what happened to checkpoints."""
         job, asked, remarks = self._job, self._job.spec.config.train, dict[str, Any]()
         if self.loop.done < asked.steps and not stopped:
             limit = f"train.max_minutes={asked.max_minutes}"
@@ -141,9 +140,9 @@ class _Training:
 
 
 def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:
-    """Add the phases of a step, and what its memory is for, to the outcome.
+    """Add the phases and the memory of a step to the outcome.
 
-    The run is over before: whatever happens in the pass, a signal to stop included, its record says that it was ok.
+    The run has already succeeded: whatever happens in this pass, even a signal to stop, its record says that it was ok.
     """
     fields, machine = dict(outcome.fields), job.spec.virtual
     if machine:
@@ -151,7 +150,7 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
     if job.spec.config.profile.steps:
         if job.world.is_first:
             job.note({**fields, "status": "ok", "error": None})
-        if not machine or (machine.real_time and job.world.present is None):  # else nothing takes time
+        if not machine or (machine.real_time and job.world.present is None):  # otherwise times mean nothing
             fields["phases"] = profile.phases(job, loop, fields.get("metrics"), expected)
             if job.world.is_first:
                 job.note({"phases": fields["phases"]})
@@ -166,19 +165,19 @@ def assemble(job: Job) -> StepLoop:
         ConfigError: The data are unusable, or not the same on all ranks.
     """
     training = job.training
-    with job.watchdog.paused():  # it may read and write a lot
+    with job.watchdog.paused():  # preparing data may read and write a lot
         if job.world.local_rank == 0:
             prepare_data(training.config, training.data)
         barrier()
-        # Finds it done, and lists the data before worker processes are forked.
+        # Now finds the work done, and lists the data before worker processes are forked.
         prepare_data(training.config, training.data)
         require_same_on_all_ranks(training.data)
     dims = training.layout.dims
     mesh = Mesh(dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)
     engine.module.train()
-    # For dropout: ranks that share each product, which are neighbors in the mesh, draw alike, and no others do. Laying
-    # the model out may have drawn.
+    # For dropout: only ranks that share each product, which are neighbors in the mesh, draw the same numbers. Seed
+    # after laying the model out, which may draw.
     place = job.world.rank // dims.ways("products")
     torch.manual_seed(random.Random(f"{job.spec.config.general.seed} {place}").getrandbits(63))
     rendezvous.be_patient(rendezvous.patience_for(job.spec.config.general.timeout_minutes))
@@ -204,7 +203,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
     wanted = job.spec.config.train.steps
     reporter = ProgressReporter(job, loop, wanted)
     collect_garbage()
-    memory.reset_peak(job.device)  # what was garbage is not the training's
+    memory.reset_peak(job.device)  # exclude what was garbage
     gc.disable()
     try:
         with job.watchdog.following(lambda: loop.finished):
@@ -230,7 +229,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
 
 
 def _affordable(job: Job, loop: StepLoop) -> int:
-    """Return the steps that fit into ``train.max_minutes`` by the fastest undrained one, the same on every rank."""
+    """Return the steps that fit into ``train.max_minutes`` at the pace of the fastest undrained step, on all ranks."""
     asked = job.spec.config.train
     if asked.max_minutes is None:
         return asked.steps
