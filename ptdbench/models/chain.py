@@ -1,9 +1,9 @@
-"""A module that says nothing of stages, as a chain: what comes before its repeated blocks, each block, what follows.
+"""Splits a module that defines no stages into a chain: what comes before its repeated blocks, each block, what follows.
 
-The code around the blocks stays the module's own: a stage runs the module's ``forward`` with a slot in the place of
-each block. The slots end the pass before the first block, hand the blocks' other arguments out (a mask, positions), or
-let the rest run on what the last block has returned. So the blocks must be called one after the other, each with what
-the one before has returned, and nothing else may depend on the samples. That is tried before it is believed.
+The code around the blocks is not changed: a stage runs the module's ``forward`` with a slot in place of each block.
+Slots stop the pass before the first block, capture the blocks' other arguments (a mask, positions), or let the rest run
+on the output of the last block. So the blocks must be called one after the other, each with the output of the one
+before, and nothing else may depend on the samples. This is verified by trial runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from ptdbench.models.protocol import Piece
 from ptdbench.problems import said
 
-#: Makes the outputs, or with targets the loss, of what a module's ``forward`` returns.
+#: Converts what a module's ``forward`` returns to the outputs, or with targets to the loss.
 Finish = Callable[[Any, Tensor | None], Tensor]
 
 
@@ -31,11 +31,11 @@ class NoChain(Exception):
 
 
 def repeated(module: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a module, by name.
+    """Return the repeated blocks of a module, by name.
 
-    They are of the class of the longest ``ModuleList`` or ``Sequential`` whose members are all of one class and made of
-    several modules. Those of shorter lists count too, as in a ResNet. Lists within a block, such as heads and experts,
-    do not: what is in them need not be called in order, nor on every rank.
+    Their class is that of the longest ``ModuleList`` or ``Sequential`` whose members are all of one class and consist
+    of several modules. Members of shorter lists of that class count too, as in a ResNet. Lists within a block, such as
+    heads and experts, do not: their members need not be called in order, nor on every rank.
     """
     lists = {
         one: list(one.children())
@@ -59,17 +59,17 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def _are_blocks(members: Sequence[nn.Module]) -> bool:
-    """Whether members of a list repeat each other, unlike stages of a network of images, whose blocks grow wider."""
+    """Whether members of a list repeat each other, unlike the stages of an image network, whose blocks grow wider."""
     shapes = {tuple(weight.shape for weight in one.parameters()) for one in members}
     return len(shapes) < len(members) and type(members[0]) not in (nn.ModuleList, nn.Sequential)
 
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Run the module, and leave its attributes as they are: a mask that it keeps is on the device of the trial."""
+    """Restore the module's attributes on exit: a mask that it caches would be on the device of the trial."""
     attributes = [vars(one) for one in module.modules()]
     held = [*attributes, *(value for own in attributes for value in own.values() if type(value) is dict)]
-    before = [dict(mapping) for mapping in held]  # with those of buffers and submodules
+    before = [dict(mapping) for mapping in held]  # including the dicts of buffers and submodules
     try:
         yield
     finally:
@@ -80,15 +80,15 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def trying(module: nn.Module) -> Iterator[None]:
-    """As :func:`unchanged`, without gradients; modes, statistics and the random numbers stay as they are too."""
+    """Like :func:`unchanged`, without gradients; modes, statistics and random state are preserved too."""
     with unchanged(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        module.eval()  # no dropout, and batch norms that keep their statistics
+        module.eval()  # no dropout, and batch norms keep their statistics
         yield
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turn what a stranger's code raises, which may be anything, into the reason why it cannot be cut."""
+    """Turn any exception of third-party code into the reason why the module cannot be cut."""
     try:
         yield
     except NoChain:
@@ -99,22 +99,22 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def has_weights(module: nn.Module, recurse: bool = True) -> bool:
-    """Whether a module has parameters; with ``recurse=False``, of its own."""
+    """Whether a module has parameters; with ``recurse=False``, parameters of its own."""
     return next(module.parameters(recurse), None) is not None
 
 
-#: A block's first argument, the others and those by name.
+#: A block's first argument, its other positional arguments, and its keyword arguments.
 _Given = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
 
-#: The others and those by name.
+#: The arguments after the first: positional and keyword.
 _Beside = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: What is done in the place of a block: ``act(name, given)`` returns what the block would.
+#: The action in place of a block: ``act(name, given)`` returns what the block would.
 _Act = Callable[[str, _Given], Any]
 
 
 class _Reached(Exception):
-    """The pass need go no further than to a block that is given this hidden state."""
+    """Stops a pass at a block whose input is this hidden state."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -122,17 +122,17 @@ class _Reached(Exception):
 
 
 def _stop(_: str, given: _Given) -> NoReturn:
-    """Go no further than to this block."""
+    """Stop the pass at this block."""
     raise _Reached(given[0])
 
 
 class _Slot(nn.Module):
-    """Stands where a module is, and has its attributes, which the code around it may ask for."""
+    """Stands in for a module, with its attributes, which the surrounding code may read."""
 
     def __init__(self, module: nn.Module, act: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__["module"] = module  # not a submodule
-        self._act = act  # no local function, which a copy of the model would share
+        self._act = act  # must not be a local function: a copy of the model would share it
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["module"], name)
@@ -147,12 +147,12 @@ class Chain:
     Args:
         module: The module.
         blocks: Its repeated blocks in order, by name.
-        call: Calls a module as this one wants to be called: ``call(module, inputs)``.
-        finish: Makes the outputs, or with targets the loss, of what that returns: ``finish(returned, targets)``.
+        call: Calls a module with the signature of this one: ``call(module, inputs)``.
+        finish: Converts the result to the outputs, or with targets to the loss: ``finish(returned, targets)``.
         example: Inputs of one sample on the meta device.
 
     Raises:
-        NoChain: It is none.
+        NoChain: The module is not a chain.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Chain:
         self._device = torch.device("cpu")
         if len(self._blocks) < 2:
             raise NoChain("has no parts(), and no list of blocks of one class to cut between")
-        self._before: dict[str, nn.Module] = {}  # what has weights, by name
+        self._before: dict[str, nn.Module] = {}  # modules with weights, by name
         self._after: dict[str, nn.Module] = {}
         self._shapes: dict[str, torch.Size] = {}
         self._in_tuple = False
@@ -183,17 +183,17 @@ class Chain:
             raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
         with refusing("cannot be tried between its blocks"), trying(module):
             self._front = self._with_slots({})
-            with unchanged(self._front):  # it has modules of its own
+            with unchanged(self._front):  # its copied modules are not part of the original
                 self._observe()
             self._back = self._with_slots(self._stubs(0.0))
             with unchanged(self._back):
                 self._require_independence()
 
     def parts(self, prefix: str = "") -> dict[str, nn.Module]:
-        """The pieces in order; the last one is called with ``(hidden, targets)``.
+        """Return the pieces in order; the last one is called with ``(hidden, targets)``.
 
         Args:
-            prefix: What makes a name in the module a full name.
+            prefix: Prefix that turns a name in the module into a full name.
         """
 
         def full(members: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -205,7 +205,7 @@ class Chain:
         return found | {"(after the blocks)": Piece(full(self._after), self._end)}
 
     def _begin(self, inputs: Tensor) -> Tensor:
-        """The first block's input."""
+        """Compute the first block's input."""
         _train(self._front, like=self._before)
         try:
             self._run(self._front, inputs, _stop)
@@ -221,13 +221,13 @@ class Chain:
         return self._finish(self._rest(self._back, hidden), targets)
 
     def _rest(self, shell: nn.Module, hidden: Tensor) -> Any:
-        """What the module returns after the last block has returned ``hidden``."""
+        """Return what the module returns if the last block returns ``hidden``."""
         _train(shell, like=self._after)
         self._dtype = hidden.dtype
         return self._run(shell, self._inputs(hidden), lambda *_: self._returned(hidden))
 
     def _others(self, hidden: Tensor) -> dict[str, _Beside]:
-        """What each block is called with beside the hidden state; found out once for each size of batch."""
+        """Return each block's arguments beside the hidden state; determined once per batch size."""
         key = (hidden.shape, hidden.dtype, hidden.device)
         self._dtype = hidden.dtype
         if key not in self._known:
@@ -236,36 +236,36 @@ class Chain:
         return self._known[key]
 
     def _beside(self, shell: nn.Module, inputs: Tensor) -> dict[str, _Beside]:
-        """What each block is given beside the hidden state, by name: not all get the same mask."""
+        """Determine each block's arguments beside the hidden state, by name: masks may differ between blocks."""
         found: dict[str, _Beside] = {}
 
         def act(name: str, given: _Given) -> Any:
             found[name] = given[1:]
             return self._returned(given[0]) if len(found) < len(self._blocks) else _stop(name, given)
 
-        with suppress(_Reached):  # what comes after the last block has weights that may be elsewhere
+        with suppress(_Reached):  # stop at the last block: the weights after it may be on another rank
             self._run(shell, inputs, act)
         return found
 
     def _run(self, shell: nn.Module, inputs: Tensor, act: _Act) -> Any:
-        """Run a shell whose slots do this."""
+        """Run a shell whose slots perform ``act``."""
         self._place(inputs.device)
         self._act = act
         try:
             return self._call(shell, inputs)
         finally:
-            self._act = _stop  # it may hold a hidden state
+            self._act = _stop  # release the hidden state that it may hold
 
     def _hidden(self, returned: Any) -> Tensor:
-        """Of what a block has returned, the hidden state."""
+        """Extract the hidden state from what a block returned."""
         return returned[0] if self._in_tuple else returned
 
     def _returned(self, hidden: Tensor) -> Any:
-        """As a block would return it."""
+        """Wrap a hidden state as a block would return it."""
         return (hidden,) if self._in_tuple else hidden
 
     def _place(self, device: torch.device) -> None:
-        """Move tables of positions and the like to the device: they belong to no piece, so nobody else does."""
+        """Move tables of positions and other buffers outside pieces to the device, as no piece does."""
         if device == self._device:
             return
         self._device = device
@@ -274,23 +274,23 @@ class Chain:
                 one._buffers[name] = None if buffer is None else buffer.to(device)
 
     def _inputs(self, hidden: Tensor) -> Tensor:
-        """Inputs of the right shape, whatever they are."""
+        """Return dummy inputs of the right shape."""
         shape = (hidden.shape[0], *self._example.shape[1:])
         return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
 
     def _at(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        """Do at a block what this run is for."""
+        """Perform the current action in place of a block."""
         return self._act(name, _given(arguments, options))
 
     def _stub(self, shape: torch.Size, fill: float, /, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
-        """What a module before the blocks might return of as many inputs: values do not matter."""
+        """Return a tensor like that of a module before the blocks for this many inputs; values do not matter."""
         return torch.full((len(inputs), *shape[1:]), fill, dtype=self._dtype, device=inputs.device)
 
     def _stubs(self, fill: float) -> dict[str, nn.Module]:
         return {name: _Slot(one, partial(self._stub, self._shapes[name], fill)) for name, one in self._before.items()}
 
     def _with_slots(self, stubs: Mapping[str, nn.Module]) -> nn.Module:
-        """The module with slots for its blocks, and stubs; the modules around them are copies, all others the same."""
+        """Return the module with slots for blocks, and stubs; modules around these are copied, all others shared."""
         slots = {name: _Slot(block, partial(self._at, name)) for name, block in self._blocks.items()}
         replaced = {**slots, **stubs}
 
@@ -309,7 +309,7 @@ class Chain:
         return rebuilt(self._module, "")
 
     def _observe(self) -> None:
-        """Run the module with only its first block in place, and see in which order it calls what."""
+        """Run the module with only its first block in place, and note the order in which it calls its modules."""
         names, owners = list(self._blocks), _owners(self._module, self._blocks)
         calls: list[str] = []
         returned: list[Tensor] = []
@@ -353,9 +353,9 @@ class Chain:
             raise NoChain(f"has no weights {'after' if self._before else 'before'} its blocks")
 
     def _require_independence(self) -> None:
-        """Require that nothing but the hidden state depends on the samples, and no piece on weights of another.
+        """Require that only the hidden state depends on the samples, and no piece on the weights of another.
 
-        Tried with two samples, from which stubs make others, and with weights elsewhere that spoil what they are in.
+        Verified with two different samples and stub outputs, and with NaN in the weights of other pieces.
         """
         shape = (2, *self._example.shape[1:])
         zeros, ones = (torch.full(shape, value, dtype=self._example.dtype) for value in (0, 1))
@@ -376,7 +376,7 @@ class Chain:
 
 @contextmanager
 def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
-    """As :func:`unchanged`, with weights in ``others`` that are no numbers, whatever of ``module`` reads them."""
+    """Like :func:`unchanged`, with NaN in the weights of ``others``, to reveal whether ``module`` reads them."""
     with unchanged(module):
         for part in (inner for one in others for inner in one.modules()):
             for name, weight in part._parameters.items():
@@ -387,7 +387,7 @@ def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:
-    """Let the copied modules know whether they train: nobody tells them but who holds the members."""
+    """Set the training mode of the copied modules from that of the members, as nothing else does."""
     mode = next(iter(like.values())).training
     for one in shell.modules():
         if not has_weights(one, recurse=False):
@@ -395,7 +395,7 @@ def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:
 
 
 def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Given:
-    """Of a block's arguments the first one, by position or by name, and the others."""
+    """Split a block's arguments into the first, positional or keyword, and the others."""
     if arguments:
         return arguments[0], arguments[1:], options
     name, *_ = options
@@ -403,10 +403,10 @@ def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Given:
 
 
 def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The outermost modules outside of the blocks that have weights of their own.
+    """Return the outermost modules outside the blocks that have weights of their own.
 
     Raises:
-        NoChain: One of them is around the blocks.
+        NoChain: One of them contains blocks.
     """
     found: dict[str, nn.Module] = {}
     for name, one in module.named_modules(remove_duplicate=False):  # a block may run again, under another name
@@ -421,14 +421,14 @@ def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
 
 
 def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> dict[str, nn.Module]:
-    """An ``nn.Sequential`` as a chain; what has no weights goes with what is before it. Arguments as above.
+    """Return an ``nn.Sequential`` as a chain; modules without weights join the piece before. Arguments as above.
 
     Raises:
-        NoChain: It runs something with weights twice, which would be in two stages.
+        NoChain: It runs a module with weights twice, which would be in two stages.
     """
     groups: list[dict[str, nn.Module]] = [{}]
     seen: dict[nn.Module, str] = {}
-    for name, child in zip(module._modules, module, strict=True):  # one that is there twice runs twice
+    for name, child in zip(module._modules, module, strict=True):  # a child that is listed twice runs twice
         for part in child.modules():
             if has_weights(part, recurse=False) and seen.setdefault(part, name) != name:
                 raise NoChain(f"has no parts(), and runs {type(part).__name__} in both {seen[part]} and {name}")
@@ -439,7 +439,7 @@ def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> di
 
 
 def named(pieces: Sequence[Piece], finish: Finish, prefix: str) -> dict[str, nn.Module]:
-    """Pieces in order by the first of their members; the last one is called with ``(hidden, targets)``."""
+    """Return the pieces in order, named by their first members; the last is called with ``(hidden, targets)``."""
     *front, last = pieces
     every = [*front, Piece(last.members, partial(_finished, last, finish))]
     return {next(iter(piece.members)).removeprefix(prefix): piece for piece in every}

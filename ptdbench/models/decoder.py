@@ -1,4 +1,4 @@
-"""What language models share: a chain of a token embedding, blocks and a head, its FLOPs, roles and initial values."""
+"""The common base of language models: a chain of embedding, blocks and head, its FLOPs, roles and initial values."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Decoder(nn.Module):
     """A decoder as a chain of an embedding, blocks and a head.
 
     Args:
-        embedding: Tokens to the stream.
-        blocks: From stream to stream.
-        norm: Of what the head projects.
+        embedding: Maps tokens to the stream.
+        blocks: Map the stream to the stream.
+        norm: Normalizes the input of the head's projection.
         width: Features of a token.
         heads: Attention heads of a block.
-        groups: Of heads that stay together where ranks share attention, and what they are called.
+        groups: Number of head groups that tensor parallelism keeps whole, and what they are called.
         sequence_length: Tokens of a sequence for which FLOPs are counted.
         vocabulary: Number of different tokens.
         tie_weights: Whether the head's projection is the token embedding.
@@ -58,8 +58,8 @@ class Decoder(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: ``[batch, length]``, int64, at most as long as the model is built for.
-            targets: ``[batch, length]``, int64: the token that follows each one of ``tokens``.
+            tokens: ``[batch, length]``, int64, with a length of at most ``sequence_length``.
+            targets: ``[batch, length]``, int64: the token that follows each of ``tokens``.
 
         Returns:
             Logits ``[batch, length, vocabulary]``, or with ``targets`` the mean cross entropy, an fp32
@@ -71,20 +71,20 @@ class Decoder(nn.Module):
         return self.head(x, targets)
 
     def layers(self) -> list[nn.Module]:
-        """The blocks, in order."""
+        """Return the blocks, in order."""
         return list(self.blocks)
 
     def parts(self) -> dict[str, nn.Module]:
-        """``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
+        """Return ``embedding``, ``blocks.0``, ``blocks.1``, ..., ``head``."""
         blocks = {f"blocks.{i}": block for i, block in enumerate(self.blocks)}
         return {"embedding": self.embedding, **blocks, "head": self.head}
 
     def train_flops(self) -> dict[str, float]:
-        """FLOPs of forward and backward for one sequence, by part.
+        """Return the FLOPs of forward and backward pass for one sequence, by part.
 
-        Forward, the product of a token with a matrix of n numbers is 2n FLOPs (Kaplan et al. 2020, table 1; PaLM,
-        Chowdhery et al. 2022, appendix B); backward costs twice that. Scores and mixing are those of all T² pairs of
-        positions, as PaLM, nanoGPT and torchtitan count them; what others leave out is :meth:`masked_flops`. The
+        In the forward pass, multiplying a token by a matrix of n elements takes 2n FLOPs (Kaplan et al. 2020, table 1;
+        PaLM, Chowdhery et al. 2022, appendix B); the backward pass takes twice that. Scores and mixing count all T²
+        pairs of positions, as in PaLM, nanoGPT and torchtitan; the part that others omit is :meth:`masked_flops`. The
         embedding, a look-up, costs nothing.
         """
         T, pairs = self.sequence_length, 3.0 * self._pair_flops()
@@ -92,19 +92,19 @@ class Decoder(nn.Module):
         return {"embedding": 0.0, **blocks, "head": 6.0 * T * self.width * self.vocabulary}
 
     def masked_flops(self) -> float:
-        """Half of the scores and of the mixing, forward and backward."""
+        """Return half of the FLOPs of scores and mixing, forward and backward."""
         return 1.5 * self._pair_flops() * len(self.blocks)
 
     def _multiplied(self, block: nn.Module) -> float:
-        """Numbers in the matrices of a block that a token is multiplied with."""
+        """Return the number of elements in the matrices of a block that multiply a token."""
         return sum(weight.numel() for weight in block.parameters() if weight.dim() > 1)
 
     def _pair_flops(self) -> float:
-        """FLOPs of a block's scores and mixing, forward: 2 · T²D each, D the width."""
+        """Return the forward FLOPs of a block's scores and mixing: 2 · T²D each, where D is the width."""
         return 4.0 * self.sequence_length**2 * self.width
 
     def roles(self) -> dict[str, Role]:
-        """Attention by heads, the MLP, and the vocabulary at both ends, as in Megatron-LM (Shoeybi et al. 2019)."""
+        """Divide attention by heads, the MLP, and the vocabulary at both ends, as Megatron-LM (Shoeybi et al. 2019)."""
         vocabulary, positions = (self.vocabulary, "tokens"), (self.sequence_length, "positions")
         of_block = self._block_roles()
         named = {
@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         return {name: role for name, role in named.items() if name in here}
 
     def _block_roles(self) -> dict[str, Role]:
-        """The roles in a block, by name in it, of whatever blocks may hold."""
+        """Return the roles of all modules that a block may have, by name in the block."""
         return {
             "attention_norm": Role("entry"),
             "attention.query_key_value": Role("outputs", *self.groups),
@@ -134,13 +134,13 @@ class Decoder(nn.Module):
         }
 
     def tied(self) -> list[tuple[str, str]]:
-        """The token embedding and the head's projection, if they are one weight."""
+        """Return the token embedding and the head's projection, if they are tied."""
         return [("embedding.token.weight", "head.projection.weight")] if self.tie_weights else []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialize as GPT-2 does (Radford et al. 2019, section 2.3).
+        """Initialize as in GPT-2 (Radford et al. 2019, section 2.3).
 
-        Weights are normal with standard deviation 0.02. Those that write into the residual stream are smaller
+        Weights are normal with standard deviation 0.02. Weights that write to the residual stream are divided
         by √(2 · layers), the root of the number of such writes, so that depth does not amplify the stream.
         """
         if name.endswith(".bias"):
@@ -187,7 +187,7 @@ class CausalMix(nn.Module):
     """The values of each head, weighted by its attention to a position and those before."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Three of ``[batch, heads, length, head width]`` to one; keys and values may be of fewer heads."""
+        """Three of ``[batch, heads, length, head width]`` to one; keys and values may have fewer heads."""
         if q.shape[1] != k.shape[1] and not _has_grouped_kernel(q):
             k, v = (heads.repeat_interleave(q.shape[1] // heads.shape[1], dim=1) for heads in (k, v))
         grouped = q.shape[1] != k.shape[1]
@@ -195,12 +195,12 @@ class CausalMix(nn.Module):
 
 
 def _has_grouped_kernel(q: Tensor) -> bool:
-    """Whether a kernel that keeps no whole scores takes fewer heads of keys: on CUDA flash attention, since Ampere."""
+    """Whether a fused kernel supports fewer heads of keys: on CUDA, flash attention does from Ampere on."""
     return not q.is_cuda or (q.dtype != torch.float32 and torch.cuda.get_device_properties(q.device).major >= 8)
 
 
 class Head(nn.Module):
-    """Final norm and projection to the vocabulary, with the loss when there are targets to compare with."""
+    """Final norm and projection to the vocabulary; computes the loss if there are targets."""
 
     def __init__(self, norm: nn.Module, width: int, vocabulary: int) -> None:
         super().__init__()
@@ -213,6 +213,6 @@ class Head(nn.Module):
         x = self.norm(x)
         if targets is None:
             return self.projection(x)
-        # A narrow copy stands before its weight, which can take the gradient as it is summed, in fp32.
+        # If a narrow copy replaces the weight, the weight itself gets the gradient as it is summed, in fp32.
         loss: Tensor = self.cross_entropy(x, self.projection.weight, targets, master_of(self.projection))
         return loss

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router that chooses a few experts for each token, the experts, and what the layer adds up."""
+"""A mixture of experts: a router that chooses a few experts for each token, the experts, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from torch import Tensor, nn
 
 from ptdbench.problems import Problem, require, try_these
 
-#: What keeps the experts equally busy, see :class:`Routing`.
+#: The method of load balancing, see :class:`Routing`.
 Balance = Literal["none", "loss", "micro_batch_loss", "bias", "forced"]
 
-#: How experts compute: one kernel for all, or one product after the other.
+#: How experts compute: by one grouped kernel, or in a loop of products.
 Product = Literal["grouped", "loop"]
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How tokens choose experts: softmax over all of them in fp32, of which the largest are taken.
+    """How tokens choose experts: top-k of an fp32 softmax over all experts.
 
     Raises:
         ConfigError: With every invalid option.
     """
 
     #: ``loss``: the auxiliary loss of Switch (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) over the global
-    #: batch, its fractions of tokens from the step before, so that it is equal under every layout.
-    #: ``micro_batch_loss``: its fractions from a rank's micro-batch, which depends on the layout. ``bias``: a bias on
-    #: the choice alone, moved once a step against the load (Wang et al. 2024, arXiv 2408.15664). ``forced``: experts in
-    #: turn by position, for benchmarks. ``none``: nothing.
+    #: batch, with the fractions of tokens of the previous step, so that it is equal under every layout.
+    #: ``micro_batch_loss``: the same with the fractions of a rank's micro-batch, which depend on the layout. ``bias``:
+    #: a bias that affects only the choice, moved once per step against the load (Wang et al. 2024, arXiv 2408.15664).
+    #: ``forced``: experts in turn by position, for benchmarks. ``none``: no balancing.
     balance: Balance = "loss"
-    #: Weight of the auxiliary loss beside the cross entropy; the reported loss is without it.
+    #: Weight of the auxiliary loss beside the cross entropy; the reported loss excludes it.
     coefficient: float = 0.01
-    bias_rate: float = 0.001  #: How far a step moves a bias.
+    bias_rate: float = 0.001  #: Change of a bias per step.
     normalize: bool = True  #: Whether the weights of the chosen experts are scaled to a sum of 1.
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Routing:
-        """From the options of a configuration."""
+        """Create a routing from the options of a configuration."""
         names = [one.name for one in fields(cls)]
         rule, remedy = "there is no such option", try_these(names)
         require(*(Problem(f"router.{name}", options[name], rule, remedy) for name in options if name not in names))
@@ -62,22 +62,22 @@ class Routing:
 
 
 class Router(nn.Module):
-    """Chooses ``active`` experts for each token, and counts what it has chosen.
+    """Chooses ``active`` experts for each token, and counts the choices.
 
-    What it keeps from step to step is the same on all ranks: whoever lays a model out takes :attr:`counts`, adds them
-    up over ranks and calls :meth:`balance` once a step where it :attr:`balances`, and says in :attr:`share` what the
-    loss of a micro-batch is multiplied by.
+    Its state across steps is the same on all ranks: once per step the layout takes :attr:`counts`, sums them over ranks
+    and calls :meth:`balance` if :attr:`balances` is true; :attr:`share` must be set to the factor of a micro-batch's
+    loss.
 
     Args:
         width: Features of a token.
         experts: Number of experts.
         active: How many are chosen for each token.
-        capacity: Most tokens that an expert takes of a micro-batch, as a multiple of its fair share.
+        capacity: Maximum tokens of a micro-batch for an expert, as a multiple of its fair share.
         routing: How they are chosen.
     """
 
-    load: Tensor  #: Each expert's fraction of the choices of the step before, ``[experts]`` in fp32.
-    bias: Tensor  #: What is added to scores for the choice, ``[experts]`` in fp32.
+    load: Tensor  #: Each expert's fraction of the choices of the previous step, ``[experts]`` in fp32.
+    bias: Tensor  #: Added to scores for the choice only, ``[experts]`` in fp32.
 
     def __init__(self, width: int, experts: int, active: int, capacity: float | None, routing: Routing) -> None:
         super().__init__()
@@ -89,11 +89,11 @@ class Router(nn.Module):
         self.positions = nn.Identity()
         self.register_buffer("load", torch.empty(experts))
         self.register_buffer("bias", torch.empty(experts))
-        #: Of each backward pass, which recomputation does not repeat, how often each expert was chosen, and how many of
-        #: these choices were dropped: ``[experts + 1]`` in fp32. Whoever takes them clears the list.
+        #: For each backward pass, which recomputation does not repeat, how often each expert was chosen, and how many
+        #: of these choices were dropped: ``[experts + 1]`` in fp32. The consumer clears the list.
         self.counts: list[Tensor] = []
         self.share: Tensor | float = 1.0  #: Weight of a micro-batch's auxiliary loss in the gradients of a step.
-        #: Whether experts are taken in turn, and the host works out how: for devices that compute nothing.
+        #: Whether experts are taken in turn, as computed by the host: for devices that compute nothing.
         self.on_host = False
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,9 +103,9 @@ class Router(nn.Module):
             tokens: ``[batch, length, width]``.
 
         Returns:
-            The weights of the choices, ``[tokens, active]`` in fp32; the numbers of the choices, ``token * active +
-            place``, in the order of their experts, without those that were dropped; and how many each expert got,
-            ``[experts]`` in int64, on the CPU where the host works it out.
+            The weights of the choices, ``[tokens, active]`` in fp32; the indices of the choices, ``token * active +
+            place``, ordered by expert, without dropped ones; and the number of tokens for each expert, ``[experts]`` in
+            int64, on the CPU if the host computes them.
         """
         scores = F.linear(tokens.flatten(0, 1).float(), self.weight.float()).softmax(dim=-1)
         chosen = self._choose(scores.detach(), *tokens.shape[:2])
@@ -117,7 +117,7 @@ class Router(nn.Module):
         return weights, order.to(scores.device), kept
 
     def _choose(self, scores: Tensor, batch: int, length: int) -> Tensor:
-        """The experts of each token, ``[tokens, active]``."""
+        """Return the experts of each token, ``[tokens, active]``."""
         if self.forced:
             where = torch.device("cpu") if self.on_host else scores.device
             places = self.positions(torch.arange(length, device=where))
@@ -126,7 +126,7 @@ class Router(nn.Module):
         return (scores + self.bias if self.routing.balance == "bias" else scores).topk(self.active, dim=-1).indices
 
     def _sort(self, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Choices in the order of their experts, how many of each expert there were, and how many are kept."""
+        """Return the choices ordered by expert, the number of choices of each expert, and how many are kept."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = F.one_hot(flat, self.experts).sum(dim=0)
@@ -143,11 +143,11 @@ class Router(nn.Module):
 
     @property
     def balances(self) -> bool:
-        """Whether a step depends on what all ranks have chosen in the step before."""
+        """Whether a step depends on the choices of all ranks in the previous step."""
         return self.routing.balance in ("loss", "bias")
 
     def pull(self, counts: Tensor) -> Tensor | None:
-        """The gradient of the auxiliary loss for the scores of each of the tokens that made these choices."""
+        """Return the gradient of the auxiliary loss with respect to each token's scores, given these choices."""
         kind = self.routing.balance
         if kind not in ("loss", "micro_batch_loss"):
             return None
@@ -156,14 +156,14 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def balance(self, counts: Tensor) -> None:
-        """Go by how often each expert was chosen in a step, ``[experts]`` over all ranks."""
+        """Update load and bias by how often each expert was chosen in a step, ``[experts]`` over all ranks."""
         self.load.copy_(counts / counts.sum())
         if self.routing.balance == "bias":
             self.bias.add_((1 / self.experts - self.load).sign(), alpha=self.routing.bias_rate)
 
 
 class _Counted(torch.autograd.Function):
-    """Scores as they are; the backward pass counts the choices, and adds the gradient of the auxiliary loss."""
+    """The identity on scores; the backward pass counts choices and adds the gradient of the auxiliary loss."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, router: Router, counts: Tensor, kept: Tensor) -> Tensor:
@@ -180,9 +180,9 @@ class _Counted(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts (Shazeer 2020), their matrices stacked; the first product's rows are the gate's, then the others.
+    """SwiGLU experts (Shazeer 2020) with stacked matrices; the rows of ``gate_up`` are the gate's, then the up's.
 
-    With the first ``n`` of a stack's matrices it computes the first ``n`` experts.
+    With the first ``n`` matrices of each stack it computes the first ``n`` experts.
     """
 
     def __init__(self, experts: int, width: int, hidden: int, product: Product) -> None:
@@ -195,8 +195,8 @@ class Experts(nn.Module):
         """Let each expert compute its tokens.
 
         Args:
-            tokens: ``[tokens, width]``, those of the first expert first.
-            counts: How many each expert has, ``[experts]``, int64.
+            tokens: ``[tokens, width]``, ordered by expert.
+            counts: Number of tokens of each expert, ``[experts]``, int64.
 
         Returns:
             ``[tokens, width]``, in the same order.
@@ -204,13 +204,13 @@ class Experts(nn.Module):
         if self.product == "loop":
             matrices = zip(tokens.split(counts.tolist()), self.gate_up.unbind(), self.down.unbind(), strict=True)
             return torch.cat([F.linear(_Gated.apply(F.linear(some, both)), down) for some, both, down in matrices])
-        if not len(tokens):  # the kernel has no gradient of no tokens: a row of zeros for the last expert
+        if not len(tokens):  # the kernel's gradient needs a token: give the last expert a row of zeros
             tokens, ends = F.pad(tokens, (0, 0, 0, 1)), (torch.arange(len(counts)) == len(counts) - 1).int()
             return self._grouped(tokens, ends.to(tokens.device))[:0]
         return self._grouped(tokens, counts.cumsum(0).to(tokens.device, torch.int32))
 
     def _grouped(self, tokens: Tensor, ends: Tensor) -> Tensor:
-        """One kernel for all experts; ``ends``: where the tokens of each end."""
+        """Compute all experts by one kernel; ``ends``: the end of each expert's tokens."""
         both, down = (matrix.transpose(-2, -1) for matrix in (self.gate_up, self.down))
         return F.grouped_mm(_Gated.apply(F.grouped_mm(tokens, both, offs=ends)), down, offs=ends)
 
@@ -218,7 +218,7 @@ class Experts(nn.Module):
 class _Gated(torch.autograd.Function):
     """``silu(gate) * up`` of the two halves of ``[tokens, 2 * hidden]``.
 
-    The gradients of the halves are written where the product wants them, side by side.
+    The gradients of the halves are written side by side, as the product needs them.
     """
 
     @staticmethod
@@ -239,7 +239,7 @@ class _Gated(torch.autograd.Function):
 
 
 class Mixture(nn.Module):
-    """Norm, router, experts, and what a token's experts give by their weights; with shared experts for every token."""
+    """Norm, router, and the weighted sum of each token's experts; optionally with shared experts for all tokens."""
 
     def __init__(self, norm: nn.Module, router: Router, experts: Experts, shared: nn.Module | None) -> None:
         super().__init__()
@@ -254,10 +254,10 @@ class Mixture(nn.Module):
         mixed = self.routed(x)
         return mixed if self.shared is None else mixed + self.shared(x)
 
-    @torch.compiler.disable  # how many tokens an expert gets is in the data
+    @torch.compiler.disable  # the number of tokens per expert depends on the data
     def routed(self, x: Tensor) -> Tensor:
-        """What the chosen experts make of ``x``."""
-        if x.is_meta:  # it has no values to choose by
+        """Return the weighted sum of the chosen experts' outputs for ``x``."""
+        if x.is_meta:  # no values to choose by
             return torch.empty_like(x)
         weights, order, counts = self.router(x)
         active, places = weights.shape[1], places_in(order, weights.numel())
@@ -267,19 +267,19 @@ class Mixture(nn.Module):
 
 
 def places_in(order: Tensor, choices: int) -> Tensor:
-    """Where each of the numbers from 0 stands in ``order``; ``len(order)``: nowhere."""
+    """Return the position in ``order`` of each number from 0 to ``choices - 1``; ``len(order)``: absent."""
     places = torch.full((choices,), len(order), device=order.device)
     return places.scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def take(rows: Tensor, numbers: Tensor, back: Tensor, copies: int = 1) -> Tensor:
-    """The rows of these numbers, each of which is taken once.
+    """Gather rows by number, each number at most once.
 
     Args:
         rows: ``[rows, width]``.
-        numbers: Of rows, each in ``copies`` that are numbered one after the other; ``rows``: none, which gives zeros.
-        back: Where each number stands in ``numbers``, as by :func:`places_in`.
-        copies: How often each row is there.
+        numbers: Numbers of rows, where each row has ``copies`` consecutive numbers; ``rows``: absent, gives zeros.
+        back: Position of each number in ``numbers``, as by :func:`places_in`.
+        copies: How many numbers each row has.
 
     Returns:
         ``[len(numbers), width]``.
@@ -288,7 +288,7 @@ def take(rows: Tensor, numbers: Tensor, back: Tensor, copies: int = 1) -> Tensor
 
 
 class _Taken(torch.autograd.Function):
-    """See :func:`take`. Each gradient is fetched where it is: torch adds them up row by row, as numbers may repeat."""
+    """See :func:`take`. The backward pass is a gather, too; torch's would scatter-add, as numbers could repeat."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, numbers: Tensor, back: Tensor, copies: int) -> Tensor:
@@ -304,5 +304,5 @@ class _Taken(torch.autograd.Function):
 
 
 def _select(rows: Tensor, numbers: Tensor, lacks: bool) -> Tensor:
-    """The rows of these numbers; ``lacks``: of the one after the last, there are zeros."""
+    """Return the rows with these numbers; ``lacks``: numbers may include ``len(rows)``, which gives zeros."""
     return (F.pad(rows, (0, 0, 0, 1)) if lacks else rows).index_select(0, numbers)

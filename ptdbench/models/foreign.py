@@ -1,39 +1,40 @@
 """Your own ``nn.Module`` as a model of ptdbench.
 
-Any module works whose ``forward(inputs)`` returns one tensor, or an object with ``.logits`` or ``.loss`` as those of
-Hugging Face. Their ``labels`` are not used: targets are the next tokens already, and the module would shift them once
-more. It may define these methods, all of them optional:
+Any module works whose ``forward(inputs)`` returns a tensor, or an object with ``.logits`` or ``.loss`` like those of
+Hugging Face. Their ``labels`` are not used: targets are already the next tokens, and the module would shift them again.
+The module may define these methods, all optional:
 
 ``loss(outputs, targets)``
     The mean loss, a scalar. Default: cross entropy for integer targets, mean squared error for floating-point
-    ones. A module whose ``forward`` itself takes ``targets`` returns the loss from there, alone, with outputs in a
-    tuple or as ``.loss``, and needs no ``loss``. Held-out samples are judged by the same loss; by an accuracy only if
-    ``forward`` returns outputs without ``targets`` too.
+    ones. A module whose ``forward`` itself takes ``targets`` returns the loss from there: alone, in a tuple with
+    outputs, or as ``.loss``; it needs no ``loss``. Evaluation uses the same loss; accuracy only if ``forward`` also
+    returns outputs without ``targets``.
 ``layers()``
-    The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the unit of
+    The repeated blocks, a list of modules (an attribute that is a ``ModuleList`` will do): the units of
     sharding (fsdp), recomputation and compilation. Default: the members of the longest ``ModuleList`` or
     ``Sequential`` of one class, and all others of that class; if there is none, fsdp shards the module as one.
 ``parts()``
     The module as an ordered chain, a dict from the full name of each submodule to the submodule; ``forward``
-    then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; else what
-    comes before the repeated blocks, each block and what follows, if trying shows that they are a chain (see
-    ``ptdbench.models.chain``); else what its traced ``forward`` shows (see ``ptdbench.models.traced``). ``forward``
-    calls those that are submodules, as FSDP and compilation take hold of the first and the last of them.
+    then takes ``targets``, and so does the last part. Default: the members of an ``nn.Sequential``; otherwise what
+    comes before the repeated blocks, each block and what follows, if trial runs show that they are a chain (see
+    ``ptdbench.models.chain``); otherwise what tracing its ``forward`` reveals (see ``ptdbench.models.traced``).
+    ``forward`` must call the parts that are submodules, as FSDP and compilation wrap the first and last of them.
 ``tied()``
-    Pairs of full parameter names in different parts that are one weight. Default: those that are one object.
+    Pairs of full parameter names in different parts that are one weight. Default: parameters that are one object.
 ``roles()``
-    What modules are to ranks that share the work of one sample, under tensor or context parallelism: a dict from full
-    name to :class:`ptdbench.models.protocol.Role`, or to its kind alone, as ``outputs`` or ``inputs``. Default: none.
+    The roles of modules for ranks that share the work of one sample, under tensor or context parallelism: a dict from
+    full name to :class:`ptdbench.models.protocol.Role`, or only to its kind, such as ``outputs`` or ``inputs``.
+    Default: none.
 ``train_flops()``
-    FLOPs of forward and backward for one sample, a dict by part. Default: counted on the meta device, with what the
-    module itself recomputes; ``activations=recompute`` is not counted.
+    FLOPs of forward and backward pass for one sample, a dict by part. Default: counted on the meta device, including
+    what the module itself recomputes; ``activations=recompute`` is not counted.
 ``masked_flops()``
-    Of these, those for what causal attention masks, or ``None``. Default: half of the products in modules whose
-    ``is_causal`` is true, as those of Hugging Face; unknown where others multiply batches of matrices, or with
-    ``train_flops()`` of its own.
+    The part of these FLOPs that causal attention masks, or ``None``. Default: half of the products in modules whose
+    ``is_causal`` is true, as in Hugging Face's; unknown if other modules multiply batches of matrices, or if the module
+    defines ``train_flops()``.
 ``reset(name, tensor, generator)``
-    Fills one parameter or buffer in place with its initial value. With it a module may be larger than a
-    machine, as it is built on the meta device; without it each rank builds it whole in host memory, under the
+    Fills one parameter or buffer in place with its initial value. With it a module may exceed the memory of a
+    machine, as it is built on the meta device; without it each rank builds the whole module in host memory, under the
     run's seed.
 """
 
@@ -60,7 +61,7 @@ from ptdbench.problems import Problem, require, said
 
 Example = tuple[Tensor, Tensor]
 
-#: Products of batches of matrices, as those of attention are.
+#: Products of batches of matrices, such as those of attention.
 _BATCHED = (torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 PREFIX = "module."
@@ -71,12 +72,12 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
     Args:
         config: A class or function under ``_target_``, and its arguments.
-        seed: The run's seed, for a module that gets its values from its constructor.
+        seed: The run's seed, for a module whose constructor initializes it.
         example: ``(inputs, targets)`` of one sample on the meta device; see ``Data.example``.
 
     Raises:
-        hydra.errors.InstantiationException: If the constructor raises; its cause is what was raised.
-        ConfigError: If a weight is not fp32.
+        hydra.errors.InstantiationException: The constructor raised; the cause is its exception.
+        ConfigError: A weight is not fp32.
     """
     target = hydra.utils.get_object(config["_target_"])
     if callable(getattr(target, "reset", None)):
@@ -89,7 +90,7 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
     for name, weight in module.named_parameters():
         if weight.is_floating_point() and weight.dtype != torch.float32:
             dtype = str(weight.dtype).removeprefix("torch.")
-            loads = config["_target_"].endswith(".from_pretrained")  # of transformers, in the dtype of the file
+            loads = config["_target_"].endswith(".from_pretrained")  # transformers loads in the dtype of the file
             remedy = "try +model.dtype=float32" if loads else "return it as .float()"
             rule = f"has a weight in {dtype}, {name}, and weights are fp32 under every precision"
             require(Problem("_target_", config["_target_"], rule, remedy))
@@ -97,16 +98,16 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
 
 def adapt(module: nn.Module, example: Callable[[], Example]) -> Model:
-    """``module`` itself if it implements the protocol :class:`Model`, else a wrapper that does."""
+    """Return ``module`` itself if it implements the protocol :class:`Model`, else a wrapper that does."""
     if not hasattr(module, "roles"):  # optional, even if all other methods exist
         module.roles = dict  # type: ignore[assignment]
     return module if isinstance(module, Model) else Adapted(module, example)
 
 
 class Adapted(nn.Module):
-    """A wrapper with defaults for the methods of the protocol that a module lacks; names begin ``module.``."""
+    """A wrapper with defaults for protocol methods that a module lacks; names begin with ``module.``."""
 
-    #: Why the module has no :meth:`parts`, in words that follow "the model"; known after asking for them.
+    #: Why the module has no :meth:`parts`, in words that follow "the model"; set once they are requested.
     uncut: str | None = None
 
     def __init__(self, module: nn.Module, example: Callable[[], Example]) -> None:
@@ -119,10 +120,10 @@ class Adapted(nn.Module):
         self.only_loss = self._takes_targets and takes["targets"].default is inspect.Parameter.empty
         name = getattr(module, "main_input_name", None)  # Hugging Face
         self._input_name = name if name in takes else None
-        self._options = {"use_cache": False} if "use_cache" in takes else {}  # a cache is for generating text
+        self._options = {"use_cache": False} if "use_cache" in takes else {}  # the cache is for generation
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The module's outputs, or with ``targets`` its mean loss in fp32."""
+        """Return the module's outputs, or with ``targets`` its mean loss in fp32."""
         if self._takes_targets and targets is not None:
             found = _alone(self.module(inputs, targets), lambda one: one.dim() == 0)
             loss = getattr(found, "loss", found)
@@ -142,7 +143,7 @@ class Adapted(nn.Module):
         return None if self._takes_targets else self._finish
 
     def layers(self) -> list[nn.Module]:
-        """The module's own blocks, else those that are repeated, see :func:`ptdbench.models.chain.repeated`."""
+        """Return the module's own blocks, else its repeated ones, see :func:`ptdbench.models.chain.repeated`."""
         layers: Any = getattr(self.module, "layers", None)
         if inspect.ismethod(layers):
             return list(layers())
@@ -151,7 +152,7 @@ class Adapted(nn.Module):
         return list(chain.repeated(self.module).values())
 
     def parts(self) -> dict[str, nn.Module] | None:
-        """The module's own chain, else what can be found by trying; ``None``, and :attr:`uncut`, if it is none."""
+        """Return the module's own chain, else one found by trial runs; ``None``, with :attr:`uncut`, if it is none."""
         parts = self._method("parts")
         return _prefixed(parts()) if parts else self._found
 
@@ -164,7 +165,7 @@ class Adapted(nn.Module):
             return None
 
     def _cut(self) -> dict[str, nn.Module]:
-        """The chain of a module that names none; raises NoChain if it is none."""
+        """Find the chain of a module without ``parts()``; raises NoChain if it is none."""
         if isinstance(self.module, nn.Sequential) and type(self.module).forward is nn.Sequential.forward:
             return chain.of_sequential(self.module, self._finish, PREFIX)
         if self._takes_targets:
@@ -182,13 +183,13 @@ class Adapted(nn.Module):
             raise chain.NoChain(f"{first}, and {reason}") from None
 
     def _call(self, module: nn.Module, inputs: Tensor) -> Any:
-        """What the module returns; ``module`` is it, or another of its signature."""
+        """Call ``module``, which is the wrapped one or has the same signature."""
         if self._input_name:
             return module(**{self._input_name: inputs}, **self._options)
         return module(inputs, **self._options)
 
     def _finish(self, found: Any, targets: Tensor | None) -> Tensor:
-        """The outputs, or with targets the loss, of what the module has returned."""
+        """Convert what the module returned to the outputs, or with targets to the loss."""
         found = _alone(found, lambda one: one.dim() > 0)
         outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
         if targets is not None and outputs is None and getattr(found, "loss", None) is not None:
@@ -204,20 +205,20 @@ class Adapted(nn.Module):
         return loss(outputs, targets).float()
 
     def roles(self) -> dict[str, Role]:
-        """Those that the module names."""
+        """Return the roles that the module names."""
         return _prefixed((self._method("roles") or dict)())
 
     def train_flops(self) -> dict[str, float]:
-        """The module's own figures; else PyTorch's count for one sample, under the key ``module``.
+        """Return the module's own figures; else PyTorch's count for one sample, under the key ``module``.
 
         Raises:
-            FlopsUnknown: If the module does not run on the meta device, where they are counted.
+            FlopsUnknown: The module does not run on the meta device, where FLOPs are counted.
         """
         train_flops = self._method("train_flops")
         return _prefixed(train_flops()) if train_flops else {"module": self._flops.total}
 
     def masked_flops(self) -> float | None:
-        """The module's own figure; else counted, unless it has FLOPs of its own."""
+        """Return the module's own figure; else count it, unless the module defines ``train_flops()``."""
         if masked_flops := self._method("masked_flops"):
             return masked_flops()
         return None if self._method("train_flops") else self._flops.masked
@@ -227,22 +228,22 @@ class Adapted(nn.Module):
         return count_train_flops(self, *self._example())
 
     def tied(self) -> list[tuple[str, str]]:
-        """The module's tied weights: those that it names, else those that are one object."""
+        """Return the module's tied weights: those that it names, else those that are one object."""
         tied = self._method("tied")
         return [(PREFIX + first, PREFIX + second) for first, second in (tied() if tied else self._same)]
 
     @cached_property
     def _same(self) -> list[tuple[str, str]]:
-        """Found before sharding replaces the weights."""
+        """Names of parameters that are one object; computed before sharding replaces the weights."""
         first: dict[nn.Parameter, str] = {}
         named = self.module.named_parameters(remove_duplicate=False)
         return [(first[weight], name) for name, weight in named if first.setdefault(weight, name) != name]
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Let the module fill one of its tensors; one without ``reset`` gets its values in :func:`build`.
+        """Let the module fill one of its tensors; a module without ``reset`` gets its values in :func:`build`.
 
         Raises:
-            NotImplementedError: If the module has no ``reset``.
+            NotImplementedError: The module has no ``reset``.
         """
         reset = self._method("reset")
         if reset is None:
@@ -250,21 +251,21 @@ class Adapted(nn.Module):
         reset(name.removeprefix(PREFIX), tensor, generator)
 
     def _method(self, name: str) -> Callable[..., Any] | None:
-        """The module's own method of that name, not a submodule."""
+        """Return the module's own method of that name; ignores submodules."""
         attribute = getattr(self.module, name, None)
         return attribute if inspect.ismethod(attribute) else None
 
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of forward and backward for one sample."""
+    """FLOPs of forward and backward pass for one sample."""
 
-    total: float  #: All, of attention with a window those of its window alone.
-    masked: float | None  #: Of these, those for what causal attention masks; ``None`` if unknown.
+    total: float  #: All FLOPs; of attention with a window, only those within the window.
+    masked: float | None  #: The part of these that causal attention masks; ``None`` if unknown.
 
 
 def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flops:
-    """Count FLOPs of forward and backward for one sample with PyTorch's counter, without computing.
+    """Count FLOPs of forward and backward pass for one sample with PyTorch's counter, without computing.
 
     Args:
         module: Called as ``module(inputs, targets)``; its own tensors are not changed.
@@ -272,26 +273,26 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flo
         targets: Its targets, likewise.
 
     Raises:
-        FlopsUnknown: If the module does not run on the meta device.
+        FlopsUnknown: The module does not run on the meta device.
     """
     try:
         return _counted(module, inputs, targets, torch.device("meta"))
     except Exception as error:  # third-party code may raise anything
         reason = said(error).partition("\n")[0]
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):  # code that looks at values often asks first if it is traced
+        with FakeTensorMode(allow_non_fake_inputs=True):  # code that reads values often checks first if it is traced
             return _counted(module, inputs, targets, torch.device("cpu"))
     except Exception:
         problem = f"the model has no train_flops(), and counting on the meta device failed: {reason}"
         raise FlopsUnknown(problem) from None
 
 
-# What is tried with fake tensors may fail, and is reported in a line; torch logs the traceback of the operation, too.
+# A failure with fake tensors is reported in one line; suppress torch's log of the operation's traceback.
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda told: "run meta for" not in told.getMessage())
 
 
 def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Flops:
-    """Count on tensors without values, of a device."""
+    """Count with tensors without values, on ``device``."""
     tensors = {
         name: torch.empty_like(one, device=device, requires_grad=one.requires_grad)
         for name, one in [*module.named_parameters(), *module.named_buffers()]
@@ -304,15 +305,15 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
         forward = _batched(counter)
         loss.backward()
     outside, masked = _masked(module, forward, inputs.shape[-1])
-    # Three passes, fewer where layers are frozen: those of a module are unknown, as torch's tracker of modules loses
-    # its place in the backward pass of one that is called with keywords alone.
+    # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses
+    # its place in the backward pass of a module that is called with keyword arguments only.
     passes = _batched(counter)["Global"] / (forward["Global"] or 1)
     total = counter.get_total_flops() - passes * outside
     return Flops(total / 2, None if masked is None else passes * masked / 2)
 
 
 def _batched(counter: FlopCounterMode) -> dict[str, int]:
-    """FLOPs in products of batches so far, by the module they are in, with its parents."""
+    """Return the FLOPs in batched products so far, by module, each including its submodules."""
     counts: dict[str, dict[Any, int]] = {"Global": {}} | counter.get_flop_counts()
     return {
         name: sum(flops for operation, flops in by_operation.items() if operation in _BATCHED)
@@ -321,18 +322,18 @@ def _batched(counter: FlopCounterMode) -> dict[str, int]:
 
 
 def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple[float, float | None]:
-    """FLOPs of the forward pass for pairs outside of windows, and for what a causal mask leaves out within.
+    """Return the forward FLOPs for pairs outside windows, and those that a causal mask excludes within.
 
-    Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask leaves out ``W² / 2``; one of as
-    many positions on both sides holds ``T · (2W - 1)``, as each position itself is in both.
+    Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask excludes ``W² / 2``; a two-sided
+    window holds ``T · (2W - 1)``, as both sides include the position itself.
 
     Args:
-        module: All of it.
-        forward: Those in products of batches, by the module they are in, with its parents.
+        module: The whole module.
+        forward: Forward FLOPs in batched products, by module, each including its submodules.
         length: T, the positions of a sample.
 
     Returns:
-        ``None`` for the second if some are not in attention that says whether it is causal.
+        The two counts; the second is ``None`` if some products are not in modules that say whether they are causal.
     """
     found = outside = masked = 0.0
     for name, part in module.named_modules():
@@ -349,14 +350,14 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
 
 
 def _window(attention: nn.Module) -> int | None:
-    """The positions that a module of Hugging Face attends to, itself included, on each side; ``None`` for all."""
+    """Return how many positions a Hugging Face module attends to on each side, including itself; ``None``: all."""
     where = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
     window = getattr(where, "sliding_window", None)
     return window if isinstance(window, int) else None
 
 
 def _alone(found: Any, fits: Callable[[Tensor], bool]) -> Any:
-    """Of a tuple, as many return outputs and loss, the only tensor that fits; whatever else is found as it is."""
+    """Return the only tensor of a tuple that fits, as for a tuple of outputs and loss; else ``found`` unchanged."""
     fitting = [one for one in found if isinstance(one, Tensor) and fits(one)] if isinstance(found, tuple) else []
     return fitting[0] if len(fitting) == 1 else found
 

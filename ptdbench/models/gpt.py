@@ -1,4 +1,4 @@
-"""A GPT-2 style decoder: pre-norm, learned positions, tanh-GELU, causal attention, biases, no dropout."""
+"""A GPT-2-style decoder: pre-norm, learned positions, tanh-GELU, causal attention, biases, no dropout."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class GPT(Decoder):
         layers: Number of blocks.
         heads: Attention heads of a block; must divide ``width``.
         width: Features of a token.
-        sequence_length: Maximum tokens of a sequence, and the length that :meth:`train_flops` counts.
+        sequence_length: Maximum tokens of a sequence, also for :meth:`train_flops`.
         vocabulary: Number of different tokens. 50304 is GPT-2's 50257 rounded up to a multiple of 128, which
-            is what matrix units like.
+            suits matrix units.
         tie_weights: Whether the head's projection is the token embedding, as in GPT-2.
 
     Raises:
@@ -63,8 +63,8 @@ class GPT(Decoder):
 class Attention(nn.Module):
     """Causal self-attention with several heads.
 
-    The rows of the first matrix are laid out head by head, the queries, keys and values of one head together, so that a
-    cut by heads is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this module
+    The rows of the first matrix are laid out by head, with queries, keys and values of a head together. So a cut by
+    heads is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this module
     computes ``1/n`` of the heads.
     """
 
@@ -77,8 +77,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[batch, length, width]`` to the same."""
-        # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]; transposed when they are apart,
-        # or their gradients would be stacked and then copied once more
+        # [batch, length, 3 * width] -> three of [batch, heads, length, width / heads]; unbind before transposing, or
+        # the gradients would be stacked and then copied once more
         apart = self.query_key_value(x).unflatten(-1, (-1, 3, self.head_width)).unbind(-2)
         q, k, v = (part.transpose(1, 2) for part in apart)
         return self.output(self.mix(q, k, v).transpose(1, 2).flatten(2))

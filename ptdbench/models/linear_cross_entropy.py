@@ -1,12 +1,12 @@
 """The loss of a language model's head without its whole logit tensor.
 
-A GPT-2 vocabulary makes the logits by far the largest activation: for 8 sequences of 1024 tokens they are
+With GPT-2's vocabulary the logits are by far the largest activation: for 8 sequences of 1024 tokens they are
 1.6 GB in fp32, and the usual way keeps two or three such tensors alive. Here the projection and the cross
-entropy are one operation that goes through the tokens in chunks. As the gradient of cross entropy is known
-as soon as the logits are, each chunk's part of the gradients is computed at once, in the forward pass, and
-its logits are dropped: the same three matrix products as the usual way, none of them twice. The idea is
-that of Liger Kernel (https://arxiv.org/abs/2410.10989), for any device and for torch.compile, which may
-keep the softmax for backward where that is smaller than the weight's gradient.
+entropy are one operation that processes the tokens in chunks. As the gradient of cross entropy is known
+as soon as the logits are, each chunk's part of the gradients is computed in the forward pass, and
+its logits are freed: the same three matrix products as the usual way, none of them twice. This is the idea
+of Liger Kernel (https://arxiv.org/abs/2410.10989), for any device and for torch.compile, which may
+keep the softmax for the backward pass if that is smaller than the weight's gradient.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from ptdbench.models.softmax import VocabularyShare, cross_entropy_
 
-# A chunk reads and writes the whole fp32 gradient of the weight once, 8 bytes an element, for 6 FLOPs per element and
-# row. A datacenter GPU computes 200 to 300 FLOPs in the time of a byte: 4096 rows make that a tenth of the products,
-# 16384 a fortieth. So chunks are as large as their logits may be, which is a share of the GPU's whole memory: the same
-# on all ranks, and from one step to the next, whatever is free.
+# Each chunk reads and writes the whole fp32 gradient of the weight once, 8 bytes per element, for 6 FLOPs per element
+# and row. A datacenter GPU computes 200 to 300 FLOPs in the time of a byte: with 4096 rows that traffic takes a tenth
+# of the time of the products, with 16384 a fortieth. So chunks are as large as their logits may be: a fraction of the
+# GPU's total memory, so that they are the same on all ranks and in all steps, regardless of free memory.
 LOGITS_GPU = 0.02
 
-# On a CPU a chunk's logits are worth bounding only where they are large: 2**24 of them are 64 MiB in fp32. It has some
-# ten FLOPs a byte, but its smaller matrix products are slower too: two chunks of 256 rows took 7 % more than one of 512
+# On a CPU, bounding a chunk's logits pays off only if they are large: 2**24 of them are 64 MiB in fp32. A CPU has some
+# ten FLOPs per byte, but smaller matrix products are slower too: two chunks of 256 rows took 7 % longer than one of 512
 # (two cores, fp32, GPT-2's vocabulary, width 768).
 LOGITS_CPU = 2**24
 
@@ -36,12 +36,12 @@ LEAST_ROWS = 1024
 class LinearCrossEntropy(nn.Module):
     """Mean cross entropy of ``hidden @ weight.T`` against targets; every target counts.
 
-    The products run in the weight's dtype; softmax and loss are computed in fp32 (fp64 for fp64), and the chunks'
-    contributions to the weight's gradient are summed in it.
+    The products run in the weight's dtype; softmax, loss, and the sum of the chunks' contributions to the weight's
+    gradient use fp32 (fp64 for fp64).
     """
 
-    #: Which rows of a vocabulary that is cut among ranks the weight is; ``None``: all of them. No logits are gathered:
-    #: the ranks agree on three numbers a token. The gradient of ``hidden`` is then this rank's summand of it.
+    #: This rank's rows of a vocabulary that is cut among ranks; ``None``: all rows. No logits are gathered: the ranks
+    #: reduce three numbers per token. The gradient of ``hidden`` is then only this rank's summand.
     share: VocabularyShare | None = None
 
     def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, original: Tensor | None = None) -> Tensor:
@@ -51,7 +51,7 @@ class LinearCrossEntropy(nn.Module):
             hidden: ``[..., width]``, floating point.
             weight: ``[vocabulary, width]``, floating point.
             targets: ``[...]``, int64, in ``[0, vocabulary)``.
-            original: What ``weight`` is a copy of, if it is one: this gets the gradient, in its own dtype.
+            original: The tensor of which ``weight`` is a copy, if it is one: it gets the gradient, in its own dtype.
 
         Returns:
             A scalar in fp32 (fp64 for fp64).
@@ -64,7 +64,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many of ``rows`` tokens go into one chunk, so that the chunks are of nearly equal size."""
+    """Return the rows per chunk, so that chunks of ``rows`` tokens are of nearly equal size."""
     if device.type == "cuda":
         gib = torch.cuda.get_device_properties(device).total_memory >> 30  # GPUs of one model differ by some MiB
         logits = int(LOGITS_GPU * (gib << 30)) // dtype.itemsize
@@ -76,11 +76,10 @@ def chunk_rows(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.dev
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward saves the gradients of the *sum* of the losses, and backward scales them.
+    """The forward pass saves the gradients of the *sum* of the losses, and the backward pass scales them.
 
-    Scaling last is what makes fp16 work: the loss scale of a GradScaler arrives only in backward, and a
-    softmax that was divided by the number of tokens before would by then have vanished below fp16's
-    smallest number.
+    fp16 requires scaling last: the loss scale of a GradScaler arrives only in the backward pass, and a
+    softmax divided by the number of tokens before that would underflow in fp16.
     """
 
     @staticmethod
@@ -117,25 +116,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if hidden_grad is not None:
             hidden_grad = (hidden_grad.to(ctx.hidden_dtype) * scale).to(ctx.hidden_dtype)
         if weight_grad is not None:
-            # In place, as this is the largest tensor here, unless the graph is kept for a second backward pass: a
-            # pipeline of zero bubble computes the gradient of the weight apart, in the second.
+            # In place, as this is the largest tensor here, unless the graph is kept for a second backward pass, in
+            # which a zero-bubble pipeline computes gradients of weights.
             scaled = weight_grad * scale if _keeps_graph() else weight_grad.mul_(scale)
             weight_grad = scaled.to(ctx.weight_dtype)
         return hidden_grad, None, weight_grad, None, None
 
 
 def _joined(parts: list[Tensor], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
-    """What the chunks have, joined without a copy of the only one."""
+    """Join the results of chunks; a single one is not copied."""
     return join(parts) if len(parts) > 1 else parts[0]
 
 
 def _keeps_graph() -> bool:
-    """Whether the backward pass that is running keeps its graph; one that is being compiled does not."""
+    """Whether the running backward pass keeps its graph; a compiled one does not."""
     return not torch.compiler.is_compiling() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def _add_product(total: Tensor | None, grad: Tensor, chunk: Tensor, dtype: torch.dtype) -> Tensor:
-    """``total + grad.T @ chunk`` in ``dtype``, in place where there is a total already."""
+    """Return ``total + grad.T @ chunk`` in ``dtype``, in place if there is a total already."""
     if has_wide_products(grad.device):
         if total is None:
             return grad.T @ chunk if grad.dtype == dtype else torch.mm(grad.T, chunk, out_dtype=dtype)
@@ -149,14 +148,14 @@ def _add_product(total: Tensor | None, grad: Tensor, chunk: Tensor, dtype: torch
 
 
 def master_of(part: nn.Module) -> nn.Parameter | None:
-    """Return the weight of a module that sees a copy of it in another dtype; ``None`` if it sees the weight itself."""
+    """Return the weight of a module that computes with a copy in another dtype, or ``None`` if there is no copy."""
     own = part._parameters.get("weight")
     return own if own is not None and part.weight.dtype != own.dtype else None
 
 
 def has_wide_products(device: torch.device) -> bool:
-    """Return whether products of 16-bit matrices can be written in fp32: not rounded, and summed in the same pass.
+    """Return whether products of 16-bit matrices can be written in fp32: unrounded, and accumulated in the same pass.
 
-    torch has them for CUDA alone.
+    torch supports them on CUDA only.
     """
     return device.type == "cuda" and torch.version.hip is None

@@ -1,4 +1,4 @@
-"""A Llama style decoder: RMS norms, rotary positions, SwiGLU, grouped-query attention, no biases, no dropout."""
+"""A Llama-style decoder: RMS norms, rotary positions, SwiGLU, grouped-query attention, no biases, no dropout."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
 from ptdbench.problems import Problem, at_least, divides, divisors, nearest_numbers, require, try_these
 
-#: Llama 3's scaling of rotary frequencies: the sequence length that it stretches, and between how many turns in that
-#: length frequencies are scaled in part. Slower ones are divided by the whole factor, faster ones left as they are.
+#: Llama 3's scaling of rotary frequencies: the sequence length that it extends, and the range of turns in that length
+#: in which scaling is partial. Slower frequencies are divided by the whole factor, faster ones are left as they are.
 SCALED_LENGTH, SLOW_TURNS, FAST_TURNS = 8192, 1, 4
 
 
@@ -27,15 +27,15 @@ class Llama(Decoder):
     Args:
         layers: Number of blocks.
         heads: Attention heads of a block; must divide ``width`` into even parts.
-        key_value_heads: Heads of keys and values, each of which serves equally many ``heads``.
+        key_value_heads: Heads of keys and values; each serves the same number of ``heads``.
         width: Features of a token.
         hidden: Features between the linear layers of an MLP.
-        sequence_length: Tokens of a sequence, and the length that :meth:`train_flops` counts.
+        sequence_length: Tokens of a sequence, also for :meth:`train_flops`.
         vocabulary: Number of different tokens.
         tie_weights: Whether the head's projection is the token embedding.
-        rope_theta: Base of the rotary frequencies: a larger one tells positions apart over a longer distance.
-        rope_factor: How far Llama 3's scaling stretches slow rotary frequencies; 1: not at all.
-        norm_epsilon: What norms add to the mean square.
+        rope_theta: Base of the rotary frequencies: a larger base distinguishes positions over longer distances.
+        rope_factor: Factor by which Llama 3's scaling stretches slow rotary frequencies; 1: no scaling.
+        norm_epsilon: Epsilon that norms add to the mean square.
 
     Raises:
         ConfigError: With every invalid option.
@@ -83,15 +83,15 @@ class Llama(Decoder):
 
 
 class Rotary(nn.Module):
-    """The angles by which queries and keys are turned, so that their product depends on the distance of positions.
+    """The angles by which queries and keys are rotated, so that their product depends on the distance of positions.
 
-    They are computed where they are used: a table would be a buffer, which DDP broadcasts and checkpoints hold, or one
-    more tensor to hand on from stage to stage.
+    Angles are computed where they are used: a table would be a buffer, which DDP broadcasts and checkpoints store, or
+    one more tensor to pass from stage to stage.
 
     Args:
-        head_width: Features of a head: pairs of them are turned.
+        head_width: Features of a head, which are rotated in pairs.
         theta: Base of the frequencies.
-        factor: How far slow frequencies are stretched.
+        factor: Factor by which slow frequencies are stretched.
     """
 
     def __init__(self, head_width: int, theta: float, factor: float) -> None:
@@ -112,7 +112,7 @@ class Rotary(nn.Module):
 
 
 def turn(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn feature ``i`` of the first half of the features with feature ``i`` of the second, in fp32 or better.
+    """Rotate pairs of feature ``i`` of the first half and feature ``i`` of the second half, in fp32 or better.
 
     Args:
         x: ``[..., length, head_width]``.
@@ -126,9 +126,9 @@ def turn(x: Tensor, angles: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention in groups of heads that share keys and values.
 
-    The rows of the first matrix are laid out group by group, the queries of its heads, then its key and its value, so
-    that a cut by groups is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this
-    module computes ``1/n`` of the groups.
+    The rows of the first matrix are laid out by group: the queries of its heads, then its key and its value. So a cut
+    by groups is a cut of the matrix: with ``1/n`` of its rows, and of the columns of the second matrix, this module
+    computes ``1/n`` of the groups.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Attention(nn.Module):
         self.head_width = rotary.head_width
         self.queries = heads // key_value_heads
         self.query_key_value = nn.Linear(width, (heads + 2 * key_value_heads) * self.head_width, bias=False)
-        self.norms = nn.ModuleList(norms) if norms else None  # of the queries and the keys of each head
+        self.norms = nn.ModuleList(norms) if norms else None  # for the queries and the keys of each head
         self.rotary = rotary
         self.mix = CausalMix()
         self.output = nn.Linear(heads * self.head_width, width, bias=False)
@@ -178,7 +178,7 @@ class SwiGLU(nn.Module):
 def problems_of_heads(
     heads: int, key_value_heads: int, width: int, head_width: int | Literal["auto"] = "auto"
 ) -> list[Problem | None]:
-    """What is wrong with the heads of attention; ``head_width``: features of one, if it is no share of ``width``."""
+    """Return problems of attention heads; ``head_width``: features of a head, if not derived from ``width``."""
     if too_small := at_least(1, heads=heads, key_value_heads=key_value_heads, width=width):
         return [*too_small]
     of_head = None

@@ -1,7 +1,7 @@
-"""From the meta device to real weights that do not depend on how the model was split.
+"""Materializes meta tensors with values that do not depend on how the model is split.
 
-Every tensor is drawn from its own generator, seeded by a hash of the run's seed and the tensor's full name. So the
-values do not depend on which rank fills which part of a model, or in which order.
+Every tensor is drawn from its own generator, seeded by a hash of the run's seed and the tensor's full name. So values
+do not depend on which rank fills which part of a model, or in which order.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ def materialize(
     seed: int,
     placed: Callable[[Tensor, Tensor], Tensor] = lambda _, values: values,
 ) -> None:
-    """Move ``module`` to ``device``, and initialize every tensor of it that is still on the meta device.
+    """Move ``module`` to ``device``, and initialize each of its tensors that is still on the meta device.
 
     Parameters keep their identity, so that shared ones stay shared. May be called for parts of a model in any order,
     and again for the whole.
 
     Args:
-        model: Knows the initial values (:meth:`Model.reset`) and which weights are one (:meth:`Model.tied`); it may be
-            the module itself, or a copy of the model of which the module is a part.
-        module: The model, or a part of it: shard it afterwards.
-        prefix: What makes a name in ``module`` a full name in the model, for example ``"blocks.3."``.
-        device: Where the tensors go.
-        seed: The run's seed. The values are a function of it, the full name and the kind of device.
-        placed: Returns what takes the place of a tensor, given that on the meta device and its initial values: one that
-            is divided among ranks keeps a part of them.
+        model: Defines the initial values (:meth:`Model.reset`) and tied weights (:meth:`Model.tied`); it may be the
+            module itself, or a copy of the model that the module is a part of.
+        module: The model, or a part of it, not yet sharded.
+        prefix: Prefix that turns a name in ``module`` into a full name in the model, for example ``"blocks.3."``.
+        device: Device of the real tensors.
+        seed: The run's seed. Values are a function of the seed, the full name and the kind of device.
+        placed: Returns the replacement of a tensor, given the meta tensor and its initial values: a tensor that is
+            divided among ranks keeps a part of them.
     """
     twins = {second: first for first, second in model.tied()}
     for name, tensor in chain(module.named_parameters(), module.named_buffers()):
@@ -54,7 +54,7 @@ def materialize(
         if isinstance(tensor, nn.Parameter):
             real = nn.Parameter(real, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, real)
-    _move(module, torch.device(device))  # what is not on the meta device
+    _move(module, torch.device(device))  # tensors that were not on the meta device
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
@@ -70,7 +70,7 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of parameters of ``module``, frozen ones included; a shared weight counts once."""
+    """Return the number of parameters of ``module``, including frozen ones; a shared weight counts once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

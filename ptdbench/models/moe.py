@@ -1,4 +1,4 @@
-"""A decoder with a mixture of experts, by which Mixtral, Qwen3-MoE and DeepSeek-V2 are described."""
+"""A decoder with a mixture of experts, which covers Mixtral, Qwen3-MoE and DeepSeek-V2."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ class MoE(Decoder):
 
     Args:
         layers: Number of blocks.
-        dense_layers: How many of them, from the first on, have an MLP instead of experts.
+        dense_layers: How many of the first blocks have an MLP instead of experts.
         heads: Attention heads of a block.
-        key_value_heads: Heads of keys and values, each of which serves equally many ``heads``.
+        key_value_heads: Heads of keys and values; each serves the same number of ``heads``.
         head_width: Features of a head; ``auto``: ``width / heads``.
-        head_norm: Whether queries and keys are normalized, each head by itself, as Qwen3 does.
-        latent_width: Features of the latent that keys and values are made of (DeepSeek-V2, arXiv 2405.04434); ``none``:
-            there is no latent.
-        rotary_width: With a latent: features of a head that are turned, beside ``head_width`` that are not.
+        head_norm: Whether queries and keys are normalized per head, as in Qwen3.
+        latent_width: Features of the latent from which keys and values are computed (DeepSeek-V2, arXiv 2405.04434);
+            ``none``: no latent.
+        rotary_width: With a latent: features of a head that are rotated, in addition to ``head_width`` that are not.
         width: Features of a token.
         hidden: Features between the linear layers of an MLP; 0 if no block has one.
         experts: Experts of a block.
-        active: How many of them each token goes to.
+        active: Number of experts for each token.
         expert_hidden: Features between the linear layers of an expert.
-        shared_experts: Experts that all tokens go to, computed as one MLP.
-        capacity: Most tokens that an expert takes of a rank's micro-batch, as a multiple of its fair share; more are
-            dropped, which changes the numbers, and by layout. ``none``: all tokens are computed.
+        shared_experts: Number of experts for all tokens, computed as one MLP.
+        capacity: Maximum tokens of a rank's micro-batch for an expert, as a multiple of its fair share; the rest are
+            dropped, so losses change and depend on the layout. ``none``: all tokens are computed.
         product: How experts compute: ``grouped``, one kernel for all of them, or ``loop``; equal within rounding.
         router: Options of :class:`ptdbench.models.experts.Routing`.
-        sequence_length: Tokens of a sequence, and the length that :meth:`train_flops` counts.
+        sequence_length: Tokens of a sequence, also for :meth:`train_flops`.
         vocabulary: Number of different tokens.
         tie_weights: Whether the head's projection is the token embedding.
         rope_theta: Base of the rotary frequencies.
-        norm_epsilon: What norms add to the mean square.
+        norm_epsilon: Epsilon that norms add to the mean square.
 
     Raises:
         ConfigError: With every invalid option.
@@ -120,26 +120,26 @@ class MoE(Decoder):
             tie_weights=tie_weights,
         )
         self.has_latent = latent_width != "none"
-        self.pair_width = 2 * features + (rotary_width if self.has_latent else 0)  #: Of a head's scores and mixing.
+        self.pair_width = 2 * features + (rotary_width if self.has_latent else 0)  #: Per head, for scores and mixing.
         self.experts = experts
         self.active = active
 
     def _unmet(self, module: nn.Module) -> int:
-        """Number of parameters of experts that a token does not go to."""
+        """Return the number of parameters in experts that a token does not use."""
         routed = sum(p.numel() for part in module.modules() if isinstance(part, Experts) for p in part.parameters())
         return routed // self.experts * (self.experts - self.active)
 
     def _multiplied(self, block: nn.Module) -> float:
-        """As of other decoders; of experts those that a token goes to, also if it is dropped."""
+        """As for other decoders; counts the experts that a token chooses, even if it is dropped."""
         return super()._multiplied(block) - self._unmet(block)
 
     def _pair_flops(self) -> float:
         return 2.0 * self.sequence_length**2 * self.heads * self.pair_width
 
     def _block_roles(self) -> dict[str, Role]:
-        """As of other decoders; experts are divided whole.
+        """As for other decoders; experts are divided whole.
 
-        A latent is made whole on each rank, and the keys and values of its heads made of it.
+        Each rank computes the whole latent, and from it the keys and values of its own heads.
         """
         positions = (self.sequence_length, "positions")
         return {
@@ -156,7 +156,7 @@ class MoE(Decoder):
         }
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """As of other decoders; routers begin with equal loads and no bias."""
+        """As for other decoders; routers start with equal loads and no bias."""
         if name.endswith("router.load"):
             nn.init.constant_(tensor, 1 / self.experts)
         else:
@@ -179,9 +179,9 @@ class SparseBlock(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are made of a latent of each token (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+    """Attention whose keys and values come from a latent of each token (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    Positions turn ``rotary_width`` features of a head, and of a key that all heads share. Without YaRN's scaling.
+    Positions rotate ``rotary_width`` features of each head's query, and of a key that all heads share; no YaRN scaling.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""torchvision's residual networks, with the same parameter names, as a chain that a pipeline can split."""
+"""torchvision's residual networks, with the same parameter names, as chains that a pipeline can split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ResNet(torchvision.models.ResNet):
         stem: The layers before the blocks. ``imagenet``: a 7x7 convolution with stride 2 and max pooling, which reduce
             width and height to a quarter. ``small``: a 3x3 convolution and no pooling, for images as small as
             CIFAR-10's (He et al. 2015, section 4.2).
-        label_smoothing: Share of the target that the loss spreads evenly over all classes (Szegedy et al. 2015,
+        label_smoothing: Fraction of the target that the loss spreads evenly over all classes (Szegedy et al. 2015,
             https://arxiv.org/abs/1512.00567, section 7); in training only.
 
     Raises:
@@ -84,27 +84,27 @@ class ResNet(torchvision.models.ResNet):
         return last(x, targets)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross entropy of logits, without label smoothing."""
+        """Return the mean cross entropy of logits, without label smoothing."""
         return default_loss(logits, targets)
 
     def layers(self) -> list[nn.Module]:
-        """The residual blocks, in order."""
+        """Return the residual blocks, in order."""
         return list(self._blocks().values())
 
     def parts(self) -> dict[str, nn.Module]:
-        """``conv1``, ``bn1``, ``relu``, ``maxpool``, ``layer1.0``, ..., ``avgpool``, ``fc``."""
+        """Return ``conv1``, ``bn1``, ``relu``, ``maxpool``, ``layer1.0``, ..., ``avgpool``, ``fc``."""
         stem = {name: self.get_submodule(name) for name in ("conv1", "bn1", "relu", "maxpool")}
         return {**stem, **self._blocks(), "avgpool": self.avgpool, "fc": self.fc}
 
     def roles(self) -> dict[str, Role]:
-        """None: convolutions and their batch norms are not divided among ranks."""
+        """Return no roles: convolutions and their batch norms are not divided among ranks."""
         return {}
 
     def train_flops(self) -> dict[str, float]:
-        """FLOPs of forward and backward for one image, by part: those of the convolutions and of ``fc``.
+        """Return the FLOPs of forward and backward pass for one image, by part: of convolutions and ``fc``.
 
-        A convolution costs 2 · k² · inputs · outputs for every pixel it writes; backward costs that twice,
-        once for the weight and once for the inputs. The image, the first one's input, needs no gradient.
+        A convolution costs 2 · k² · inputs · outputs for every pixel that it writes, and twice that in the backward
+        pass: once for the weight and once for the inputs. The input of the first one, the image, needs no gradient.
         """
         flops = dict.fromkeys(self.parts(), 0.0)
         forward, size = _convolution(self.conv1, self.image_size)
@@ -126,7 +126,7 @@ class ResNet(torchvision.models.ResNet):
         return []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Initialize as torchvision does.
+        """Initialize as in torchvision.
 
         Convolutions are normal with variance 2 / (outputs · k²) (He et al. 2015, "fan out"), batch norms
         start as the identity, and ``fc`` is uniform in ±1/√inputs, the default of :class:`torch.nn.Linear`.
@@ -147,7 +147,7 @@ class ResNet(torchvision.models.ResNet):
 
 
 class Classifier(nn.Linear):
-    """The linear layer ``fc``, with the loss when there are targets to compare with."""
+    """The linear layer ``fc``; computes the loss if there are targets."""
 
     def __init__(self, features: int, classes: int, label_smoothing: float = 0.0) -> None:
         super().__init__(features, classes)
@@ -163,7 +163,7 @@ class Classifier(nn.Linear):
 
 
 def _residual(block: nn.Module, size: int) -> tuple[int, int]:
-    """Forward FLOPs of a residual block on images of ``size`` pixels a side, and the size it returns."""
+    """Return the forward FLOPs of a residual block on images of ``size`` pixels a side, and the output size."""
     assert isinstance(block, BasicBlock | Bottleneck)
     total, _ = (0, size) if block.downsample is None else _convolution(block.downsample[0], size)
     for convolution in block.children():
@@ -174,7 +174,7 @@ def _residual(block: nn.Module, size: int) -> tuple[int, int]:
 
 
 def _convolution(convolution: nn.Conv2d, size: int) -> tuple[int, int]:
-    """Forward FLOPs of a convolution on images of ``size`` pixels a side, and the size of what it returns."""
+    """Return the forward FLOPs of a convolution on images of ``size`` pixels a side, and the output size."""
     assert isinstance(convolution.padding[0], int)
     size = _output_size(size, convolution.kernel_size[0], convolution.stride[0], convolution.padding[0])
     return 2 * convolution.weight.numel() * size * size, size

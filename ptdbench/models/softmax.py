@@ -1,6 +1,6 @@
 """Losses of rows of logits and their gradients: by torch's operations, or on CUDA by kernels that overwrite the logits.
 
-The kernels are operations of torch's, so that eager and compiled code launch the same ones.
+The kernels are registered as torch operations, so that eager and compiled code launch the same ones.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def cross_entropy_(
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of each row in fp32 (fp64 for fp64), and the gradient of their sum.
 
-    d loss / d logits = softmax - one_hot. The entry of the target is taken from precise values: a softmax close to 1
-    has lost in bf16 the very digits that remain after subtracting 1.
+    d loss / d logits = softmax - one_hot. The target's entry is computed at higher precision: in bf16, a softmax close
+    to 1 has lost the very digits that remain after subtracting 1.
 
     Args:
         logits: ``[rows, vocabulary]``, or this rank's share of the columns; may be overwritten.
         targets: ``[rows]``, int64.
-        share: Which columns these are, if they are not all.
-        gradient: Whether that is wanted.
+        share: Which columns these are, if not all.
+        gradient: Whether to compute the gradient.
 
     Returns:
-        The losses, ``[rows]``, and the gradient, in shape and dtype of the logits: anything if it is not wanted.
+        The losses, ``[rows]``, and the gradient, in shape and dtype of the logits; undefined without ``gradient``.
     """
     if has_kernels(logits.device) and logits.dtype != torch.float64:
         if share is None:
@@ -55,21 +55,21 @@ def cross_entropy_(
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Return whether Triton's kernels run on a device. On ROCm they are untested, and not used."""
+    """Return whether the Triton kernels run on a device. On ROCm they are untested, and not used."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    if torch.cuda.get_device_properties(device).major < 8:  # which Triton itself requires
+    if torch.cuda.get_device_properties(device).major < 8:  # Triton requires 8
         return False
-    return torch.compiler.is_compiling() or _has_triton(device)  # what compiles needs Triton anyhow
+    return torch.compiler.is_compiling() or _has_triton(device)  # compilation needs Triton anyway
 
 
 @cache
 def _has_triton(device: torch.device) -> bool:
-    """Try a kernel; without a C compiler, for one, Triton does not run."""
+    """Try a kernel; Triton does not run without a C compiler, for example."""
     try:
         row = torch.zeros(1, 16, device=device)
         torch.ops.ptdbench.cross_entropy_(row, row.new_zeros(1, dtype=torch.int64), True)
-    except Exception as error:  # whatever a compiler, a linker or a driver has to say
+    except Exception as error:  # a compiler, linker or driver may raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         warnings.warn(f"the loss is computed without its kernel, as Triton does not run here: {reason}", stacklevel=2)
         return False
@@ -77,7 +77,7 @@ def _has_triton(device: torch.device) -> bool:
 
 
 def _of_all(logits: Tensor, target: Tensor, precise: torch.dtype) -> tuple[Tensor, Callable[[], Tensor]]:
-    """The log likelihoods of the targets, ``[rows, 1]``, and what computes the gradient of their losses."""
+    """Return the log likelihoods of the targets, ``[rows, 1]``, and a function for the gradient of their losses."""
     likelihoods = F.log_softmax(logits, dim=1, dtype=precise)
     likelihood = likelihoods.gather(1, target)
 
@@ -92,7 +92,7 @@ def _of_all(logits: Tensor, target: Tensor, precise: torch.dtype) -> tuple[Tenso
 def _of_share(
     share: VocabularyShare, logits: Tensor, target: Tensor, precise: torch.dtype
 ) -> tuple[Tensor, Callable[[], Tensor]]:
-    """:func:`_of_all` for the logits of some tokens: normalized over all ranks, with the gradient of these logits."""
+    """Like :func:`_of_all` for the logits of some tokens: normalized over all ranks, with gradients of these logits."""
     largest = share.maximum(logits.amax(1, keepdim=True).to(precise))
     exponentials = (logits.to(precise) - largest).exp_()
     normalizer = share.total(exponentials.sum(1, keepdim=True))
@@ -111,7 +111,7 @@ def _of_share(
 
 
 def _of_share_in_place(share: VocabularyShare, logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
-    """The losses of :func:`_of_share`, ``[rows]``; the logits become the gradient."""
+    """Return the losses of :func:`_of_share`, ``[rows]``, and overwrite the logits with the gradient."""
     positions = targets - share.first
     maxima, totals, own = torch.ops.ptdbench.softmax_statistics(logits, positions)
     largest = share.maximum(maxima)
@@ -126,9 +126,9 @@ _OPERATIONS = torch.library.Library("ptdbench", "FRAGMENT")
 
 
 def _operation(schema: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make an operation of a function; ``like`` returns tensors as it does, without their values.
+    """Register a function as an operation; ``like`` returns tensors like it, without values.
 
-    Not :func:`torch.library.custom_op`: its first call imports the compiler, which takes seconds.
+    :func:`torch.library.custom_op` is not used: its first call imports the compiler, which takes seconds.
     """
 
     def make(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,13 +142,13 @@ def _operation(schema: str, like: Callable[..., Any]) -> Callable[[Callable[...,
 
 
 def _numbers(logits: Tensor, *_: Any) -> Tensor:
-    """One for each row."""
+    """Return an uninitialized number for each row."""
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
 @_operation("cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient) -> Tensor", _numbers)
 def _cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
-    from ptdbench.models import softmax_triton  # where Triton is
+    from ptdbench.models import softmax_triton  # needs Triton
 
     return softmax_triton.cross_entropy_(logits, targets, gradient=gradient)
 
@@ -174,7 +174,7 @@ def _gradient(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor)
 
 @_operation("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()", lambda *_: None)
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left.T @ right`` to a total in its dtype, in one pass: a compiled graph has no operation for that."""
+    """Add ``left.T @ right`` to a total in its dtype, in one pass; compiled graphs have no such operation."""
     if left.dtype == total.dtype:
         total.addmm_(left.T, right)
     else:

@@ -1,9 +1,9 @@
-"""Kernels for rows of logits: what their softmax is normalized by, losses, and gradients in place of the logits.
+"""Kernels for rows of logits: softmax normalizers, losses, and gradients in place of the logits.
 
-A program computes a row, in fp32, block by block of its vocabulary. Maximum and sum of the exponentials are found in
-one reading (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867); the gradient takes a second one, which
-finds most of the row in the L2 cache, and writes it once. The size of the vocabulary is compiled in: the interpreter of
-Triton 3.6 runs no loop up to an argument. Import this module only where Triton is.
+A program computes a row in fp32, in blocks of its vocabulary. Maximum and sum of the exponentials take one pass
+(Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867); the gradient takes a second, which finds most of the
+row in the L2 cache and writes it once. The vocabulary size is a compile-time constant: the interpreter of Triton 3.6
+does not support loops up to an argument. Import this module only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Columns that a program has in its registers at once, at most: 16 a thread of 32 warps. Two programs of that size fill
-#: a multiprocessor, and the rows of all programs of an H100 fit into half of its L2 cache.
+#: Maximum columns that a program holds in registers: 16 per thread of 32 warps. Two programs of that size fill a
+#: multiprocessor, and the rows of all programs of an H100 fit into half of its L2 cache.
 _MOST_COLUMNS = 2**14
 
-#: Below all logits, and finite: the difference of two infinities is no number.
+#: Below all logits, but finite: the difference of two infinities is NaN.
 _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 @triton.jit
 def _statistics(row, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The maximum of a row, and the sum of its exponentials relative to that."""
+    """Return the maximum of a row, and the sum of its exponentials relative to that."""
     largest = tl.full((), _LEAST, tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for first in range(0, VOCABULARY, COLUMNS):
@@ -39,12 +39,12 @@ def _statistics(row, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: 
 def _overwrite(row, position, largest, total, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Write softmax - one_hot over a row.
 
-    The entry of the target is subtracted before the division: a softmax close to 1 has lost what is left of it then.
+    The target's entry is subtracted before the division: a softmax close to 1 has lost the digits that remain then.
     """
     scale = 1.0 / total
     blocks: tl.constexpr = (VOCABULARY + COLUMNS - 1) // COLUMNS
     for block in range(0, blocks):
-        columns = (blocks - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)  # what was read last is still in the cache
+        columns = (blocks - 1 - block) * COLUMNS + tl.arange(0, COLUMNS)  # backwards: the last blocks are in the cache
         inside = columns < VOCABULARY
         exponentials = tl.exp(tl.load(row + columns, mask=inside, other=0.0).to(tl.float32) - largest)
         gradient = tl.where(columns == position, exponentials - total, exponentials) * scale
@@ -90,12 +90,12 @@ def softmax_gradient(  # type: ignore[no-untyped-def] # noqa: D103
 
 
 def cross_entropy_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
-    """Compute the loss of each row, and overwrite the logits by the gradient of their sum.
+    """Compute the loss of each row, and overwrite the logits with the gradient of the sum of losses.
 
     Args:
-        logits: ``[rows, vocabulary]``, fp32, bf16 or fp16; rows may be apart.
-        targets: ``[rows]``, int64. The loss of one that is outside of the vocabulary is NaN.
-        gradient: Whether that is wanted.
+        logits: ``[rows, vocabulary]``, fp32, bf16 or fp16; rows need not be adjacent.
+        targets: ``[rows]``, int64. For targets outside the vocabulary the loss is NaN.
+        gradient: Whether to compute the gradient.
 
     Returns:
         ``[rows]``, fp32.
@@ -110,7 +110,7 @@ def statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tenso
 
     Args:
         logits: As for :func:`cross_entropy_`.
-        positions: ``[rows]``, int64; outside of the row there is a logit of 0.
+        positions: ``[rows]``, int64; positions outside the row give 0.
 
     Returns:
         Three of ``[rows]``, fp32.
@@ -121,11 +121,11 @@ def statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tenso
 
 
 def gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor) -> None:
-    """Overwrite logits by the gradient of the sum of the losses, given what their softmax is normalized by.
+    """Overwrite logits with the gradient of the sum of losses, given the normalizers of their softmax.
 
     Args:
         logits: As for :func:`cross_entropy_`.
-        positions: ``[rows]``, int64: where the targets are; outside of a row, nothing is subtracted from it.
+        positions: ``[rows]``, int64, of the targets; for positions outside the row nothing is subtracted.
         maxima: ``[rows]``, fp32.
         totals: ``[rows]``, fp32: sums of exp(logit - maximum).
     """
@@ -133,14 +133,14 @@ def gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor)
 
 
 def _numbers(logits: Tensor) -> Tensor:
-    """One for each row."""
+    """Return an uninitialized number for each row."""
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
 def _size(logits: Tensor) -> dict[str, int]:
-    """The columns of a row and of a block, and as many threads as compute 16 of the latter each.
+    """Return the columns of a row and of a block, and enough threads for 16 columns of a block each.
 
-    Multiplication and addition are fused, as by default: Triton 3.9 warns of a kernel that does not say so.
+    Multiplication and addition are fused, which is the default: Triton 3.9 warns about kernels that do not say so.
     """
     columns = min(triton.next_power_of_2(logits.shape[1]), _MOST_COLUMNS)
     return {

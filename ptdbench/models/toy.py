@@ -33,7 +33,7 @@ class Toy(nn.Module):
         self.chain = nn.ModuleList([*hidden, Last(width, outputs)])
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The outputs for ``inputs`` ``[batch, inputs]``, or with ``targets`` the mean loss.
+        """Return the outputs for ``inputs`` ``[batch, inputs]``, or with ``targets`` the mean loss.
 
         Args:
             inputs: Floating point, ``[batch, inputs]``.
@@ -48,19 +48,19 @@ class Toy(nn.Module):
         return self.chain[-1](x, targets)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of outputs."""
+        """Return the mean loss of outputs."""
         return default_loss(outputs, targets)
 
     def layers(self) -> list[nn.Module]:
-        """The linear layers, in order."""
+        """Return the linear layers, in order."""
         return list(self.chain)
 
     def parts(self) -> dict[str, nn.Module]:
-        """``chain.0``, ``chain.1``, ...: one for each layer."""
+        """Return ``chain.0``, ``chain.1``, ...: one for each layer."""
         return {f"chain.{i}": layer for i, layer in enumerate(self.chain)}
 
     def roles(self) -> dict[str, Role]:
-        """Layers in pairs; the last one of an odd number stays whole."""
+        """Divide layers in pairs; the last one of an odd number stays whole."""
         roles = {}
         for i in range(0, len(self.chain) - 1, 2):
             roles[f"chain.{i}.linear"] = Role("outputs")
@@ -68,7 +68,7 @@ class Toy(nn.Module):
         return roles
 
     def train_flops(self) -> dict[str, float]:
-        """2 FLOPs a weight forward, 4 backward; the first layer's inputs need no gradient, which saves 2."""
+        """Count 2 FLOPs per weight forward and 4 backward; the first layer's inputs need no gradient, which saves 2."""
         counts = [weight.numel() for weight in self.parameters() if weight.dim() > 1]
         return {f"chain.{i}": (4.0 if i == 0 else 6.0) * count for i, count in enumerate(counts)}
 
@@ -81,7 +81,7 @@ class Toy(nn.Module):
         return []
 
     def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Uniform in ±1/√inputs of the layer, which is the default of :class:`torch.nn.Linear`."""
+        """Draw uniformly from ±1/√inputs of the layer, the default of :class:`torch.nn.Linear`."""
         linear = self.get_submodule(name.rpartition(".")[0])
         assert isinstance(linear, nn.Linear)
         bound = 1 / math.sqrt(linear.in_features)
@@ -101,7 +101,7 @@ class Hidden(nn.Module):
 
 
 class Last(nn.Module):
-    """A linear layer, and the loss when there are targets to compare with."""
+    """A linear layer; computes the loss if there are targets."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A module that says nothing of stages, as a chain: its forward is traced, and cut where a single tensor passes.
+"""Splits a module that defines no stages into a chain: traces its forward, and cuts where a single tensor passes.
 
-By ``torch.fx`` and not by ``torch.distributed.pipelining.pipeline``, which takes modules apart into operations with the
-dropout of training, so that an evaluation would need stages of its own. Here submodules stay as they are, and only what
-is between them is replayed.
+This uses ``torch.fx`` rather than ``torch.distributed.pipelining.pipeline``, which decomposes modules into operations
+with the dropout of training, so that evaluation would need separate stages. Here submodules stay intact, and only the
+operations between them are replayed.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ def parts(
     example: Tensor,
     prefix: str,
 ) -> dict[str, nn.Module]:
-    """The pieces of a module, by name.
+    """Return the pieces of a module, by name.
 
     Args:
         module: The module.
-        blocks: Its repeated blocks, which stay whole: they are the unit of sharding, recomputation and compilation.
-        call: Calls a module as this one wants to be called: ``call(module, inputs)``.
-        finish: Makes the outputs, or with targets the loss, of what that returns: ``finish(returned, targets)``.
+        blocks: Its repeated blocks, which stay whole: they are the units of sharding, recomputation and compilation.
+        call: Calls a module with the signature of this one: ``call(module, inputs)``.
+        finish: Converts the result to the outputs, or with targets to the loss: ``finish(returned, targets)``.
         example: Inputs of one sample on the meta device.
-        prefix: What names of weights begin with, as whoever holds the module calls it.
+        prefix: Prefix that turns a name in the module into a full name.
 
     Raises:
-        NoChain: It cannot be traced, or there is nowhere to cut it.
+        NoChain: The module cannot be traced, or there is no place to cut it.
     """
     called = _Called(module, call)
     groups = _groups(module, list(_traced(called, blocks).nodes))
@@ -49,20 +49,20 @@ def parts(
 
 
 class _Tracer(fx.Tracer):
-    """Looks into modules that are no blocks and have no weights of their own: weights are used where one is called."""
+    """Traces into modules that are not blocks and own no weights: all weights are used by calls of whole modules."""
 
     def __init__(self, blocks: Collection[nn.Module]) -> None:
         super().__init__()
         self._blocks = blocks
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether the call of a module stands in the graph as one."""
+        """Whether a module is a single call in the graph."""
         own = chain(m.parameters(recurse=False), m.buffers(recurse=False))
         return m in self._blocks or super().is_leaf_module(m, module_qualified_name) or next(own, None) is not None
 
 
 class _Called(nn.Module):
-    """The module with its inputs as the only argument."""
+    """A wrapper of the module that takes only the inputs."""
 
     def __init__(self, module: nn.Module, call: Callable[[nn.Module, Tensor], Any]) -> None:
         super().__init__()
@@ -74,24 +74,24 @@ class _Called(nn.Module):
 
 
 def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
-    """What the module does, with names of submodules that begin ``module.``."""
+    """Trace the module; names of submodules begin with ``module.``."""
     own = [*called.module.named_parameters(recurse=False), *called.module.named_buffers(recurse=False)]
     if own:
         raise NoChain(f"has a weight, {own[0][0]}, outside of its submodules")
-    with refusing("cannot be traced"), unchanged(called.module):  # it may keep what stands for a tensor
+    with refusing("cannot be traced"), unchanged(called.module):  # the module may cache a proxy
         graph = _Tracer(blocks).trace(called)
     for node in graph.find_nodes(op="get_attr"):
-        if str(node.target).startswith("module."):  # and not a constant, which stands in no module
+        if str(node.target).startswith("module."):  # not a constant, which is in no module
             raise NoChain(f"reads {str(node.target).removeprefix('module.')} outside of the module that has it")
     return graph
 
 
 def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """The nodes of each piece, as many pieces as there can be: each has weights, and hands on one value."""
+    """Group the nodes into as many pieces as possible: each has weights, and passes on one value."""
     places = {node: place for place, node in enumerate(nodes)}
     last_call = {node.target: place for place, node in enumerate(nodes) if node.op == "call_module"}
     ends: list[int] = []
-    end: int | None = None  # of the present group, if it may end: the last place after its last weight
+    end: int | None = None  # where the current group may end: the last such place after its last weight
     bound, is_weighted = 0, False
     for place, node in enumerate(nodes):
         if _has_weights(module, node):
@@ -111,7 +111,7 @@ def _has_weights(module: nn.Module, node: fx.Node) -> bool:
 
 
 def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
-    """What replays these nodes on the one value that they get."""
+    """Create a piece that replays these nodes on their single input."""
     inside = set(nodes)
     own = fx.Graph()
     known: dict[fx.Node, fx.Node] = {}
@@ -132,7 +132,7 @@ def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
 
 
 def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Sequence[Piece], example: Tensor) -> None:
-    """Compare the pieces, one after the other, with the module, on two samples."""
+    """Verify on two samples that the pieces in sequence compute the same as the module."""
     inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=next(module.parameters()).device)
     with refusing("cannot be tried in pieces"), trying(module):
         expected = call(module, inputs)
