@@ -1,10 +1,10 @@
-/* NCCL's collectives: what ranks post in shared memory, how it is combined, and how long that takes. */
+/* NCCL's collectives: ranks post their data in shared memory, where it is combined, and work is timed. */
 #include "nccl.h"
 
 static const char *words[] = {"AllReduce", "Reduce", "ReduceScatter", "AllGather", "Broadcast",
                               "AlltoAll",  "Send",   "Recv",          "Split"};
 
-/* NVIDIA's names of kernels, by which traces are read. */
+/* NVIDIA's kernel names, by which trace readers recognize collectives. */
 #define DEVICE_KERNEL(name) "ncclDevKernel_" name "(ncclDevKernelArgsStorage<4096ul>)"
 static const char *kernels[] = {DEVICE_KERNEL("AllReduce_Sum_f32_RING_LL"),
                                 DEVICE_KERNEL("Reduce_Sum_f32_RING_LL"),
@@ -17,11 +17,11 @@ static const char *kernels[] = {DEVICE_KERNEL("AllReduce_Sum_f32_RING_LL"),
 
 API ncclResult_t ncclRedOpCreatePreMulSum(ncclRedOp_t *op, void *scalar, ncclDataType_t type,
                                           ncclScalarResidence_t where, ncclComm_t c) {
-    /* a device's memory is the host's */
+    /* device memory is host memory, so the host can read the scalar */
     for (int i = 0; i < MOST_FACTORS; i++) {
         if (c->factors[i]) continue;
         double factor = get_number(scalar, 0, type);
-        c->factors[i] = factor ? factor : 5e-324; /* not computed there: anything but free */
+        c->factors[i] = factor ? factor : 5e-324; /* reads as 0 if not computed: use anything but 0, which marks free */
         *op = (ncclRedOp_t)(ncclNumOps + i);
         return ncclSuccess;
     }
@@ -39,11 +39,11 @@ static double combine(int op, double a, double b) {
     case ncclProd: return a * b;
     case ncclMax: return b > a ? b : a;
     case ncclMin: return b < a ? b : a;
-    default: return a + b; /* sum, average, and sums of what was multiplied before */
+    default: return a + b; /* sum, average, and premultiplied sums */
     }
 }
 
-/* Numbers of the ranks from an index on, combined in their order. */
+/* Combines the ranks' numbers, from an index on, in the order of ranks. */
 static void reduce(ncclComm_t c, int parity, const struct call *call, size_t from, char *result) {
     for (size_t i = 0; i < call->count; i++) {
         double value = 0;
@@ -77,7 +77,7 @@ static ncclResult_t check(ncclComm_t c, int parity, const struct call *mine) {
     return ncclSuccess;
 }
 
-/* Puts what all have posted where this rank wants it. */
+/* Writes the result of what all ranks have posted to this rank's output. */
 static void deliver(ncclComm_t c, int parity, const struct call *call, const void *from, char *to) {
     size_t each = call->count * size_of(call->type);
     const struct slot *root = &member(c, call->root)->slots[parity];
@@ -94,7 +94,7 @@ static void deliver(ncclComm_t c, int parity, const struct call *call, const voi
         for (int rank = 0; rank < c->ranks; rank++)
             memcpy(to + rank * each, member(c, rank)->slots[parity].data + c->rank * each, each);
         break;
-    default: /* gathered */
+    default: /* all-gather */
         for (int rank = 0; rank < c->ranks; rank++) memcpy(to + rank * each, member(c, rank)->slots[parity].data, each);
     }
 }
@@ -108,7 +108,7 @@ static size_t received_bytes(ncclComm_t c, const struct call *call) {
     return call->count * size_of(call->type) * (call->what == ALL_GATHER || call->what == ALL_TO_ALL ? c->ranks : 1);
 }
 
-/* A rank without the others: what it would get is what it sends, or zeros. */
+/* For a lone rank: it receives what it sends, or zeros. */
 static void answer_alone(ncclComm_t c, const struct call *call, const char *from, char *to) {
     size_t each = call->count * size_of(call->type), copies = call->what == ALL_GATHER ? c->ranks : 1;
     if (to == from || !to) return;
@@ -118,7 +118,7 @@ static void answer_alone(ncclComm_t c, const struct call *call, const char *from
         for (size_t i = 0; i < copies; i++) memmove(to + i * each, from, each);
 }
 
-/* Carries out one call of all ranks; `start` becomes when the last of their streams is ready for it. */
+/* Runs one collective call; `start` is set to the time when the last rank's stream is ready for it. */
 ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to, double *start) {
     if (!c->shared) {
         answer_alone(c, call, from, to);
@@ -132,7 +132,7 @@ ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, c
     bool computed = bytes <= COMPUTED;
     ncclResult_t error = ncclSuccess;
     unsigned round = 0;
-    /* the slot is free when all have read the call before the last */
+    /* the slot is free once all ranks have read the call before the last */
     for (int rank = 0; number >= 2 && rank < c->ranks; rank++)
         while (member(c, rank)->done < number - 1)
             if ((error = wait_once(c, &round))) return error;
@@ -167,7 +167,7 @@ static ncclResult_t collective(enum what what, const void *from, void *to, size_
     ncclResult_t error = exchange(c, &call, from, to, &start);
     if (error) return error;
     size_t sent = sent_bytes(c, &call), received = received_bytes(c, &call), bytes = sent > received ? sent : received;
-    /* a ring: (n - 1)/n of all bytes pass each link, twice in an all-reduce */
+    /* ring algorithm: (n - 1)/n of all bytes pass each link, twice in an all-reduce */
     double moved = bytes * (what == ALL_REDUCE ? 2.0 : 1.0) * (c->ranks - 1) / c->ranks;
     start_not_before(stream, start);
     enqueue(stream,
@@ -195,8 +195,8 @@ API ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDat
     return collective(ALL_GATHER, from, to, count, type, 0, 0, c, stream);
 }
 
-/* Of a rank without the others: the broadcasts of a group. If one of them is its own, the others send what it does, as
- * each would be the root of one: torch gathers so since 2.15. */
+/* The broadcasts of a group on a lone rank. If it is the root of one of them, the other roots are taken to send the
+ * same data: torch implements gathers this way since 2.15, with each rank as the root of one broadcast. */
 enum { MOST_BROADCASTS = 4096 };
 static __thread struct broadcast {
     ncclComm_t comm;

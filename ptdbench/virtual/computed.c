@@ -1,9 +1,9 @@
-/* The few kernels that are computed, on few elements: what torch decides by, such as the sizes of objects that ranks
- * send each other.
+/* The few kernels that are computed, on few elements: those whose results torch branches on, such as the sizes of
+ * objects that ranks send each other.
  *
- * They are known by their names, and their arguments read by the layouts of ATen's headers, which are private to torch
- * and may change with a version. Each layout is described at the struct that reads it. selftest.py tries each kind with
- * the installed torch; PTDBENCH_VIRTUAL_COMPUTED names those that it found right, and the others are left alone.
+ * Kernels are recognized by name, and their arguments are read by the layouts of ATen's headers, which are private to
+ * torch and may change between versions. Each layout is described at the struct that reads it. selftest.py tests each
+ * kind with the installed torch; PTDBENCH_VIRTUAL_COMPUTED names those that passed, and the others are not computed.
  */
 #include "virtual.h"
 
@@ -11,7 +11,7 @@
 #include <nccl.h>
 #include <pthread.h>
 
-#define FEW 65536 /* elements that are computed at most */
+#define FEW 65536 /* maximum elements that are computed */
 #define OPERANDS 3
 
 enum kind { FILL, CAST, STRIDED, COMPARE, ADD, SUM, ALL, MAX, NONZERO, KINDS };
@@ -22,7 +22,7 @@ static void read_kinds(void) {
     for (int i = 0; i < KINDS; i++) enabled[i] = computes(names[i]);
 }
 
-/* ---- types, by their names in C++ and by c10::ScalarType (c10/core/ScalarType.h), as NCCL numbers them ---- */
+/* ---- NCCL's type numbers, from C++ names and from c10::ScalarType (c10/core/ScalarType.h) ---- */
 
 #define UNKNOWN -1
 
@@ -51,21 +51,21 @@ static int type_of_scalar(int scalar_type) {
     return scalar_type >= 0 && scalar_type < (int)(sizeof types / sizeof *types) ? types[scalar_type] : UNKNOWN;
 }
 
-/* What follows a text in a name; NULL where it does not stand. */
+/* What follows a text in a name; NULL if the name does not contain it. */
 static const char *after(const char *name, const char *text) {
     const char *found = strstr(name, text);
     return found ? found + strlen(text) : NULL;
 }
 
-/* ---- what a name says ---- */
+/* ---- recognition by name ---- */
 
 enum shape {
     OTHER,      /* not computed */
     CONTIGUOUS, /* vectorized_elementwise_kernel, or unrolled_elementwise_kernel without casts */
-    CASTING,    /* unrolled_elementwise_kernel with types of the operands beside those that it computes with */
+    CASTING,    /* unrolled_elementwise_kernel whose operands may have types other than the compute type */
     STRIDING,   /* elementwise_kernel with an offset calculator */
     REDUCING,   /* reduce_kernel */
-    COUNTING,   /* CUB's last step of a sum: how many elements nonzero, masked_select and masks as indices find */
+    COUNTING,   /* CUB's last step of a sum: the element count of nonzero, masked_select and indexing by masks */
 };
 
 enum variant {
@@ -77,14 +77,14 @@ struct recipe {
     enum kind kind;
     enum variant variant;
     int inputs;
-    int type, result; /* NCCL's type that it computes with, and that of its output */
-    bool truth;       /* a bool: all but 0 is 1 */
-    int neutral;      /* bytes of the number that a reduction begins with */
+    int type, result; /* NCCL's numbers of the compute type and the output type */
+    bool truth;       /* a bool: everything but 0 becomes 1 */
+    int neutral;      /* bytes of a reduction's neutral element */
     bool elementwise; /* its first argument is the number of elements */
-    int bytes;        /* that it reads and writes for each, as far as the name says */
+    int bytes;        /* read and written per element, as far as the name reveals */
 };
 
-/* The type of the argument of the innermost lambda behind a text:
+/* The argument type of the innermost lambda after a text:
  * direct_copy_kernel_cuda(...)::{lambda()#3}::...{lambda(float)#1}. */
 static const char *lambda_behind(const char *name, const char *text) {
     const char *at = after(name, text);
@@ -92,7 +92,7 @@ static const char *lambda_behind(const char *name, const char *text) {
     return at;
 }
 
-/* What an elementwise kernel computes of each element; its functors are in
+/* Finds what an elementwise kernel computes for each element; the functors are in
  * ATen/native/cuda/{Copy,FillKernel,CompareEQKernel,CompareKernels}.cu and ATen/native/BinaryOps.h. */
 static const char *recognise_function(const char *name, struct recipe *r) {
     static const struct {
@@ -102,7 +102,7 @@ static const char *recognise_function(const char *name, struct recipe *r) {
         int inputs;
     } functors[] = {
         {"FillFunctor<", FILL, PLAIN, 0},
-        {"AUnaryFunctor<", COMPARE, EQUAL_CONSTANT, 1}, /* counts with CompareEqFunctor only, see below */
+        {"AUnaryFunctor<", COMPARE, EQUAL_CONSTANT, 1}, /* only with CompareEqFunctor, see below */
         {"CompareEqFunctor<", COMPARE, EQUAL, 2},
         {"CompareFunctor<", COMPARE, ORDER, 2},
         {"compare_scalar_kernel<", COMPARE, ORDER_CONSTANT, 1},
@@ -149,8 +149,8 @@ static void recognise_elementwise(const char *name, struct recipe *r) {
         r->shape = STRIDING;
 }
 
-/* ReduceOp<scalar, func_wrapper_t<result, functor>, index, ...>: functors are empty, and combine two numbers, of a
- * lambda's or a class's type. */
+/* ReduceOp<scalar, func_wrapper_t<result, functor>, index, ...>: functors are empty, and combine two numbers whose type
+ * is given by a lambda or a class. */
 static void recognise_reduction(const char *name, struct recipe *r) {
     static const struct {
         const char *text;
@@ -184,24 +184,24 @@ const struct recipe *recognise(const char *name) {
     else if (strstr(name, "DeviceReduceSingleTileKernel<"))
         r->shape = COUNTING, r->kind = NONZERO;
     else if (strstr(name, "multi_tensor_apply"))
-        r->bytes = strstr(name, "Adam") ? 28 : 12; /* of fp32: Adam reads 4 tensors and writes 3 */
+        r->bytes = strstr(name, "Adam") ? 28 : 12; /* in fp32: Adam reads 4 tensors and writes 3 */
     if (!enabled[r->kind] || (r->shape == STRIDING && !enabled[STRIDED])) r->shape = OTHER;
     return r;
 }
 
-/* Bytes that a kernel reads and writes: crude, from its name, number of elements or threads. */
+/* Bytes that a kernel reads and writes: a rough estimate from its name and number of elements or threads. */
 size_t traffic(const struct recipe *r, void **arguments, dim3 grid, dim3 block) {
-    const size_t chunk = 65536, by_thread = 16; /* elements of a block (MultiTensorApply.cuh); a guess for all others */
+    const size_t chunk = 65536, by_thread = 16; /* elements per block (MultiTensorApply.cuh); a guess for the others */
     size_t blocks = (size_t)grid.x * grid.y * grid.z;
     if (r && r->elementwise && arguments) return (size_t)*(int *)arguments[0] * r->bytes;
     if (r && r->bytes) return blocks * chunk * r->bytes;
     return blocks * block.x * block.y * block.z * by_thread;
 }
 
-/* ---- where the elements of a kernel's tensors lie ---- */
+/* ---- addresses of the elements of a kernel's tensors ---- */
 
-/* ATen/cuda/detail/OffsetCalculator.cuh, with unsigned int as index: dims, of each dimension an IntDivider (divisor,
- * and two numbers with which a device divides), of each dimension the stride in bytes of every tensor. */
+/* ATen/cuda/detail/OffsetCalculator.cuh, with unsigned int as index: dims; for each dimension an IntDivider (divisor,
+ * and two numbers by which a device divides); for each dimension the stride in bytes of every tensor. */
 enum { MAX_DIMS = 25 };
 struct divider {
     uint32_t size, magic, shift;
@@ -248,7 +248,7 @@ static char *element(const struct tensors *t, int tensor, size_t index) {
 
 /* ---- elementwise kernels: ATen/native/cuda/CUDALoops.cuh ---- */
 
-/* Of a kernel's arguments, the tensors and the functor; false where they are not as they should be. */
+/* Extracts the tensors and the functor from a kernel's arguments; false if they are implausible. */
 static bool read_tensors(const struct recipe *r, void **arguments, struct tensors *t, const char **functor) {
     *t = (struct tensors){.count = r->inputs + 1, .dims = -1, .types = {r->result, r->type, r->type}};
     if (r->shape == STRIDING) {
@@ -263,12 +263,12 @@ static bool read_tensors(const struct recipe *r, void **arguments, struct tensor
         *functor = closure + data + t->count * sizeof(char *);
         return sane(t->dims, t->sizes);
     }
-    /* (int count, functor, std::array<char *, tensors>, and if unrolled: offset calculators of inputs and output,
+    /* (int count, functor, std::array<char *, tensors>; if unrolled also offset calculators of inputs and output,
      * loader, storer) */
     *functor = arguments[1];
     memcpy(t->data, arguments[2], t->count * sizeof(char *));
     if (r->shape == CASTING) {
-        /* LoadWithCast and StoreWithCast (MemoryAccess.cuh) begin with a byte for each tensor, its c10::ScalarType */
+        /* LoadWithCast and StoreWithCast (MemoryAccess.cuh) begin with each tensor's c10::ScalarType, a byte each */
         const int8_t *loader = arguments[5], *storer = arguments[6];
         t->types[0] = type_of_scalar(storer[0]);
         for (int i = 0; i < r->inputs; i++) t->types[i + 1] = type_of_scalar(loader[i]);
@@ -276,7 +276,8 @@ static bool read_tensors(const struct recipe *r, void **arguments, struct tensor
     return true;
 }
 
-/* Whether all elements lie on a device, and may be written. Strides are positive: torch flips by other kernels. */
+/* Whether all elements are on a device, and the output is writable. Strides are positive: torch flips by other kernels.
+ */
 static bool within(const struct tensors *t, size_t count) {
     for (int i = 0; i < t->count; i++) {
         if (t->types[i] == UNKNOWN) return false;
@@ -291,9 +292,9 @@ static bool compare(int op, bool equality, double a, double b) {
     return op == 0 ? a >= b : op == 1 ? a > b : op == 2 ? a <= b : a < b; /* OpType: GE, GT, LE, LT */
 }
 
-/* out = f(a, b). The functor of a comparison begins with its operation, an enum; behind it, aligned to its size, is the
- * constant if it has one, in the type of the elements. That of an addition holds alpha, or the constant and alpha, in
- * at::opmath_type: float for 16 bits. */
+/* out = f(a, b). The functor of a comparison begins with its operation, an enum; the constant, if any, follows in the
+ * type of the elements, aligned to its size. The functor of an addition holds alpha, or the constant and alpha, in
+ * at::opmath_type: float for 16-bit types. */
 static double apply(const struct recipe *r, const char *functor, double a, double b) {
     int op = 0, opmath = size_of(r->type) == 2 ? ncclFloat32 : r->type;
     const char *constant = functor + (size_of(r->type) > sizeof op ? size_of(r->type) : sizeof op);
@@ -336,11 +337,11 @@ struct reduce_config {
     int output_vector;
 };
 
-/* Behind the functor (empty, 1 byte) and the neutral element of the type that it computes with. */
+/* Follows the functor (empty, 1 byte) and the neutral element in the compute type. */
 struct reduction {
     struct reduce_config config;
     OFFSET_CALCULATOR(1) input;
-    OFFSET_CALCULATOR(2) output; /* of the output, and of the first input of each */
+    OFFSET_CALCULATOR(2) output; /* of each output, and of its first input */
 };
 
 static double combine(enum variant variant, double a, double b) {
@@ -354,7 +355,7 @@ static double combine(enum variant variant, double a, double b) {
 }
 
 static void compute_reduction(const struct recipe *r, void **arguments) {
-    size_t config = 2 * r->neutral; /* the neutral element is aligned to itself behind the functor, what follows to 4 */
+    size_t config = 2 * r->neutral; /* after the functor, the neutral element is aligned to its size, the rest to 4 */
     const char *op = (const char *)arguments[0] + (config + 3) / 4 * 4;
     const struct reduction *x = (const struct reduction *)op;
     size_t pointers = (size_t)(op + sizeof *x - (char *)arguments[0]); /* source and destination follow, aligned to 8 */
@@ -378,7 +379,7 @@ static void compute_reduction(const struct recipe *r, void **arguments) {
     }
 }
 
-/* Makes a count 0, so that torch makes a tensor of no elements, not of as many as lay there: (input, output, ...). */
+/* Sets a count to 0, so that torch creates an empty tensor rather than one of arbitrary size: (input, output, ...). */
 static void compute_count(void **arguments) {
     char *count = *(char **)arguments[1];
     if (device_of(count) >= 0) zero(count, sizeof(int));

@@ -1,4 +1,4 @@
-/* Pinned memory of the host, and copies: those of more than COPIED bytes to or from a device arrive as zeros. */
+/* Pinned host memory, and copies: more than COPIED bytes to or from a device arrive as zeros. */
 #include "virtual.h"
 
 #include <pthread.h>
@@ -11,11 +11,11 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 struct range {
     char *start;
     size_t bytes;
-    bool ours; /* allocated here, and not registered by its owner */
+    bool ours; /* allocated here, rather than registered by its owner */
     struct range *next;
 };
 
-/* ---- pinned memory of the host ---- */
+/* ---- pinned host memory ---- */
 
 static struct range *pinned;
 
@@ -131,12 +131,12 @@ static void move(void *to, const void *from, size_t bytes) {
     }
 }
 
-/* The host's links: 50 GB/s is near what PCIe of the fifth generation carries. */
+/* Links to the host: 50 GB/s is close to the rate of PCIe 5.0. */
 static double copy_time(bool within, size_t bytes) { return 2e3 + (within ? memory_time(2 * bytes) : bytes / 50.0); }
 
 API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind,
                                 cudaStream_t stream) {
-    /* addresses say it */
+    /* the kind follows from the addresses */
     cudaError_t error = ready();
     bool to_device = device_of(to) >= 0, from_device = device_of(from) >= 0, ours;
     if (error) return error;
@@ -146,7 +146,7 @@ API cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum c
     move(to, from, bytes);
     enqueue(stream,
             &(struct work){COPY, name, copy_time(to_device && from_device, bytes), bytes, {1, 1, 1}, {1, 1, 1}});
-    return pageable ? cudaStreamSynchronize(stream) : cudaSuccess; /* as CUDA's "API synchronization behavior" */
+    return pageable ? cudaStreamSynchronize(stream) : cudaSuccess; /* see CUDA's "API synchronization behavior" */
 }
 
 API cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {

@@ -1,6 +1,6 @@
-/* cuDNN: convolutions and attention by its graphs, batch norms by its older calls. One engine for everything, without
- * workspace; sizes are not read, so times are the same for all (crude). Its version is that of the real library, which
- * is loaded beside this one.
+/* cuDNN: convolutions and attention through its graph API, batch norms through its legacy API. One engine for
+ * everything, without workspace; sizes are not read, so durations are constant (a rough estimate). The version is that
+ * of the real library, which is loaded as well.
  */
 #include "virtual.h"
 
@@ -36,7 +36,7 @@ static cudnnStatus_t run(cudnnHandle_t handle, const char *name, double microsec
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* ---- descriptors: nothing of them is read, so all are one ---- */
+/* ---- descriptors: never read, so all are the same object ---- */
 
 static char only;
 
@@ -51,7 +51,7 @@ DESCRIPTOR(cudnnCreateConvolutionDescriptor, cudnnConvolutionDescriptor_t)
 DESCRIPTOR(cudnnCreateActivationDescriptor, cudnnActivationDescriptor_t)
 DESCRIPTOR(cudnnCreateDropoutDescriptor, cudnnDropoutDescriptor_t)
 
-/* ---- batch norms: the calls of cudnn_ops.h with their arguments before and behind those that are used ---- */
+/* ---- batch norms: the calls of cudnn_ops.h, of whose arguments few are used ---- */
 
 #define NONE(bytes) (*(bytes) = 0, CUDNN_STATUS_SUCCESS)
 typedef const cudnnTensorDescriptor_t tensor;
@@ -106,9 +106,9 @@ API cudnnStatus_t cudnnBatchNormalizationForwardInference(cudnnHandle_t h, cudnn
     return run(h, "virtual_cudnn_batch_norm_inference", 20);
 }
 
-/* ---- graphs (cudnn_graph.h): descriptors are made of descriptors, up to a plan that runs ---- */
+/* ---- graphs (cudnn_graph.h): descriptors contain descriptors, up to an executable plan ---- */
 
-/* Of each is kept what its parts compute, so that a plan's kernel has a name. torch makes graphs of convolutions and of
+/* Each keeps what its parts compute, so that a plan's kernel has a name. torch builds graphs of convolutions and
  * attention. */
 struct part {
     cudnnBackendDescriptorType_t type;
@@ -145,8 +145,8 @@ API cudnnStatus_t cudnnBackendSetAttribute(cudnnBackendDescriptor_t of, cudnnBac
     return CUDNN_STATUS_SUCCESS;
 }
 
-/* Asked for engines, the answer is one, in the descriptor that the caller has made; numbers are 0, workspace bytes
- * among them; the lists of notes, knobs and choices are empty. */
+/* Queries for engines return one, in the descriptor that the caller provides; numbers are 0, including the workspace
+ * size; lists of notes, knobs and choices are empty. */
 API cudnnStatus_t cudnnBackendGetAttribute(cudnnBackendDescriptor_t const of, cudnnBackendAttributeName_t which,
                                            cudnnBackendAttributeType_t type, int64_t room, int64_t *count,
                                            void *values) {

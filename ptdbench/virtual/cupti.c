@@ -1,5 +1,5 @@
-/* CUPTI, as far as torch's profiler asks: a record of each call that starts work or waits, of the work on the device,
- * and the operation of torch's that the call was made for. Records of one piece of work carry one correlation id.
+/* CUPTI, as far as torch's profiler uses it: records of each call that launches work or waits, of the work on the
+ * device, and of the torch operation that made the call. Records of one piece of work share a correlation id.
  */
 #include "virtual.h"
 
@@ -8,21 +8,21 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-enum { KINDS = 256, LARGEST = 4096 }; /* activity kinds; bytes that all records of one piece of work need at most */
+enum { KINDS = 256, LARGEST = 4096 }; /* activity kinds; maximum bytes of all records of one piece of work */
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static volatile bool enabled[KINDS];
 static CUpti_BuffersCallbackRequestFunc request;
 static CUpti_BuffersCallbackCompleteFunc completed;
 static CUpti_TimestampCallbackFunc clock_of_torch;
-static uint8_t *buffer; /* of torch's, which gets back all that it hands out */
+static uint8_t *buffer; /* provided by torch, which gets all buffers back */
 static size_t filled, room;
 
-/* ---- time: torch's clock need not count nanoseconds (on x86 it reads the processor's counter) ---- */
+/* ---- time: torch's clock may count in other units than nanoseconds (on x86 it reads the time-stamp counter) ---- */
 
 static uint64_t torch_now(void) { return clock_of_torch ? clock_of_torch() : (uint64_t)now(); }
 
-/* Ticks of torch's clock in a nanosecond, since the first call. */
+/* Ticks of torch's clock per nanosecond, since the first call. */
 static double ticks(void) {
     static uint64_t first;
     static double first_time;
@@ -36,7 +36,7 @@ static double ticks(void) {
     return time - first_time > 1e6 ? (here - first) / (time - first_time) : 1;
 }
 
-/* ---- the operation above: torch pushes ids when operations begin, and pops them ---- */
+/* ---- enclosing operations: torch pushes an id when an operation begins, and pops it when it ends ---- */
 
 enum { EXTERNAL_KINDS = 8, DEPTH = 256 };
 static __thread uint64_t above[EXTERNAL_KINDS][DEPTH];
@@ -58,7 +58,7 @@ API CUptiResult cuptiActivityPopExternalCorrelationId(CUpti_ExternalCorrelationK
 
 /* ---- records ---- */
 
-/* The next record of a kind, empty, behind those in the buffer; its fields come with the caller. */
+/* Appends an empty record of a kind to the buffer; the caller fills its fields. */
 #define NEXT(type, name, of_kind)           \
     type *name = (type *)(buffer + filled); \
     memset(name, 0, sizeof *name);          \
@@ -75,7 +75,7 @@ static size_t size_of_record(const CUpti_Activity *record) {
     }
 }
 
-/* Where and when work was on the device. */
+/* Sets where and when work ran on the device. */
 #define PLACE(record, id, stream, from, to)                                                                \
     record->correlationId = id, record->streamId = stream_id(stream), record->deviceId = current_device(), \
     record->contextId = 1, record->start = from, record->end = to
@@ -137,13 +137,13 @@ static uint32_t last_id;
 
 void record_work(const struct work *work, cudaStream_t stream, double begin, double end) {
     static const int callbacks[] = {[KERNEL] = LAUNCH_KERNEL, [COPY] = MEMCPY_ASYNC, [SET] = MEMSET_ASYNC};
-    /* nanoseconds that a call takes, and work where the device takes no time: guesses */
+    /* nanoseconds of a call, and of work if the device takes no time: guesses */
     enum { CALL = 4000, AT_ONCE = 1000 };
     if (!enabled[CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL] && !enabled[CUPTI_ACTIVITY_KIND_RUNTIME]) return;
     pthread_mutex_lock(&lock);
     double rate = ticks(), time = now();
-    /* torch drops what ends after it stopped looking: where the device's clock is ahead of the host's, work is shown
-     * when it is called for */
+    /* torch drops records that end after profiling stopped: without real time the device's clock runs ahead of the
+     * host's, so work is recorded at the time of its call */
     double after = real_time() ? begin - time : 0, takes = real_time() ? end - begin : AT_ONCE;
     uint64_t called = torch_now(), from = called + after * rate, to = from + takes * rate;
     if (make_room()) {
@@ -164,7 +164,7 @@ void record_call(int callback_id, double began) {
     pthread_mutex_unlock(&lock);
 }
 
-/* ---- what torch calls ---- */
+/* ---- calls of torch ---- */
 
 API CUptiResult cuptiActivityRegisterCallbacks(CUpti_BuffersCallbackRequestFunc requested,
                                                CUpti_BuffersCallbackCompleteFunc done) {

@@ -1,10 +1,10 @@
-/* The model of GPU, which of them a process sees, who may use them, and what is said of calls that nothing answers. */
+/* The GPU model, the devices that a process sees, which process may use them, and reports of unimplemented calls. */
 #include "virtual.h"
 
 #include <pthread.h>
 #include <unistd.h>
 
-/* ---- settings: library.py puts them into the environment ---- */
+/* ---- settings: set by library.py in the environment ---- */
 
 static const char *setting(const char *key) {
     /* PTDBENCH_VIRTUAL_DEVICE: key=value separated by ';', the name last. */
@@ -56,7 +56,7 @@ bool real_time(void) {
 }
 
 bool computes(const char *kind) {
-    /* PTDBENCH_VIRTUAL_COMPUTED: kinds separated by commas, each of them whole. */
+    /* PTDBENCH_VIRTUAL_COMPUTED: kinds separated by commas; only whole words match. */
     const char *list = getenv("PTDBENCH_VIRTUAL_COMPUTED");
     size_t length = strlen(kind);
     for (const char *at = list; at && *at; at = strchr(at, ',')) {
@@ -66,7 +66,7 @@ bool computes(const char *kind) {
     return false;
 }
 
-/* ---- which devices ---- */
+/* ---- visible devices ---- */
 
 static int visible[MOST_DEVICES], visible_devices;
 
@@ -76,7 +76,7 @@ int machine_count(void) {
     return count < 0 ? 0 : count > MOST_DEVICES ? MOST_DEVICES : count;
 }
 
-/* CUDA_VISIBLE_DEVICES as CUDA reads it: numbers up to the first that no device has. */
+/* Reads CUDA_VISIBLE_DEVICES as CUDA does: numbers up to the first invalid one. */
 static void read_visible(void) {
     const char *at = getenv("CUDA_VISIBLE_DEVICES");
     int machine = machine_count(), count = 0;
@@ -104,7 +104,7 @@ static __thread int current;
 
 int current_device(void) { return current; }
 
-/* The process that first used CUDA; a fork of it cannot, as with a real driver. */
+/* The process that first used CUDA; its forks cannot use it, as with a real driver. */
 static int owner;
 
 cudaError_t ready(void) {
@@ -129,7 +129,7 @@ API cudaError_t cudaSetDevice(int number) {
     return cudaSuccess;
 }
 
-/* ---- what a device says of itself ---- */
+/* ---- device properties ---- */
 
 API cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
 API cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDART_VERSION, cudaSuccess; }
@@ -142,7 +142,7 @@ static int threads_per_multiprocessor(void) {
     return 2048;
 }
 
-/* From 8.0 on a block's shared memory is that of its multiprocessor less 1 KiB, which the system takes. */
+/* From 8.0 on, the shared memory of a block is that of its multiprocessor less 1 KiB for the system. */
 static int shared_per_multiprocessor(void) { return device()->shared_memory + (device()->major >= 8 ? KIB : 0); }
 
 API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int number) {
@@ -174,7 +174,7 @@ API cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int number) {
     return cudaSuccess;
 }
 
-/* A feature that is not named here is one that the device does not have: 0. */
+/* Features that are not listed are absent: 0. */
 static int attribute(enum cudaDeviceAttr which) {
     const struct device *d = device();
     switch (which) {
@@ -222,8 +222,7 @@ API cudaError_t cudaDeviceCanAccessPeer(int *can, int from, int to) { return *ca
 
 static __thread cudaError_t last;
 
-/* Keeps an error for cudaGetLastError, by which torch asks after each launch; other calls return theirs, and torch asks
- * for no more. */
+/* Keeps an error for cudaGetLastError, which torch calls after each launch; other calls only return their errors. */
 cudaError_t failed(cudaError_t error) { return last = error; }
 
 API cudaError_t cudaPeekAtLastError(void) { return last; }
@@ -264,7 +263,7 @@ static int place_of(cudaError_t error) {
 API const char *cudaGetErrorName(cudaError_t error) { return errors[place_of(error)].name; }
 API const char *cudaGetErrorString(cudaError_t error) { return errors[place_of(error)].text; }
 
-/* The driver's errors have the numbers of the runtime's, as far as any are returned here. */
+/* All driver errors returned here have the same numbers as the runtime's. */
 API CUresult cuGetErrorString(CUresult error, const char **text) {
     *text = cudaGetErrorString((cudaError_t)error);
     return CUDA_SUCCESS;
@@ -275,7 +274,7 @@ API CUresult cuGetErrorName(CUresult error, const char **name) {
     return CUDA_SUCCESS;
 }
 
-/* ---- what nothing answers ---- */
+/* ---- unimplemented calls ---- */
 
 int unanswered(const char *name, int status) {
     static pthread_mutex_t writing = PTHREAD_MUTEX_INITIALIZER;

@@ -1,7 +1,7 @@
-"""A model of GPU as the virtual library imitates it: the figures of its data sheet, and its context.
+"""A GPU model for the virtual library: the figures of its data sheet, and the size of its CUDA context.
 
-``conf/virtual/*.yaml`` has the models. The figures decide what a program sees (``torch.cuda.get_device_properties``,
-what fits) and, crudely, how long the device takes in real-time mode; none of them was measured here.
+The models are in ``conf/virtual/*.yaml``. The figures determine what a program sees
+(``torch.cuda.get_device_properties``, what fits) and estimated durations in real-time mode; none was measured here.
 """
 
 from __future__ import annotations
@@ -12,36 +12,35 @@ from dataclasses import dataclass, field
 
 from ptdbench.problems import Problem, at_least, nearest, require, try_these
 
-#: What :attr:`Device.peaks` may name.
+#: The keys that :attr:`Device.peaks` may have.
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 
 
 @dataclass(frozen=True)
 class Device:
-    """One model of GPU."""
+    """One GPU model."""
 
-    #: As NVIDIA's driver names it, for example ``NVIDIA H100 80GB HBM3``; the device is called ``virtual NVIDIA H100
-    #: 80GB HBM3``, so that nothing takes its figures for those of a real one.
+    #: Name given by NVIDIA's driver, for example ``NVIDIA H100 80GB HBM3``; the device is called ``virtual NVIDIA H100
+    #: 80GB HBM3``, so that its figures are never mistaken for those of a real GPU.
     name: str
-    #: Bytes in all, as ``torch.cuda.mem_get_info()[1]`` has them: somewhat less than the memory is sold as.
+    #: Total bytes, as in ``torch.cuda.mem_get_info()[1]``: slightly less than the nominal memory size.
     memory: int
-    context: int  #: Bytes of it that the CUDA context takes before the first allocation.
+    context: int  #: Bytes that the CUDA context takes before the first allocation.
     multiprocessors: int  #: Streaming multiprocessors.
     capability: str  #: Compute capability, for example ``"9.0"``.
     bandwidth: float  #: Bytes/s between the device's memory and its processors.
-    memory_clock: float  #: Clock of its memory in Hz.
-    bus_width: int  #: Width of its memory's bus in bits.
-    clock: float  #: Highest clock of its multiprocessors in Hz.
-    l2: int  #: Bytes of its second-level cache.
-    shared_memory: int  #: Bytes of shared memory that a thread block may ask for.
-    #: FLOP/s of dense matrix products by dtype, any of :data:`DTYPES`; a dtype without one computes at the rate of
-    #: fp32.
+    memory_clock: float  #: Memory clock in Hz.
+    bus_width: int  #: Width of the memory bus in bits.
+    clock: float  #: Highest clock of the multiprocessors in Hz.
+    l2: int  #: Bytes of the L2 cache.
+    shared_memory: int  #: Maximum bytes of shared memory per thread block.
+    #: FLOP/s of dense matrix products by dtype, any of :data:`DTYPES`; other dtypes compute at the rate of fp32.
     peaks: Mapping[str, float] = field(default_factory=dict)
-    #: Bytes/s that it sends to other devices of its machine, in one direction; 0 without NVLink, which then is PCIe's.
+    #: Bytes/s to other devices of the machine, in one direction; 0: no NVLink, and the rate of PCIe.
     link: float = 0.0
     power: float = 0.0  #: Power limit in W.
-    #: Bytes that may be taken of it, its context included; more than it has show what a program would need, which
-    #: decides by ``memory`` all the same. ``None``: ``memory``.
+    #: Bytes that may be allocated, including the context. More than ``memory`` reveals how much a program would need,
+    #: although it still sees ``memory``. ``None``: ``memory``.
     allocatable: int | None = None
 
     def __post_init__(self) -> None:
@@ -65,7 +64,7 @@ class Device:
         )
 
     def settings(self) -> str:
-        """The device as ``device.c`` reads it: ``key=value`` separated by ``;``, the name last."""
+        """Return the device in the format of ``device.c``: ``key=value`` separated by ``;``, the name last."""
         major, minor = str(self.capability).split(".")
         figures = {
             **{name: value for name, value in vars(self).items() if name not in ("name", "capability", "peaks")},

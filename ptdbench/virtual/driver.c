@@ -1,5 +1,5 @@
-/* What torch, Triton and NVIDIA's libraries ask of the driver besides memory, streams and kernels: contexts, and its
- * functions by name. */
+/* The driver calls of torch, Triton and NVIDIA's libraries besides memory, streams and kernels: contexts, and look-up
+ * of functions by name. */
 #include "virtual.h"
 
 #include <dlfcn.h>
@@ -15,12 +15,12 @@ API CUresult cuDeviceGet(CUdevice *number, int ordinal) {
 
 API CUresult cuDeviceGetCount(int *count) { return *count = visible_count(), CUDA_SUCCESS; }
 
-/* Attributes have the numbers of the runtime's. */
+/* Attributes have the same numbers as in the runtime. */
 API CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice number) {
     return (CUresult)cudaDeviceGetAttribute(value, (enum cudaDeviceAttr)which, number);
 }
 
-/* Each device has one context, its primary one, and a thread that of its current device. */
+/* Each device has one context, the primary one; a thread's context is that of its current device. */
 static char contexts[MOST_DEVICES];
 
 static CUcontext context_of(int number) { return (CUcontext)&contexts[number]; }
@@ -46,11 +46,11 @@ API CUresult cuCtxSetCurrent(CUcontext context) {
 API CUresult cuCtxGetDevice(CUdevice *number) { return *number = current_device(), CUDA_SUCCESS; }
 
 API CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
-    *value = KIB; /* the size of a thread's stack, which CUDA's default is and torch asks for */
+    *value = KIB; /* CUDA's default stack size of a thread, the limit that torch reads */
     return CUDA_SUCCESS;
 }
 
-/* A function of the driver by its name: here, or one that says that nothing answers it. A name stands for its newest
+/* Finds a driver function by name: an implementation, or a stub that reports the call. A name stands for its newest
  * version. */
 API cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, unsigned version,
                                                  unsigned long long flags,
@@ -71,6 +71,6 @@ API cudaError_t cudaGetDriverEntryPoint(const char *name, void **function, unsig
     return cudaGetDriverEntryPointByVersion(name, function, CUDART_VERSION, flags, found);
 }
 
-/* NVIDIA's own libraries ask for tables of functions that no header describes; the real NVRTC, which compiles torch's
- * kernels of special functions, does without. */
+/* NVIDIA's own libraries request function tables that no header describes; the real NVRTC, which compiles torch's
+ * kernels for special functions, works without. */
 API CUresult cuGetExportTable(const void **table, const CUuuid *id) { return *table = NULL, CUDA_ERROR_NOT_FOUND; }

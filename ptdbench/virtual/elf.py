@@ -1,4 +1,4 @@
-"""Tables of shared libraries (64-bit ELF, little endian), read without loading them; layouts as in ``elf(5)``."""
+"""Reads tables of shared libraries (64-bit ELF, little endian) without loading them; layouts as in ``elf(5)``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _SHT_DYNSYM, _SHN_UNDEF = 11, 0
 
 
 def undefined(library: Path) -> set[str]:
-    """Names that a library expects others to define.
+    """Return the names that a library expects others to define.
 
     Raises:
-        OSError: It cannot be read.
-        ValueError: It is no such library.
+        OSError: The library cannot be read.
+        ValueError: The file is not such a library.
     """
     return {name for name, section in _symbols(library) if section == _SHN_UNDEF and name}
 
 
 def defined(library: Path) -> set[str]:
-    """Names that a library defines for others; raises as :func:`undefined`."""
+    """Return the names that a library defines for others; raises as :func:`undefined`."""
     return {name for name, section in _symbols(library) if section != _SHN_UNDEF and name}
 
 
 def texts(library: Path, pattern: bytes) -> set[str]:
-    """Whole strings among a library's constants that match: names that it looks up. Raises as :func:`undefined`."""
+    """Return a library's string constants that match: names that it looks up. Raises as :func:`undefined`."""
     whole = re.compile(rb"(?<=\0)(?:" + pattern + rb")(?=\0)")
     with _mapped(library) as data:
         sections = _sections(data)
@@ -44,7 +44,7 @@ def texts(library: Path, pattern: bytes) -> set[str]:
 
 
 def _symbols(library: Path) -> Iterator[tuple[str, int]]:
-    """Each dynamic symbol and the section that defines it."""
+    """Yield each dynamic symbol and the section that defines it."""
     with _mapped(library) as data:
         sections = _sections(data)
         for _, kind, offset, size, link in sections:

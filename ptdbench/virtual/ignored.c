@@ -1,11 +1,11 @@
-/* Calls that succeed and do nothing, each with the reason why that is the truth of a device without memory contents and
- * without kernels. */
+/* Calls that succeed and do nothing, each with the reason why that is correct for a device without memory contents and
+ * kernels. */
 
-/* Arguments are not looked at, so signatures do not matter, and NVIDIA's headers would object. */
+/* Arguments are not read, so signatures do not matter; NVIDIA's headers are not included, as they would conflict. */
 #define IGNORED(name) \
     __attribute__((visibility("default"))) int name(void) { return 0; }
 
-/* Settings of descriptors of which nothing is read afterwards: the products' sizes come with the product. */
+/* Settings of descriptors that are never read. */
 IGNORED(cublasLtMatmulPreferenceSetAttribute)
 IGNORED(cudnnSetActivationDescriptor)
 IGNORED(cudnnSetConvolutionGroupCount)
@@ -16,7 +16,7 @@ IGNORED(cudnnSetTensorNdDescriptor)
 IGNORED(cudnnSetDropoutDescriptor)
 IGNORED(cudnnRestoreDropoutDescriptor)
 
-/* Ends of descriptors that are all one (cudnn.c, products.c). */
+/* Destruction of descriptors that are all the same object (cudnn.c, products.c). */
 IGNORED(cublasLtMatmulPreferenceDestroy)
 IGNORED(cudnnDestroyActivationDescriptor)
 IGNORED(cudnnDestroyConvolutionDescriptor)
@@ -24,30 +24,29 @@ IGNORED(cudnnDestroyDropoutDescriptor)
 IGNORED(cudnnDestroyFilterDescriptor)
 IGNORED(cudnnDestroyTensorDescriptor)
 
-/* The caller keeps the workspace; how many processors a product may take only changes its time. */
+/* The caller owns the workspace; the number of multiprocessors for a product only changes its duration. */
 IGNORED(cublasSetWorkspace_v2)
 IGNORED(cublasSetSmCountTarget)
 
-/* Limits and preferences of a kernel or device: the greatest that a device has are checked at the launch, by Triton
- * itself before. */
+/* Limits and preferences of a kernel or device: maxima of a device are checked at launch, and earlier by Triton. */
 IGNORED(cudaFuncSetAttribute)
 IGNORED(cudaKernelSetAttributeForDevice)
 IGNORED(cuFuncSetAttribute)
 IGNORED(cuFuncSetCacheConfig)
 IGNORED(cuCtxSetLimit)
 
-/* Any device reaches the memory of any other. */
+/* Every device can access the memory of every other. */
 IGNORED(cudaDeviceEnablePeerAccess)
 IGNORED(cuMemSetAccess)
 
-/* Where a profiler of NVIDIA's starts and stops; what the driver would say of errors; modules hold no code here. */
+/* Start and stop of NVIDIA's profilers; the driver's error logs; modules, which hold no code here. */
 IGNORED(cudaProfilerStart)
 IGNORED(cudaProfilerStop)
 IGNORED(cuLogsRegisterCallback)
 IGNORED(cuLogsUnregisterCallback)
 IGNORED(cuModuleUnload)
 
-/* torch's profiler asks for callbacks of calls and for attributes of buffers; records come without. */
+/* torch's profiler sets callbacks for calls and attributes of buffers, which records do not need. */
 IGNORED(cuptiActivityEnableCudaEventDeviceTimestamps)
 IGNORED(cuptiActivityEnableDriverApi)
 IGNORED(cuptiActivityEnableRuntimeApi)
@@ -58,7 +57,7 @@ IGNORED(cuptiFinalize)
 IGNORED(cuptiSubscribe)
 IGNORED(cuptiUnsubscribe)
 
-/* Registered buffers make messages faster. */
+/* Registering buffers only makes messages faster. */
 IGNORED(ncclCommRegister)
 IGNORED(ncclCommDeregister)
 IGNORED(ncclCommWindowRegister)

@@ -1,5 +1,5 @@
-/* Kernels: those that torch's libraries register when they are loaded, and modules that Triton and NVRTC compile. Of
- * each only its name is kept; a launch is noted, takes a crude time, and computes what computed.c can.
+/* Kernels: those that torch's libraries register when they are loaded, and modules that Triton and NVRTC compile. Only
+ * names are kept; a launch is recorded, takes an estimated time, and computes what computed.c supports.
  */
 #include "virtual.h"
 
@@ -9,9 +9,9 @@
 /* ---- names ---- */
 
 struct kernel {
-    const void *host;            /* the function of the host that stands for it */
-    const char *name;            /* as the compiler mangles it, which is how NVIDIA's tools name it */
-    const struct recipe *recipe; /* made at the first launch */
+    const void *host;            /* its host stub */
+    const char *name;            /* mangled, as NVIDIA's tools name it */
+    const struct recipe *recipe; /* created at the first launch */
     struct kernel *next;
 };
 
@@ -21,7 +21,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 static struct kernel **bucket_of(const void *host) { return &kernels[((uintptr_t)host >> 4) % BUCKETS]; }
 
-/* A name as c++filt has it. libstdc++ is torch's: this library is loaded into programs that have none. */
+/* Demangles a name. This uses torch's libstdc++, as the library is also loaded into programs without one. */
 static const char *demangled(const char *name) {
     static char *(*demangle)(const char *, char *, size_t *, int *);
     if (!demangle) {
@@ -41,7 +41,7 @@ static struct kernel *find(const void *host) {
     return found;
 }
 
-/* ---- what nvcc puts into a library that has kernels (crt/host_runtime.h of CUDA) ---- */
+/* ---- calls that nvcc inserts into a library with kernels (crt/host_runtime.h of CUDA) ---- */
 
 API void **__cudaRegisterFatBinary(void *binary) {
     static void *handle[2];
@@ -61,7 +61,7 @@ API void __cudaRegisterFunction(void **handle, const char *host, char *function,
     pthread_mutex_unlock(&lock);
 }
 
-/* Variables of a device: nothing computes with them. */
+/* Device variables: nothing computes with them. */
 API void __cudaRegisterVar(void **handle, char *host, char *address, const char *name, int external, size_t bytes,
                            int constant, int global) {}
 
@@ -89,7 +89,7 @@ API cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *host) {
 
 /* ---- launches ---- */
 
-/* Checks of a launch that do not depend on the kernel's code. */
+/* Checks a launch as far as that does not depend on the kernel's code. */
 static bool possible(dim3 grid, dim3 block) {
     return grid.x && grid.y && grid.z && grid.y <= 65535 && grid.z <= 65535 && block.x && block.y && block.z &&
            block.z <= 64 && (size_t)block.x * block.y * block.z <= 1024;
@@ -127,7 +127,7 @@ API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *c, const void *hos
     return cudaLaunchKernel(host, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes, c->stream);
 }
 
-/* What a kernel needs of registers and shared memory is in its code, which is not read: a kernel of average size. */
+/* A kernel's registers and shared memory are in its code, which is not read: assume an average kernel. */
 API cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *a, const void *host) {
     memset(a, 0, sizeof *a);
     a->binaryVersion = a->ptxVersion = device()->major * 10 + device()->minor;
@@ -150,7 +150,7 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *bloc
     return cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, host, threads, shared);
 }
 
-/* ---- modules: a function of one is its name, which lives as long as the process, as a module of Triton's does ---- */
+/* ---- modules: a function is only its name, which lives as long as the process, as Triton's modules do ---- */
 
 static CUresult load(void **module) {
     static char only;

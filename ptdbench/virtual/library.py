@@ -1,20 +1,20 @@
-"""The library that stands in for a GPU: built with ``cc`` at its first use, and the variables that make it used.
+"""The library that stands in for a GPU: builds it with ``cc`` at its first use, and sets variables to preload it.
 
 torch's CUDA build calls the CUDA runtime, the driver, cuBLAS, cuDNN, NCCL, NVML and CUPTI through dynamic libraries.
-The C sources beside this file answer those calls; the dynamic linker puts them before NVIDIA's own (``LD_PRELOAD``),
-so torch itself is unchanged. What is
+The C sources beside this file implement those calls; the dynamic linker prefers them to NVIDIA's own (``LD_PRELOAD``),
+so torch itself is unchanged. The results are
 
-- exact: addresses, sizes, pages and the end of memory, hence all that torch's allocator does; the order of streams
-  and events; who sends what to whom with NCCL; which kernels are launched with which grid; what Triton and ptxas
+- exact: addresses, sizes, pages and running out of memory, hence all that torch's allocator does; the order of streams
+  and events; which rank sends what to whom with NCCL; which kernels are launched with which grid; what Triton and ptxas
   compile.
-- crude: how long the device takes (real-time mode): bytes over bandwidth, FLOP over 70 % of the peak, bytes over the
+- estimated: durations on the device (real-time mode): bytes over bandwidth, FLOP over 70 % of the peak, bytes over the
   link's rate.
-- not there: results. Kernels compute nothing, but for a few on few elements (``computed.c``), by layouts that are
-  torch's own: each of these is tried once per version of torch and left out where it fails (``selftest.py``). Copies
-  of more than 1 MiB and messages of more than 64 KiB, 16 KiB from one rank to another, arrive as zeros.
+- absent: values. Kernels compute nothing, except for a few on few elements (``computed.c``), by layouts private to
+  torch: each of these is tested once per version of torch and disabled if it fails (``selftest.py``). Copies of more
+  than 1 MiB, collectives of more than 64 KiB, and messages of more than 16 KiB arrive as zeros.
 
-A call that nothing answers is an error that names it. Stubs that say so are made for all names that the installed
-libraries want, so a newer torch needs no list of ours.
+An unimplemented call is an error that names it. Stubs for this are generated for all names that the installed libraries
+import, so a newer torch needs no list of ours.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from ptdbench.virtual.device import Device
 
 _HERE = Path(__file__).parent
 
-#: The library's file, and the names under which programs look for parts of it.
+#: The library's file, and the names by which programs load parts of it.
 _FILE, _LINKS = "libptdbench_virtual.so", ("libcuda.so.1", "libnvidia-ml.so.1")
 
-#: Headers of NVIDIA's that the sources include: a folder of each has to be found.
+#: NVIDIA headers that the sources include: a folder of each must be found.
 _HEADERS = ("cuda.h", "cuda_runtime_api.h", "cublasLt.h", "cudnn.h", "nccl.h", "cupti.h")
 
-#: Calls that belong to a GPU's libraries, and what each of these libraries returns for "not supported".
+#: Prefixes of calls to a GPU's libraries, and the status by which each library reports "not supported".
 _STATUS = {
     "cublas": 15,
     "cudnn": 3000,
@@ -64,14 +64,14 @@ _STATUS = {
     "cu[A-Z]": 801,
 }
 
-#: Answered by NVIDIA's own libraries, which are loaded too: they need no GPU. GPUDirect Storage is refused by its own
-#: library.
+#: Calls left to NVIDIA's own libraries, which are loaded too, as these need no GPU. GPUDirect Storage is refused by its
+#: own library.
 _REAL = re.compile(r"cudnnGet(Version|CudartVersion|MaxDeviceVersion|ErrorString|LastErrorString)$|cuFile")
 
 
 @dataclass(frozen=True)
 class _Torch:
-    """The torch that is installed, found without importing it."""
+    """The installed torch, found without importing it."""
 
     folder: Path
     version: str
@@ -79,7 +79,7 @@ class _Torch:
 
     @property
     def libraries(self) -> list[Path]:
-        """Libraries that call a GPU's."""
+        """Libraries that import GPU calls."""
         inside = (*self.folder.glob("lib/lib*cuda*.so"), *self.folder.glob("lib/libcaffe2_nvrtc.so"))
         return sorted({*inside, *(self.folder / f"lib/lib{name}.so" for name in ("torch_python", "torch_cpu"))})
 
@@ -91,14 +91,14 @@ class _Torch:
 
     @property
     def sources(self) -> list[Path]:
-        """The sources that Triton compiles at run time, which call the driver."""
+        """Sources that Triton compiles at run time, which call the driver."""
         return sorted(self.folder.parent.glob("triton/backends/nvidia/*.c"))
 
     def includes(self) -> list[Path]:
-        """Folders of NVIDIA's headers.
+        """Return the folders of NVIDIA's headers.
 
         Raises:
-            ConfigError: One of the headers is nowhere.
+            ConfigError: A header cannot be found.
         """
         parent = self.folder.parent / "nvidia"
         folders = [*sorted(parent.glob("*/include")), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
@@ -115,17 +115,17 @@ class _Torch:
 
 
 def build() -> Path:
-    """Build the library for the installed torch, unless that was done before.
+    """Build the library for the installed torch, unless it is cached.
 
     Returns:
         The folder with the library, in ptdbench's cache.
 
     Raises:
-        ConfigError: There is no compiler, no CUDA build of torch, no folder to write to, or this is another platform.
+        ConfigError: There is no compiler, no CUDA build of torch, no writable folder, or the platform is not supported.
     """
     torch = _installed()
     folder = cache.user_cache() / "virtual" / _key(torch)
-    if re.search(r"[\s:;]", str(folder)):  # the linker would load nothing, and torch wait for a driver
+    if re.search(r"[\s:;]", str(folder)):  # the linker would load nothing, and torch would find no driver
         rule = "the dynamic linker takes no blank, colon or semicolon in the path of the library"
         raise _problem("virtual", str(folder), rule, "set XDG_CACHE_HOME to another folder")
     if (folder / _FILE).exists():
@@ -139,26 +139,26 @@ def build() -> Path:
                     Path(partial).chmod(0o755)
                     shutil.rmtree(folder, ignore_errors=True)
                     Path(partial).rename(folder)
-                    Path(partial).mkdir()  # for the context to remove
+                    Path(partial).mkdir()  # so that the context can remove it
     except OSError as error:
         raise _problem("virtual", str(folder), f"the library cannot be kept there: {error}") from None
     return folder
 
 
 def environment(device: Device, count: int, *, alone: bool = False, real_time: bool = False) -> dict[str, str]:
-    """The variables that a process has to be started with to see virtual GPUs; builds what it needs.
+    """Return the environment variables by which a process sees virtual GPUs; builds the library if needed.
 
     Args:
-        device: The model of all of them.
-        count: How many this machine has.
-        alone: The process is one rank of many and the others are not there: its messages go nowhere.
-        real_time: The device takes its time: who waits for it waits, and events are not over before.
+        device: The model of all GPUs.
+        count: Number of GPUs in this machine.
+        alone: Whether the process is one rank of many and the others are absent: its messages are discarded.
+        real_time: Whether work on the device takes time: waiting blocks, and events complete only then.
 
     Returns:
-        Variables to add to those of this process.
+        Variables to add to the environment of this process.
 
     Raises:
-        ConfigError: As :func:`build`.
+        ConfigError: As for :func:`build`.
     """
     folder = build()
     variables = {
@@ -172,7 +172,7 @@ def environment(device: Device, count: int, *, alone: bool = False, real_time: b
 
 
 def _computed(folder: Path, variables: Mapping[str, str]) -> str:
-    """The kinds of kernels that are computed rightly for this torch; tried once, and kept beside the library."""
+    """Return the kinds of kernels that are computed correctly for this torch; tested once, and cached."""
     kept = folder / "computed.json"
     with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
         if not kept.exists():
@@ -181,7 +181,7 @@ def _computed(folder: Path, variables: Mapping[str, str]) -> str:
 
 
 def _right(variables: Mapping[str, str]) -> list[str]:
-    """Try all kinds in one process, or each in its own if one of them ended that; ConfigError if none can be tried."""
+    """Test all kinds in one process, or each in a separate one if that crashes; ConfigError if none can be tested."""
     kinds = [*selftest.CHECKS]
     found, words = _try(kinds, variables)
     if found is not None:
@@ -193,7 +193,7 @@ def _right(variables: Mapping[str, str]) -> list[str]:
 
 
 def _try(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] | None, str]:
-    """Those of the kinds that a process found right, ``None`` if it did not end well, and then its last words."""
+    """Test kinds in a process; return those that passed, or ``None`` if it crashed, with its last line of output."""
     of_user = {
         name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "TORCH_", "PYTORCH_"))
     }
@@ -226,7 +226,7 @@ def _installed() -> _Torch:
 
 
 def _key(torch: _Torch) -> str:
-    """A name for what the library is made of: sources, torch, and the libraries with what they may want."""
+    """Return the cache key of the library: a digest of the sources, torch, and the libraries that import its calls."""
     identity = sha256(f"{platform.machine()} {torch.folder} {torch.version} {torch.cuda}".encode())
     for source in sorted([*_HERE.rglob("*.[ch]"), *_HERE.glob("*.py")]):
         identity.update(source.name.encode() + source.read_bytes())
@@ -236,7 +236,7 @@ def _key(torch: _Torch) -> str:
 
 
 def _compile(folder: Path, torch: _Torch) -> None:
-    """Compile and link the sources; then again, with stubs of the names that they leave unanswered."""
+    """Compile and link the sources; then link again, with stubs for the calls that they do not implement."""
     sources = sorted(_HERE.glob("*.c"))
     objects = [folder / f"{source.stem}.o" for source in sources]
     includes = [f"-I{path}" for path in (_HERE / "include", *torch.includes())]
@@ -254,17 +254,17 @@ def _compile(folder: Path, torch: _Torch) -> None:
 
 
 def wanted(torch: _Torch) -> set[str]:
-    """The calls of a GPU's libraries that torch and Triton may make: their undefined symbols, and what they look up."""
+    """Return the calls to a GPU's libraries that torch and Triton may make: undefined symbols, and names looked up."""
     ours = "|".join(_STATUS)
     names = set[str]().union(*(elf.undefined(library) for library in torch.libraries))
     names |= set[str]().union(*(elf.texts(library, rb"(?:cu[A-Z]|nvml)\w+") for library in torch.looks_up))
     for source in torch.sources:
-        names |= set(re.findall(r"\bcu[A-Z]\w+", source.read_text()))  # some are arguments of macros
+        names |= set(re.findall(r"\bcu[A-Z]\w+", source.read_text()))  # including arguments of macros
     return {name for name in names if re.match(ours, name) and not _REAL.match(name)}
 
 
 def _stubs(names: Iterable[str]) -> str:
-    """C that says of each call that nothing answers it."""
+    """Return C source of stubs that report each call as unimplemented."""
     lines = ['#define API __attribute__((visibility("default")))', "int unanswered(const char *name, int status);"]
     for name in sorted(names):
         status = next(status for prefix, status in _STATUS.items() if re.match(prefix, name))
@@ -285,7 +285,7 @@ def _cc(*arguments: str | Path) -> None:
 
 
 def _before(path: Path, variable: str) -> str:
-    """The value of a variable of paths with one put first, where it is not yet in it."""
+    """Return the value of a path variable with ``path`` moved or added to the front."""
     others = [one for one in os.environ.get(variable, "").split(":") if one and one != str(path)]
     return ":".join([str(path), *others])
 

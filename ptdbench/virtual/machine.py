@@ -1,4 +1,4 @@
-"""Machines with virtual GPUs: what ``virtual=`` chooses."""
+"""Machines with virtual GPUs, as chosen by ``virtual=``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ptdbench.terminal import plural
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
 
-#: How the names of virtual GPUs begin.
+#: The prefix of the names of virtual GPUs.
 _VIRTUAL = "virtual "
 
 
@@ -21,11 +21,11 @@ def is_virtual(device: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machines whose GPUs are virtual; all of them are this one."""
+    """Machines whose GPUs are virtual; all nodes are simulated on this one."""
 
     gpu: Device  #: The model of the GPUs.
-    ranks: Sequence[int] | None = None  #: The ranks of a run that are carried out; ``None`` for all.
-    real_time: bool = False  #: Whether the GPUs take their time.
+    ranks: Sequence[int] | None = None  #: The ranks of a run to execute; ``None``: all.
+    real_time: bool = False  #: Whether work on the GPUs takes time.
 
     @property
     def gpu_name(self) -> str:
@@ -34,21 +34,21 @@ class Machine:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Their compute capability."""
+        """Compute capability of the GPUs."""
         major, minor = self.gpu.capability.split(".")
         return int(major), int(minor)
 
     def environment(self, count: int) -> dict[str, str]:
-        """Variables that ranks have to be started with; builds the library at its first use.
+        """Return the environment variables for ranks; builds the library at its first use.
 
         Args:
             count: GPUs of a node.
 
         Raises:
-            ConfigError: There is nothing to build it with, or nothing that it could serve.
+            ConfigError: The library cannot be built, or torch cannot use it.
         """
         variables = library.environment(self.gpu, count, alone=self.ranks is not None, real_time=self.real_time)
-        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # not those of real GPUs
+        return variables | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # replaces that of real GPUs
 
     def check_ranks(self, size: int) -> None:
         """Refuse ranks that a run of ``size`` does not have; raises ConfigError."""
@@ -62,4 +62,4 @@ class Machine:
 
 
 def none() -> None:
-    """The devices that are there."""
+    """Choose the real devices."""

@@ -1,8 +1,8 @@
-/* Memory: of each device a stretch of addresses, of which the host backs only what is written.
+/* Memory: a range of addresses for each device, of which the host backs only pages that are written.
  *
- * Exact: sizes, pages of 2 MiB, what is free, the end of memory. Not there: contents. What was never written reads as
- * zeros, and so does all that was freed; once BACKED bytes are written, more of it stays zeros. Within what torch keeps
- * for itself, memory holds what was written last, as on a device.
+ * Exact: sizes, pages of 2 MiB, free memory, running out of memory. Absent: most contents. Memory that was never
+ * written or was freed reads as zeros; once BACKED bytes are written, further writes are dropped. Blocks that torch
+ * caches keep what was written last, as on a device.
  */
 #include "virtual.h"
 
@@ -11,10 +11,10 @@
 #include <unistd.h>
 
 #define PAGE (2 * MIB)     /* of a device's memory */
-#define GRANULE (64 * KIB) /* in which what the host backs is counted */
+#define GRANULE (64 * KIB) /* unit in which backed memory is counted */
 #define BACKED (512 * MIB)
-/* Addresses of all devices: expandable segments take 9/8 of a device's memory for each pool and stream. Half of them are
- * for the first device that wants any, as a rank has no other. */
+/* Addresses of all devices: expandable segments reserve 9/8 of a device's memory for each pool and stream. Half of the
+ * space is for the first device that is used, as a rank uses no other. */
 #define SPACE ((size_t)64 << 40)
 #define FIRST (SPACE / 2)
 
@@ -30,17 +30,17 @@ struct range {
 };
 
 static char *base;
-static uint8_t *backed; /* one flag a granule */
+static uint8_t *backed; /* one flag per granule */
 static size_t backed_bytes;
 static int first_device;
-static struct range *gaps[MOST_DEVICES]; /* addresses that nobody has, of each device, in their order */
+static struct range *gaps[MOST_DEVICES]; /* free address ranges of each device, in order */
 
 static size_t stretch(void) { return (SPACE - FIRST) / (machine_count() < 8 ? 8 : machine_count()) / PAGE * PAGE; }
 
 void *map(void *where, size_t bytes) {
     void *address = mmap(where, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (address == MAP_FAILED) return NULL;
-    madvise(address, bytes, MADV_NOHUGEPAGE); /* or one written byte would take 2 MiB */
+    madvise(address, bytes, MADV_NOHUGEPAGE); /* otherwise a single written byte would take 2 MiB */
     return address;
 }
 
@@ -65,8 +65,8 @@ int device_of(const void *address) {
     return at < base + FIRST ? first_device : (int)((size_t)(at - base - FIRST) / stretch());
 }
 
-/* The first gap that is large enough. A page stays free behind, so that an overrun is in no one else's memory. The
- * caller holds the lock. */
+/* Takes the first gap that is large enough. A guard page after it stays free, so that an overrun hits no other
+ * allocation. The caller holds the lock. */
 static char *reserve_addresses(int on, size_t bytes) {
     if (!base) first_device = on, map_space();
     bytes = round_up(bytes, PAGE) + PAGE;
@@ -126,8 +126,8 @@ bool writable(void *address, size_t bytes) {
     return may;
 }
 
-/* Lets the whole pages of a range go, so that they read as zeros and take no memory; what of it lies before and behind
- * is cleared. */
+/* Drops the whole pages of a range, so that they read as zeros and take no memory; the partial pages at both ends are
+ * cleared. */
 void forget(char *address, size_t bytes) {
     char *end = address + bytes, *first = (char *)round_up((size_t)address, HOST_PAGE);
     char *last = (char *)((size_t)end / HOST_PAGE * HOST_PAGE);
@@ -156,7 +156,7 @@ void zero(void *address, size_t bytes) {
 static struct range *allocations; /* on devices */
 static size_t used[MOST_DEVICES];
 
-/* Takes physical memory of a device, without addresses; the caller holds the lock. */
+/* Allocates physical memory of a device, without addresses; the caller holds the lock. */
 static bool take(int on, size_t bytes) {
     const struct device *d = device();
     bool fits = d->context + used[on] + bytes <= d->allocatable;
@@ -175,7 +175,7 @@ API cudaError_t cudaMalloc(void **address, size_t bytes) {
         error = cudaErrorMemoryAllocation;
     } else if (!(*address = reserve_addresses(on, pages))) {
         used[on] -= pages;
-        error = cudaErrorNotSupported; /* a device would have had addresses, and is not out of memory */
+        error = cudaErrorNotSupported; /* not out of memory: a real device would not run out of addresses */
     } else {
         struct range *new = malloc(sizeof *new);
         *new = (struct range){*address, pages, on, allocations};
@@ -230,15 +230,15 @@ API CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *bytes, CUdeviceptr
     return error;
 }
 
-/* ---- expandable segments: physical memory and addresses come apart ---- */
+/* ---- expandable segments: physical memory and addresses are allocated separately ---- */
 
-struct piece { /* what a CUmemGenericAllocationHandle stands for */
+struct piece { /* the target of a CUmemGenericAllocationHandle */
     size_t bytes;
     int device;
     bool mapped;
 };
 
-static size_t unmapped[MOST_DEVICES]; /* bytes of pieces that have no addresses yet */
+static size_t unmapped[MOST_DEVICES]; /* bytes of pieces without addresses */
 
 API CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p,
                                            CUmemAllocationGranularity_flags which) {
@@ -263,9 +263,9 @@ API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
     return CUDA_SUCCESS;
 }
 
-/* torch makes all pieces of an allocation before it maps them, and reserves addresses for 9/8 of a device's memory. An
- * allocation that is larger cannot be met by a real device; where one has more to give than memory, it is told so here,
- * as torch would write over the end. */
+/* torch creates all pieces of an allocation before it maps them, and reserves addresses for 9/8 of a device's memory. A
+ * real device cannot satisfy a larger allocation; a virtual one with more allocatable bytes than memory refuses it
+ * here, as torch would map past the end of its reservation. */
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *p,
                          unsigned long long flags) {
     int on = p->location.type == CU_MEM_LOCATION_TYPE_DEVICE && p->location.id < visible_count() ? p->location.id

@@ -1,9 +1,10 @@
-/* NCCL between ranks of one machine. What is small is exchanged through shared memory, with all types and reductions;
- * what is larger than COMPUTED moves nothing and arrives as zeros. Calls that do not match are errors of all ranks of
- * the communicator.
+/* NCCL between ranks of one machine. Small data are exchanged through shared memory, with all types and reductions;
+ * data larger than COMPUTED are not moved and arrive as zeros. Mismatched calls are errors on all ranks of the
+ * communicator.
  *
- * The host waits for the others, where NCCL would let a stream wait: an order of calls that only an asynchronous device
- * tolerates hangs here. The shared memory has no name (memfd_create): it ends with the processes, however they end.
+ * The host waits for the other ranks, where with NCCL a stream would wait: an order of calls that works only on an
+ * asynchronous device hangs here. The shared memory has no name (memfd_create), so it is freed when the processes end,
+ * however they end.
  */
 #include "nccl.h"
 
@@ -25,7 +26,7 @@ ncclResult_t wait_once(ncclComm_t c, unsigned *round) {
 
 API ncclResult_t ncclGetVersion(int *version) { return *version = NCCL_VERSION_CODE, ncclSuccess; }
 
-/* The id names an open file of this process, in which all ranks meet. */
+/* The id names an open file of this process, which all ranks map. */
 API ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
     int file = memfd_create("virtual NCCL", MFD_CLOEXEC);
     if (file < 0) {
@@ -59,7 +60,7 @@ static ncclResult_t map_shared(ncclComm_t c) {
         ncclResult_t error = wait_once(c, &round);
         if (error) return error;
     }
-    if (process == getpid()) close(file); /* all have it mapped */
+    if (process == getpid()) close(file); /* all ranks have mapped it */
     return ncclSuccess;
 }
 
@@ -67,7 +68,7 @@ static ncclResult_t join(ncclComm_t *joined, int ranks, int rank, const ncclUniq
     if (ready()) return ncclUnhandledCudaError;
     ncclComm_t c = calloc(1, sizeof *c);
     c->ranks = ranks, c->rank = rank, c->id = *id;
-    *joined = c; /* before the others are there: another thread may abort it */
+    *joined = c; /* before waiting for the others: another thread may abort it */
     return ranks == 1 || alone() ? ncclSuccess : map_shared(c);
 }
 
@@ -91,7 +92,7 @@ API ncclResult_t ncclCommCuDevice(const ncclComm_t c, int *number) { return *num
 API ncclResult_t ncclCommGetAsyncError(ncclComm_t c, ncclResult_t *error) { return *error = ncclSuccess, ncclSuccess; }
 API ncclResult_t ncclCommFinalize(ncclComm_t c) { return ncclSuccess; }
 
-/* A thread may be waiting in it, so that an aborted one stays in memory. */
+/* An aborted communicator is not freed, as a thread may be waiting in it. */
 API ncclResult_t ncclCommAbort(ncclComm_t c) {
     c->aborted = 1;
     return ncclSuccess;
@@ -111,7 +112,7 @@ API ncclResult_t ncclMemAlloc(void **address, size_t bytes) {
 }
 API ncclResult_t ncclMemFree(void *address) { return cudaFree(address) ? ncclUnhandledCudaError : ncclSuccess; }
 
-/* ---- splitting: all ranks tell color and key, then the first of each color where its ranks meet ---- */
+/* ---- splitting: all ranks exchange color and key, then the first rank of each color sends the new id ---- */
 
 enum { MOST_RANKS = 512 };
 
@@ -120,7 +121,7 @@ API ncclResult_t ncclCommSplit(ncclComm_t c, int color, int key, ncclComm_t *par
     ncclUniqueId id = c->id, ids[MOST_RANKS];
     double start = 0;
     *part = NULL;
-    if (!c->shared) /* how many there are the others would have to say */
+    if (!c->shared) /* a lone rank does not know the size of its part: take all */
         return join(part, c->ranks, key < c->ranks ? key : 0, &id);
     if (c->ranks > MOST_RANKS) return ncclInvalidArgument;
     ncclResult_t error = exchange(c, &(struct call){EXCHANGE, ncclInt32, 0, 0, 2}, mine, (char *)all, &start);

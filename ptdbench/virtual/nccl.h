@@ -1,4 +1,4 @@
-/* NCCL's communicators, and the memory in which their ranks meet. */
+/* NCCL's communicators, and the memory that their ranks share. */
 #ifndef PTDBENCH_VIRTUAL_NCCL_H
 #define PTDBENCH_VIRTUAL_NCCL_H
 
@@ -7,8 +7,8 @@
 #include <nccl.h>
 #include <stdatomic.h>
 
-enum { COMPUTED = 65536, MESSAGE = 16384 }; /* bytes of a collective and of a message that are exchanged at most */
-enum { RING = 64, MOST_FACTORS = 64 };      /* messages under way, and operations of one's own */
+enum { COMPUTED = 65536, MESSAGE = 16384 }; /* maximum bytes exchanged in a collective and in a message */
+enum { RING = 64, MOST_FACTORS = 64 };      /* messages in flight, and user-defined operations */
 
 enum what { ALL_REDUCE, REDUCE, REDUCE_SCATTER, ALL_GATHER, BROADCAST, ALL_TO_ALL, SEND, RECEIVE, EXCHANGE };
 
@@ -17,7 +17,7 @@ struct call {
     size_t count;
 };
 
-/* What a rank says to the others: its call, when its stream is ready for it, and its numbers. Two slots: a rank may
+/* What a rank posts for the others: its call, when its stream is ready for it, and its data. Two slots, as a rank may
  * begin the next call while others still read this one. */
 struct slot {
     struct call call;
@@ -40,7 +40,7 @@ struct ring { /* from one rank to another */
     struct message messages[RING];
 };
 
-struct shared { /* then a member for each rank, then a ring for each pair */
+struct shared { /* followed by a member for each rank and a ring for each ordered pair */
     _Alignas(4096) _Atomic int attached;
 };
 
@@ -49,7 +49,7 @@ struct ncclComm {
     volatile int aborted;
     uint64_t calls;
     struct shared *shared;        /* NULL: one rank, or alone */
-    double factors[MOST_FACTORS]; /* of operations made with ncclRedOpCreatePreMulSum; 0: free */
+    double factors[MOST_FACTORS]; /* of operations created by ncclRedOpCreatePreMulSum; 0: free */
     ncclUniqueId id;
 };
 
@@ -64,16 +64,16 @@ static inline size_t shared_bytes(size_t ranks) {
 /* nccl.c */
 ncclResult_t wait_once(ncclComm_t c, unsigned *round); /* one round of waiting for another process */
 
-/* collectives.c: one call of all ranks; `start` becomes when the last of their streams is ready for it. */
+/* collectives.c: one collective call; `start` is set to the time when the last rank's stream is ready for it. */
 ncclResult_t exchange(ncclComm_t c, const struct call *call, const void *from, char *to, double *start);
 
-/* collectives.c: the end of a group, for a rank without the others */
+/* collectives.c: the end of a group, for a lone rank */
 void answer_broadcasts(void);
 
-/* How long messages take. */
+/* Durations of messages. */
 enum { LATENCY = 15000 }; /* nanoseconds */
 static inline double link_rate(void) {
-    return device()->link ? device()->link : 25e9; /* PCIe of the fourth generation */
+    return device()->link ? device()->link : 25e9; /* PCIe 4.0 */
 }
 static inline double ready_time(cudaStream_t stream) { return stream_end(stream) > now() ? stream_end(stream) : now(); }
 

@@ -1,14 +1,14 @@
-/* Numbers of all of NCCL's types, as doubles: whole numbers above 2^53 lose their last bits, and nothing else is
- * rounded twice. */
+/* Numbers of all NCCL types, as doubles: integers above 2^53 lose their last bits, and nothing else is rounded twice.
+ */
 #include "virtual.h"
 
 #include <math.h>
 #include <nccl.h>
 
-/* Floating-point formats of 8 and 16 bits: bits of the exponent and of the fraction. */
+/* Floating-point formats of 8 and 16 bits: bits of exponent and fraction. */
 struct format {
     int exponent, fraction;
-    bool infinities; /* float8_e4m3fn has none: of its greatest exponent, all but the NaN of all ones are numbers */
+    bool infinities; /* float8_e4m3fn has none: at its largest exponent only the all-ones pattern is NaN */
 };
 static const struct format half = {5, 10, true}, bfloat = {8, 7, true}, e4m3 = {4, 3, false}, e5m2 = {5, 2, true};
 
@@ -26,7 +26,7 @@ static double decode(unsigned bits, struct format f) {
     return bits >> (f.exponent + f.fraction) & 1 ? -value : value;
 }
 
-/* Rounds to the nearest, ties to even. */
+/* Rounds to nearest, ties to even. */
 static unsigned encode(double value, struct format f) {
     unsigned sign = (unsigned)!!signbit(value) << (f.exponent + f.fraction), ones = (1u << f.exponent) - 1;
     unsigned nan = (ones << f.fraction) | ((1u << f.fraction) - 1), most = f.infinities ? ones << f.fraction : nan;
@@ -35,9 +35,9 @@ static unsigned encode(double value, struct format f) {
     if (isinf(value)) return sign | most;
     if (!value) return sign;
     frexp(value, &exponent);
-    exponent = exponent - 1 < 1 - bias ? 1 - bias : exponent - 1; /* of 1.fraction; below, of 0.fraction */
+    exponent = exponent - 1 < 1 - bias ? 1 - bias : exponent - 1; /* of 1.fraction, or 0.fraction if subnormal */
     double scaled = nearbyint(ldexp(fabs(value), f.fraction - exponent));
-    double bits = ldexp(exponent + bias - 1, f.fraction) + scaled; /* a carry goes into the exponent */
+    double bits = ldexp(exponent + bias - 1, f.fraction) + scaled; /* a carry increments the exponent */
     return sign | (bits < most ? (unsigned)bits : most);
 }
 

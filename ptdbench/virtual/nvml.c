@@ -1,12 +1,12 @@
-/* NVML, as far as torch and ptdbench ask. Its header is in no wheel: the signatures are those of NVIDIA's reference.
+/* NVML, as far as torch and ptdbench use it. Its header is in no wheel: the signatures are from NVIDIA's reference.
  *
- * Powers, clocks and temperatures are those of an idle device of the model: figures to run with, not to report.
+ * Power, clocks and temperatures are those of an idle device of the model: placeholders, not figures to report.
  */
 #include "virtual.h"
 
 enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_FOUND = 6 }; /* nvmlReturn_t */
 
-typedef struct nvml_device *nvml_device; /* its place in the machine plus 1 */
+typedef struct nvml_device *nvml_device; /* the index in the machine plus 1 */
 
 static int place(nvml_device handle) { return (int)(intptr_t)handle - 1; }
 static nvml_device handle_of(int place) { return (nvml_device)(intptr_t)(place + 1); }
@@ -41,7 +41,7 @@ API int nvmlDeviceGetHandleByPciBusId_v2(const char *id, nvml_device *handle) {
     return SUCCESS;
 }
 
-/* As cudaGetDeviceProperties has it: 15 bytes of 0x11, then the place. */
+/* As in cudaGetDeviceProperties: 15 bytes of 0x11, then the index. */
 static void write_uuid(char *text, size_t size, int index) {
     snprintf(text, size, "GPU-11111111-1111-1111-1111-1111111111%02x", index);
 }
@@ -83,7 +83,7 @@ API int nvmlDeviceGetPciInfo_v3(nvml_device handle, struct pci *pci) {
     return SUCCESS;
 }
 
-/* ---- what it does now: nothing ---- */
+/* ---- current state: idle ---- */
 
 static unsigned milliwatts(void) { return device()->power * 1e3; }
 
@@ -98,7 +98,7 @@ API int nvmlDeviceGetTotalEnergyConsumption(nvml_device handle, unsigned long lo
     return SUCCESS;
 }
 
-enum { MEMORY_CLOCK = 2 }; /* nvmlClockType_t; all others are the processors' */
+enum { MEMORY_CLOCK = 2 }; /* nvmlClockType_t; all others are processor clocks */
 
 API int nvmlDeviceGetClockInfo(nvml_device handle, int which, unsigned *megahertz) {
     *megahertz = (which == MEMORY_CLOCK ? device()->memory_clock : device()->clock) / 1e6;
@@ -121,7 +121,7 @@ API int nvmlDeviceGetCurrentClocksThrottleReasons(nvml_device handle, unsigned l
     return *reasons = GPU_IDLE, SUCCESS;
 }
 
-/* Since when (in microseconds), and for how many nanoseconds, a limit has held it back. */
+/* The reference time in microseconds, and the nanoseconds for which a limit has held clocks back. */
 API int nvmlDeviceGetViolationStatus(nvml_device handle, int policy, unsigned long long *status) {
     status[0] = now() / 1e3, status[1] = 0;
     return SUCCESS;
@@ -133,7 +133,7 @@ API int nvmlDeviceGetUtilizationRates(nvml_device handle, unsigned *percent) {
 }
 
 API int nvmlDeviceGetComputeRunningProcesses_v3(nvml_device handle, unsigned *count, void *processes) {
-    *count = 0; /* other processes' allocations are not seen */
+    *count = 0; /* allocations of other processes are not visible */
     return SUCCESS;
 }
 
@@ -150,7 +150,7 @@ API int nvmlDeviceGetMemoryInfo(nvml_device handle, struct memory *m) {
     return SUCCESS;
 }
 
-/* ---- how devices are linked: each with each, through NVLink switches, where the model has NVLink ---- */
+/* ---- links between devices: all to all, through NVLink switches if the model has NVLink ---- */
 
 enum { NVLINKS = 18, TOPOLOGY_SYSTEM = 50, NOT_SUPPORTED = 3 };
 
@@ -181,7 +181,7 @@ API int nvmlDeviceGetCpuAffinity(nvml_device handle, unsigned words, unsigned lo
     return SUCCESS;
 }
 
-struct fabric { /* nvmlGpuFabricInfoV_t, as far as its versions agree */
+struct fabric { /* nvmlGpuFabricInfoV_t, the part common to its versions */
     unsigned version;
     unsigned char cluster[16];
     int status;
@@ -189,7 +189,7 @@ struct fabric { /* nvmlGpuFabricInfoV_t, as far as its versions agree */
     unsigned char state; /* 0: not supported */
 };
 
-/* No fabric spans machines; torch asks where it maps memory of peers. */
+/* No fabric spans machines; torch checks when it maps memory of peers. */
 API int nvmlDeviceGetGpuFabricInfoV(nvml_device handle, struct fabric *fabric) {
     memset(fabric->cluster, 0, sizeof fabric->cluster);
     fabric->status = NOT_SUPPORTED, fabric->clique = 0, fabric->state = 0;

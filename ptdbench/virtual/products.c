@@ -1,5 +1,5 @@
-/* cuBLAS and cuBLASLt: products take the time that their sizes ask for, and leave their result as it was. Workspaces
- * are the caller's. */
+/* cuBLAS and cuBLASLt: products take a time that depends on their sizes, and do not write their results. Workspaces are
+ * the caller's. */
 #include "virtual.h"
 
 #include <cublasLt.h>
@@ -8,7 +8,7 @@
 
 /* ---- the time of a product ---- */
 
-enum { REACHED = 70 }; /* percent of the peak: crude */
+enum { REACHED = 70 }; /* percent of the peak: a rough estimate */
 
 static double rate(enum dtype_peak type) {
     double peak = device()->peaks[type] ? device()->peaks[type] : device()->peaks[FP32];
@@ -30,7 +30,7 @@ static size_t bytes_of(enum dtype_peak type) {
     return type == FP64 ? 8 : type == FP8 ? 1 : type == BF16 || type == FP16 ? 2 : 4;
 }
 
-/* A name that lives as long as the process, once for each text. */
+/* Interns a text: the returned name lives as long as the process. */
 static const char *kept(const char *text) {
     static struct name {
         struct name *next;
@@ -137,7 +137,7 @@ API cublasStatus_t cublasGemmStridedBatchedEx(SIZES, const void *alpha, const vo
     return product(handle->stream, peak_of(type_a, fast(compute) || tf32(handle)), m, n, k, count);
 }
 
-/* ---- cuBLASLt: descriptions of what is multiplied, of which the sizes are kept ---- */
+/* ---- cuBLASLt: descriptors, of which only sizes and types are kept ---- */
 
 struct layout {
     cudaDataType type;
@@ -170,7 +170,7 @@ API cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) { return fr
 
 API cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t which,
                                                   const void *value, size_t bytes) {
-    /* scales, bias and epilogue change nothing that is seen */
+    /* scales, bias and epilogue have no visible effect */
     if (which == CUBLASLT_MATMUL_DESC_TRANSA) memcpy(&((struct description *)d)->transposed_a, value, sizeof(int32_t));
     return CUBLAS_STATUS_SUCCESS;
 }
@@ -197,7 +197,7 @@ API cublasStatus_t cublasLtMatmulPreferenceCreate(cublasLtMatmulPreference_t *cr
     return CUBLAS_STATUS_SUCCESS;
 }
 
-/* One algorithm for all, which needs no workspace: torch allocates what it asks for, whatever is used. */
+/* One algorithm for everything, which needs no workspace: torch allocates its preferred size anyway. */
 API cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t handle, cublasLtMatmulDesc_t d,
                                                   cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
                                                   cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t result,

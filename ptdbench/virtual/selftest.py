@@ -1,8 +1,7 @@
-"""Self-test: which kernels the virtual GPU computes rightly for the installed torch.
+"""Self-test: which kernels the virtual GPU computes correctly for the installed torch.
 
-``computed.c`` reads arguments of torch's kernels by layouts that are private to torch. Each kind of kernel is tried
-here on numbers whose results are known, in a process of its own that has no other;
-:func:`ptdbench.virtual.library.environment` switches on those that are right.
+``computed.c`` reads the arguments of torch's kernels by layouts that are private to torch. This process only tests each
+kind of kernel on numbers with known results; :func:`ptdbench.virtual.library.environment` enables those that pass.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-#: Numbers that every dtype holds, with a zero.
+#: Numbers that every dtype can represent, including zero.
 _NUMBERS = [3, 0, 1, 2, 7]
 
 
 def main(kinds: Iterable[str]) -> None:
-    """Print those of the kinds that are computed rightly, as JSON."""
+    """Print, as JSON, which of the kinds are computed correctly."""
     print(json.dumps([kind for kind in kinds if _holds(CHECKS[kind])]))
 
 
@@ -39,7 +38,7 @@ def _numbers(torch: Any, dtype: Any) -> Any:
 
 
 def _is(tensor: Any, expected: object) -> bool:
-    """Whether a tensor holds the numbers; copies between host and device are exact, and need no kernel."""
+    """Whether a tensor holds the numbers; copies between host and device are exact, and use no kernel."""
     return bool(tensor.cpu().tolist() == expected)
 
 
@@ -95,13 +94,13 @@ def _max(torch: Any, dtype: Any) -> bool:
 
 
 def _nonzero(torch: Any, dtype: Any) -> bool:
-    """Counts are 0, however many there are, on memory that held something else."""
+    """Whether counts are 0 regardless of the input, even in memory that held something else."""
     used = torch.tensor([5] * 4096, dtype=torch.int32).cuda()
     del used
     return bool(_numbers(torch, dtype).nonzero().numel() == 0)
 
 
-#: Each kind of computed.c, and what tries it with a dtype.
+#: The test of each kind in computed.c, for a dtype.
 CHECKS: dict[str, Callable[[Any, Any], bool]] = {
     "fill": _fill,
     "cast": _cast,

@@ -1,7 +1,7 @@
-/* Streams and events. Each stream has a clock: the time at which what was put on it ends. Work starts when the host has
- * asked for it and all before it on its stream has ended; waiting for an event moves the clock to the event's. So
- * orders and overlaps are exact, for durations that are crude. In real time, who waits for the device sleeps until its
- * clock; otherwise all is over at once.
+/* Streams and events. Each stream has a clock: the end time of its queued work. Work starts when the host has launched
+ * it and the earlier work on its stream has ended; waiting for an event advances the clock to that of the event. Order
+ * and overlap are therefore exact, given estimated durations. In real time, host threads that wait for the device sleep
+ * until its clock; otherwise all work is complete at once.
  */
 #include "virtual.h"
 
@@ -30,7 +30,7 @@ double now(void) {
 double memory_time(size_t bytes) { return bytes / (device()->bandwidth ? device()->bandwidth : 1e12) * 1e9; }
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct CUstream_st *streams;               /* all but the default ones */
+static struct CUstream_st *streams;               /* all except the default ones */
 static struct CUstream_st defaults[MOST_DEVICES]; /* id 7, as in NVIDIA's traces */
 
 /* The default stream is 0, cudaStreamLegacy or cudaStreamPerThread. */
@@ -130,7 +130,7 @@ API cudaError_t cudaDeviceSynchronize(void) {
     return cudaSuccess;
 }
 
-/* Functions of the host run when they are put on a stream: all before them is done by then, but for its time. */
+/* Host functions run when they are enqueued: earlier work has already taken effect, apart from its duration. */
 API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void *data, unsigned flags) {
     function(stream, cudaSuccess, data);
     return cudaSuccess;
@@ -141,7 +141,7 @@ API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, v
     return cudaSuccess;
 }
 
-/* ---- capture into graphs, which is never under way: to begin one is refused ---- */
+/* ---- graph capture: never in progress, as starting one is refused ---- */
 
 API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;

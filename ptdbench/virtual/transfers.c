@@ -1,4 +1,4 @@
-/* NCCL's sends and receives, which wait for the end of a group and are then carried out together. */
+/* NCCL's sends and receives, which are queued until the end of a group and then run together. */
 #include "nccl.h"
 
 static const char kernel[] = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"; /* as NVIDIA names it */
@@ -17,7 +17,7 @@ enum { MOST_TRANSFERS = 4096 };
 static __thread struct transfer transfers[MOST_TRANSFERS];
 static __thread int pending, depth;
 
-/* Tries a transfer; `start` becomes when both sides are ready for it. */
+/* Tries a transfer; `start` is set to the time when both sides are ready for it. */
 static ncclResult_t try_transfer(struct transfer *t, double *start) {
     ncclComm_t c = t->comm;
     size_t bytes = t->count * size_of(t->type);
@@ -51,7 +51,7 @@ static ncclResult_t try_transfer(struct transfer *t, double *start) {
     return same ? ncclSuccess : ncclInvalidUsage;
 }
 
-/* Sends first, where there is room, and over again until all have arrived. */
+/* Repeats all pending sends, as far as there is room, then all receives, until every transfer is done. */
 static ncclResult_t carry_out(int count) {
     double start = ready_time(transfers[0].stream);
     size_t bytes = 0;
