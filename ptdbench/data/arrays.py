@@ -33,21 +33,21 @@ class Labeled(NamedTuple):
 
 
 class ImageArrays(Images):
-    """A stream of images held in memory by every rank, reshuffled in every epoch, randomly shifted and mirrored.
+    """A stream of images held in memory by every rank, reshuffled every epoch, randomly shifted and mirrored.
 
     A subclass defines :meth:`read` and the attributes below.
     """
 
-    #: Of the red, green and blue of the training images, where white is 1.
+    #: Mean red, green and blue of the training images, where white is 1.
     mean: ClassVar[Sequence[float]]
-    #: Standard deviation of each, in the same unit.
+    #: Standard deviations of these, in the same unit.
     std: ClassVar[Sequence[float]]
 
-    #: How many different labels there are.
+    #: Number of different labels.
     classes: ClassVar[int]
 
     def __init__(self, *, seed: int, padding: int, flip: bool, channels_last: bool) -> None:
-        """Set options that the subclass has checked: ``padding`` is the greatest shift of an image in pixels."""
+        """Set options that the subclass has checked: ``padding`` is the largest shift of an image in pixels."""
         self.seed = seed
         self.padding = padding
         self.flip = flip
@@ -55,7 +55,7 @@ class ImageArrays(Images):
 
     @abstractmethod
     def read(self, *, held_out: bool) -> Labeled:
-        """Return the images to be trained on, or those that are kept from it, which may be none."""
+        """Return the training images, or the held-out images, of which there may be none."""
 
     @property
     def held_out(self) -> HeldOut | None:
@@ -76,14 +76,14 @@ class ImageArrays(Images):
         return self.normalized(images), torch.from_numpy(self._training.labels[chosen])
 
     def normalized(self, images: sampling.Pixels) -> torch.Tensor:
-        """Turn bytes of shape ``(B, H, W, 3)`` into what the model takes: float32 of shape ``(B, 3, H, W)``."""
+        """Convert bytes of shape ``(B, H, W, 3)`` to the model's input: float32 of shape ``(B, 3, H, W)``."""
         return sampling.normalized(images, self.mean, self.std, channels_last=self.channels_last)
 
     def suiting(self, *, classes: int, image_size: int) -> list[Problem]:
         """Return the problems of a model with this number of classes and image size.
 
-        It might run without an error, but its loss would have classes that never occur, and its FLOPs would be
-        counted for other images.
+        Such a model might run without an error, but its loss would cover classes that never occur, and its FLOPs
+        would be counted for images of another size.
         """
         asked = {"classes": (classes, self.classes), "image_size": (image_size, self.image_size)}
         return [

@@ -15,7 +15,7 @@ from ptdbench.cache import user_cache
 from ptdbench.data.arrays import ImageArrays, Labeled
 from ptdbench.problems import ConfigError, Problem, at_least, require
 
-#: Seconds without a byte after which a download has failed; torchvision's waits for ever.
+#: Timeout of a stalled download in seconds; torchvision itself has none.
 _STALLED = 60.0
 
 
@@ -28,7 +28,7 @@ class Cifar10(ImageArrays):
     """
 
     # Over all pixels of the 50,000 training images: https://github.com/kuangliu/pytorch-cifar/issues/135. The smaller
-    # standard deviations that are often seen, (0.2023, 0.1994, 0.2010), are the mean of each image's own.
+    # standard deviations in common use, (0.2023, 0.1994, 0.2010), are means of each image's own.
     mean = (0.4914, 0.4822, 0.4465)
     std = (0.2470, 0.2435, 0.2616)
     image_size = 32
@@ -48,7 +48,7 @@ class Cifar10(ImageArrays):
     ) -> None:
         """Check the options of ``conf/data/cifar10.yaml``; raises a ConfigError with every invalid one.
 
-        Nothing is read, and nothing downloaded before :meth:`prepare`.
+        Nothing is read or downloaded before :meth:`prepare`.
         """
         require(
             *at_least(0, seed=seed, padding=padding),
@@ -60,21 +60,21 @@ class Cifar10(ImageArrays):
         self.download = download
 
     def reader(self) -> Any:
-        """Return what reads the files and knows their checksums: ``torchvision.datasets.CIFAR10``."""
+        """Return the class that reads the files and knows their checksums: ``torchvision.datasets.CIFAR10``."""
         from torchvision.datasets import CIFAR10
 
         return CIFAR10
 
     @property
     def identity(self) -> str:
-        """A digest of the checksums of all files: those that are read have no others."""
+        """A digest of the checksums of all files, which are verified when the files are read."""
         return hashlib.sha256("".join(md5 for _, md5 in self._files()).encode()).hexdigest()
 
     def prepare(self) -> None:
-        """Have torchvision unpack the archive, and download it first if ``download`` is set, unless that is done.
+        """Have torchvision unpack the archive, after downloading it if ``download`` is set, unless that is done.
 
-        May be called by several processes at once: one does it, and the others wait. If all files exist, nothing is
-        written.
+        May be called by several processes at once: one does the work, and the others wait. If all files exist, nothing
+        is written.
 
         Raises:
             ConfigError: There is no complete archive, it cannot be downloaded, or the folder is not writable.
@@ -93,7 +93,7 @@ class Cifar10(ImageArrays):
             socket.setdefaulttimeout(_STALLED)
             self.root.mkdir(parents=True, exist_ok=True)
             with FileLock(self.root / f"{reader.base_folder}.lock", fallback_to_soft=False):
-                if not self._is_unpacked():  # after waiting for the lock, it may be
+                if not self._is_unpacked():  # another process may have done it meanwhile
                     download_and_extract_archive(reader.url, self.root, filename=reader.filename, md5=reader.tgz_md5)
         except (OSError, RuntimeError, HTTPException) as error:  # RuntimeError: the MD5 of the download is wrong
             rule = f"{reader.filename} could not be {'downloaded or ' if self.download else ''}unpacked: {error}"
@@ -106,13 +106,13 @@ class Cifar10(ImageArrays):
         """Return one part of the images; raises ConfigError if files are missing or were changed."""
         try:
             found = self.reader()(self.root, train=not held_out)
-        except RuntimeError as error:  # before it reads a file whose checksum is another
+        except RuntimeError as error:  # raised before reading a file with a wrong checksum
             rule = f"{self.reader().base_folder} in it lacks files or was changed"
             raise ConfigError([Problem("root", self.root, rule)]) from error
         return Labeled(np.ascontiguousarray(found.data), np.array(found.targets, np.int64))
 
     def _files(self) -> list[tuple[str, str]]:
-        """Return name and MD5 of each file that is read."""
+        """Return name and MD5 of each file to read."""
         reader = self.reader()
         return [*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])]
 
@@ -124,7 +124,7 @@ class Cifar10(ImageArrays):
 
 
 def _must_be_folder(root: str | None) -> Problem | None:
-    """Return what is wrong with a root from which nothing else is asked than to hold the data."""
+    """Return a problem if the root, without a download, is not an existing folder."""
     remedy = "give data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
     if root is None:
         return Problem("root", root, "must name the folder of CIFAR-10", remedy)

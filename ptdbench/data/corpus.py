@@ -25,11 +25,11 @@ from ptdbench.terminal import echo, redraws
 
 SEPARATOR = b"\0"  # ends every document that is read as bytes; text does not contain it
 
-# A document may be larger than memory. A tokenizer works on as many blocks at once as there are cores and takes some
-# 60 bytes of memory for each byte of them, so that larger ones would keep cores waiting and fill memory.
+# A document may be larger than memory. A tokenizer processes one block per core at a time and takes some 60 bytes of
+# memory per byte of text: larger blocks would leave cores idle and fill memory.
 _BLOCK_BYTES = 1 << 18
 _PLACES = 1 << 64
-# Installed packages differ from machine to machine, and tests are less like the code that people write.
+# Installed packages differ between machines, and tests are not typical code.
 _NOT_THE_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 
 
@@ -37,7 +37,7 @@ class File(NamedTuple):
     """A file of the corpus as it was when the corpus was listed."""
 
     path: Path
-    name: str  # below what was listed, with slashes; the same wherever the corpus lies
+    name: str  # relative to the root, with slashes; independent of the location of the corpus
     size: int  # bytes
     modified: int  # nanoseconds since the epoch
 
@@ -45,23 +45,23 @@ class File(NamedTuple):
 class Document(NamedTuple):
     """One text of the corpus: a file, or a line of a ``.jsonl`` file."""
 
-    name: str  # of its file, with the number of its line if it is one
-    size: int  # bytes that it takes on disk
-    read: Callable[[], Iterator[bytes]]  # its text in pieces of at most _BLOCK_BYTES
+    name: str  # of its file, with the line number if it is a line
+    size: int  # bytes on disk
+    read: Callable[[], Iterator[bytes]]  # returns the text in pieces of at most _BLOCK_BYTES
 
     @property
     def place(self) -> int:
-        """A position between 0 and 2^64 by the name alone: at random, but the same whatever else there is."""
+        """A pseudo-random position between 0 and 2^64 that depends only on the name, not on other documents."""
         name = self.name.encode(errors="surrogateescape")
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
 class Block(NamedTuple):
-    """A stretch of a document, cut at the end of a line where there is one."""
+    """A block of a document, cut at the end of a line if possible."""
 
     text: bytes
-    size: int  # bytes on disk that are done with it; over a document they add up to the document's
-    is_last: bool  # of its document
+    size: int  # bytes on disk that it accounts for; they sum to the size of the document
+    is_last: bool  # whether it is the last block of its document
 
 
 class Malformed(ValueError):
@@ -70,10 +70,10 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class Part:
-    """The documents of some files whose place is at least ``start`` and below ``stop``; all of them by default.
+    """The documents of some files whose place is at least ``start`` and below ``stop``; by default all of them.
 
-    Each iteration reads the files anew, one document at a time and those that are files not at all, and raises
-    OSError if a ``.jsonl`` file cannot be read.
+    Each iteration reads ``.jsonl`` files again, line by line, and raises OSError if one cannot be read; other files are
+    not opened.
     """
 
     files: Sequence[File]
@@ -82,20 +82,20 @@ class Part:
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the documents in the order of their files and lines."""
-        everything = self.start == 0 and self.stop == _PLACES  # then no name needs hashing
+        everything = self.start == 0 and self.stop == _PLACES  # no need to hash names
         for document in _documents(self.files):
             if everything or self.start <= document.place < self.stop:
                 yield document
 
 
 def standard_library() -> list[File]:
-    """List the Python sources of the standard library that runs this program; none if only bytecode is there."""
+    """List the Python sources of the standard library that runs this program; empty if only bytecode is installed."""
     root = Path(sysconfig.get_path("stdlib")).resolve()
     return _files(root, _walk(root, without=_NOT_THE_LIBRARY, suffix=".py"))
 
 
 def files_at(root: Path) -> list[File]:
-    """List the file ``root``, or those in and below the folder that are neither hidden nor empty; raises OSError."""
+    """List the file ``root``, or all files below the folder that are neither hidden nor empty; raises OSError."""
     return _files(root, _walk(root)) if root.is_dir() else _files(root.parent, [root])
 
 
@@ -106,14 +106,14 @@ def identity(files: Iterable[File]) -> str:
 
 
 def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
-    """Divide files of at least two documents: training, and held out about ``share`` of them and at least one.
+    """Split the documents of files into training and held-out parts; about ``share`` of them is held out.
 
-    The assignment depends on a document's name alone, so that it does not change when others are added or removed.
-    Only if the share, above 0 and below 1, amounts to no document, or to all, is one reassigned by what the others are.
+    The assignment depends only on a document's name, so it does not change when others are added or removed. Only if
+    the share, above 0 and below 1, would leave a part empty, one document is reassigned, which depends on the others.
 
     Raises:
-        ConfigError: If there are fewer documents; the option is ``held_out``.
-        OSError: If a ``.jsonl`` file cannot be read.
+        ConfigError: There are fewer than two documents; the option is ``held_out``.
+        OSError: A ``.jsonl`` file cannot be read.
     """
     places = np.fromiter((document.place for document in Part(files)), np.uint64)
     if places.size < 2:
@@ -128,19 +128,19 @@ def blocks(documents: Iterable[Document]) -> Iterator[Block]:
     """Yield the text of all documents in order; a document without text has no block.
 
     Raises:
-        OSError: If a file cannot be read.
-        Malformed: If a line of a ``.jsonl`` file is not an object with a text.
+        OSError: A file cannot be read.
+        Malformed: A line of a ``.jsonl`` file is not an object with a text.
     """
     for document in documents:
         left = document.size
-        for text, following in pairwise(chain(document.read(), [b""])):  # none that is read is empty
+        for text, following in pairwise(chain(document.read(), [b""])):  # blocks are never empty: b"" marks the end
             size = len(text) if following else left
             left -= size
             yield Block(text, size, is_last=not following)
 
 
 def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
-    """Yield the bytes of all documents, each ended by :data:`SEPARATOR`, in uint8 pieces; raises as :func:`blocks`."""
+    """Yield the bytes of all documents, each followed by :data:`SEPARATOR`, as uint8; raises as :func:`blocks`."""
     for block in blocks(documents):
         text = block.text + SEPARATOR if block.is_last else block.text
         yield Piece(np.frombuffer(text, np.uint8), len(text))
@@ -172,7 +172,7 @@ def _read_line(path: Path, number: int, line: bytes) -> Iterator[bytes]:
 
 
 def _cut(stream: BinaryIO) -> Iterator[bytes]:
-    """Cut what the stream holds into blocks of at most :data:`_BLOCK_BYTES`, none of them empty."""
+    """Cut a stream into non-empty blocks of at most :data:`_BLOCK_BYTES`."""
     rest = b""
     while read := stream.read(_BLOCK_BYTES - len(rest)):
         block = rest + read
@@ -184,18 +184,18 @@ def _cut(stream: BinaryIO) -> Iterator[bytes]:
 
 
 def _good_end(block: bytes) -> int:
-    """Return where to end a block: after its last line; where it has none, not within a character of UTF-8."""
+    """Return where to end a block: after its last line, or else not within a UTF-8 character."""
     if after_line := block.rfind(b"\n") + 1:
         return after_line
     last = next((at for at in range(len(block) - 1, max(len(block) - 5, 0), -1) if block[at] & 0xC0 != 0x80), 0)
-    return last or len(block)  # before the last character; after it all if this is no UTF-8
+    return last or len(block)  # before the last character; at the end if this is not UTF-8
 
 
 def _files(root: Path, paths: Iterable[Path]) -> list[File]:
     """List the non-empty files among ``paths``, in an order that does not depend on the file system."""
     found = []
     for path in paths:
-        if path.is_file():  # no broken link, and no pipe, which would be read for ever
+        if path.is_file():  # skip broken links and pipes, which would never end
             status = path.stat()
             found.append(File(path, path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
     return sorted(file for file in found if file.size > 0)
@@ -204,9 +204,9 @@ def _files(root: Path, paths: Iterable[Path]) -> list[File]:
 def _walk(
     root: Path, without: frozenset[str] = frozenset(), suffix: str = "", above: frozenset[Path] = frozenset()
 ) -> Iterator[Path]:
-    """Yield every file of that suffix in and below ``root``, except hidden ones and those in folders ``without``.
+    """Yield every file with that suffix below ``root``, except hidden files and those in folders ``without``.
 
-    Links to folders are followed, but into none that is ``above``, where a circle would have no end.
+    Links to folders are followed, except to folders ``above``, as such a cycle would never end.
     """
     above |= {root.resolve()}
     for entry in os.scandir(root):
@@ -220,11 +220,11 @@ def _walk(
             yield from _walk(path, without, suffix, above)
 
 
-# Encoded at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
+# Bytes to encode at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
 _BATCH_BYTES = 1 << 23
-# What takes less than a second or two is over before anybody asks.
+# Report progress only from this size on, which takes a second or two.
 _WORTH_TELLING = 4_000_000
-#: What tokenizers call the token that ends a document.
+#: Names of the token that ends a document.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
@@ -232,35 +232,35 @@ class Tokenizer:
     """A tokenizer from a ``tokenizer.json``."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file; raises ConfigError for ``tokenizer`` if there is none, or it is not a tokenizer."""
+        """Read the file; raises ConfigError for ``tokenizer`` if it does not exist or is not a tokenizer."""
         import tokenizers
 
         content = _content(path)
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library has no narrower one
+        except Exception as error:  # the library raises nothing more specific
             rule = f"is not a tokenizer.json of Hugging Face tokenizers: {error}"
             raise ConfigError([Problem("tokenizer", path, rule)]) from None
-        self._tokenizer.no_truncation()  # a file may ask for 512 tokens and no more, and what follows would be lost
+        self._tokenizer.no_truncation()  # a file may truncate to 512 tokens, which would lose text
         self._tokenizer.no_padding()
         self.digest = hashlib.sha256(content).hexdigest()  #: SHA-256 of the file, in hexadecimal digits.
-        # Not get_vocab_size(): numbers may be unused, and the model needs an entry for the largest.
-        #: How many tokens there are, which is one more than the largest.
+        # Not get_vocab_size(): token ids may have gaps, and the model needs an entry for the largest.
+        #: Size of the vocabulary: the largest token id plus one.
         self.size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        #: The smallest unsigned integers that hold them, of 16 or 32 bits.
+        #: The smallest unsigned integer type that holds all tokens: 16 or 32 bits.
         self.dtype = np.dtype(np.uint16 if self.size <= 1 << 16 else np.uint32)
         ends: list[int | None] = [self._tokenizer.token_to_id(token) for token in _ENDS]
-        #: The token that ends every document; ``None`` where the tokenizer has none for that.
+        #: The token that ends every document; ``None`` if the tokenizer has none.
         self.end = next((end for end in ends if end is not None), None)
 
     def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
-        """Yield the tokens of all documents in order; progress is reported on standard error if it takes long.
+        """Yield the tokens of all documents in order; report progress on standard error if it takes long.
 
-        Documents are cut into blocks, most often at a line's end, and each block is tokenized on its own. What is
-        no UTF-8 becomes the replacement character.
+        Documents are cut into blocks, usually at the end of a line, and each block is tokenized separately. Invalid
+        UTF-8 becomes the replacement character.
 
         Raises:
-            OSError, Malformed: As :func:`ptdbench.data.corpus.blocks`.
+            OSError, Malformed: As for :func:`ptdbench.data.corpus.blocks`.
         """
         with _telling(name, sum(document.size for document in documents)) as done:
             for batch in _batches(blocks(documents)):
@@ -271,7 +271,7 @@ class Tokenizer:
         texts = [block.text.decode(errors="replace") for block in batch]
         rows = []
         for encoding, block in zip(
-            # On all cores, and without the unused offsets.
+            # Uses all cores, and skips the unused offsets.
             self._tokenizer.encode_batch_fast(texts, add_special_tokens=False),
             batch,
             strict=True,
@@ -294,7 +294,7 @@ def _content(path: Path) -> bytes:
 
 
 def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
-    """Gather the blocks in lists of about :data:`_BATCH_BYTES`."""
+    """Collect blocks into lists of about :data:`_BATCH_BYTES`."""
     batch: list[Block] = []
     size = 0
     for block in every:
@@ -309,9 +309,9 @@ def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
 
 @contextmanager
 def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
-    """Report the progress of tokenizing ``total`` bytes, if they are many; yields a function of the bytes done.
+    """Report the progress of tokenizing ``total`` bytes, if they are many; yields a function to call with bytes done.
 
-    A terminal has a bar; elsewhere, where every line stays, there is one at the start and one at the end.
+    A terminal shows a bar; elsewhere, where lines stay, one line is printed at the start and one at the end.
     """
     if total < _WORTH_TELLING:
         yield lambda _: None
@@ -333,5 +333,5 @@ def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
 
 
 def _say(line: str) -> None:
-    with suppress(ValueError):  # closed: a run does not fail because its progress cannot be printed
+    with suppress(ValueError):  # standard error is closed, which must not fail the run
         echo(line, sys.stderr)

@@ -11,15 +11,15 @@ from ptdbench.data.arrays import ImageArrays, Labeled
 from ptdbench.problems import Problem, at_least, require
 
 _IMAGES = 1797
-_WHITE = 16  # the largest value of a pixel
+_WHITE = 16  # the largest pixel value
 
 
 class Digits(ImageArrays):
     """The 1,797 digits of ``sklearn.datasets.load_digits``, 8x8 pixels in 17 shades of gray, each in three channels.
 
     They are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine
-    Learning Repository). A share of each digit is held out, the same one whatever the run's seed is: none, or 10 to
-    1787 images, so that every digit is in both parts. Images are shifted, but never mirrored, which makes another sign.
+    Learning Repository). A share of each digit is held out, independent of the run's seed: none, or 10 to 1787 images,
+    so that every digit is in both parts. Images are shifted, but never mirrored, as mirrored digits are not digits.
     """
 
     # Of all 1,797 images.
@@ -53,7 +53,7 @@ class Digits(ImageArrays):
         return hashlib.sha256("".join(part.digest() for part in self._parts).encode()).hexdigest()
 
     def read(self, *, held_out: bool) -> Labeled:
-        """Return the images to be trained on, or those that are kept from it."""
+        """Return the training images or the held-out images."""
         return self._parts[held_out]
 
     @cached_property
@@ -65,7 +65,7 @@ class Digits(ImageArrays):
         grey = np.rint(digits.images * (255 / _WHITE)).astype(np.uint8)
         images, labels = grey[..., np.newaxis].repeat(3, axis=-1), digits.target.astype(np.int64)
         training, held_out = np.arange(len(labels)), np.arange(0)
-        if self._count:  # divided in the same way for every seed of a run
+        if self._count:  # the split is the same for every seed of a run
             training, held_out = train_test_split(training, test_size=self._count, random_state=0, stratify=labels)
         return Labeled(images[training], labels[training]), Labeled(images[held_out], labels[held_out])
 

@@ -1,4 +1,4 @@
-"""Batches of one rank from a stream of samples, prefetched by worker processes, or by a thread beside a GPU."""
+"""Batches of one rank from a stream of samples, prefetched by worker processes, or for a GPU by a thread."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ AHEAD = 2
 
 
 class Feed:
-    """Supplies batches, made by worker processes if the data ask for them, else by this process.
+    """Supplies batches, made by worker processes if the data request them, else by this process.
 
-    For a GPU, a thread of this process makes and pins them ahead, so that the device does not wait for it. On a CPU,
-    where a thread would take the step's own cores, they are made when asked for. The result is the same in all cases:
-    a sample is a function of its number.
+    For a GPU, a thread of this process makes and pins batches ahead, so that the device does not wait for them. On a
+    CPU, where a thread would compete with the step for cores, they are made on demand. The result is the same in all
+    cases: a sample is a function of its number.
 
     Args:
         data: The data, prepared.
@@ -36,7 +36,7 @@ class Feed:
     """
 
     def __init__(self, data: Data, rows: Callable[[int], tuple[int, int]], device: torch.device) -> None:
-        self.wait_seconds: list[float] = []  #: How long each call since the last :meth:`forget` waited for its batch.
+        self.wait_seconds: list[float] = []  #: Time that each call since the last :meth:`forget` waited for its batch.
         self._batches = _Batches(data, rows)
         self._workers = data.workers
         self._device = device
@@ -44,7 +44,7 @@ class Feed:
         self._next = 0
 
     def __call__(self, step: int) -> Batch:
-        """Return inputs and targets of a step, on the device; to be called in the order of steps."""
+        """Return inputs and targets of a step, on the device; call it in the order of steps."""
         started = time.perf_counter()
         batch = self._next_batch(step)
         self.wait_seconds.append(time.perf_counter() - started)
@@ -59,7 +59,7 @@ class Feed:
         return self._moved(self._batches[step])
 
     def close(self) -> None:
-        """End the worker processes or the thread."""
+        """Stop the worker processes or the thread."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             ahead.close()
@@ -86,16 +86,16 @@ class Feed:
 
 
 def _belong_to_the_rank(_: int) -> None:
-    """Ignore signals in a worker, which its rank handles, and die silently with the rank.
+    """Ignore signals in a worker, as its rank handles them, and die silently with the rank.
 
-    torchrun and SLURM signal all processes of a job, and a worker that ended would also end its rank, which may be
-    about to save. Garbage of the rank is left alone: a TCPStore among it would join a thread that a fork does not have,
-    which can end the worker by SIGSEGV.
+    torchrun and SLURM signal all processes of a job, and a worker that exits would also end its rank, which may be
+    about to save. The rank's garbage is frozen: collecting a TCPStore would join a thread that a fork does not have,
+    which can crash the worker with SIGSEGV.
     """
     gc.freeze()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    die_with_parent()  # where the kernel does not do that, torch has a look every few seconds
+    die_with_parent()  # if the kernel does not support that, torch polls every few seconds
 
 
 class _Batches(Dataset[Batch]):
@@ -111,37 +111,37 @@ class _Batches(Dataset[Batch]):
 
 
 def _by_workers(batches: _Batches, first: int, count: int, pinned: bool) -> Generator[Batch, None, None]:
-    """Batches from step ``first`` on, made in ``count`` processes, which end with it."""
+    """Yield batches from step ``first`` on, made in ``count`` processes that stop with the generator."""
     loader = DataLoader(
         batches,
         batch_size=None,
-        sampler=itertools.count(first),  # type: ignore[arg-type] # endless, and never asked for its length
+        sampler=itertools.count(first),  # type: ignore[arg-type] # endless; its length is never used
         num_workers=count,
         prefetch_factor=AHEAD,
         pin_memory=pinned,  # in a thread of this process
-        # Forked by the rank, to die with it: those of a server that forks for it would outlive it for ever.
+        # Forked by the rank, to die with it: children of a fork server would outlive it.
         multiprocessing_context="fork",
         worker_init_fn=_belong_to_the_rank,
-        # Its own, so that the rank's stays where a run without workers has it.
+        # A separate generator, so that the rank's random state is the same as in a run without workers.
         generator=torch.Generator(),
     )
     made: Any = iter(loader)
-    # As they leave signals to the rank, a rank that ends without close() would wait for them for ever.
+    # As workers ignore signals, a rank that exits without close() would wait for them forever.
     util.Finalize(None, made._shutdown_workers, exitpriority=100)
     try:
         yield from made
-    finally:  # by hand: the traceback of a step that has failed may hold the iterator for as long as the rank lives
+    finally:  # explicitly, as the traceback of a failed step may keep the iterator alive as long as the rank
         made._shutdown_workers()
 
 
 def _by_thread(batches: _Batches, first: int, device: torch.device) -> Generator[Batch, None, None]:
-    """Batches from step ``first`` on, made and pinned for ``device`` in a thread, which ends with it."""
+    """Yield batches from step ``first`` on, made and pinned for ``device`` in a thread that stops with it."""
 
     def pinned(step: int) -> Batch:
         inputs, targets = batches[step]
         return inputs.pin_memory(), targets.pin_memory()
 
-    # A thread begins on device 0, where pinning would create a context.
+    # A thread starts on device 0, where pinning would create a context.
     thread = ThreadPoolExecutor(1, "batches", initializer=torch.cuda.set_device, initargs=(device,))
     made: deque[Future[Batch]] = deque()
     try:

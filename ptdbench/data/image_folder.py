@@ -21,15 +21,15 @@ from ptdbench.data.sampling import Epochs, draws
 from ptdbench.launch.settings import own_cores
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
 
-# Of ImageNet's training images; what torchvision's own weights were trained with
+# Statistics of ImageNet's training images, with which torchvision's weights were trained
 # (https://docs.pytorch.org/vision/stable/models.html).
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
-#: Of torchvision's ``RandomResizedCrop``: shares of an image's area, and logarithms of width over height.
+#: Ranges of torchvision's ``RandomResizedCrop``: fractions of an image's area, and logarithms of width over height.
 _SCALE, _LOG_RATIO = (0.08, 1.0), tuple(torch.log(torch.tensor((3 / 4, 4 / 3))).tolist())
 
-_MOST_WORKERS = 8  # for one rank; each holds batches ready, in memory
+_MOST_WORKERS = 8  # per rank; each keeps prefetched batches in memory
 
 Transform = Callable[[Any], Any]  # from a PIL image to another
 
@@ -37,8 +37,8 @@ Transform = Callable[[Any], Any]  # from a PIL image to another
 class Listing(NamedTuple):
     """The images of one folder.
 
-    In arrays, not lists: ImageNet's 1.3 million names would take each process 250 MB as Python strings, which worker
-    processes could not share, as looking at one writes its reference count.
+    They are stored in arrays, not lists: as Python strings, ImageNet's 1.3 million names would take 250 MB per process,
+    which worker processes could not share, as reading a string writes its reference count.
     """
 
     root: Path
@@ -57,11 +57,11 @@ class Listing(NamedTuple):
 
 
 class ImageFolder(Images):
-    """A stream of image files, reshuffled in every epoch, with a random resized crop of each.
+    """A stream of image files, reshuffled every epoch, with a random resized crop of each.
 
-    They lie in a folder for each class, at any depth, in any format that torchvision's ``ImageFolder`` takes. The
-    transforms are those of torchvision's ImageNet references: ``RandomResizedCrop`` and ``RandomHorizontalFlip`` in
-    training, ``Resize`` and ``CenterCrop`` for held-out images.
+    There is a folder for each class, with files at any depth, in any format that torchvision's ``ImageFolder`` reads.
+    The transforms are those of torchvision's ImageNet references: ``RandomResizedCrop`` and ``RandomHorizontalFlip``
+    for training, ``Resize`` and ``CenterCrop`` for held-out images.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ImageFolder(Images):
     ) -> None:
         """Check the options of ``conf/data/image_folder.yaml``; raises a ConfigError with every invalid one.
 
-        The folders are listed when they are needed.
+        Folders are listed on demand.
         """
         require(
             *at_least(1, classes=classes, image_size=image_size),
@@ -98,21 +98,21 @@ class ImageFolder(Images):
 
     @cached_property
     def workers(self) -> int:  # type: ignore[override] # not known before the rank is bound to its cores
-        """Processes that read images for this rank; ``auto`` is one less than its share of cores, from 1 to 8."""
+        """Number of worker processes of this rank; ``auto`` is one less than its share of cores, from 1 to 8."""
         if self._wanted_workers != "auto":
             return self._wanted_workers
-        # Ranks that are not bound to cores of their own have been given their share as a number of threads.
+        # Ranks that are not bound to separate cores have their share set as a number of threads.
         share = min(len(own_cores()), torch.get_num_threads())
         return min(max(share - 1, 1), _MOST_WORKERS)
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The images of ``val``, the middle of each; ``None`` where there is no such folder."""
+        """The center crops of the images in ``val``; ``None`` if there is no such folder."""
         if (listing := self._held_out) is None:
             return None
 
         def middles(start: int, stop: int) -> Batch:
-            # Nothing is drawn here, and decoding lets other threads run: no processes are needed.
+            # Threads suffice: nothing is drawn here, and decoding releases the GIL.
             with ThreadPoolExecutor(max(self.workers, 1)) as threads:
                 paths = map(listing.path, range(start, stop))
                 images = list(threads.map(lambda path: read(path, self._middle), paths))
@@ -122,7 +122,7 @@ class ImageFolder(Images):
 
     @cached_property
     def identity(self) -> str:
-        """A digest of the names and sizes of all files, in training and held out; asks the file system for each."""
+        """A digest of the names and sizes of all training and held-out files; runs a stat of each."""
         parts = [self._training, *([self._held_out] if self._held_out else [])]
         return hashlib.sha256("".join(part.digest() for part in parts).encode()).hexdigest()
 
@@ -130,8 +130,8 @@ class ImageFolder(Images):
         """List the folders.
 
         Raises:
-            ConfigError: If there is no image in them or in one of a class, if the classes are not as many as the
-                model's, or if those of ``val`` are others.
+            ConfigError: There are no images, or none in the folder of a class; the number of classes differs from the
+                model's; or ``val`` has different classes.
         """
         _ = self._training, self._held_out
 
@@ -139,7 +139,7 @@ class ImageFolder(Images):
         """Return samples ``start`` to ``stop - 1``: float32 images ``(B, 3, H, W)`` and int64 labels ``(B,)``.
 
         Raises:
-            ValueError: If a file cannot be read as an image; the message names it.
+            ValueError: A file cannot be read as an image; the message names it.
         """
         chosen = self._epochs.indices(start, stop)
         chances = draws(self.seed, start, stop).tolist()
@@ -150,15 +150,15 @@ class ImageFolder(Images):
         return self.batch(images), torch.from_numpy(self._training.labels[chosen])
 
     def batch(self, images: list[sampling.Pixels]) -> torch.Tensor:
-        """Turn images of shape ``(H, W, 3)`` into what the model takes: float32 of shape ``(B, 3, H, W)``."""
+        """Convert images of shape ``(H, W, 3)`` to the model's input: float32 of shape ``(B, 3, H, W)``."""
         size = self.image_size
         together = np.stack(images) if images else np.empty((0, size, size, 3), np.uint8)
         return sampling.normalized(together, MEAN, STD, channels_last=self.channels_last)
 
     def _augmented(self, image: Any, chance: int) -> Any:
-        """What ``RandomResizedCrop`` and ``RandomHorizontalFlip`` make of an image after ``manual_seed(chance)``.
+        """Apply ``RandomResizedCrop`` and ``RandomHorizontalFlip`` to an image as after ``manual_seed(chance)``.
 
-        They draw from a generator that all threads share, and that activation checkpointing sets in another one.
+        torchvision's transforms draw from the global generator, which activation checkpointing sets in another thread.
         """
         from torchvision.transforms.v2 import functional
 
@@ -200,7 +200,7 @@ class ImageFolder(Images):
 
 
 def read(path: Path, transform: Transform) -> sampling.Pixels:
-    """Read an image and transform it: uint8 of shape ``(H, W, 3)``; raises ValueError if it is none."""
+    """Read and transform an image: uint8 of shape ``(H, W, 3)``; raises ValueError if the file is not an image."""
     from torchvision.datasets.folder import pil_loader
 
     try:
@@ -211,7 +211,7 @@ def read(path: Path, transform: Transform) -> sampling.Pixels:
 
 
 def _crop(width: int, height: int, generator: torch.Generator) -> tuple[int, int, int, int]:
-    """Top, left, height and width of what is cut from an image, as torchvision's ``RandomResizedCrop`` draws it."""
+    """Draw top, left, height and width of a crop as torchvision's ``RandomResizedCrop`` does."""
     for _ in range(10):
         area = width * height * torch.empty(1).uniform_(*_SCALE, generator=generator).item()
         ratio = torch.exp(torch.empty(1).uniform_(*_LOG_RATIO, generator=generator)).item()
@@ -219,17 +219,17 @@ def _crop(width: int, height: int, generator: torch.Generator) -> tuple[int, int
         if 0 < w <= width and 0 < h <= height:
             top, left = (int(torch.randint(most + 1, (1,), generator=generator)) for most in (height - h, width - w))
             return top, left, h, w
-    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))  # the middle of a narrow image
+    w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))  # the center of a narrow image
     return (height - h) // 2, (width - w) // 2, h, w
 
 
 def _list(root: Path, folder: str) -> Listing:
-    """List the images in a folder of the root; raises ConfigError if there are none, or none of a class."""
+    """List the images in a folder of the root; raises ConfigError if there are none, or none for a class."""
     from torchvision import datasets
 
     try:
         found = datasets.ImageFolder(root / folder)
-    except OSError as error:  # FileNotFoundError also where files are missing in a folder that is there
+    except OSError as error:  # FileNotFoundError also if an existing folder has no images
         remedy = try_these([f"data.root=FOLDER with {folder}/CLASS/IMAGE.jpg in it"])
         raise ConfigError([Problem("root", root, f"{root / folder}: {error}", remedy)]) from error
     below = len(os.path.join(found.root, ""))

@@ -12,7 +12,7 @@ import torch
 from ptdbench.launch.collect import gather
 from ptdbench.problems import ConfigError, Problem
 
-#: Samples that ranks compare before a run.
+#: Number of samples that ranks compare before a run.
 _COMPARED = 8
 
 #: Inputs and targets.
@@ -26,7 +26,7 @@ class HeldOut(Protocol):
     bytes_per_token: float | None = None
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of samples."""
         ...
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,10 +38,10 @@ class Data(Protocol):
     """An endless stream of numbered samples that does not depend on which rank reads which part.
 
     Sample ``k`` is a pure function of the seed and ``k``. Each rank reads the samples that the layout assigns to it,
-    so that every strategy trains on the same global batch without any communication.
+    so that every strategy trains on the same global batch without communication.
 
-    Constructing one is light: it checks its options, raising a :class:`~ptdbench.problems.ConfigError` with
-    all problems and bare option names, and neither reads a corpus nor starts a process.
+    Construction is cheap: it checks the options, raising a :class:`~ptdbench.problems.ConfigError` with all problems
+    and bare option names, and neither reads a corpus nor starts a process.
     """
 
     #: Worker processes per rank; with 0 the rank itself makes the samples.
@@ -49,7 +49,7 @@ class Data(Protocol):
 
     @property
     def tokens_per_sample(self) -> int | None:
-        """The sequence length, or ``None`` where a sample is not a sequence of tokens."""
+        """The sequence length, or ``None`` if a sample is not a sequence of tokens."""
         ...
 
     @property
@@ -59,21 +59,21 @@ class Data(Protocol):
 
     @property
     def identity(self) -> str | None:
-        """A digest that changes with the data, available after :meth:`prepare`; ``None`` if they cannot change."""
+        """A digest that changes with the data, available after :meth:`prepare`; ``None`` if data cannot change."""
         return None
 
     def prepare(self) -> None:
-        """Do the heavy work that is needed once per node, such as building a cache.
+        """Do expensive work that is needed once per node, such as building a cache.
 
         May be called by several processes at once and again later; all but the first find the work done.
 
         Raises:
-            ptdbench.problems.ConfigError: If what the options point at turns out to be unusable.
+            ptdbench.problems.ConfigError: The data that the options refer to are unusable.
         """
         return
 
     def samples(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, in shapes as of ``example``."""
+        """Return inputs and targets of samples ``start`` to ``stop - 1``, on the CPU, with shapes as in ``example``."""
         ...
 
     def example(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,10 +82,10 @@ class Data(Protocol):
 
 
 def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch:
-    """Samples ``start`` to ``stop - 1``, if they are as many as were asked for, each as one of the example.
+    """Read samples ``start`` to ``stop - 1``, and verify their number and shapes against the example.
 
     Raises:
-        TypeError: They are something else: what is counted and compared would not be what is trained on.
+        TypeError: The samples do not match: FLOPs and comparisons would not be about the samples that are trained on.
     """
     found: Any = source.samples(start, stop)
     shapes = [(stop - start, *one.shape[1:]) for one in example]
@@ -98,12 +98,12 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
 
 
 def require_same_on_all_ranks(data: Data) -> None:
-    """Refuse data of which ranks have others, as where nodes have copies that differ; called in all ranks.
+    """Refuse data that differ between ranks, such as different copies on nodes; called in all ranks.
 
-    Otherwise losses would be those of no batch at all, and an evaluation would divide by the samples of one rank.
+    Otherwise losses would not belong to any batch, and an evaluation would divide by the samples of one rank.
 
     Raises:
-        ConfigError: On every rank, naming one that has others than rank 0.
+        ConfigError: On every rank, naming a rank whose data differ from rank 0's.
     """
     held_out = data.held_out
     mine = [_fingerprint(tensor) for tensor in read(data, 0, _COMPARED, data.example())]
@@ -120,7 +120,7 @@ def require_same_on_all_ranks(data: Data) -> None:
 
 
 def _fingerprint(tensor: torch.Tensor) -> str | float:
-    """A digest of integers; of fractions, which processors may round differently, their mean."""
+    """Return a digest of integers, or the mean of floating-point numbers, which processors may round differently."""
     if tensor.is_floating_point():
         return tensor.double().mean().item()
     return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
@@ -133,12 +133,12 @@ def _matches(one: str | float, other: str | float) -> bool:
 
 
 def _told(found: object) -> str:
-    """The shape of a tensor, or what else it is."""
+    """Return the shape of a tensor, or the type of anything else."""
     return str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
 
 
 class Sequences(Data):
-    """Data whose samples are sequences of tokens, and whose targets are those one place further."""
+    """Data whose samples are sequences of tokens, with the next tokens as targets."""
 
     sequence_length: int
 
@@ -171,20 +171,20 @@ class Images(Data):
 
 
 class HeldOutPart(HeldOut):
-    """The held-out samples of a source that can read them by number."""
+    """Held-out samples that a function reads by number."""
 
     def __init__(self, count: int, read: Callable[[int, int], Batch], bytes_per_token: float | None = None) -> None:
-        """Take how many there are, and ``read(start, stop)`` for what there is."""
+        """Set the number of samples, and the function ``read(start, stop)`` that returns them."""
         self.bytes_per_token = bytes_per_token
         self._count = count
         self._read = read
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of samples."""
         return self._count
 
     def samples(self, start: int, stop: int) -> Batch:
-        """Return samples ``start`` to ``stop - 1``; raises IndexError if there are not as many."""
+        """Return samples ``start`` to ``stop - 1``; raises IndexError if there are fewer."""
         if not 0 <= start <= stop <= self._count:
             raise IndexError(f"samples {start} to {stop} of {self._count}")
         return self._read(start, stop)

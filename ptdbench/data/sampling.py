@@ -1,7 +1,7 @@
-"""Sampling by number: counter-based random draws, a new order of the items in every epoch, and augmented images.
+"""Sampling by number: counter-based random draws, a new order of items in every epoch, and image augmentation.
 
-Augmentation is by hand: transforms of torchvision draw from one global generator, once for a whole batch; here what
-happens to a sample depends on the seed and its number alone, for any layout and after a resume.
+torchvision's transforms draw from one global generator, once for a whole batch. Here the augmentation of a sample
+depends only on the seed and its number, for any layout and after a resume.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def draws(seed: int, start: int, stop: int) -> npt.NDArray[np.uint64]:
-    """Return outputs ``start`` to ``stop - 1`` of the SplitMix64 generator that is seeded with ``seed``, modulo 2^64.
+    """Return outputs ``start`` to ``stop - 1`` of the SplitMix64 generator seeded with ``seed``, modulo 2^64.
 
     SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) is a
-    hash of a counter, so that any stretch of its stream costs the same and needs nothing before it.
+    hash of a counter, so any part of its stream can be computed at the same cost, without what comes before.
 
     Returns:
         uint64 of shape ``(stop - start,)``, uniform over all 64 bits.
@@ -45,16 +45,16 @@ Indices = npt.NDArray[np.int64]
 
 
 class Epochs:
-    """The order in which a stream goes through a data set, over and over.
+    """The order in which a stream repeatedly goes through a data set.
 
     Sample ``k`` is number ``k % count`` of epoch ``k // count``, in the order that torch's ``DistributedSampler`` with
-    ``shuffle=True`` and the same seed gives a single replica after ``set_epoch(k // count)``. It is asked for one
-    replica because here the layout shares each global batch out over the ranks. So nothing is padded or dropped to
-    make the ranks' shares equal: every epoch has each item exactly once, and a batch may span two epochs.
+    ``shuffle=True`` and the same seed gives a single replica after ``set_epoch(k // count)``. A single replica, because
+    here the layout divides each global batch among the ranks. So nothing is padded or dropped to make the ranks' shares
+    equal: every epoch has each item exactly once, and a batch may span two epochs.
     """
 
     def __init__(self, count: int, seed: int) -> None:
-        """Order ``count`` items, at least one, by ``seed``."""
+        """Set the number of items, at least one, and the seed."""
         self._count = count
         self._seed = seed
 
@@ -69,7 +69,7 @@ class Epochs:
 
 @lru_cache(maxsize=2)  # for access that alternates between two epochs
 def _order(count: int, seed: int, epoch: int) -> Indices:
-    # The sampler asks for no more than the length, and seeds a generator with seed + epoch, which must be below 2^64.
+    # The sampler only uses the length of the items, and seeds a generator with seed + epoch, which must be below 2^64.
     items: Any = range(count)
     sampler: DistributedSampler[int] = DistributedSampler(items, num_replicas=1, rank=0, seed=seed % 2**63)
     sampler.set_epoch(epoch)
@@ -80,13 +80,13 @@ Pixels = npt.NDArray[np.uint8]  # shape (B, H, W, 3)
 
 
 def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) -> Pixels:
-    """Move each image by up to ``padding`` pixels in both directions, and ``flip`` about half of them.
+    """Shift each image by up to ``padding`` pixels in both directions, and mirror about half of them if ``flip``.
 
-    This is a random crop, of the image's own size, from the image padded with black. It depends only on the seed and
-    the image's number in the stream, which begins with ``start``, not on the batch.
+    This is a random crop, of the original size, from the image padded with black. It depends only on the seed and
+    the image's number in the stream, counted from ``start``, not on the batch.
 
     Returns:
-        New images, uint8 of shape ``(B, H, W, 3)`` as those given.
+        New images, uint8 of shape ``(B, H, W, 3)`` like the input.
     """
     count, height, width, _ = images.shape
     chance = draws(seed, start, start + count)
@@ -94,8 +94,8 @@ def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) 
     top, left = chance % places, chance // places % places
     moved = _crops(images, top.astype(np.intp), left.astype(np.intp), padding)
     if flip:
-        mirrored = (chance % np.uint64(2)).astype(bool)  # of which the remainders by an odd number say nothing
-        whole = moved.view("V3")  # pixels of three bytes, which are quicker to move than one byte after another
+        mirrored = (chance % np.uint64(2)).astype(bool)  # independent of the remainders by an odd number above
+        whole = moved.view("V3")  # three-byte pixels, which are faster to move than single bytes
         whole[mirrored] = whole[mirrored, :, ::-1]
     return moved.reshape(count, height, width, 3)
 
@@ -103,14 +103,14 @@ def shifted(images: Pixels, *, seed: int, start: int, padding: int, flip: bool) 
 def normalized(
     images: Pixels, mean: Sequence[float], std: Sequence[float], *, channels_last: bool = True
 ) -> torch.Tensor:
-    """Turn bytes into the numbers that a model takes: ``(x / 255 - mean) / std`` by channel, where white is 1.
+    """Normalize bytes for a model: ``(x / 255 - mean) / std`` by channel, where white is 1.
 
     Returns:
         float32 of shape ``(B, 3, H, W)``; ``torch.channels_last`` is fastest for convolutions and free here.
     """
     count, height, width, channels = images.shape
     mean_, std_ = torch.tensor(mean), torch.tensor(std)
-    # Row by row, because for each element of a dimension as short as the channels' the loop costs more than the sum.
+    # Treat width and channels as one row: looping over a dimension as short as the channels costs more than the sums.
     rows = torch.from_numpy(images.reshape(count, height, width * channels)).to(torch.float32)
     rows.mul_((1 / (255 * std_)).repeat(width)).sub_((mean_ / std_).repeat(width))
     result = rows.view(count, height, width, channels).permute(0, 3, 1, 2)
@@ -118,7 +118,7 @@ def normalized(
 
 
 def _crops(images: Pixels, top: npt.NDArray[np.intp], left: npt.NDArray[np.intp], padding: int) -> Pixels:
-    """The crop of each bordered image that begins ``top`` pixels down and ``left`` to the right: ``(B, H, 3 W)``."""
+    """Return the crop of each padded image that starts at row ``top`` and column ``left``, ``(B, H, 3 W)``."""
     count, height, width, channels = images.shape
     bordered = np.zeros((count, height + 2 * padding, width + 2 * padding, channels), np.uint8)
     bordered[:, padding : padding + height, padding : padding + width] = images

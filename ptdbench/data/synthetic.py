@@ -13,7 +13,7 @@ from ptdbench.problems import at_least, require
 
 
 class SyntheticTokens(Sequences):
-    """Uniformly random tokens, each to be predicted from those before it.
+    """Uniformly random tokens, for next-token prediction.
 
     There is nothing to learn: the loss of an untrained model should be, and stay, near ``ln(vocabulary)``.
     """
@@ -34,11 +34,11 @@ class SyntheticTokens(Sequences):
 
 
 class SyntheticImages(Images):
-    """Images of Gaussian noise, drawn over and over from a small pool in which each has its own label.
+    """Images of Gaussian noise, drawn repeatedly from a small pool in which each has its own label.
 
-    The pool keeps the cost of a batch at copying it; it takes ``12 * image_size**2`` bytes an image in every rank, and
-    is made by the first call of :meth:`samples`. A model that trains learns it by heart, so its loss falls; accuracy
-    means nothing here. With more classes than images only the first ``pool`` labels occur.
+    With the pool a batch costs only a copy; it takes ``12 * image_size**2`` bytes per image in every rank, and is
+    created by the first call of :meth:`samples`. A model that trains memorizes it, so its loss falls; accuracy is
+    meaningless. With more classes than images only the first ``pool`` labels occur.
     """
 
     def __init__(self, *, image_size: int, classes: int, seed: int, pool: int = 64, channels_last: bool = True) -> None:
@@ -68,10 +68,10 @@ class SyntheticImages(Images):
 
 
 class SyntheticVectors(Data):
-    r"""Regression whose targets are a fixed function of the inputs, so that a model that trains gets better.
+    r"""Regression whose targets are a fixed function of the inputs, so that a model that trains improves.
 
     With ``n`` inputs :math:`x_i`, uniform in [-1, 1), target ``j`` is :math:`x_j (1 + x_{j+1})`, indices
-    modulo ``n``: a linear part that is learned at once and a product that takes a hidden layer. The formula
+    modulo ``n``: a linear part that is learned quickly and a product that needs a hidden layer. The formula
     has no sum over inputs, whose rounding would depend on how many samples are computed together.
     """
 
@@ -87,7 +87,7 @@ class SyntheticVectors(Data):
     def samples(self, start: int, stop: int) -> Batch:
         """Return samples ``start`` to ``stop - 1``: float32 of shapes ``(B, inputs)`` and ``(B, outputs)``."""
         bits = draws(self.seed, start * self.inputs, stop * self.inputs)
-        # Uniform in [-1, 1) from 24 bits, as many as a float32 holds exactly.
+        # Uniform in [-1, 1) from 24 bits, the precision of float32.
         x = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
         x = x.reshape(-1, self.inputs)
         j = np.arange(self.outputs)

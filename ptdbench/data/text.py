@@ -34,12 +34,12 @@ from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, ne
 
 
 class Text(Sequences):
-    """Next-token prediction: a sample is a window of the text, its targets are the tokens one place further.
+    """Next-token prediction: a sample is a window of the text, and its targets are the next tokens.
 
-    Text files may have any encoding, and hidden ones are skipped; a file is a document, but in a ``.jsonl`` file every
-    line is one. All documents are concatenated into one sequence of tokens, which is cached in a file and mapped into
+    Text files may have any encoding, and hidden ones are skipped. A file is a document; in a ``.jsonl`` file every line
+    is one. All documents are concatenated into one sequence of tokens, which is cached in a file and mapped into
     memory. Sample ``k`` begins at a position drawn from ``(seed, k)``; windows may overlap and may span documents. The
-    held-out part is a sequence of its own.
+    held-out part is a separate sequence.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Text(Sequences):
     ) -> None:
         """Check the options of ``conf/data/text.yaml``; raises a ConfigError with every invalid one.
 
-        The tokenizer is read, the text itself by :meth:`prepare`.
+        This reads the tokenizer; :meth:`prepare` reads the text.
         """
         found = ErrorCollector()
         found.catch(lambda: require(*at_least(1, sequence_length=sequence_length)))
@@ -75,7 +75,7 @@ class Text(Sequences):
 
     @property
     def held_out(self) -> HeldOut | None:
-        """The windows of what is kept from training, side by side and all complete; ``None`` where nothing is."""
+        """The complete, adjacent windows of the held-out part; ``None`` if nothing is held out."""
         if (stored := self._held_out) is None:
             return None
         length = self.sequence_length
@@ -84,7 +84,7 @@ class Text(Sequences):
             row = stored.tokens[start * length : stop * length + 1]
             return _as_tensor(row[:-1].reshape(-1, length)), _as_tensor(row[1:].reshape(-1, length))
 
-        count = (len(stored.tokens) - 1) // length  # the last one needs a token after it for its last target
+        count = (len(stored.tokens) - 1) // length  # the last target of the last window is the token after it
         return HeldOutPart(count, windows, stored.bytes / len(stored.tokens))
 
     @property
@@ -99,11 +99,11 @@ class Text(Sequences):
         return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
     def prepare(self) -> None:
-        """Tokenize the text into the cache, unless it is there, and map it.
+        """Tokenize the text into the cache, unless it is cached, and map it.
 
         Raises:
-            ConfigError: If the text cannot be read or divided, if a part of it is shorter than one sample, or if
-                the cache cannot be written.
+            ConfigError: The text cannot be read or split, a part is shorter than one sample, or the cache cannot be
+                written.
         """
         _ = self._windows, self._held_out
 
@@ -115,7 +115,7 @@ class Text(Sequences):
 
     @cached_property
     def _windows(self) -> Tokens:
-        """Every stretch of ``T + 1`` tokens as a view into the text: shape ``(places, T + 1)``."""
+        """All windows of ``T + 1`` tokens as a view into the text: shape ``(places, T + 1)``."""
         return sliding_window_view(self._training.tokens, self.sequence_length + 1)
 
     @cached_property
@@ -136,17 +136,17 @@ class Text(Sequences):
 
     @cached_property
     def _parts(self) -> tuple[Part, Part]:
-        """The documents that are trained on, and those that are held out."""
+        """The training documents and the held-out documents."""
         return split(self._files, self._share) if self._share else (Part(self._files), Part([]))
 
     def _stored(self, held_out: bool) -> Stored:
-        """Return the tokens of one part, from the cache; they are made where they are not there."""
+        """Return the tokens of one part from the cache, after creating them if necessary."""
         dtype = self._tokenizer.dtype if self._tokenizer else np.dtype(np.uint8)
-        # All that decides the tokens of a part, but not how many there are in a sample.
+        # The cache key: everything that determines the tokens of a part, so not the sequence length.
         tokenizer = self._tokenizer.digest if self._tokenizer else "bytes"
         part = f"{'held out' if held_out else 'all but'} {float(self._share)}"
         source = hashlib.sha256(f"{identity(self._files)} {tokenizer} {part}".encode()).hexdigest()
-        # The file's name has the text's name for people and its identity for programs.
+        # In the file's name, the text's name is for people and the key for programs.
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
         file = self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
         with _blaming("cache", self.cache):
@@ -160,7 +160,7 @@ class Text(Sequences):
         return self.path.name if self.path else f"python-{platform.python_version()}"
 
     def _pieces(self, held_out: bool) -> Iterator[Piece]:
-        """Make the tokens of one part anew; a part without any must not be stored."""
+        """Tokenize one part; raises ConfigError if it has no tokens, as an empty part must not be stored."""
         empty = True
         with _blaming("path", self.path):
             part = self._parts[held_out]
@@ -172,7 +172,7 @@ class Text(Sequences):
             raise ConfigError([self._too_short(0, held_out)])
 
     def _too_short(self, count: int, held_out: bool = False) -> Problem:
-        """Describe what is wrong with a part of so few tokens."""
+        """Return the problem of a part with only ``count`` tokens."""
         needed = "and a sample takes one more than its length for the targets"
         shorter = [f"sequence_length={count - 1}"] if count > 1 else []
         if held_out:
@@ -191,7 +191,7 @@ def _as_tensor(tokens: Tokens) -> torch.Tensor:
 
 
 def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | None) -> list[Problem]:
-    """Find what is wrong with a vocabulary, as far as it can be judged without a tokenizer that cannot be read."""
+    """Return problems of a vocabulary size, as far as they can be found if the tokenizer cannot be read."""
     if tokenizer is None:
         return at_least(1 if path else 256, vocabulary=vocabulary)  # an entry for every byte
     if problems := at_least(1, vocabulary=vocabulary):
@@ -199,7 +199,7 @@ def _enough_entries(vocabulary: int, path: str | None, tokenizer: Tokenizer | No
     if vocabulary >= tokenizer.size:
         return []
     rule = f"the tokenizer {path} has {tokenizer.size} tokens, and each takes an entry"
-    # Matrix products are fastest where their sides are multiples of 64.
+    # Matrix products are fastest if their sides are multiples of 64.
     return [Problem("vocabulary", vocabulary, rule, try_these([f"model.vocabulary={-(-tokenizer.size // 64) * 64}"]))]
 
 

@@ -1,13 +1,13 @@
 """The token store: one file of tokens that processes map into memory instead of reading it.
 
 A file is a header of :data:`HEADER_BYTES` followed by the tokens as little-endian unsigned integers. The
-header is text that ``head -n 2`` shows: the name of the format, then dtype, number of tokens, ``source``, the
-identity of what the tokens were made from, the bytes of text that they stand for and a digest of the tokens.
+header is text that ``head -n 2`` shows: the name of the format, then dtype, number of tokens, ``source`` (the identity
+of the tokens' input), the bytes of text that the tokens represent, and a digest of the tokens.
 
-A file is trusted only if its header is, byte for byte, the one that its size, dtype and source and the two figures
-in it call for. The digest names the tokens; it is not computed again to check them. Together with a write that
-becomes visible by an atomic rename, after the data has reached the disk, this keeps a half-written, truncated or
-outdated file from being trained on.
+A file is trusted only if its header is, byte for byte, the one that follows from its size, dtype and source and the
+last two figures. The digest identifies the tokens; it is not recomputed to check them. Since a write becomes visible
+only by an atomic rename, after the data have reached the disk, half-written, truncated or outdated files are never
+trained on.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ _FIGURES = re.compile(rb'"bytes": (\d+), "digest": "([0-9a-f]{64})"\}\n')
 
 
 class Piece(NamedTuple):
-    """Some of the tokens that are to be stored."""
+    """Some of the tokens to store."""
 
     tokens: Tokens  # shape (count,)
-    bytes: int  # of text that they stand for
+    bytes: int  # of text that they represent
 
 
 class Stored(NamedTuple):
     """A token file."""
 
     tokens: Tokens  # all of them, shape (count,), mapped read-only
-    bytes: int  # of text that they stand for
-    digest: str  # SHA-256 of the tokens as they lie in the file, in hexadecimal digits
+    bytes: int  # of text that they represent
+    digest: str  # SHA-256 of the tokens as stored in the file, in hexadecimal digits
 
 
 def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callable[[], Iterable[Piece]]) -> Stored:
-    """Map the tokens at ``path``; where there are none to trust, one process writes them and others wait.
+    """Map the tokens at ``path``; if there is no trusted file, one process writes it and others wait.
 
-    The folder is made if need be; a lock file of the same name lies beside the file. ``source`` identifies what the
-    tokens are made from, such as a digest: a file made from anything else is written anew. ``pieces`` is called only by
+    The folder is created if necessary; a lock file with the same name is beside the file. ``source`` identifies the
+    input of the tokens, for example by a digest: a file from another source is replaced. ``pieces`` is called only by
     the process that writes, for the tokens in order, at least one.
 
     Raises:
-        OSError: If the folder cannot be written or locked, or the disk is full.
+        OSError: The folder cannot be written or locked, or the disk is full.
     """
     if stored := read_tokens(path, dtype, source):
         return stored
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_name(f"{path.name}.lock"), fallback_to_soft=False):
-        # After waiting for the lock, the work may be done.
+        # Another process may have written the file meanwhile.
         if not read_tokens(path, dtype, source):
             write_tokens(path, dtype, source, pieces())
     stored = read_tokens(path, dtype, source)
@@ -73,7 +73,7 @@ def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callabl
 
 
 def read_tokens(path: Path, dtype: npt.DTypeLike, source: str) -> Stored | None:
-    """Map the tokens at ``path``; ``None`` if there is no file that can be trusted."""
+    """Map the tokens at ``path``; ``None`` if there is no trusted file."""
     dtype = _on_disk(dtype)
     try:
         with path.open("rb") as file:
@@ -92,12 +92,12 @@ def read_tokens(path: Path, dtype: npt.DTypeLike, source: str) -> Stored | None:
 def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable[Piece]) -> None:
     """Write a token file that appears at ``path`` complete or not at all.
 
-    The caller holds the lock. It may not reach other hosts of a network file system, so the unfinished file
-    carries the host's name; what a killed writer left is overwritten by the next one on that host.
+    The caller holds the lock. It may not exclude other hosts of a network file system, so the name of the unfinished
+    file contains the host's; the remains of a killed writer are overwritten by the next one on that host.
 
     Raises:
-        FileExistsError: A file that no writer of tokens has left is in its place; it stays.
-        OSError: It cannot be written.
+        FileExistsError: A file that is not a token file is in its place; it is kept.
+        OSError: The file cannot be written.
     """
     dtype = _on_disk(dtype)
     partial = path.with_name(f"{path.name}.{platform.node()}.partial")
@@ -108,7 +108,7 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
     unfinished = partial.open("wb")
     try:
         with unfinished as file:
-            file.seek(HEADER_BYTES)  # the header names figures that are known at the end
+            file.seek(HEADER_BYTES)  # the header has figures that are known only at the end
             for piece in pieces:
                 content = piece.tokens.astype(dtype, casting="safe", copy=False).tobytes()
                 file.write(content)
@@ -125,7 +125,7 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a file begins like a token file, complete or not: with its header or the space reserved for it."""
+    """Return whether a file starts like a token file, complete or not: with a header or the space reserved for it."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
