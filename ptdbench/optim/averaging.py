@@ -19,13 +19,13 @@ KEY = "average"
 class WeightAverage:
     """Averages an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
 
-    The averages are part of the optimizer's state, and so are sharded, saved and loaded with it. The average starts at
-    the weights of the first step. Buffers, such as batch norm statistics, are not averaged.
+    The averages are part of the optimizer's state, and so are sharded, saved and loaded with it. An average starts with
+    the weight after the first step. Buffers, such as batch norm statistics, are not averaged.
 
     Args:
-        optimizer: Without state.
+        optimizer: An optimizer without state.
         decay: Between 0 and 1.
-        share: Brings other ranks to this one's weights where only it has their averages; called in all ranks.
+        share: Sends weights to the other ranks if only this rank has their averages; called in all ranks.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class WeightAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which the weights are the averages; afterwards they are restored bit for bit."""
+        """Return a context in which averages replace the weights; on exit these are restored bit for bit."""
         pairs = self._pairs()
         kept = [weight.clone() for weight, _ in pairs]
         for weight, average in pairs:
@@ -62,7 +62,7 @@ class WeightAverage:
             self._follow(list(averages), list(weights), None)
 
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Weights and their averages, the local parts on this rank."""
+        """Return the local parts of weights and their averages."""
         state = self._optimizer.state
         weights = [
             weight for group in self._optimizer.param_groups for weight in group["params"] if KEY in state[weight]

@@ -1,4 +1,4 @@
-"""Parameter groups by rule: what a weight is to the model decides how it is updated."""
+"""Parameter groups by rule: a weight's function in the model determines how it is updated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DECAYED: Mapping[Rule, bool] = {"matrices": True, "kernels": True, "embeddings":
 def rules(model: nn.Module) -> dict[nn.Parameter, Rule]:
     """Find the rule of each parameter of a whole model.
 
-    ``vectors``: of fewer than two dimensions, such as biases and the scales of norms. ``embeddings``: of an
-    :class:`torch.nn.Embedding`. ``head``: of the model's last :class:`torch.nn.Linear`, its output projection.
-    ``kernels``: of more than two dimensions, as those of convolutions. ``matrices``: all others.
+    ``vectors``: fewer than two dimensions, such as biases and the scales of norms. ``embeddings``: weights of
+    :class:`torch.nn.Embedding`. ``head``: weight of the model's last :class:`torch.nn.Linear`, its output projection.
+    ``kernels``: more than two dimensions, such as those of convolutions. ``matrices``: all others.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     found: dict[nn.Parameter, Rule] = {}
@@ -45,12 +45,12 @@ def _rule(weight: nn.Parameter, is_embedding: bool, is_head: bool) -> Rule:
 def in_groups(
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], model: nn.Module, not_decayed: Collection[Rule]
 ) -> Callable[[Iterable[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
-    """A function that makes an optimizer of named parameters, with a parameter group for each rule that has some.
+    """Return a function that creates an optimizer of named parameters, with a group for each rule that occurs.
 
     Args:
-        make: Makes an optimizer of parameter groups, each with its ``rule``.
-        model: The whole model, as it is before ranks share it; a tied weight has one rule under both of its names.
-        not_decayed: The rules to whose weights weight decay does not apply.
+        make: Creates an optimizer of parameter groups, each with its ``rule``.
+        model: The whole model before it is laid out; a tied weight has one rule under both of its names.
+        not_decayed: The rules whose weights have no weight decay.
     """
     of_weight = rules(model)
     of = {name: of_weight[weight] for name, weight in model.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""Muon: matrices are stepped along the nearest orthogonal matrix of their momentum, all other weights by AdamW."""
+"""Muon: updates matrices along the orthogonal matrix nearest to their momentum, and all other weights by AdamW."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-#: What a step of a matrix with so many rows and columns is multiplied by, by the name of the rule in torch.
+#: The factor of a matrix's update from its rows and columns, by the name of the rule in torch.
 _SCALES: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -21,11 +21,11 @@ _SCALES: Mapping[str, Callable[[int, int], float]] = {
 class Muon(torch.optim.Optimizer):
     """:class:`torch.optim.Muon` for matrices and :class:`torch.optim.AdamW` for all other weights, as one optimizer.
 
-    Of a sharded matrix each rank keeps its shard of the momentum. In a step it gathers the update, orthogonalizes all
-    of it, as every rank does, and applies its own part: numbers do not depend on the layout.
+    For a sharded matrix each rank keeps its shard of the momentum. In a step all ranks gather the whole update and
+    orthogonalize it, and each applies its own part: numbers do not depend on the layout.
 
     Args:
-        params: Parameter groups with a ``rule`` each, see :func:`ptdbench.optim.groups.rules`; what follows them is
+        params: Parameter groups with a ``rule`` each, see :func:`ptdbench.optim.groups.rules`; the other arguments are
             described in ``conf/optimizer/muon.yaml``.
     """
 
@@ -48,7 +48,7 @@ class Muon(torch.optim.Optimizer):
         matrices = [group for group in groups if group["rule"] == "matrices"]
         others = [group for group in groups if group["rule"] != "matrices"]
         dtype = torch.float32 if ns_precision in ("fp32", "tf32") else torch.bfloat16
-        self.gathers = dtype.itemsize  #: Bytes of a number of what is gathered of a sharded matrix.
+        self.gathers = dtype.itemsize  #: Bytes per element of a gathered update.
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
             how = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all weights that have a gradient."""
         for part in self._parts:
-            # Its groups and state are those of this optimizer, also after some were loaded.
+            # Groups and state are those of this optimizer, which loading a checkpoint replaces.
             is_of_matrices = isinstance(part, _OfWhole)
             part.param_groups = [one for one in self.param_groups if (one["rule"] == "matrices") == is_of_matrices]
             part.state = self.state
@@ -69,10 +69,10 @@ class Muon(torch.optim.Optimizer):
 
 
 class _OfWhole(torch.optim.Muon):
-    """torch's Muon, which orthogonalizes in a dtype, and of sharded matrices the whole.
+    """torch's Muon, but it orthogonalizes in a given dtype, and gathers sharded matrices first.
 
-    torch would run each product of the iteration on the shards: it communicates in every one of them, and adds up what
-    ranks have rounded.
+    torch would run each product of the iteration on shards, which communicates in every product and sums rounded
+    partial results.
     """
 
     def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype, **options: Any) -> None:
@@ -100,7 +100,7 @@ class _OfWhole(torch.optim.Muon):
 
 
 def _whole(matrix: Tensor) -> Tensor:
-    """All of a matrix, gathered one dimension of the mesh after the other: of all at once torch warns."""
+    """Gather a matrix, one dimension of the mesh at a time: torch warns about gathering all at once."""
     if not isinstance(matrix, DTensor):
         return matrix
     for dimension in range(matrix.device_mesh.ndim):
@@ -110,7 +110,7 @@ def _whole(matrix: Tensor) -> Tensor:
 
 
 def _orthogonal(matrix: Tensor, steps: int, coefficients: tuple[float, float, float], eps: float) -> Tensor:
-    """The matrix with singular values near 1, by Newton-Schulz as in torch (Jordan et al., "Muon", 2024)."""
+    """Bring the singular values of a matrix near 1, by Newton-Schulz as in torch (Jordan et al., "Muon", 2024)."""
     a, b, c = coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix

@@ -1,4 +1,4 @@
-"""Learning rate schedules: a factor of ``optimizer.lr`` that is a function of the step alone.
+"""Learning rate schedules: a factor of ``optimizer.lr`` that depends only on the step.
 
 A resumed run needs only the number of its next step.
 """
@@ -16,13 +16,13 @@ class Schedule(Protocol):
     """The type of ``lr_schedule=<name>``."""
 
     def factor(self, step: int, steps: int) -> float:
-        """The factor of step ``step``, counted from zero, of ``steps``."""
+        """Return the factor of step ``step``, counted from zero, of ``steps``."""
         ...
 
 
 @dataclass(frozen=True)
 class Constant:
-    """The same rate throughout, after a linear warm-up."""
+    """A constant rate after a linear warm-up."""
 
     warmup_steps: int = 0  #: Steps over which the rate rises; 0: none.
 
@@ -59,11 +59,11 @@ class Cosine:
 class OneCycle:
     """Rises from ``first`` to 1 and falls to ``final``, both along half a cosine.
 
-    Smith and Topin, "Super-Convergence" (2018), with the cosine that :class:`torch.optim.lr_scheduler.OneCycleLR` takes
+    Smith and Topin, "Super-Convergence" (2018), with the cosine that :class:`torch.optim.lr_scheduler.OneCycleLR` uses
     by default. The momentum is constant.
     """
 
-    rise: float = 0.3  #: Share of the steps in which the rate rises.
+    rise: float = 0.3  #: Fraction of the steps in which the rate rises.
     first: float = 0.04  #: The factor of the first step.
     final: float = 0.0  #: The factor of the last step.
 
@@ -83,7 +83,7 @@ def _warmup(step: int, steps: int) -> float:
 
 
 def _progress(step: int, begin: float, end: float) -> float:
-    """How far ``step`` is on the way from ``begin`` to ``end``, from 0 to 1."""
+    """Return the progress of ``step`` from ``begin`` to ``end``, from 0 to 1."""
     return min(max((step - begin) / (end - begin), 0.0), 1.0) if end > begin else 1.0
 
 
