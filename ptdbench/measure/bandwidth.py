@@ -1,4 +1,4 @@
-"""Bandwidths by the definitions of nccl-tests, lines fitted to message times, and the fits kept for later runs.
+"""Bandwidths by the definitions of nccl-tests, lines fitted to message times, and the fits stored for later runs.
 
 The definitions are those of ``doc/PERFORMANCE.md`` of https://github.com/NVIDIA/nccl-tests; for gather and scatter,
 which that page omits, those of its ``src/gather.cu`` and ``src/scatter.cu``. ``S`` is the size of the whole message in
@@ -26,8 +26,8 @@ SOURCE = "nccl-tests, doc/PERFORMANCE.md"
 class Factor(NamedTuple):
     """The factor from algorithm bandwidth to bus bandwidth."""
 
-    formula: str  # as people write it, over n
-    of: Callable[[int], float]  # the number, for so many ranks
+    formula: str  # for readers, in terms of n
+    of: Callable[[int], float]  # the factor for a number of ranks
 
 
 _WHOLE = Factor("1", lambda ranks: 1.0)
@@ -59,7 +59,7 @@ class Fit(Struct, frozen=True):
     beta: float  #: Seconds per byte.
     alpha_error: float  #: Standard error of ``alpha``.
     beta_error: float  #: Standard error of ``beta``.
-    r2: float  #: Share of the weighted variance of the times that the line explains.
+    r2: float  #: Fraction of the weighted variance of the times that the line explains.
     max_relative_error: float  #: The largest relative error over the measured sizes.
     points: int  #: Number of sizes fitted.
 
@@ -93,32 +93,32 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
     )
 
 
-#: The folder of such measurements in the cache.
+#: The folder of fits in the cache.
 _KIND = "links"
 
-#: How an operation was called, the way that is more like training's first.
+#: How an operation was called; the mode closer to training comes first.
 _MODES = ("async", "blocking")
 
 #: The figures of a line.
 _FIGURES = ("alpha", "beta", "largest")
 
-#: Operations that compute: they take longer in some dtypes than in others.
+#: Operations that compute: their time depends on the dtype.
 _REDUCING = ("all_reduce", "reduce_scatter")
 
 
 def fits_key(backend: str, peers: Sequence[Peer]) -> dict[str, Any]:
-    """Return all that the lines depend on: the backend, and all ranks in order with their machines and devices."""
+    """Return the cache key of the fits: the backend, and all ranks in order with their machines and devices."""
     return {"backend": backend, "torch": torch.__version__, "ranks": [f"{peer.host} {peer.device}" for peer in peers]}
 
 
 def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -> Path:
-    """Store lines that times can follow; older ones are kept of other series, and of the same up to larger sizes.
+    """Store plausible lines; existing lines are kept for other series, or if they were fitted up to larger sizes.
 
-    ``alpha`` is in seconds, ``beta`` in seconds a byte, ``largest`` the largest size in bytes, by the name of the
-    series: operation, dtype, reduction and mode.
+    ``lines`` is keyed by the name of the series: operation, dtype, reduction and mode. ``alpha`` is in seconds,
+    ``beta`` in seconds per byte, and ``largest`` is the largest size in bytes.
 
     Raises:
-        OSError: They cannot be written.
+        OSError: The lines cannot be written.
     """
     kept = _lines(of)
     for name, line in lines.items():
@@ -128,12 +128,12 @@ def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -
 
 
 def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: float, size: float) -> float | None:
-    """Predict the seconds of calls one after the other, on all ranks, by a fit: ``calls * alpha + size * beta``.
+    """Predict the seconds of consecutive calls over all ranks by a fit: ``calls * alpha + size * beta``.
 
-    ``size`` is the bytes of all of them, and ``dtype`` that of a reduction.
+    ``size`` is the total bytes of all calls; ``dtype`` matters only for a reduction.
 
     Returns:
-        ``None`` if there is no line, or the calls are larger than what it was fitted to.
+        The seconds, or ``None`` if there is no line, or the calls are larger than the fitted sizes.
     """
     series = f"{operation} {dtype} sum" if operation in _REDUCING else f"{operation} "
     for mode in _MODES:
@@ -144,7 +144,7 @@ def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: flo
 
 
 def _lines(of: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
-    """Read the lines on record that are whole: a person may have changed the file."""
+    """Read the stored lines that are valid: someone may have edited the file."""
     found = cache.look_up(_KIND, of).get("lines")
     lines = found.items() if isinstance(found, dict) else ()
     return {

@@ -1,6 +1,6 @@
-"""The compute ceiling of devices: matrix products and copies, timed on all ranks at once and kept for later runs.
+"""The compute ceiling of devices: matrix products and copies, timed on all ranks at once and stored for later runs.
 
-At once, because ranks of one node share memory, power and cooling, as they do in training.
+All ranks run at once because ranks of one node share memory, power and cooling, as in training.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _KIND = "ceilings"
 
 
 class Key(Struct, frozen=True):
-    """Everything that a ceiling depends on."""
+    """The cache key of a ceiling: everything that it depends on."""
 
-    device: str  #: The GPU's name as torch reports it, or the CPU's model.
-    driver: str | None  #: Version of its driver; null on a CPU.
+    device: str  #: The GPU's name as reported by torch, or the CPU model.
+    driver: str | None  #: Version of the GPU's driver; null on a CPU.
     torch: str  #: Version of PyTorch.
     dtype: str  #: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
     threads: int | None  #: Threads of a rank; null for a GPU, where they do not matter.
@@ -51,7 +51,7 @@ class Key(Struct, frozen=True):
 
 
 def key_of(known: Mapping[str, Any], device: torch.device, dtype: str) -> Key:
-    """Return the key of this rank's device, in the environment that is ``known`` of it."""
+    """Return the key of this rank's device; ``known``: its :func:`~ptdbench.measure.hardware.environment`."""
     if device.type == "cuda":
         return Key(torch.cuda.get_device_name(device), known["driver"], known["torch"], dtype, None)
     return Key(known["cpu"], None, known["torch"], dtype, torch.get_num_threads())
@@ -62,19 +62,19 @@ class Measured(Struct, frozen=True):
 
     flops_per_second: float  #: The rate.
     shape: str  #: The product's shape, for readers.
-    #: Whether other processes used the device meanwhile, so that it may be too low; null if unknown.
+    #: Whether other processes used the device meanwhile, so that the rate may be too low; null if unknown.
     beside_load: bool | None = None
 
 
 class Ceiling(Key, frozen=True):
     """The best rate of a kind of device, to which later runs are compared."""
 
-    ranks: int  #: Ranks that measured it.
-    shape: str  #: The fastest product.
-    flops_per_second: float  #: Its median rate.
-    share_of_peak: float | None  #: That rate over the data sheet's dense peak.
+    ranks: int  #: Number of ranks that measured it.
+    shape: str  #: Shape of the fastest product.
+    flops_per_second: float  #: Median rate of that product.
+    share_of_peak: float | None  #: That rate divided by the data sheet's dense peak.
     peak_reason: str | None  #: Why there is no peak.
-    beside_load: bool  #: Whether other processes used these devices meanwhile, so that it may be too low.
+    beside_load: bool  #: Whether other processes used these devices meanwhile, so that the rate may be too low.
 
 
 def store_ceiling(of: Key, found: Measured) -> Path:
@@ -111,11 +111,11 @@ def measure(
 ) -> Figures:
     """Time matrix products, and memory ``copies``, on all ranks at once; every rank calls this.
 
-    Repetitions of each take about so many ``seconds``. ``alive`` is called between measurements, all of which may take
-    longer than a watchdog's patience.
+    Repetitions of each take about ``seconds``. ``alive`` is called between measurements, which together may exceed the
+    timeout of the watchdog.
 
     Returns:
-        A :class:`ptdbench.records.workload_results.Matmul` as JSON has it, the same on every rank.
+        A :class:`ptdbench.records.workload_results.Matmul` in JSON form, the same on every rank.
 
     Raises:
         ArithmeticError: A product is wrong.
@@ -144,12 +144,12 @@ def measure(
 
 
 def measure_again(world: World, device: torch.device, dtype: str, alive: Callable[[], object]) -> Measured:
-    """Measure the ceiling of rank 0's device once more; called in all ranks, the result is the same in all.
+    """Re-measure the ceiling of rank 0's device; called in all ranks, with the same result.
 
-    The higher of the earlier and the new measurement is kept for later runs.
+    The higher of the earlier and the new measurement is stored for later runs.
 
     Raises:
-        ConfigError: The matrices do not fit into memory beside what is there.
+        ConfigError: The matrices do not fit into the free memory.
     """
     shapes = [Shape.of(shape) for shape in AUTO_SHAPES[device.type]]
     found = measure(world, device, shapes, [dtype], 0.5, copies=False, alive=alive)
@@ -163,8 +163,8 @@ def known_ceiling(
     """Return the ceiling of rank 0's device from an earlier run of ``workload=matmul``.
 
     Returns:
-        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the advice in it has
-        the option ``cpus_per_rank``.
+        ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the reason suggests a
+        command, with the option ``cpus_per_rank``.
     """
     of = key_of(environment(device.type), device, dtype)
     found = look_up(of)
@@ -192,7 +192,7 @@ def _copies(device: torch.device, seconds: float) -> list[Figures]:
 
 
 def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceiling]:
-    """Find for every kind of device and dtype the shape whose median rate is best, as the median over the ranks."""
+    """Find for each kind of device and dtype the shape with the best median rate, using the median over ranks."""
     loads = {one.node: one for one in load}
     found = []
     for key in dict.fromkeys(key for of in ranks for key in of["keys"].values()):
@@ -221,7 +221,7 @@ def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceili
 def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> str | None:
     """Store the ceilings on every node; return what could not be stored and why, on rank 0.
 
-    One that was taken beside other load, which makes a device slower, does not replace a higher one.
+    A ceiling measured beside other load, which makes a device slower, does not replace a higher one.
     """
     if world.local_rank > 0:
         return None
@@ -243,5 +243,5 @@ def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> st
 
 
 def product_bytes(shape: Shape, dtype: str) -> int:
-    """Return the bytes of all three matrices, and of one factor in fp32, in which random values are drawn."""
+    """Return the bytes of all three matrices, plus one factor in fp32, in which random values are drawn."""
     return shape.bytes(dtype) + 4 * shape.k * max(shape.m, shape.n)

@@ -1,4 +1,4 @@
-"""Clocks for steps, which time what is between ``start`` and ``stop``, and a stopwatch for the milestones of a run."""
+"""Clocks that time steps between ``start`` and ``stop``, and a stopwatch for the milestones of a run."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ class Clock(Protocol):
     """Times steps."""
 
     def start(self) -> None:
-        """A step begins."""
+        """Begin a step."""
 
     def stop(self) -> None:
-        """The step is over (on a GPU: all its work has been queued)."""
+        """End the step (on a GPU: all its work has been queued)."""
 
     def over(self, step: int) -> bool:
         """Return whether the device has finished the step; never blocks."""
         return step < self.finished()
 
     def follow(self, step: int) -> None:
-        """Let what comes next on the device wait for the end of the step; nothing where the device is synchronous."""
+        """Let subsequent work on the device wait for the end of the step; no-op on a synchronous device."""
         return
 
     def finished(self) -> int:
-        """Count the steps that are not forgotten and the device has finished; never blocks, and in any thread."""
+        """Count the steps since :meth:`forget` that the device has finished; never blocks, and is thread-safe."""
         ...
 
     def seconds(self) -> list[float]:
-        """Return the seconds of every step that is not forgotten; waits for the device."""
+        """Return the seconds of every step since :meth:`forget`; waits for the device."""
         ...
 
     def forget(self) -> None:
-        """Forget the steps so far: the next one is step 0."""
+        """Forget the steps so far; the next one is step 0."""
 
 
 class _HostClock(Clock):
@@ -61,10 +61,10 @@ class _HostClock(Clock):
 
 
 class DeviceCount:
-    """A count of finished steps, which the device writes to the host's memory from its own stream.
+    """A count of finished steps that the device writes to host memory, in its stream.
 
-    Reading it is no call of CUDA: torch keeps Python's lock in ``cudaEventQuery``, which may hang while another thread
-    waits for the device (pytorch/pytorch#130844), and with it every thread of the rank.
+    Reading it makes no CUDA call: torch holds the GIL in ``cudaEventQuery``, which may hang while another thread waits
+    for the device (pytorch/pytorch#130844), and with it every thread of the rank.
     """
 
     def __init__(self) -> None:
@@ -73,17 +73,17 @@ class DeviceCount:
         self._read = self._host.numpy()
 
     def mark(self, number: int) -> None:
-        """Let the device say so when it has come here."""
+        """Let the device write this number when it reaches this point of the stream."""
         self._own.fill_(number)
         self._host.copy_(self._own, non_blocking=True)
 
     def number(self) -> int:
-        """Return what the device said last."""
+        """Return the number that the device wrote last."""
         return int(self._read[0])
 
 
 class _DeviceClock(Clock):
-    """Time between CUDA events in the GPU's stream, so that timing does not synchronize."""
+    """Time between CUDA events in the GPU's stream; timing does not synchronize."""
 
     def __init__(self) -> None:
         self._begin: torch.cuda.Event | None = None
@@ -123,7 +123,7 @@ def for_device(device: torch.device) -> Clock:
 
 
 class Stopwatch:
-    """Seconds from one milestone to the next, from a start in seconds since the epoch, possibly in another process."""
+    """Seconds from milestone to milestone; the start, in seconds since the epoch, may be in another process."""
 
     def __init__(self, started: float) -> None:
         self.laps: dict[str, float] = {}  #: Seconds by milestone.

@@ -1,7 +1,7 @@
-"""Contention: CPU cores and GPUs taken by other processes while the ranks of a run measured something.
+"""Contention: CPU cores and GPUs that other processes used while the ranks of a run measured something.
 
-On a CPU: the time that the cores were busy by the kernel's counters (``/proc/stat``, see proc(5)), less the time that
-the ranks themselves took. On a GPU: the processes that NVML names.
+On a CPU: the busy time of the cores by the kernel's counters (``/proc/stat``, see proc(5)), minus the CPU time of the
+ranks. On a GPU: the processes that NVML lists.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from ptdbench.terminal import rank_names
 
 STAT = Path("/proc/stat")
 
-#: From how many cores on, and from which share of a node's cores on, other load counts: an idle machine has some.
+#: Thresholds of other load, in cores and as a fraction of a node's cores: even an idle machine has some.
 LEAST_CORES, LEAST_SHARE = 0.1, 0.005
 
-#: Columns of ``/proc/stat``: user, nice and system, and steal, which other virtual machines took. Interrupts are left
-#: out: the ranks' own messages cause some.
+#: Columns of ``/proc/stat``: user, nice, system, and steal (time taken by other virtual machines). Interrupts are
+#: ignored, as the ranks' own messages cause some.
 _BUSY = (0, 1, 2, 7)
-_COLUMNS = 8  # the later ones are parts of user and nice
+_COLUMNS = 8  # later columns are included in user and nice
 
 
 class OtherLoad(Struct, frozen=True):
     """The load of other processes on one node."""
 
     node: str  #: The node.
-    cores: int  #: The number of cores that its ranks may use.
+    cores: int  #: Number of cores that the ranks of the node may use.
     taken: float | None  #: Cores that other processes took, on average; null if the system does not say.
     gpu_ranks: list[int]  #: Ranks whose GPU other processes use.
     on_gpu: bool  #: Whether the ranks measured GPUs.
 
     @property
     def is_busy(self) -> bool:
-        """True if this may have slowed the measurement down."""
+        """True if this load may have slowed the measurement down."""
         if self.on_gpu:
             return bool(self.gpu_ranks)
         return self.taken is not None and self.taken > max(LEAST_CORES, LEAST_SHARE * self.cores)
 
     def slows(self, rank: int) -> bool:
-        """Return whether this may have slowed down this rank of the node."""
+        """Return whether this load may have slowed down this rank of the node."""
         return self.is_busy and (not self.on_gpu or rank in self.gpu_ranks)
 
     def __str__(self) -> str:
@@ -60,11 +60,11 @@ class OtherLoad(Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds between two points in time, as one rank saw them."""
+    """Seconds between two points in time, as measured by one rank."""
 
-    wall: float  #: Of the clock.
+    wall: float  #: Wall-clock time.
     own: float  #: CPU time of this rank, all threads.
-    busy: Mapping[int, float]  #: CPU time of all processes, by core; without those whose counters stand still.
+    busy: Mapping[int, float]  #: CPU time of all processes by core, except cores whose counters do not advance.
     cores: Sequence[int]  #: The cores that the rank may use.
 
 
@@ -72,7 +72,7 @@ def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
     """Begin to observe other load; called in all ranks.
 
     Returns:
-        A function to call in all ranks when the measurement is over: the load of each node, the same in every rank.
+        A function to call in all ranks after the measurement; it returns the load of each node, the same in all ranks.
     """
     cores = sorted(settings.own_cores())
     wall, own, ticks = time.perf_counter(), time.process_time(), _ticks(cores)
@@ -90,7 +90,7 @@ def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
 
 
 def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
-    """Return the cores of a node that its ranks may use, and how many of these other processes took."""
+    """Return how many cores the ranks of a node may use, and how many of these other processes took."""
     busy = {core: seconds / rank.wall for rank in ranks for core, seconds in rank.busy.items()}
     count = len({core for rank in ranks for core in rank.cores})
     own = sum(rank.own / rank.wall for rank in ranks)
@@ -98,7 +98,7 @@ def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
 
 
 def busy_ticks(stat: str, of: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Parse ``/proc/stat``: for each of these cores the ticks that it was busy, and all its ticks."""
+    """Parse ``/proc/stat``: return busy ticks and total ticks for each of these cores."""
     wanted = {f"cpu{core}": core for core in of}
     lines = (line.split() for line in stat.splitlines())
     ticks = {wanted[name]: [*map(int, values[:_COLUMNS])] for name, *values in filter(None, lines) if name in wanted}
@@ -113,7 +113,7 @@ def _ticks(cores: Sequence[int]) -> dict[int, tuple[int, int]]:
 
 
 def _busy_seconds(before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]) -> dict[int, float]:
-    """Seconds in which each core was busy; without those whose counters stand still."""
+    """Return the busy seconds of each core, except cores whose counters do not advance."""
     hertz = os.sysconf("SC_CLK_TCK")
     moved = [core for core in before if core in after and after[core][1] > before[core][1]]
     return {core: (after[core][0] - before[core][0]) / hertz for core in moved}

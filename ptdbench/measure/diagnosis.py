@@ -1,4 +1,4 @@
-"""Findings: what is wrong in the measurements of a cluster's ranks, in words."""
+"""Findings: problems in the measurements of a cluster's ranks, in words."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ptdbench.terminal import rank_names
 T = TypeVar("T", bound=Hashable)
 Verdict = Literal["sound", "busy", "unsound"]
 
-#: What must be the same on all ranks, of :func:`ptdbench.measure.hardware.environment`.
+#: Keys of :func:`ptdbench.measure.hardware.environment` that must be the same on all ranks.
 VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "git_commit")
 
 
 class Finding(Struct, frozen=True):
-    """One thing that is wrong."""
+    """One problem that the check found."""
 
     kind: str  #: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
     ranks: list[int]  #: The affected ranks.
@@ -29,13 +29,14 @@ class Finding(Struct, frozen=True):
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
-    """Find the rates more than ``tolerance``, a share, below the median of their peers, which are equal values.
+    """Find the rates more than ``tolerance``, a fraction, below the median of their peers.
 
-    The median excludes the own rate, since of two that differ neither would be far from the median of both; of two
-    middle values it takes the lower, so that a single fast peer does not make the others slow.
+    Peers have equal values in ``peers``. The median excludes the rate itself, as of two different rates neither would
+    be far from the median of both; of two middle values the lower is used, so that a single fast peer does not make the
+    others slow.
 
     Returns:
-        The slow ones, with their rate as a share of that median; a rate of 0, of what could not be measured, is slow.
+        The slow ones, with their rate as a fraction of that median; a rate of 0 (not measurable) is slow.
     """
     found = {}
     for one, rate in rates.items():
@@ -48,14 +49,14 @@ def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float
 
 
 def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
-    """Return the highest rate of each: interference only makes a device slower."""
+    """Return the highest rate of each, as interference only makes a device slower."""
     return {one: max(rates[one] for rates in attempts if one in rates) for rates in attempts for one in rates}
 
 
 def slow_ranks(slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
-    """Yield findings for slow ranks, by the dtype of the products, with their share of the peers' median.
+    """Yield findings for slow ranks, keyed by dtype and rank, with their fraction of the peers' median.
 
-    Other processes ran beside the ranks ``loaded``.
+    ``loaded``: the ranks that other processes slowed down.
     """
     for (dtype, rank), share in slow_ones.items():
         text = f"rank {rank} reaches {_share(share)} of its peers' median in {dtype} products"
@@ -63,7 +64,7 @@ def slow_ranks(slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded
 
 
 def slow_links(slow_ones: Mapping[tuple[int, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
-    """Yield findings for slow links; the arguments are those of :func:`slow_ranks`."""
+    """Yield findings for slow links; arguments as for :func:`slow_ranks`."""
     for (source, target), share in slow_ones.items():
         text = f"rank {source} sends to rank {target} at {_share(share)} of the median of such links"
         beside_load = not {source, target}.isdisjoint(loaded)
@@ -78,7 +79,7 @@ def verdict(findings: Sequence[Finding]) -> Verdict:
 
 
 def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield a finding for each property that differs between ranks, with its values."""
+    """Yield a finding, with all values, for each property that differs between ranks."""
     for name in VERSIONS:
         having: dict[str, list[int]] = defaultdict(list)
         for rank, environment in enumerate(environments):
@@ -90,9 +91,9 @@ def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Fi
 
 
 def gpu_troubles(rank: int, gpu: Mapping[str, Any], users: int, cores: Sequence[int]) -> Iterator[Finding]:
-    """Yield findings for one rank's GPU by its state, see :mod:`ptdbench.measure.gpu_state`.
+    """Yield findings for the state of one rank's GPU, see :mod:`ptdbench.measure.gpu_state`.
 
-    ``users`` ranks of this run use it, and this one may run on ``cores``.
+    ``users``: the number of this run's ranks that use it; ``cores``: those that this rank may run on.
     """
     throttled = sorted(THROTTLES & set(gpu["clock_reasons"] or ()))
     if throttled:

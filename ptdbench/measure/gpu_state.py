@@ -1,7 +1,7 @@
-"""The state of a node's GPUs by NVML: clocks, limits, processes, and links.
+"""The state of a node's GPUs from NVML: clocks, limits, processes, and links.
 
-Needs the package ``nvidia-ml-py``. Values that a GPU or driver does not report are ``None``; nothing here initializes
-CUDA or changes a setting.
+Requires the package ``nvidia-ml-py``. Values that a GPU or driver does not report are ``None``; nothing here
+initializes CUDA or changes a setting.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CLOCK_REASONS = {
     0x100: "display clocks",
 }
 
-#: Those that a sound GPU never shows. Not the power cap: large products reach it on any GPU.
+#: Reasons that a sound GPU never reports. The power cap is not one: large products reach it on any GPU.
 THROTTLES = frozenset({"hardware slowdown", "too hot (software)", "too hot (hardware)", "power brake"})
 
-#: NVML's closest common ancestor of two GPUs, in the words of ``nvidia-smi topo -m``.
+#: NVML's closest common ancestor of two GPUs, in the terms of ``nvidia-smi topo -m``.
 _ANCESTORS = {0: "SELF", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 _WORD_BITS = 64
@@ -39,7 +39,7 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
     """Inspect the GPUs of this node; ``nvml`` replaces the module ``pynvml``.
 
     Returns:
-        ``gpus``, one mapping each, in NVML's order; ``links``, for each pair of them ``NV<links>`` for NVLink, else
+        ``gpus``, a mapping each, in NVML's order; ``links``, for each pair of GPUs ``NV<links>`` for NVLink, else
         ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
     """
     nothing: dict[str, Any] = {"gpus": [], "links": []}
@@ -57,10 +57,10 @@ def inspect(nvml: Any = None) -> dict[str, Any]:
 
 
 def connect(nvml: Any = None) -> tuple[Any, str | None]:
-    """Connect to NVML, to be shut down by whoever asks for it; ``nvml`` replaces the module ``pynvml``.
+    """Connect to NVML, which the caller must shut down; ``nvml`` replaces the module ``pynvml``.
 
     Returns:
-        ``(module, None)``, or ``(None, reason)`` if it does not answer.
+        ``(module, None)``, or ``(None, reason)`` if NVML is not available.
     """
     if torch.version.hip and nvml is None:
         return None, "NVML knows NVIDIA's GPUs, and these are AMD's"
@@ -69,21 +69,21 @@ def connect(nvml: Any = None) -> tuple[Any, str | None]:
         nvml.nvmlInit()
     except ImportError:
         return None, "the package nvidia-ml-py is not installed"
-    except Exception as error:  # pynvml's own exceptions, unknown before its import
+    except Exception as error:  # pynvml's exceptions, unknown before it is imported
         return None, f"NVML does not answer: {error}"
     return nvml, None
 
 
 def identity(device: torch.device) -> str:
-    """Return NVML's identity of this GPU; of AMD's, which NVML does not know, its place on the bus."""
-    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the place
+    """Return NVML's identity of this GPU; for an AMD GPU, which NVML does not know, its PCI address."""
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack the PCI address
     if torch.version.hip:
         return f"PCI-{properties.pci_domain_id:x}:{properties.pci_bus_id:x}:{properties.pci_device_id:x}"
     return f"GPU-{properties.uuid}"
 
 
 def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
-    """Return the link between two GPUs of a node, by their ``uuid``, as :func:`inspect` has ``seen`` it."""
+    """Return the link between two GPUs of a node, given their ``uuid`` and the result of :func:`inspect`."""
     places = [gpu["uuid"] for gpu in seen["gpus"]]
     if one not in places or other not in places:
         return None
@@ -91,9 +91,9 @@ def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
 
 
 def reasons_now(nvml: Any, handle: Any) -> list[str] | None:
-    """Return what limits the clocks of a GPU now, in words; ``None`` if it does not tell."""
+    """Return what limits the clocks of a GPU now, in words; ``None`` if it does not report that."""
     bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
-    if bits is None:  # drivers before 535 have only the older name
+    if bits is None:  # drivers before 535 only know the older name
         bits = ask(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
     return None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit]
 
@@ -133,7 +133,7 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
             return f"NV{direct}"
         pair = handles[one], handles[other]
         over = ask(nvml, "nvmlDeviceGetP2PStatus", *pair, nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if ends[one] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which takes all links of both
+        if ends[one] and over == nvml.NVML_P2P_STATUS_OK:  # through a switch, which uses all links of both
             return f"NV{min(len(ends[one]), len(ends[other]))}"
         ancestor = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", *pair)
         return None if ancestor is None else _ANCESTORS.get(ancestor)
@@ -142,7 +142,7 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
 
 
 def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
-    """List the bus address of the remote end of each NVLink that is up."""
+    """List the bus addresses of the remote ends of all NVLinks that are up."""
     links = range(nvml.NVML_NVLINK_MAX_LINKS)
     up = [number for number in links if ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)]
     others = [ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, number) for number in up]

@@ -1,4 +1,4 @@
-"""The hardware and software of a run: peak of its devices, versions, names and commit."""
+"""The hardware and software of a run: peaks of its devices, versions, names and commit."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ DENSE_PEAKS: dict[str, dict[str, float]] = {
 
 
 def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
-    """Return the data sheet's dense peak in FLOP/s of a device; never a guess from a similar name.
+    """Return the data sheet's dense peak of a device in FLOP/s, which is never guessed from a similar name.
 
-    The name is as ``torch.cuda.get_device_name`` reports it, or ``cpu``; the dtype is that of :data:`DENSE_PEAKS`.
+    The name is that of ``torch.cuda.get_device_name``, or ``cpu``; the dtype is a key of :data:`DENSE_PEAKS`.
 
     Returns:
         ``(FLOP/s, None)``, or ``(None, reason)`` if no figure is on record.
@@ -115,15 +115,15 @@ def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
 def environment(device_type: str) -> dict[str, Any]:
     """Return properties of this machine and installation that a measurement may depend on.
 
-    With the device type ``cpu`` CUDA is not initialized, as a fork needs it. All values are JSON; ``None`` for what
-    does not exist here or cannot be determined.
+    For the device type ``cpu`` CUDA is not initialized, so that the process can still fork. All values are JSON;
+    ``None`` for what does not exist here or cannot be determined.
     """
     import torch
 
     return {
         "ptdbench": _version("ptdbench"),
         "python": platform.python_version(),
-        "torch": str(torch.__version__),  # of a class of its own
+        "torch": str(torch.__version__),  # a subclass of str
         "torchvision": _version("torchvision"),
         "numpy": _version("numpy"),
         "cuda": torch.version.cuda,
@@ -139,7 +139,7 @@ def environment(device_type: str) -> dict[str, Any]:
 
 
 def this_package() -> str:
-    """Return the version of ptdbench that was installed, and of a checkout, whose files may be newer, the commit."""
+    """Return the installed version of ptdbench; in a checkout, whose files may be newer, also the commit."""
     git = _git(Path(__file__).parents[2])
     found = f"ptdbench {_version('ptdbench') or '(not installed)'}"
     if git["git_commit"]:
@@ -148,7 +148,7 @@ def this_package() -> str:
 
 
 def _version(package: str) -> str | None:
-    """Read the version from package metadata: importing a package for it can take seconds."""
+    """Read a version from package metadata, as importing the package can take seconds."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -158,7 +158,7 @@ def _version(package: str) -> str | None:
 def _gpus() -> dict[str, Any]:
     import torch
 
-    # Of RCCL in a ROCm build; builds without it lack the question too.
+    # The version of RCCL in a ROCm build; builds without either lack the function too.
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
 
     return {
@@ -171,7 +171,7 @@ def _gpus() -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    """Return the GPU driver's version, from the kernel module: faster than nvidia-smi."""
+    """Return the GPU driver's version from the kernel module, which is faster than nvidia-smi."""
     with suppress(OSError):
         return Path("/sys/module/amdgpu/version").read_text().strip()
     with suppress(OSError):
@@ -182,7 +182,7 @@ def _driver() -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any]:
-    """Return the commit of the checkout at ``root`` and whether files differ; ``None`` without a checkout."""
+    """Return the commit of the checkout at ``root`` and whether files differ from it; ``None`` without a checkout."""
     unknown = {"git_commit": None, "git_dirty": None}
     if not (root / ".git").exists():  # an installed package may be inside another checkout
         return unknown
@@ -209,10 +209,10 @@ def _cpu_model() -> str:
 
 
 def allow_tf32(on: bool) -> None:
-    """Set both switches of this process, for products and for convolutions of fp32 tensors.
+    """Set both TF32 switches of this process: for products and for convolutions of fp32 tensors.
 
-    They have opposite defaults in torch. The older of its two interfaces is used: it keeps both consistent, and reading
-    one after writing the other raises.
+    Their defaults in torch are opposite. This uses the older of torch's two interfaces, which keeps both consistent:
+    reading one interface after writing the other raises.
     """
     import torch
 
@@ -221,7 +221,7 @@ def allow_tf32(on: bool) -> None:
 
 
 def is_tf32_allowed() -> bool:
-    """Return whether either is set, as torch reads them: an MFU then needs the higher peak."""
+    """Return whether either switch is set; if so, MFU is relative to the higher peak."""
     import torch
 
     return bool(torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32)
@@ -229,7 +229,7 @@ def is_tf32_allowed() -> bool:
 
 @contextmanager
 def tf32_allowed(on: bool) -> Iterator[None]:
-    """A context with both switches set."""
+    """Return a context with both switches set."""
     import torch
 
     products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32

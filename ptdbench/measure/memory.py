@@ -1,8 +1,8 @@
-"""Memory: the peak of one rank, and what a run may take of its host, in bytes.
+"""Memory: the peak of one rank, and the memory available on its host, in bytes.
 
-On a GPU this is what PyTorch's caching allocator has allocated: parameters, gradients, optimizer state, activations and
+On a GPU the peak is that of PyTorch's caching allocator: parameters, gradients, optimizer state, activations and
 buffers of this process, without the CUDA context, NCCL's buffers and unused cache. On a CPU it is the peak resident
-set of the process, including interpreter, libraries and mapped files. Do not compare the two kinds.
+set of the process, including interpreter, libraries and mapped files. The two kinds are not comparable.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return peak memory of this process since :func:`reset_peak`, or since its start, of the kind of the device."""
+    """Return the peak memory of this process on the device since :func:`reset_peak`, or since its start."""
     if device.type == "cuda":
         import torch
 
@@ -38,7 +38,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the peak of what torch's allocator took from a GPU since :func:`reset_peak`; 0 on a CPU."""
+    """Return the peak memory that torch's allocator reserved on a GPU since :func:`reset_peak`; 0 on a CPU."""
     if device.type == "cuda":
         import torch
 
@@ -47,7 +47,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def outside_and_size(device: torch.device) -> tuple[int, int]:
-    """Return bytes of a GPU taken beside torch's allocator, by whatever process, and its memory; 0 on a CPU."""
+    """Return the bytes used outside torch's allocator, by any process, and the size of a GPU's memory; 0 on a CPU."""
     if device.type != "cuda":
         return 0, 0
     import torch
@@ -57,7 +57,7 @@ def outside_and_size(device: torch.device) -> tuple[int, int]:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak to the memory in use now.
+    """Reset the peak to the memory in use.
 
     Outside Linux, or if the kernel refuses, a CPU process keeps the peak since its start.
     """
@@ -71,10 +71,10 @@ def reset_peak(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Free the objects that nothing but themselves refers to, and give cached memory back.
+    """Free objects in reference cycles, and return cached memory.
 
-    Call this before something that is measured is built where something else was before it. A model refers to itself:
-    through its wrapped forward, and through the hooks of DDP and FSDP.
+    Call this before building something to measure in place of something else. A model refers to itself: through its
+    wrapped forward, and through the hooks of DDP and FSDP.
     """
     gc.collect()
     if device.type == "cuda":
@@ -86,14 +86,14 @@ def release(device: torch.device) -> None:
 
 
 def trim() -> None:
-    """Give the system back what has been freed of the host's memory, and glibc keeps."""
+    """Return freed host memory that glibc holds to the system."""
     with suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Collect no garbage meanwhile: each collection goes through all objects there are."""
+    """Return a context without garbage collection, which would traverse all objects."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -113,18 +113,18 @@ def _peak_resident_bytes() -> int:
 
 
 def in_use(device: torch.device) -> Callable[[], int]:
-    """Make a function that returns the memory in use now, of the kind of :func:`peak_bytes`; it does not synchronize.
+    """Return a function for the memory in use, of the same kind as :func:`peak_bytes`; it does not synchronize.
 
-    Call this in the process that is measured. The file stays open, as the function is called after every step, when the
+    Call this in the process to measure. The file stays open, as the function is called after every step, when the
     processor's caches hold the step's data: opening it then costs far more than reading it (``make overhead``).
     """
     if device.type == "cuda":
         import torch
 
         statistics = partial(torch.cuda.memory_stats_as_nested_dict, device)
-        return lambda: int(statistics()["allocated_bytes"]["all"]["current"])  # without making a table of all of them
+        return lambda: int(statistics()["allocated_bytes"]["all"]["current"])  # skips building a flat table of all
     try:
-        pages = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 # closed with the function that reads it
+        pages = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 # closed with the returned function
     except OSError:
         return _peak_resident_bytes
     size = resource.getpagesize()
@@ -132,9 +132,9 @@ def in_use(device: torch.device) -> Callable[[], int]:
 
 
 def oom_kills() -> int:
-    """Count processes that the kernel has killed for lack of memory: of this control group, else of the machine.
+    """Return how many processes the kernel's OOM killer has killed: in this control group, else on the machine.
 
-    A figure to compare with an earlier one; 0 where the kernel tells nothing.
+    Compare it with an earlier count; 0 if the kernel does not report it.
     """
     for path in [*(group / "memory.events" for group in cgroups.groups("memory")), Path("/proc/vmstat")]:
         with suppress(OSError):
@@ -143,7 +143,7 @@ def oom_kills() -> int:
     return 0
 
 
-#: Files of a control group with its limit and its use, and what of that use in ``memory.stat`` is page cache: v2, v1.
+#: Files of a control group with its limit and its usage, and the field of ``memory.stat`` for page cache: v2, v1.
 _LIMITED = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -154,14 +154,14 @@ _LIMITED = (
 class HostMemory:
     """Memory of this host, or of the container or job that this process is in."""
 
-    total: int  #: Bytes.
+    total: int  #: Total bytes.
     available: int  #: Bytes that can be allocated now without swapping.
 
 
 def host_memory() -> HostMemory:
-    """Return the memory that the kernel reports, cut to the limits of this process's control groups.
+    """Return the host's memory, capped by the limits of this process's control groups.
 
-    A container and a SLURM job may have less memory than their host, and a process that exceeds that is killed.
+    A container or a SLURM job may have less memory than its host, and a process that exceeds it is killed.
     """
     host = psutil.virtual_memory()
     total, available = host.total, host.available

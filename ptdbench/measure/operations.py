@@ -3,8 +3,8 @@
 The size of a message is that of the whole: if every rank holds a share (``scatter``, ``gather``, ``all_gather``,
 ``reduce_scatter``, ``all_to_all``), the sum of all shares, as in nccl-tests.
 
-What is sent are small integers that every rank can compute for every other. Each element depends on its source and
-position, so that a share of the wrong rank, a wrong order, and a contribution that is missing or counted twice all
+Messages are small integers that every rank can compute for every other. Each element depends on its source and
+position, so that a share from the wrong rank, a wrong order, and a contribution that is missing or counted twice all
 change the result. Reduced values stay within the integers that the dtype represents exactly, so that any order of
 additions gives the same bits.
 """
@@ -28,8 +28,8 @@ class Dtype:
     """A number format."""
 
     torch: torch.dtype  #: The torch dtype.
-    exact: int  #: The largest ``n`` such that it represents all integers from 0 to ``n`` exactly.
-    doublings: int  #: How often 1 can be doubled exactly.
+    exact: int  #: The largest ``n`` such that all integers from 0 to ``n`` are represented exactly.
+    doublings: int  #: How many times 1 can be doubled exactly.
 
 
 def _whole(dtype: torch.dtype) -> Dtype:
@@ -54,7 +54,7 @@ DTYPES: dict[str, Dtype] = {
     "int64": _whole(torch.int64),
 }
 
-#: A prime below 127, so that every dtype holds the numbers up to it.
+#: A prime below 127, so that every dtype can represent the numbers up to it.
 _LABELS = 113
 
 
@@ -63,8 +63,8 @@ class Reduction:
     """A reduction, and the test values that show whether it is correct."""
 
     op: dist.ReduceOp.RedOpType  #: The torch operation.
-    combine: Callable[[Tensor, Tensor], Tensor]  #: The same between two tensors.
-    labels: Callable[[int], int]  #: Number of different values, from 1 on, that this many ranks contribute.
+    combine: Callable[[Tensor, Tensor], Tensor]  #: The same operation on two tensors.
+    labels: Callable[[int], int]  #: Number of different values, from 1 on, that a number of ranks contribute.
     #: How many ranks may contribute to one element in a dtype; ``None``: any number.
     capacity: Callable[[Dtype], int] | None = None
     idle: int = 0  #: The value that the other ranks contribute.
@@ -86,14 +86,14 @@ REDUCTIONS: dict[str, Reduction] = {
 def sent(source: int, count: int, dtype: Dtype, device: torch.device) -> Tensor:
     """Return the data that ``source`` sends in operations that do not reduce: ``count`` numbers from 1 to 113.
 
-    Two of the first 113 sources differ at every position; others at most positions, though not always at the first.
+    Any two of the first 113 sources differ at every position; others at most positions, but not always at the first.
     """
     return _stretched(_labels(source, _LABELS, _LABELS**2) + 1, count, dtype, device)
 
 
 @cache
 def _reduced(ranks: int, dtype: Dtype, reduction: Reduction) -> Tensor:
-    """Compute one period of the result; cached, because it is slow to compute for many ranks."""
+    """Compute one period of the result; cached, because it is slow for many ranks."""
     result = _contribution(0, ranks, dtype, reduction)
     for source in range(1, ranks):
         result = reduction.combine(result, _contribution(source, ranks, dtype, reduction))
@@ -134,7 +134,7 @@ def _labels(source: int, labels: int, length: int) -> Tensor:
 
 
 def _stretched(period: Tensor, count: int, dtype: Dtype, device: torch.device) -> Tensor:
-    """Take ``count`` elements of a sequence that repeats."""
+    """Return ``count`` elements of a periodic sequence."""
     short = period[:count].to(device, dtype.torch)
     return short.repeat(-(-count // len(short)))[:count]
 
@@ -156,7 +156,7 @@ class Place:
         return self.ranks[0]
 
     def empty(self, count: int) -> Tensor:
-        """Make a tensor of ``count`` zeros."""
+        """Return a tensor of ``count`` zeros."""
         return torch.zeros(count, dtype=self.dtype.torch, device=self.device)
 
     def sent(self, source: int, count: int) -> Tensor:
@@ -180,8 +180,8 @@ class Message:
     #: Runs the operation; with ``True`` it is asynchronous and returns the work to wait for.
     call: Callable[[bool], dist.Work | None]
     given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
-    result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it gets none.
-    fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call whose result is checked.
+    result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it has none.
+    fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call to verify.
     expected: Callable[[], Tensor] | None = None  #: Content of ``result`` after it.
 
 
@@ -189,13 +189,13 @@ class Message:
 class Operation:
     """A collective operation."""
 
-    #: Makes the message for a rank and a number of elements: of a share if there are shares, else in all.
+    #: Creates the message for a rank and a number of elements, per share if there are shares.
     prepare: Callable[[Place, int], Message]
     has_shares: bool = False  #: Whether each rank holds its share of the whole.
     reduces: bool = False  #: Whether it takes a reduction.
 
     def count(self, size: int, ranks: int, item_bytes: int) -> int:
-        """Return the elements of a message of about ``size`` bytes, at least one: per share if there are shares."""
+        """Return the elements of a message of about ``size`` bytes, at least one, per share if there are shares."""
         return max(1, size // (item_bytes * (ranks if self.has_shares else 1)))
 
     def bytes(self, count: int, ranks: int, item_bytes: int) -> int:
@@ -302,9 +302,9 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def lacking(backend: str, device_type: str) -> list[str]:
-    """List the operations that a backend does not have for tensors of a device.
+    """List the operations that a backend does not support for tensors of a device.
 
-    According to the table of backends in the documentation of ``torch.distributed``: gloo works on host memory, and
+    This follows the table of backends in the documentation of ``torch.distributed``: gloo works on host memory, and
     supports only two operations on GPU tensors. A barrier has no tensor.
     """
     if (backend, device_type) != ("gloo", "cuda"):
@@ -313,7 +313,7 @@ def lacking(backend: str, device_type: str) -> list[str]:
 
 
 def verify(message: Message, name: str, place: Place, asynchronous: bool) -> None:
-    """Run the operation of that name and size once on a test pattern; raises ArithmeticError if the result is wrong."""
+    """Run an operation once on a test pattern; raises ArithmeticError with its name if the result is wrong."""
     if message.result is not None:
         message.result.zero_()
     if message.given is not None and message.fill:
@@ -328,9 +328,9 @@ def verify(message: Message, name: str, place: Place, asynchronous: bool) -> Non
 
 
 def compare(result: Tensor, expected: Tensor, name: str, rank: int) -> None:
-    """Raise ArithmeticError if the two differ, with the first wrong element, its value and the expected one.
+    """Raise ArithmeticError if the two differ, with the first wrong element, its value and the expected value.
 
-    Nothing is compared on a virtual GPU, which neither computes nor moves them.
+    Nothing is compared on a virtual GPU, which neither computes nor moves data.
     """
     if (result.is_cuda and is_virtual(torch.cuda.get_device_name(result.device))) or torch.equal(result, expected):
         return

@@ -1,4 +1,4 @@
-"""The best rates of one device: matrix products and memory copies, each from a cold cache."""
+"""The best rates of one device: matrix products and memory copies, with a cold cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ptdbench.measure.timing import Effort, timed
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-#: Largest error of a product, relative to its largest entry: the inputs' and the output's rounding, with room for sums.
+#: Maximum error of a product relative to its largest entry: rounding of inputs and output, with a margin for sums.
 TOLERANCE = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 2e-2, "fp16": 5e-3}
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -39,7 +39,7 @@ class Shape:
 
     @classmethod
     def of(cls, text: object) -> Shape:
-        """Parse ``4096`` for a square one, else ``MxNxK``, such as ``4096x1024x512``; raises ValueError."""
+        """Parse ``4096`` for a square product or ``MxNxK``, such as ``4096x1024x512``; raises ValueError."""
         if not re.fullmatch(r"\d+(x\d+x\d+)?", str(text)) or "0" in str(text).split("x"):
             raise ValueError(f"{text} is not a shape")
         sides = [int(side) for side in str(text).split("x")]
@@ -47,7 +47,7 @@ class Shape:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of one product."""
+        """Number of multiplications and additions of one product."""
         return 2 * self.m * self.n * self.k
 
     def bytes(self, dtype: str) -> int:
@@ -59,7 +59,7 @@ class Shape:
 
 
 def flushing(device: torch.device) -> Callable[[], Tensor]:
-    """Make a function that flushes a device's last-level cache by updating a buffer of twice its size; it is queued."""
+    """Return a function that flushes the last-level cache by updating a buffer of twice its size; work is queued."""
     buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
     return partial(buffer.add_, 1)  # reads too: pure writes may bypass the cache
 
@@ -67,8 +67,8 @@ def flushing(device: torch.device) -> Callable[[], Tensor]:
 def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: float) -> list[float]:
     """Return the seconds of each timed product of one pair of random matrices; the cache is flushed before each.
 
-    Random, because for zeros a GPU draws less power and clocks higher than in real use. ``seconds`` is the approximate
-    duration of all repetitions, including the flushes between them.
+    Matrices are random because with zeros a GPU draws less power and clocks higher than in real use. ``seconds`` is the
+    approximate duration of all repetitions, including the flushes between them.
 
     Raises:
         ArithmeticError: The product is wrong.
@@ -86,10 +86,10 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
 
 
 def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, list[float]]]:
-    """Return the seconds of each timed copy of memory, with the bytes that it moves, by kind.
+    """Return the seconds of each timed memory copy, with the bytes that it moves, by kind.
 
     A copy within one memory reads and writes each byte, and both count, as in STREAM. A copy between host
-    and GPU crosses the link once and counts once.
+    and GPU crosses the link once, so each byte counts once.
     """
     size = min(max(4 * cache_bytes(device), 2**28), 2**30)
 
@@ -115,8 +115,8 @@ def repeat(
 ) -> list[float]:
     """Return the seconds of each timed repetition of ``work``; ``between`` runs untimed before each of them.
 
-    On a GPU the work is queued on the current stream. All take about ``seconds``, within the bounds of an
-    :class:`Effort`, whose warm-up makes the library choose its kernel.
+    On a GPU the work is queued on the current stream. All repetitions take about ``seconds``, within the bounds of an
+    :class:`Effort`, whose warm-up lets the library choose its kernel.
     """
     effort = Effort(seconds)
     gc.collect()
@@ -150,7 +150,7 @@ def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None
     """Compare a corner of the product with double precision."""
     corner = a[:8].double() @ b[:, :8].double()
     error = ((out[:8, :8].double() - corner).abs().max() / corner.abs().max()).item()
-    if not error <= TOLERANCE[dtype]:  # also for NaN
+    if not error <= TOLERANCE[dtype]:  # true for NaN, too
         raise ArithmeticError(
             f"the {dtype} product {shape} on {a.device} is wrong by {error:.1e} of its size, "
             f"where {TOLERANCE[dtype]:.0e} is the most that rounding explains"

@@ -1,8 +1,8 @@
-"""Timing of messages, and statistics of times that assume no normal distribution.
+"""Timing of messages, and statistics of times that do not assume a normal distribution.
 
-As in nccl-tests, the ranks synchronize at a barrier before a block of repetitions but not between them, so that one
-repetition may begin while another rank finishes the last; the block contains nothing else. Every repetition is timed
-on every rank, and takes as long as its slowest rank: the ranks compare their lists once, after the block.
+As in nccl-tests, the ranks synchronize at a barrier before a block of repetitions but not between them, so a repetition
+may begin while another rank finishes the previous one; the block contains nothing else. Every repetition is timed on
+every rank, and takes as long as its slowest rank: the ranks compare their lists once, after the block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Effort:
     min_repetitions: int = 5  #: Minimum number of timed repetitions.
     max_repetitions: int = 1000  #: Maximum number of timed repetitions.
     warmup: int = 2  #: Untimed repetitions, at least one; the fastest of them determines how many fit into ``seconds``.
-    max_seconds: float = 1.0  #: A size whose ``min_repetitions`` would take longer is skipped, and all larger ones.
+    max_seconds: float = 1.0  #: A size whose ``min_repetitions`` would take longer is skipped, with all larger sizes.
 
     def repetitions(self, once: float) -> int:
         """Return the number of timed repetitions of something that takes ``once`` seconds."""
@@ -45,7 +45,7 @@ class Effort:
 
 
 def problems(options: Mapping[str, Any]) -> list[Problem]:
-    """Find the problems of the sizes and the effort among a workload's options."""
+    """Return the problems of the sizes and the effort in a workload's options."""
     counts = ("warmup", "min_bytes", "max_bytes", "min_repetitions", "max_repetitions")
     found = at_least(1, **{name: options[name] for name in counts})
     found += at_least(2, factor=options["factor"])
@@ -59,7 +59,7 @@ def problems(options: Mapping[str, Any]) -> list[Problem]:
 
 
 def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
-    """List ``min_bytes``, multiplied by ``factor`` each time, up to ``max_bytes``, which is always the last."""
+    """List sizes from ``min_bytes``, each ``factor`` times the previous, up to ``max_bytes``, which is always last."""
     found = []
     size = min_bytes
     while size < max_bytes:
@@ -69,12 +69,12 @@ def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
 
 
 def require_memory(device: torch.device, local_size: int, need: int, option: str, value: object) -> None:
-    """Refuse what takes ``need`` bytes a rank and does not fit, on all ranks at once, so that none waits for another.
+    """Require ``need`` bytes of free memory on each rank; all ranks raise together, so that none waits for another.
 
-    Every rank calls this, with the ranks of its node and the option responsible.
+    Every rank calls this, with the number of ranks on its node and the option responsible.
 
     Raises:
-        ConfigError: On every rank, naming the one with the least free memory.
+        ConfigError: On every rank, naming the rank with the least free memory.
     """
     if device.type == "cuda":
         free, what = torch.cuda.mem_get_info(device)[0], "its GPU"
@@ -89,7 +89,7 @@ def require_memory(device: torch.device, local_size: int, need: int, option: str
 
 
 def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effort) -> list[float]:
-    """Return the seconds of every timed repetition on its slowest rank; every rank calls this and gets the same.
+    """Return the seconds of every timed repetition on its slowest rank; every rank calls this, with the same result.
 
     ``step`` is ``None`` on ranks that do not take part and only wait. The list is empty if ``min_repetitions`` would
     take too long.
@@ -100,7 +100,7 @@ def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effo
 def repeat_in_turns(
     steps: Sequence[Callable[[], object] | None], device: torch.device, effort: Effort
 ) -> list[list[float]]:
-    """Do as :func:`repeat` for several steps that are compared, interleaved so that interference affects all."""
+    """Like :func:`repeat` for several steps to compare, interleaved so that interference affects all of them."""
     dist.barrier()
     warmup = [most(*seconds) for seconds in timed(steps, effort.warmup, device)]
     once = max(min(seconds) for seconds in warmup)
@@ -116,9 +116,9 @@ def timed(
     device: torch.device,
     between: Callable[[], object] = lambda: None,
 ) -> list[list[float]]:
-    """Return the seconds of ``count`` repetitions of each step on this rank; zeros where it does not take part.
+    """Return the seconds of ``count`` repetitions of each step on this rank; zeros if it does not take part.
 
-    ``between`` runs untimed before each of them.
+    ``between`` runs untimed before each repetition.
     """
     turns = [(step, clock.for_device(device)) for step in steps]
     for _ in range(count):
@@ -132,16 +132,16 @@ def timed(
 
 
 def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:
-    """The number of leading warm-up steps, by the MSER rule.
+    """Return the number of leading warm-up steps, by the MSER rule.
 
-    MSER drops the ``d`` steps that make the standard error of the remaining mean smallest,
+    MSER drops the first ``d`` steps, where ``d`` minimizes the standard error of the remaining mean,
     ``argmin_d sum_{i >= d} (x_i - mean_d)^2 / (n - d)^2``: dropping more than the slow first steps costs more in
     sample size than it gains in variance. Source: K. P. White, "An effective truncation heuristic for bias
     reduction in simulation output", Simulation 69(6), 1997. ``d`` is limited to the first half, because near the
     end the estimate is based on too few steps.
 
     Args:
-        step_seconds: Seconds of every step, the first one included.
+        step_seconds: Seconds of every step, including the first.
         minimum: Minimum number of warm-up steps, limited to half of all steps.
 
     Returns:
@@ -162,10 +162,10 @@ def warmup_end(step_seconds: Sequence[float], minimum: int) -> int:
 
 
 def warmup_ends(starts: Sequence[Sequence[float]], minimum: int) -> list[int]:
-    """The number of leading warm-up steps of each start of a run, whose other steps are timed together.
+    """Return the number of leading warm-up steps of each start of a run, whose other steps are timed together.
 
-    One start alone has that of :func:`warmup_end`. Beside others a short one has its warm-up in full, even if that is
-    all of it: its slow first steps would count among theirs.
+    For a single start it is that of :func:`warmup_end`. With several starts a short one drops its full warm-up, even if
+    that is all of it, as its slow first steps would count among the steps of the others.
 
     Args:
         starts: Seconds of every step of each start.
@@ -192,11 +192,11 @@ def summary(step_seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:
-    """A distribution-free 95 % confidence interval of the median, from order statistics.
+    """Return a distribution-free 95 % confidence interval of the median, from order statistics.
 
     The median of the distribution lies outside ``[x_(k), x_(n+1-k)]`` with probability
     ``2 P(Binomial(n, 1/2) < k)`` (David and Nagaraja, "Order Statistics", 3rd edition, section 7.1). The
-    largest ``k`` for which that is at most 5 % is taken. It assumes independent values; with correlated steps the
+    largest ``k`` for which that is at most 5 % is used. This assumes independent values; with correlated steps the
     true interval is wider.
 
     Returns:
