@@ -1,15 +1,15 @@
-"""Memory of a step by purpose, at each moment, from the allocations that torch's profiler saw.
+"""Memory of a step by purpose over time, from the allocations that torch's profiler recorded.
 
-A block of memory belongs to the weights, the gradients or the optimizer's state if their tensors are in it. Another
-one is for communication if it was handed to an operation of communication, or if FSDP allocated it: the weights that it
-gathers, and what it sends. What else the forward and the backward pass allocate are activations, their gradients
-included. The gradients of whole weights, which FSDP frees when it has reduced them, are gradients.
+A block of memory belongs to the weights, the gradients or the optimizer state if it holds their tensors. Otherwise it
+is for communication if it was passed to a communication operation, or if FSDP allocated it: gathered weights, and send
+buffers. All other blocks that the forward and backward pass allocate are activations, including their gradients. The
+gradients of unsharded weights, which FSDP frees once they are reduced, count as gradients.
 
-A block that one of gloo's threads happens to free last is counted until its address is used again: the profiler does
-not see those threads.
+A block that one of gloo's threads frees last is counted until its address is reused: the profiler does not see those
+threads.
 
-As activations counts what a functional collective returns, which tensor and context parallelism compute with, and what
-a pipeline sends: it is the output of a stage.
+Activations also include the results of functional collectives, which tensor and context parallelism compute with, and
+what a pipeline sends, as it is the output of a stage.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch.autograd.profiler import profile
 from ptdbench.profiling.phases import KINDS
 from ptdbench.profiling.trace import BACKWARD, DATA, GRADIENTS, STEP, UPDATE
 
-#: The label under which the tensors of the training state were looked up.
+#: The label of the look-up of the training state's tensors.
 INVENTORY = "ptdbench::inventory"
 
-#: What FSDP does beside communication under labels of its own: the memory is that of activations.
+#: FSDP's labels of operations other than communication: their memory counts as activations.
 _CASTS = ("FSDP::cast_forward_inputs", "FSDP::cast_forward_outputs", "FSDP::inputs_to_device")
 
 
@@ -37,12 +37,12 @@ class Surroundings(NamedTuple):
     """The phase, module or operation during which a block was allocated or freed."""
 
     moment: str = "other"  #: ``data``, ``forward``, ``backward``, ``optimizer`` or ``other``.
-    kind: str = "other"  #: What a block is for that is allocated there, if nothing else is known about it.
-    functional: bool = False  #: Whether it is a functional collective, whose result is computed with.
+    kind: str = "other"  #: Default purpose of a block that is allocated there.
+    functional: bool = False  #: Whether it is a functional collective, whose result is used in compute.
     reduces: bool = False  #: Whether FSDP reduces gradients.
 
 
-#: What goes on in the labelled parts of a step.
+#: The surroundings in the labeled parts of a step.
 _PARTS = {
     DATA: Surroundings("data"),
     GRADIENTS: Surroundings("forward", "activations"),
@@ -51,17 +51,17 @@ _PARTS = {
 
 
 class Change(NamedTuple):
-    """A block that is allocated or freed."""
+    """The allocation or freeing of a block."""
 
     time: int  #: In nanoseconds since the epoch.
-    address: int  #: Of the block.
-    bytes: int  #: Its size; negative if it is freed.
-    allocated: int  #: Bytes in all blocks afterwards; on a CPU in those since the profiler began.
-    around: Surroundings  #: What was going on.
+    address: int  #: Address of the block.
+    bytes: int  #: Size of the block; negative if it is freed.
+    allocated: int  #: Bytes in all blocks afterwards; on a CPU in blocks allocated since the profiler started.
+    around: Surroundings  #: The surroundings of the change.
 
 
 class Sent(NamedTuple):
-    """A block that is handed to an operation of communication: when, where it is, and its size at least."""
+    """A block that is passed to a communication operation: time, address, and minimum size."""
 
     time: int
     address: int
@@ -70,21 +70,21 @@ class Sent(NamedTuple):
 
 @dataclass(frozen=True)
 class Seen:
-    """The allocations that the profiler saw on one rank."""
+    """The allocations that the profiler recorded on one rank."""
 
     begin: int  #: When the step began, in nanoseconds since the epoch.
     end: int  #: When it ended.
     inventory: int  #: When the tensors of the training state were looked up.
-    changes: Sequence[Change]  #: In the order of time, those before the step included.
+    changes: Sequence[Change]  #: In chronological order, including those before the step.
     sent: Sequence[Sent]  #: Likewise.
-    all_counted: bool  #: Whether :attr:`Change.allocated` includes what was allocated before the profiler began.
+    all_counted: bool  #: Whether :attr:`Change.allocated` includes allocations from before the profiler started.
 
 
 class Usage(NamedTuple):
-    """The memory of one rank that is in use after a change."""
+    """The memory in use on one rank after a change."""
 
     time: int  #: In nanoseconds since the epoch.
-    moment: str  #: What was going on.
+    moment: str  #: The part of the step at that time.
     bytes: Mapping[str, int]  #: By kind, in the order of :data:`KINDS`.
 
     @property
@@ -107,9 +107,9 @@ class _Block:
 
 
 def read(taken: profile, device_type: str) -> Seen:
-    """Read what the profiler saw of a kind of device; its last step counts, in which the inventory lies.
+    """Read the allocations on a kind of device; only the last step counts, which contains the inventory.
 
-    It has watched the memory for at least one whole step before the last one.
+    The profiler must have recorded memory for at least one whole step before the last one.
     """
     assert taken.kineto_results
     begin = end = inventory = 0
@@ -131,7 +131,7 @@ def read(taken: profile, device_type: str) -> Seen:
 
 
 def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Surroundings]]:
-    """All events, each with what went on around it."""
+    """Yield all events with their surroundings."""
     waiting = [(event, Surroundings()) for event in roots]
     while waiting:
         event, around = waiting.pop()
@@ -142,14 +142,14 @@ def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Surroundings]]:
 
 
 def _inside(name: str, around: Surroundings) -> Surroundings:
-    """What goes on inside of an event."""
+    """Return the surroundings inside an event."""
     if name in _PARTS:
         return _PARTS[name]
-    if name.startswith(BACKWARD):  # on a GPU in a thread of its own
+    if name.startswith(BACKWARD):  # on a GPU in a separate thread
         kind = around.kind if around.moment in ("forward", "backward") else "activations"
         return around._replace(moment="backward", kind=kind)
     if name.startswith("FSDP::") and not name.startswith(_CASTS):
-        # On a GPU autograd calls back in a thread of its own.
+        # On a GPU autograd's callbacks run in a separate thread.
         is_backward = "backward" in name and around.moment in ("forward", "other")
         moment = "backward" if is_backward else around.moment
         return Surroundings(moment, "communication", reduces=name.startswith("FSDP::post_backward_reduce"))
@@ -159,7 +159,7 @@ def _inside(name: str, around: Surroundings) -> Surroundings:
 
 
 def _tensors(inputs: Any, device_type: str) -> Iterator[tuple[int, int]]:
-    """Address and bytes of the tensors among the inputs of an operation, lists of them included."""
+    """Yield address and bytes of the tensors among an operation's inputs, including those in lists."""
     if isinstance(inputs, _TensorMetadata):
         if inputs.storage_data_ptr and inputs.device.type == device_type:
             yield inputs.storage_data_ptr, math.prod(inputs.sizes) * inputs.dtype.itemsize
@@ -169,7 +169,7 @@ def _tensors(inputs: Any, device_type: str) -> Iterator[tuple[int, int]]:
 
 
 def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> list[Usage]:
-    """The memory in use during the step; of storages of the training state kind and bytes are ``known``, by address."""
+    """Return the memory in use during the step; ``known``: kind and bytes of the training state by address."""
     blocks = _blocks(seen.changes)
     before = _assign_kinds(seen, blocks, known)
     present = dict.fromkeys(KINDS, 0)
@@ -181,7 +181,7 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> list[Usage]:
             present[block.kind] += block.bytes
         ends = ((block.began, 1), (block.ended, -1))
         edges += [(time, block, sign) for time, sign in ends if seen.begin <= time <= seen.end]
-    edges.sort(key=lambda edge: (edge[0], edge[2]))  # a free that nobody saw comes before the next allocation
+    edges.sort(key=lambda edge: (edge[0], edge[2]))  # an unrecorded free comes before the next allocation
     if seen.all_counted:
         present["other"] += _unseen(seen, sum(present.values()))
     found = [Usage(seen.begin, "data", dict(present))]
@@ -193,11 +193,11 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> list[Usage]:
 
 
 def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:
-    """The blocks by address, in the order of time; freeing one that was there before says nothing."""
+    """Return the blocks by address in chronological order; ignores frees of blocks from before the recording."""
     blocks: defaultdict[int, list[_Block]] = defaultdict(list)
     for change in changes:
         at = blocks[change.address]
-        if at and at[-1].ended == math.inf:  # also where it was freed in a thread that the profiler does not see
+        if at and at[-1].ended == math.inf:  # also if it was freed in a thread that the profiler does not see
             at[-1].ended = change.time
             if change.bytes < 0 and change.around.reduces and at[-1].kind == "activations":
                 at[-1].kind = "gradients"
@@ -209,7 +209,7 @@ def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:
 def _assign_kinds(
     seen: Seen, blocks: Mapping[int, list[_Block]], known: Mapping[int, tuple[str, int]]
 ) -> Iterator[tuple[str, int]]:
-    """Say of blocks what they are for; yields kind and bytes of what was allocated before the profiler began."""
+    """Assign kinds to blocks; yield kind and bytes of memory that was allocated before the profiler started."""
     handed: dict[int, int] = {}
     for sent in seen.sent:
         found = next((block for block in blocks.get(sent.address, ()) if block.holds(sent.time)), None)
@@ -228,6 +228,6 @@ def _assign_kinds(
 
 
 def _unseen(seen: Seen, counted: int) -> int:
-    """Bytes that were there when the step began, and of which nothing is known."""
+    """Return the bytes of unknown purpose that were allocated when the step began."""
     first = next((change for change in seen.changes if change.time >= seen.begin), None)
     return max(0, first.allocated - first.bytes - counted) if first else 0

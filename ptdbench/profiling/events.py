@@ -1,10 +1,10 @@
-"""Events of a trace of torch's profiler: of the host, of devices, and operations of communication.
+"""Events of a trace of torch's profiler: of the host, of devices, and communication operations.
 
-torch writes each operation that it hands to NCCL on the host, as ``record_param_comms``, and repeats its facts at the
-kernel that carries it out. Of messages that are sent together it cannot: one kernel carries out all of them, and starts
-when their group ends: up to torch 2.14 under ``nccl:coalesced``, and each of them is a ``record_param_comms`` before;
-from 2.15 on under a ``record_param_comms`` of its own, ``batch_op_issue``. That version tells with whom only where the
-message was asked for, in a ``c10d::send`` or ``c10d::recv_`` before, also of a message of its own.
+torch records each operation that it passes to NCCL on the host, as ``record_param_comms``, and repeats its metadata at
+the kernel that runs it. For coalesced messages it cannot: one kernel runs all of them, and is launched when their group
+ends. Up to torch 2.14 that is under ``nccl:coalesced``, after a ``record_param_comms`` for each message; from 2.15 on
+under a single ``record_param_comms``, ``batch_op_issue``. Version 2.15 names the peer only in a preceding
+``c10d::send`` or ``c10d::recv_``, even for single messages.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, TypeVar
 
 from ptdbench.measure.memory import no_collection
 
-#: A stretch of time; a set of moments is a sorted list of disjoint ones.
+#: An interval of time; a set of times is a sorted list of disjoint intervals.
 Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The moments in any of them; they may overlap and come in any order."""
+    """Return the union of intervals, which may overlap and be in any order."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1][1]:
@@ -38,7 +38,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The moments in both of two sets."""
+    """Return the intersection of two sets of times."""
     found = []
     mine, theirs = 0, 0
     while mine < len(some) and theirs < len(others):
@@ -54,7 +54,7 @@ def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Inte
 
 
 def subtract(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The moments of one set that are not in the other."""
+    """Return the times of one set that are not in the other."""
     ends = (float("-inf"), float("inf"))
     edges = [ends[0], *(edge for interval in others for edge in interval), ends[1]]
     gaps = list(zip(edges[::2], edges[1::2], strict=True))
@@ -62,7 +62,7 @@ def subtract(some: Sequence[Interval], others: Sequence[Interval]) -> list[Inter
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """The sum of the lengths of disjoint intervals."""
+    """Return the total length of disjoint intervals."""
     return sum(end - start for start, end in intervals)
 
 
@@ -70,26 +70,26 @@ T = TypeVar("T")
 
 
 def at(moment: float, spans: Sequence[tuple[Interval, T]]) -> T | None:
-    """What belongs to that of sorted intervals in which the moment lies."""
+    """Return the value of the sorted interval that contains the moment, if any."""
     place = bisect_right(spans, moment, key=lambda span: span[0][0]) - 1
     return spans[place][1] if place >= 0 and moment < spans[place][0][1] else None
 
 
-#: Operations, a longer name before one that it begins with. torch decorates them: ``_allgather_base_``.
+#: Operations; longer names come before their prefixes. torch decorates them: ``_allgather_base_``.
 _OPERATIONS = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv", "send", "recv", "barrier",
     "reduce", "gather", "scatter",
 )  # fmt: skip
 
-#: What of ``all_to_all`` goes to the ranks that have the experts of tokens and comes back from there, in both passes of
-#: a step: labels in a trace, in whose place stand the names of operations of their own.
+#: Labels in a trace of the ``all_to_all`` calls that send tokens to the ranks of their experts and back, in both passes
+#: of a step; they are reported as separate operations.
 DISPATCH, COMBINE = "ptdbench::dispatch", "ptdbench::combine"
 LABELED = {DISPATCH: "dispatch", COMBINE: "combine"}
 
-#: Bytes of an element, by torch's names of types.
+#: Bytes per element, by torch's type names.
 BYTES = {"double": 8, "long": 8, "int64": 8, "float": 4, "int": 4, "bfloat16": 2, "half": 2, "char": 1, "bool": 1}
 
-#: Larger traces are not read: as objects of Python they take several times as much memory, in each rank of a node.
+#: Larger traces are not read: as Python objects they take several times as much memory, in each rank of a node.
 MOST_BYTES = 2**29
 
 #: Messages between two ranks.
@@ -98,7 +98,7 @@ POINT_TO_POINT = ("send", "recv", "send_recv")
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of communication on this rank."""
+    """One communication operation on this rank."""
 
     #: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``dispatch``, ``combine``, ``broadcast``,
     #: ``send``, ...
@@ -106,17 +106,17 @@ class Call:
     bytes: int  #: Size of its largest tensor.
     start: float  #: When it was called, in seconds since the epoch.
     end: float  #: When it was done.
-    within: tuple[str, ...] = ()  #: Names of what called it, the innermost last.
+    within: tuple[str, ...] = ()  #: Names of the enclosing events, the innermost last.
     peer: int | None = None  #: The other rank of a message, by its number in the group.
-    ranks: tuple[int, ...] | None = None  #: The ranks that take part, where the trace says so.
-    group: str | None = None  #: The name of their group, where the trace says so.
-    #: When the rank called it and, last, when it awaited it; only of a message of gloo, whose end is noted when it is
-    #: awaited, however long it has been done.
+    ranks: tuple[int, ...] | None = None  #: The participating ranks, if the trace names them.
+    group: str | None = None  #: The name of their group, if the trace names it.
+    #: The intervals in which the rank called it and, last, awaited it; only for a gloo message, whose end is recorded
+    #: when it is awaited, even if it was done long before.
     held: tuple[Interval, ...] | None = None
 
     @property
     def awaited(self) -> float:
-        """When the rank began to await a message of gloo; infinite if it did not."""
+        """When the rank began to await a gloo message; infinite if it did not."""
         return self.held[1][0] if self.held and len(self.held) > 1 else math.inf
 
     def holds(self, moment: float) -> bool:
@@ -137,15 +137,15 @@ class Event:
 
     @property
     def interval(self) -> Interval:
-        """The interval from its beginning to its end."""
+        """The interval from start to end."""
         return self.start, self.end
 
 
 def checked(path: Path, reading: Callable[[Path], T]) -> T:
-    """Read something of a trace.
+    """Read something from a trace.
 
     Raises:
-        ValueError: It is no trace, or too large.
+        ValueError: The file is not a trace, or is too large.
     """
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{path} has {size} bytes, and at most {MOST_BYTES} are read; try profile.steps=1")
@@ -156,7 +156,7 @@ def checked(path: Path, reading: Callable[[Path], T]) -> T:
 
 
 def events_of(path: Path) -> list[Event]:
-    """The events of a trace that have a duration, in the order of their start."""
+    """Return the events of a trace that have a duration, ordered by start."""
     with no_collection():
         written = json.loads(path.read_bytes(), strict=False)
         base = written.get("baseTimeNanoseconds", 0) / 1e9
@@ -176,7 +176,7 @@ def events_of(path: Path) -> list[Event]:
 
 
 def launches_of(events: Sequence[Event]) -> dict[Any, float]:
-    """Return when the host made each call of CUDA, by its correlation."""
+    """Return when the host made each CUDA call, by its correlation id."""
     return {
         event.facts["correlation"]: event.start
         for event in events
@@ -185,25 +185,25 @@ def launches_of(events: Sequence[Event]) -> dict[Any, float]:
 
 
 def operation_of(name: str) -> str:
-    """Return what an operation is called here, such as ``all_gather`` for ``c10d::_allgather_base_``."""
+    """Return the normalized name of an operation, such as ``all_gather`` for ``c10d::_allgather_base_``."""
     plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
     joined = plain.replace("_", "")
     return next((known for known in _OPERATIONS if joined.startswith(known.replace("_", ""))), plain)
 
 
 def sizes(event: Event) -> set[int]:
-    """Return the numbers of elements of the tensors of an operation; lists of tensors count as one, too."""
+    """Return the element counts of an operation's tensors, and also the total of each list of tensors."""
     found = set()
     for argument, dtype in zip_longest(event.facts.get("Input Dims", []), event.facts.get("Input type", [])):
         nested = bool(argument) and isinstance(argument[0], list)
-        is_single = not argument and item_bytes(dtype or "") is not None  # a tensor of one number, and no option
+        is_single = not argument and item_bytes(dtype or "") is not None  # a scalar tensor, not an option
         several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested or is_single]
         found |= {*several, sum(several)} if several else set()
     return found or {0}
 
 
 def item_bytes(name: str) -> int | None:
-    """Return the size of an element by torch's name of its type, such as ``c10::BFloat16``; ``None`` of other words."""
+    """Return the element size of a torch type name, such as ``c10::BFloat16``; ``None`` for other words."""
     return BYTES.get(name.lower().removeprefix("c10::").removesuffix(" int"))
 
 
@@ -215,29 +215,29 @@ def peer(event: Event) -> int | None:
     return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
 
 
-#: Bytes of a GPU that the buffers of a communicator take, an estimate: ``NCCL_BUFFSIZE`` is 4 MiB by NCCL's
-#: documentation, for each neighbor and channel; a ring has two neighbors, and up to 32 channels over NVLink.
+#: Estimated GPU bytes of a communicator's buffers: ``NCCL_BUFFSIZE`` is 4 MiB according to NCCL's documentation, for
+#: each neighbor and channel; a ring has two neighbors, and up to 32 channels over NVLink.
 NCCL_BUFFERS = 2 * 32 * (4 << 20)
 
 _NCCL_NAME = "Collective name"
 _RECORDED, _TOGETHER = "record_param_comms", "nccl:coalesced"
 
-#: Where torch says up to 2.14 with whom a message is exchanged, and of which operation that is said.
+#: The fields in which torch up to 2.14 names the peer of a message, and the operation that has each.
 _PEERS = {"Dst Rank": "send", "Src Rank": "recv"}
 
-#: What 2.15 records without that, and where it was asked for with it; under which name that is kept here.
+#: Operations that 2.15 records without a peer, the calls that name it, and the field in which it is stored here.
 _UNDIRECTED, _ASKED, _PEER = ("batch_op_issue", "send", "recv"), ("c10d::send", "c10d::recv_"), "peer"
 
 
 def is_of_nccl(event: Event) -> bool:
-    """Return whether an event is a kernel of NCCL's."""
+    """Return whether an event is an NCCL kernel."""
     return event.name.startswith("nccl")
 
 
 def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Call]:
-    """The operations that kernels of NCCL carry out; one that carries out several messages has each of them.
+    """Return the operations of NCCL kernels; a kernel of several messages gives a call for each.
 
-    The events are all of a trace, in the order of their start.
+    ``events``: all events of a trace, ordered by start.
     """
     launches, groups = launches_of(events), list(_nccl_groups(events))
     labels = [(one.interval, one.name) for one in events if one.name in LABELED and one.kind == "user_annotation"]
@@ -251,9 +251,9 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
 
 
 def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mapping[str, Any]]]]:
-    """When the host launches kernels of messages, and the facts of these, from before in its thread.
+    """Yield when the host launches kernels of messages, and the metadata recorded before in its thread.
 
-    Up to torch 2.14 a message of its own has its kernel under it, and an annotation such as ``nccl:send 0->1``.
+    Up to torch 2.14 a single message encloses its kernel, and an annotation such as ``nccl:send 0->1``.
     """
     pending: defaultdict[Any, list[Event]] = defaultdict(list)
     asked: defaultdict[Any, list[Event]] = defaultdict(list)
@@ -275,21 +275,21 @@ def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mappi
 
 
 def _is_undirected(facts: Mapping[str, Any]) -> bool:
-    """Whether these are the facts of messages, and do not say with whom."""
+    """Whether these are the metadata of messages without a peer."""
     return facts.get(_NCCL_NAME) in _UNDIRECTED and not _PEERS.keys() & facts.keys()
 
 
 def _directed(recorded: Event, message: Event) -> Mapping[str, Any]:
-    """The facts of a message, of which torch 2.15 records the type and the group: ``c10d::send(tensors, group, rank)``.
+    """Return a message's metadata from torch 2.15's record of type and group and ``c10d::send(tensors, group, rank)``.
 
-    Its rank is one of the group.
+    The rank is that in the group.
     """
     operation, size = operation_of(message.name), max(sizes(message))
     return {**recorded.facts, _NCCL_NAME: operation, "In msg nelems": size, "Out msg nelems": 0, _PEER: peer(message)}
 
 
 def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> Call:
-    """The operation of these facts, carried out by a kernel that was launched under a label."""
+    """Return the call with these metadata, run by a kernel that was launched under a label."""
     elements = max(int(facts.get("In msg nelems", 0)), int(facts.get("Out msg nelems", 0)))
     item = BYTES.get(str(facts.get("dtype", "")).lower(), 1)
     named = str(facts.get(_NCCL_NAME) or re.sub(r"ncclDevKernel_|nccl(Dev)?Kernel_?", "", kernel.name))

@@ -1,6 +1,6 @@
-"""One trace of all ranks, for Perfetto (https://ui.perfetto.dev), from the traces that torch's profiler wrote in each.
+"""Merges the traces that torch's profiler wrote on each rank into one, for Perfetto (https://ui.perfetto.dev).
 
-The format is Chrome's Trace Event Format: each rank becomes a process of its own, all of them on the clock of rank 0.
+The format is Chrome's Trace Event Format: each rank becomes a process, all of them on the clock of rank 0.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from typing import Any
 #: The traces of all ranks in the directory of a run: of the profiled steps, and of memory.
 NAME, MEMORY = "trace.json.gz", "memory.json.gz"
 
-#: What is under way while the thread that began it goes on.
+#: Events that are in flight while the thread that started them continues.
 _MESSAGES = ("gloo:send", "gloo:recv")
 
-#: Arrows, and messages, that the trace of one rank can have.
+#: Maximum number of arrows and messages in the trace of one rank.
 _ARROWS = 2**40
 
-#: Processes of the merged trace that one rank can have: its threads, its GPU, the profiler's own.
+#: Maximum number of processes of one rank in the merged trace: its threads, its GPU, the profiler's own.
 _PROCESSES = 100
 
 
 def compress(
     trace: Path, path: Path, facts: Mapping[str, Any], memory: Iterable[tuple[int, Mapping[str, int]]] | None = None
 ) -> None:
-    """Write the trace of one rank compressed, as torch's profiler wrote it, with ``facts`` that tell ranks apart.
+    """Write the profiler's trace of one rank compressed, with ``facts`` that tell ranks apart.
 
-    In the place of the single allocations that the profiler saw comes ``memory``: bytes by what they are for, at times
-    in nanoseconds since the epoch.
+    ``memory``, bytes by purpose at times in nanoseconds since the epoch, replaces the profiler's single allocations.
     """
     written = json.loads(trace.read_bytes(), strict=False)
     if memory is not None:
@@ -45,7 +44,7 @@ def compress(
 
 
 def merge(traces: Iterable[Path], names: Sequence[str], ahead: Sequence[float], path: Path) -> None:
-    """Write one compressed trace of those of all ranks, whose clocks are ``ahead`` seconds of that of rank 0."""
+    """Merge the traces of all ranks into one compressed trace; their clocks are ``ahead`` seconds ahead of rank 0's."""
     origin = None
     with gzip.open(path, "wt", encoding="utf-8", compresslevel=4) as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [')
@@ -63,11 +62,11 @@ def merge(traces: Iterable[Path], names: Sequence[str], ahead: Sequence[float], 
 
 
 def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: float) -> Iterable[dict[str, Any]]:
-    """The events of one rank with numbers of processes and of arrows that no other rank has."""
+    """Yield the events of one rank, with ids of processes and arrows that are unique among ranks."""
     processes: dict[Any, int] = {}
     for event in events:
         what, pid = event.get("name"), event.get("pid")
-        if event.get("cat") == "Trace" or pid in ("Spans", "Traces", ""):  # the profiler's own account of itself
+        if event.get("cat") == "Trace" or pid in ("Spans", "Traces", ""):  # the profiler's events about itself
             continue
         if pid not in processes:
             processes[pid] = rank * _PROCESSES + len(processes)
@@ -86,10 +85,10 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
 
 
 def _messages_apart(events: Iterable[dict[str, Any]], rank: int) -> Iterable[dict[str, Any]]:
-    """The same, with gloo's messages on rows of their own.
+    """Yield the events with gloo's messages on separate rows.
 
-    They are noted in the thread that called them, which goes on meanwhile, and Perfetto drops what outlasts the
-    operation in which it began.
+    Messages are recorded in the calling thread, which continues meanwhile, and Perfetto drops events that outlast the
+    operation in which they began.
     """
     for number, event in enumerate(events):
         if event["name"] not in _MESSAGES:

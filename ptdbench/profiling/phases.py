@@ -1,8 +1,8 @@
 """Phases of a step: a partition of its time on each rank.
 
-The exposed part of communication is the time in which it went on and nothing was computed, as in Holistic Trace
-Analysis. Here it is divided further, by what the other ranks were doing: an operation can begin when the last of its
-ranks has called it. Waiting until then is the fault of that rank, and not of the link.
+Exposed communication is the time of communication without compute, as in Holistic Trace Analysis. Here it is divided
+further: an operation can begin only when the last of its ranks has called it, so waiting until then is due to that
+rank, not to the link.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PHASES = {
     "other": "other",
 }
 
-#: What memory is for.
+#: The kinds of memory by purpose.
 KINDS = {
     "weights": "weights",
     "gradients": "gradients",
@@ -41,30 +41,30 @@ KINDS = {
 }
 
 
-#: What ranks wait for that have called these, if not for slower ones: they leave the dispatch together, and compute
-#: their experts until they combine.
+#: The phase of waiting for other ranks to call these operations, if it is not that of stragglers: ranks leave the
+#: dispatch together, and compute their experts until they combine.
 _WAITING = {LABELED[COMBINE]: "experts"}
 
 
 @dataclass(frozen=True)
 class Ready:
-    """The moments from which an operation could begin."""
+    """When an operation could begin."""
 
-    since: float  #: When the last of its ranks had called it, in seconds since the epoch by this rank's clock.
+    since: float  #: When the last of its ranks called it, in seconds since the epoch by this rank's clock.
     last: int = -1  #: That rank; -1 if unknown.
-    #: When a message of gloo was done, see :attr:`ptdbench.profiling.events.Call.held`; ``None`` if unknown, as neither
-    #: of its ranks awaited it yet when it could begin.
+    #: When a gloo message was done, see :attr:`ptdbench.profiling.events.Call.held`; ``None`` if unknown, because
+    #: neither rank was awaiting it yet when it could begin.
     done: float | None = None
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """One operation of communication, in all steps."""
+    """One communication operation, in all steps."""
 
-    calls: int  #: How often it was called.
-    known: int  #: Calls of which it is known when they were done.
-    bytes: int  #: The size of all calls.
-    seconds: float  #: Seconds in which one of those that are known was under way.
+    calls: int  #: Number of calls.
+    known: int  #: Number of calls with a known end.
+    bytes: int  #: Total size of all calls.
+    seconds: float  #: Seconds in which a call with a known end was in flight.
     exposed_seconds: float  #: Seconds in which the rank waited for it.
 
 
@@ -74,7 +74,7 @@ class Partition:
 
     steps: int  #: Number of steps.
     duration: float  #: Seconds of all steps.
-    seconds: Mapping[str, float]  #: The same by phase: no moment counts twice.
+    seconds: Mapping[str, float]  #: Seconds by phase; no time counts twice.
     traffic: Mapping[str, Traffic]  #: By operation.
     #: Seconds of each step that this rank waited for other ranks to call an operation, by rank.
     waited_for: Sequence[Mapping[int, float]]
@@ -101,7 +101,7 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
 
 
 def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:
-    """The waits, cut where a call begins, becomes ready or ends: each piece with its call, and if that is not ready."""
+    """Cut waits where calls begin, become ready or end; yield each piece, its call, and whether that is not ready."""
     starts = [call.start for call in trace.calls]
     edges = sorted({moment for call in trace.calls for moment in (call.start, call.end)} | {one.since for one in ready})
     longest = max((call.end - call.start for call in trace.calls), default=0.0)
@@ -121,12 +121,12 @@ def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, in
             elif active:
                 last = min(active, key=lambda number: ready[number].since)
                 yield (begin, stop), last, True
-            else:  # it is being called, or its thread has not yet said that it is done
+            else:  # a call is starting, or its thread has not yet reported its end
                 yield (begin, stop), last, False
 
 
 def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float]) -> dict[str, Traffic]:
-    """What the calls of the steps add up to; those of the step before the first do not count."""
+    """Sum up the calls of the steps, except those before the first step."""
     number, size = Counter[str](), Counter[str]()
     times: defaultdict[str, list[Interval]] = defaultdict(list)
     for call, began in zip(trace.calls, ready, strict=True):

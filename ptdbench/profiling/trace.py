@@ -1,11 +1,11 @@
 """One rank's profiled steps, read from the trace that torch's profiler wrote.
 
-On a CPU the thread that runs the steps computes, except while it waits for communication, which goes on in threads of
-its own (``gloo:*``). It waits where it says so (:data:`WAITING`), in operations that start or await communication, and
-in C++ where DDP awaits its last bucket: there, between a backward pass and what follows, lies the end of an all-reduce.
+On a CPU the thread that runs the steps computes, except while it waits for communication, which runs in separate
+threads (``gloo:*``). It waits in labeled waits (:data:`WAITING`), in operations that start or await communication, and
+in C++ when DDP awaits its last bucket: an all-reduce then ends between a backward pass and what follows.
 
-On a GPU kernels compute and NCCL's kernels communicate. A moment before the last of them without any is spent waiting
-for the host: for its batch, or to launch the next kernel.
+On a GPU, NCCL's kernels communicate and all others compute. Idle time before the last kernel of a step is spent waiting
+for the host: for its batch, or for the launch of the next kernel.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from ptdbench.profiling.events import (
     union,
 )
 
-#: How the label of a step begins, before its number: as torch's own profiler marks steps, which other tools know.
+#: The prefix of a step's label, before its number: the one of torch's own profiler, which other tools know.
 STEP = "ProfilerStep#"
 
 #: The other labels in a trace: the parts of a step, and waiting for communication.
 DATA, GRADIENTS, UPDATE, WAITING = (f"ptdbench::{name}" for name in ("data", "gradients", "update", "waiting"))
 
-#: What a backward pass is in, by the beginnings of names.
+#: Prefixes of event names in a backward pass.
 BACKWARD = ("autograd::engine::evaluate_function", "torch::distributed::reducer", "torch.distributed.ddp.reducer")
-#: FSDP's root reduces what gradients are left after the last operation of autograd.
+#: FSDP's root reduces the remaining gradients after the last operation of autograd.
 _ROOT_ENDS = "FSDP::root_post_backward"
 
 #: Kinds of events of the host.
@@ -62,12 +62,12 @@ class Trace:
     """One rank's profiled steps; all times are in seconds since the epoch."""
 
     steps: Sequence[Interval]  #: When each step ran.
-    #: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and a GPU waited for its ``host``: disjoint, and
-    #: without the waits.
+    #: When ``data``, ``forward``, ``backward`` and ``optimizer`` ran, and when a GPU waited for its ``host``: disjoint,
+    #: and without the waits.
     phases: Mapping[str, Sequence[Interval]]
-    #: When the rank computed nothing because it waited for communication; disjoint, and inside of the steps.
+    #: When the rank computed nothing because it waited for communication; disjoint, and within the steps.
     waits: Sequence[Interval]
-    #: The operations of communication, in the order of their start; also those outside of the steps.
+    #: The communication operations, ordered by start, including those outside the steps.
     calls: Sequence[Call]
 
 
@@ -75,7 +75,7 @@ def read(path: Path, device_type: str = "cpu") -> Trace:
     """Read a trace in Chrome's format.
 
     Raises:
-        ValueError: It is damaged or too large, holds no profiled step, or does not show what a GPU did.
+        ValueError: The trace is damaged or too large, holds no profiled step, or does not show what a GPU did.
     """
     return checked(path, lambda trace: _read(trace, device_type))
 
@@ -100,10 +100,10 @@ def _read(path: Path, device_type: str) -> Trace:
 
 
 def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
-    """The kernels that the host launched in profiled steps, whenever the device came to them, and what NCCL's send.
+    """Return the kernels that the host launched in profiled steps, whenever they ran, and the calls of NCCL kernels.
 
     Raises:
-        ValueError: As :func:`read`.
+        ValueError: As for :func:`read`.
     """
     events = checked(path, events_of)
     launches = launches_of(events)
@@ -141,7 +141,7 @@ def _of_host(
 def _trace(
     steps: Sequence[Interval], phases: Mapping[str, Sequence[Interval]], waits: Sequence[Interval], calls: list[Call]
 ) -> Trace:
-    """The trace, with everything but the calls cut to its steps."""
+    """Create the trace, with everything but the calls cut to the steps."""
     inside = union(steps)
     waits = intersect(waits, inside)
     cut = {name: intersect(subtract(union(times), waits), inside) for name, times in phases.items()}
@@ -149,7 +149,7 @@ def _trace(
 
 
 def _outermost(events: Sequence[Event]) -> Iterator[Event]:
-    """Those of sorted events of one thread that are inside of no other."""
+    """Yield the outermost of sorted events of one thread."""
     end = -math.inf
     for event in events:
         if event.start >= end:
@@ -162,7 +162,7 @@ def _is_backward(event: Event) -> bool:
 
 
 def _backward(top: Sequence[Event]) -> list[Interval]:
-    """The backward passes: from the first to the last of operations of autograd's engine that follow each other."""
+    """Find the backward passes: each is a sequence of consecutive operations of autograd's engine."""
     found: list[Interval] = []
     goes_on = False
     for event in top:
@@ -175,10 +175,10 @@ def _backward(top: Sequence[Event]) -> list[Interval]:
 
 
 def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Interval]:
-    """Waits of DDP in C++ after a backward pass: gaps in which communication ends, until it does.
+    """Yield DDP's waits in C++ after a backward pass: gaps in which communication ends, up to that end.
 
-    What waits may go on before the thread that communicated has noted its end: what was under way when the gap began
-    may end as long after the gap as the gap is.
+    The waiting thread may continue before the communicating thread has recorded the end: a call in flight at the start
+    of the gap may end after the gap, by up to the length of the gap.
     """
     ended = sorted((call.end, call.start) for call in calls)
     for before, after in pairwise(top):
@@ -192,7 +192,7 @@ def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Inter
 
 
 def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
-    """Each communication with what started it: of the operations of its size the first that has started no other."""
+    """Match each transfer with the operation that started it: the first unmatched operation of its size."""
     open_events: list[Event] = []
     started: list[tuple[Event, tuple[str, ...]]] = []
     by_size: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
@@ -232,13 +232,13 @@ def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
 
 
 def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
-    """That of sorted times in which the moment lies."""
+    """Return the sorted interval that contains the moment, as a list of at most one."""
     place = bisect_right(times, (moment, math.inf))
     return [one for one in times[max(0, place - 1) : place] if moment <= one[1]]
 
 
 def _kind(event: Event) -> str:
-    """What tells apart what starts communication: a message, which is sent as it is called, or anything else."""
+    """Return the operation of a point-to-point message, or an empty text for any other communication."""
     operation = operation_of(event.name)
     return operation if operation in POINT_TO_POINT else ""
 
@@ -266,12 +266,12 @@ def _of_device(
     busy = union(event.interval for event in computed)
     sent = union((call.start, call.end) for call in calls)
     phases = _launched_by(kernels, launches, by_phase)
-    beside = union(event.interval for event in kernels)  # a copy in a stream of its own is no work of its phase there
+    beside = union(event.interval for event in kernels)  # copies that overlap with kernels do not count for a phase
     for name, times in _launched_by(copies, launches, by_phase).items():
         phases[name] += subtract(times, beside)
     worked = union([*busy, *sent])
     ends = [(max((stop for _, stop in intersect(worked, [step])), default=step[0]), step[1]) for step in steps]
-    idle = subtract(inside, union([*worked, *ends]))  # what is left of a step after the last of its work is no wait
+    idle = subtract(inside, union([*worked, *ends]))  # the rest of a step after its last work is not a wait
     phases["data"] += intersect(idle, by_phase["data"])
     phases["host"] = subtract(idle, by_phase["data"])
     return _trace(steps, phases, subtract(sent, busy), calls)
@@ -280,7 +280,7 @@ def _of_device(
 def _launched_by(
     events: Sequence[Event], launches: Mapping[Any, float], by_phase: Mapping[str, Sequence[Interval]]
 ) -> dict[str, list[Interval]]:
-    """When the device did what each phase had launched; of what overlaps the first to begin counts."""
+    """Return when the device ran the work that each phase launched; where work overlaps, the earlier start counts."""
     spans = sorted((time, name) for name, times in by_phase.items() for time in times)
     found: dict[str, list[Interval]] = {name: [] for name in by_phase}
     end = -math.inf
