@@ -1,4 +1,4 @@
-"""Tables of the time and the memory of a step: runs beside each other, or the ranks of one run."""
+"""Tables of the time and the memory of a step: several runs, or the ranks of one run."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _MEANT = (
     "allocate; communication: buffers, gathered weights included"
 )
 
-#: Peaks that differ by less, as a share of the larger one, are equal.
+#: Peaks are equal if they differ by less than this fraction of the larger one.
 _EQUAL = 0.01
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """The memory of a rank when a step takes the most."""
+    """The memory of a rank at the peak of a step."""
 
     number: int
-    bytes: Mapping[str, int]  #: Of each of :data:`KINDS`.
-    moment: str  #: What the step did then.
+    bytes: Mapping[str, int]  #: Bytes of each of :data:`KINDS`.
+    moment: str  #: The part of the step at the peak.
 
     @property
     def peak(self) -> int:
@@ -35,13 +35,13 @@ class _Rank:
 
 
 def memory_of_runs(records: Mapping[str, Written], width: int) -> list[str]:
-    """A table with one row a run, of the rank that takes the most; empty if no run has its memory on record."""
+    """Return a table with a row per run, for its rank with the highest peak; empty if no run has recorded memory."""
     rows = {called: rank for called, record in records.items() if (rank := _fullest(record))}
     return _table("run", rows, width)
 
 
 def memory_of_ranks(record: Written, width: int) -> list[str]:
-    """A table with one row a rank; of many ranks only those with the highest and the lowest peak."""
+    """Return a table with a row per rank; for many ranks only those with the highest and the lowest peak."""
     ranks, phases = _ranks(record), part(record, Phases)
     if len(ranks) > recorded_phases.MOST_RANKS:
         ranks = [choose(ranks, key=attrgetter("peak")) for choose in (max, min)]
@@ -49,7 +49,7 @@ def memory_of_ranks(record: Written, width: int) -> list[str]:
 
 
 def compare_memory(record: Written, against: Written, called: str, reference: str) -> Iterator[str]:
-    """Yield by how much one run's peak is above or below another's, and for what, if both are on record."""
+    """Yield how much higher or lower one run's peak is than another's, and why, if both are recorded."""
     ours, theirs = _fullest(record), _fullest(against)
     if not (ours and theirs):
         return
@@ -62,13 +62,13 @@ def compare_memory(record: Written, against: Written, called: str, reference: st
 
 
 def memory_of_largest_rank(record: Written) -> Mapping[str, int] | None:
-    """Bytes of each of :data:`KINDS` on the rank that takes the most; ``None`` if they are not on record."""
+    """Return the bytes of each of :data:`KINDS` on the rank with the highest peak; ``None`` if not recorded."""
     rank = None if recorded_phases.missing(record) else _fullest(record)
     return rank.bytes if rank else None
 
 
 def _ranks(record: Written) -> list[_Rank]:
-    """The ranks of a record with phases; none where its memory is not whole, or of other ranks."""
+    """Return the ranks of a record with phases; empty if its memory is incomplete, or of other ranks."""
     found, count = part(record, Memory), len(recorded_phases.compute_seconds(part(record, Phases)))
     moments, kinds = found.moments or [], [(found.ranks or {}).get(kind) or [] for kind in KINDS]
     if {len(moments), *map(len, kinds)} != {count}:
@@ -99,7 +99,7 @@ def _table(heading: str, rows: Mapping[str, _Rank], width: int) -> list[str]:
 #: The heading of each phase.
 _HEADINGS = [{"communication": "exposed"}.get(phase, phase) for phase in PHASES]
 
-#: Those of phases that many runs do not have, which have a column where any run has them, and what they leave out.
+#: Headings of phases that many runs lack, which get a column only if any run has them, and their meanings.
 _RARE = {
     "data": "waiting for the batch",
     "exposed": "communication not overlapped with compute",
@@ -111,7 +111,7 @@ _RARE = {
 
 
 def of_runs(records: Mapping[str, Written], width: int) -> str:
-    """One row a run, and one for each of its operations of communication."""
+    """Return tables with a row per run, and a row for each of its communication operations."""
     steps = {called: recorded_phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
     remarks = [remark for called, record in records.items() for remark in why.remarks(record, called)]
@@ -121,7 +121,7 @@ def of_runs(records: Mapping[str, Written], width: int) -> str:
 
 
 def of_ranks(record: Written, called: str, width: int) -> str:
-    """One row for the mean over ranks and one a rank; of many ranks only the slowest and the fastest."""
+    """Return tables with a row for the mean and one per rank; for many ranks only the slowest and the fastest."""
     found, step = part(record, Phases), recorded_phases.step(record)
     rows = {"mean": [step.seconds, *step.phases.values()]}
     for title, rank in recorded_phases.shown_ranks(found).items():
@@ -135,14 +135,14 @@ def of_ranks(record: Written, called: str, width: int) -> str:
 def _blocks(
     times: Sequence[str], records: Mapping[str, Written], memory: Sequence[str], remarks: Iterable[str], width: int
 ) -> str:
-    """The table of times, that of the runs' operations, that of memory, and remarks."""
+    """Join the table of times, that of operations, that of memory, and remarks."""
     taken = [*times, *_profiled(records.values(), width)]
     blocks = [taken, list(_operations(records, width)), memory, [wrap(remark, width) for remark in remarks]]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: int) -> list[str]:
-    """Return a table of steps and their phases, and what its columns mean; rows are seconds of the step and of each."""
+    """Return a table of steps and phases, and what its columns mean; rows are seconds of step and phases."""
     shortest = 1e3 * min(seconds for seconds, *_ in rows.values())
     places = next((number for number, least in enumerate((1e3, 10.0, 1.0)) if shortest >= least), 3)
     cells = [[f"{1e3 * seconds:,.{places}f}" for seconds in row] for row in rows.values()]
@@ -154,7 +154,7 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
 
 
 def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
-    """Yield how many steps were profiled, and how much slower these were."""
+    """Yield how many steps were profiled, and how much slower they were."""
     found = [part(record, Phases) for record in records]
     seconds = [(one.profiled_step_seconds, one.step_seconds) for one in found]
     if slower := [profiled / timed for profiled, timed in seconds if profiled and timed]:
@@ -162,7 +162,7 @@ def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
         yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and rescaled to them", width)
 
 
-#: The figures of an operation by heading; ``None`` where one is unknown.
+#: The figures of an operation by heading; ``None`` if unknown.
 _FIGURES: dict[str, Callable[[Communication], float | None]] = {
     "calls": lambda sent: sent.calls,
     "MB": lambda sent: sent.bytes / 1e6,
@@ -173,12 +173,12 @@ _FIGURES: dict[str, Callable[[Communication], float | None]] = {
     "GB/s": lambda sent: sent.bytes / sent.seconds / 1e9 if sent.seconds and sent.bytes else None,
 }
 
-#: Those that have a column only where any run has them, and what they mean.
+#: Figures that get a column only if any run has them, and what they mean.
 _BESIDE = {"by formula": "MB that the layout should send", "by fit": "ms by the line of workload=collectives"}
 
 
 def _figures(sent: Communication) -> dict[str, str]:
-    """The figures as text, by formula ``1.57-2.36`` where that is known no better."""
+    """Return the figures as text; by formula also a range such as ``1.57-2.36``."""
     known = {heading: figure(sent) for heading, figure in _FIGURES.items()}
     texts = {heading: figure_text(one, three_digits) for heading, one in known.items()}
     ends = "-".join(three_digits(size / 1e6) for size in sent.formula_range or [])
@@ -186,7 +186,7 @@ def _figures(sent: Communication) -> dict[str, str]:
 
 
 def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
-    """Yield the table of what each run sends in a step."""
+    """Yield the table of each run's communication in a step."""
     rows = [
         (called, why.spoken(name), _figures(sent))
         for called, record in records.items()

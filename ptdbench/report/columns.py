@@ -1,4 +1,4 @@
-"""Rows and columns of runs, as terminals, Markdown and the page show them."""
+"""Rows and columns of runs, for terminals, Markdown and the page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Row:
     """A row of a table: a run, or an alternative with its repeats."""
 
     place: Place
-    label: str  #: What it is called in a table, which has columns for the ranks and the global batch.
-    name: str  #: What it is called in lines and figures.
+    label: str  #: Its name in a table, which has columns for ranks and global batch.
+    name: str  #: Its name in lines and figures.
 
     @property
     def runs(self) -> Sequence[Written]:
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def run(self) -> Written:
-        """The typical one."""
+        """The typical run."""
         return self.place.alternative.median_run
 
     @cached_property
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def step(self) -> StepSeconds:
-        """Its step times."""
+        """The step times of the typical run."""
         return self.metrics.step_seconds or StepSeconds()
 
 
@@ -52,32 +52,32 @@ class Row:
 class Column(text.Column[Row]):
     """A column of runs; ``{unit}`` in its heading is tokens or samples."""
 
-    name: str  #: What it is called in the filter of the page.
-    value: Callable[[Row], Any]  #: What the page sorts and compares, in the units of records; of a range its first.
-    scale: float = 1.0  #: From those units to the ones in which the filter of the page counts.
-    field: str = ""  #: Its name in the rows of the page, if that is another one.
+    name: str  #: Its name in the filter of the page.
+    value: Callable[[Row], Any]  #: The value that the page sorts and compares, in units of records; a range's start.
+    scale: float = 1.0  #: Factor from those units to the units of the filter of the page.
+    field: str = ""  #: Its name in the rows of the page, if different.
     most: bool = False  #: Whether the largest figure is the best.
-    kept: bool = False  #: Whether every table has it, figures or not.
-    compares: bool = False  #: Whether it says nothing of a row that is the only one of its model.
-    paged: bool = False  #: Whether the page alone has it.
-    moved: str = ""  #: How it stands in the title of a table without room for it, if all rows have the same.
-    #: ``spared`` where rows have repeats, if another: how sure the order is says more there than the steps of one run.
+    kept: bool = False  #: Whether every table has it, even without figures.
+    compares: bool = False  #: Whether it is meaningless for a single row.
+    paged: bool = False  #: Whether only the page has it.
+    moved: str = ""  #: Its format in the title of a table without room for it, if all rows have the same value.
+    #: ``spared`` if rows have repeats, if different: certainty of the order then matters more than steps of one run.
     in_repeats: int | None = None
 
     def in_table(self, repeats: bool, is_alike: bool) -> Column:
-        """Return it with its place among what is spared; one that is alike in all rows is the first."""
+        """Return the column with its place in the order of omission; a column equal in all rows is omitted first."""
         order = self.in_repeats if repeats and self.in_repeats is not None else self.spared
         return replace(self, spared=-1 if is_alike else order)
 
     def on_page(self) -> dict[str, Any]:
-        """Return the column as the page is told of it."""
+        """Return the column's description for the page."""
         head = self.name if self.words else self.heading
         told = {"name": self.name, "head": head, "field": self.field or self.name, "scale": self.scale}
         return told | {"most": self.most, "words": self.words}
 
 
 def _rate(row: Row) -> str:
-    """``10,250 ±1.8%``, of a run that was stopped its throughput until then."""
+    """``10,250 ±1.8%``; for a run that was stopped, its throughput until then."""
     rate = row.place.rate or row.metrics.tokens_per_second or row.metrics.samples_per_second
     return f"{figure_text(rate, three_digits)}{margin_text(row.place.margin)}"
 
@@ -90,7 +90,7 @@ def _ratio(row: Row) -> str:
 def _step_time(row: Row) -> str:
     """``{"mean": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds.
 
-    It is the mean as throughput is, and as the phases of a step add up to.
+    The mean is shown because throughput is a mean, and the phases of a step add up to it.
     """
     mean, p5, p95 = row.step.mean, row.step.p5, row.step.p95
     if mean is None:
@@ -104,20 +104,20 @@ def _rank(row: Row) -> str:
 
 
 def _statuses(row: Row) -> str:
-    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` of runs that are not measured."""
+    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` for runs that are not measured."""
     counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in row.runs)
     return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
 
 
 def _joules(row: Row) -> float | None:
-    """Energy of a sample, of the GPUs if the run used any and else of the CPUs."""
+    """Return the energy per sample: of the GPUs if the run used any, else of the CPUs."""
     hardware = part(row.run, Hardware)
     energy = hardware.gpu if hardware.clocks else hardware.cpu
     return energy.joules_per_sample if energy else None
 
 
 def _last_evaluation(row: Row) -> tuple[str, float | None]:
-    """Return accuracy, bits per byte of text or loss of the last evaluation, and which of them it is."""
+    """Return the name and value of the last evaluation's accuracy, bits per byte of text, or loss."""
     last: Mapping[str, Any] = (row.run.get("evaluations") or [{}])[-1]
     name = next((name for name in ("top1", "bits_per_byte") if last.get(name) is not None), "loss")
     return name, last.get(name)
@@ -132,13 +132,13 @@ def _evaluation(row: Row) -> str:
 def _figure(
     heading: str, name: str, value: Callable[[Row], Any], write: Callable[[Any], str] = str, **more: Any
 ) -> Column:
-    """A column whose text is what the page sorts."""
+    """Return a column whose text is its value."""
     return Column(heading, cell=lambda row: figure_text(value(row), write), name=name, value=value, **more)
 
 
 _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
 
-#: In the order in which they stand.
+#: All columns, in display order.
 COLUMNS = (
     Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, kept=True),
     Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING,
@@ -168,7 +168,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-#: Runs that are explained below a table; ``ptdbench explain`` tells of all.
+#: Maximum number of runs to explain below a table; ``ptdbench explain`` covers all.
 _EXPLAINED = 5
 
 
@@ -177,16 +177,16 @@ class Block:
     """The alternatives of one model."""
 
     rows: list[Row]  #: In the order of their ranking; at least one.
-    unit: str  #: What their throughput counts, see :func:`unit`.
-    remarks: list[str]  #: Sentences on the order, on failures and on what was measured.
-    why: list[str]  #: Sentences on why the runs that come next are slower than the fastest one.
+    unit: str  #: The unit of their throughput, see :func:`unit`.
+    remarks: list[str]  #: Sentences on the order, failures and measurements.
+    why: list[str]  #: Sentences on why the next runs are slower than the fastest one.
 
     def title(self, moved: Iterable[str] = ()) -> str:
-        """What all runs have in common, and what has no column."""
+        """Return the title: what all runs have in common, and columns ``moved`` there."""
         return title([run for row in self.rows for run in row.runs], moved)
 
     def columns(self) -> list[Column]:
-        """Those of a table: with a figure in any row, or kept."""
+        """Return the columns of a table: those with a figure in any row, or kept."""
         one_row = len(self.rows) == 1
         tabled = [one for one in COLUMNS if not one.paged and not (one.compares and one_row)]
         known = [one for one in tabled if one.kept or any(one.cell(row) != MISSING for row in self.rows)]
@@ -194,12 +194,12 @@ class Block:
 
 
 def blocks(found: Iterable[Alternative]) -> list[Block]:
-    """A block for each model, in the order of their first runs, which train."""
+    """Return a block for each model, in the order of their first runs; all of them train."""
     return [_block(of_model) for of_model in ranking.of_models(found)]
 
 
 def unit(records: Iterable[Written]) -> str:
-    """Return the unit of throughput: ``tokens``, or ``samples`` where these are no sequences of them."""
+    """Return the unit of throughput: ``tokens``, or ``samples`` if these are not token sequences."""
     return "tokens" if any(part(record, Metrics).tokens_per_second for record in records) else "samples"
 
 
@@ -212,7 +212,7 @@ def _block(found: Ranking) -> Block:
 
 
 def _why(rows: Sequence[Row]) -> list[str]:
-    """Explain why the runs that come next are slower than the first one, where that order is known."""
+    """Explain why the next runs are slower than the first one, if that order is known."""
     groups = why.in_order({row.name: row.place for row in rows if row.place.rank})
     doubts = [doubt for group in groups for name, run in group.items() for doubt in why.doubt(run, name)]
     return [*why.against_first(groups)[:_EXPLAINED], *doubts[:_EXPLAINED]]

@@ -1,7 +1,7 @@
-"""The progress of a run: one live line on a terminal, and now and then a line in a file or a pipe.
+"""The progress of a run: one live line on a terminal, or an occasional line in a file or a pipe.
 
-Rank 0 shows it, whoever started the ranks. The run's own thread stores what has happened and another one shows it, so
-that it goes on while the first one compiles or waits for other ranks.
+Rank 0 shows it under any launcher. The run's thread stores the state and another thread shows it, so that the display
+continues while the run compiles or waits for other ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ptdbench.units import duration_text, span_text, three_digits
 class Heading:
     """The name of a run in its display."""
 
-    title: str  #: What it is, in a few words; in a sweep those that tell it from the others.
-    number: int | None = None  #: Its number in the sweep, from 1; ``None`` outside of one.
-    total: int | None = None  #: How many runs the sweep has; ``None`` where nobody knows yet.
+    title: str  #: A short name; in a sweep, one that distinguishes it from the others.
+    number: int | None = None  #: Its number in the sweep, from 1; ``None`` outside a sweep.
+    total: int | None = None  #: Number of runs of the sweep; ``None`` if not yet known.
     #: Estimated duration of the runs after it; ``None`` if there are none, or none has ended yet.
     later_seconds: float | None = None
 
@@ -47,12 +47,12 @@ class Heading:
         return f"[{self.number}{f'/{self.total}' if self.total else ''}] {self.title}"
 
 
-#: Columns that are left to the right: a terminal shows Ctrl-C as ^C, and the line would wrap.
+#: Columns left free on the right: a terminal shows Ctrl-C as ^C, and the line would wrap.
 _ECHO = 3
 
 
 def _plain_streams() -> None:
-    """In a forked process, such as one that makes samples: print past the live line, which is not drawn there."""
+    """Print directly in a forked process, such as a data worker: the live line is not drawn there."""
     for name in ("stdout", "stderr"):
         if isinstance(stream := getattr(sys, name), FileProxy):
             setattr(sys, name, stream.rich_proxied_file)
@@ -62,7 +62,7 @@ os.register_at_fork(after_in_child=_plain_streams)
 
 
 class _Console(Console):
-    """A console that leaves the cursor alone: a rank that is killed could not show it again."""
+    """A console that does not hide the cursor: a rank that is killed could not restore it."""
 
     def show_cursor(self, show: bool = True) -> bool:
         """Do nothing."""
@@ -73,14 +73,14 @@ class _Console(Console):
 class Line:
     """A live line: text, a bar, and text."""
 
-    left: str  #: Before the bar: which run it is and what it does.
-    right: str  #: After the bar.
-    done: int = 0  #: Steps of the bar.
-    total: int | None = None  #: All of its steps; ``None`` where it only moves.
+    left: str  #: Text before the bar: the run and its state.
+    right: str  #: Text after the bar.
+    done: int = 0  #: Steps done.
+    total: int | None = None  #: Total steps; ``None`` for a bar that only pulses.
 
 
 class Live(rich.live.Live):
-    """One line, asked for each time it is drawn, which stays below what is printed and is gone when it stops."""
+    """One line, computed each time it is drawn, that stays below printed output and disappears when it stops."""
 
     def __init__(self, stream: TextIO, line: Callable[[int], Line]) -> None:
         self._line = line
@@ -88,11 +88,11 @@ class Live(rich.live.Live):
             console=_Console(file=stream, force_terminal=True, highlight=False, emoji=False),
             auto_refresh=False,
             transient=True,
-            redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),  # what a model of the user's own prints, too
+            redirect_stdout=bool(sys.stdout and sys.stdout.isatty()),  # including what a user's model prints
         )
 
     def get_renderable(self) -> RenderableType:
-        """Called by rich for what it draws."""
+        """Return what rich draws."""
         width = max(1, self.console.width - _ECHO)
         line = self._line(width)
         row = Table.grid(Column(no_wrap=True), Column(), Column(no_wrap=True), padding=(0, 1), expand=True)
@@ -102,30 +102,29 @@ class Live(rich.live.Live):
 
 REDRAW_SECONDS = 0.5  # on a terminal, in place
 _LINE_SECONDS = 10.0  # in a file or a pipe, where every line stays
-_FIRST_SECONDS = 0.5  # the first figures come soon everywhere
+_FIRST_SECONDS = 0.5  # until the first figures, in either case
 
-#: Seconds without a step after which a file or a pipe gets a line, later once a minute; the first names the phase only.
+#: Seconds without a step after which a file or a pipe gets a line, then once a minute; the first only names the phase.
 _NOTES = (2.0, 10.0, 30.0, 60.0)
 
-#: A step is late after so many seconds, and so many times the mean of the steps before it.
+#: A step is late after these seconds and after this multiple of the mean of the steps before it.
 _LATE_SECONDS, _LATE_TIMES = 10.0, 2.0
 
-#: Columns of a terminal's line that are kept for the bar and the spaces beside it.
+#: Columns of a terminal's line that are reserved for the bar and its padding.
 _BAR = 8
 
 
 class Display:
-    """Shows what a run does, as soon as it is entered.
+    """Shows what a run does, from when the context is entered.
 
-    In a phase (``building``) it says so and how long it has taken. Between two steps :meth:`step` is called, which
-    stores two numbers, and if :meth:`due` what costs something, above all fetching the loss from a GPU, is done for
-    :meth:`show`.
+    In a phase (``building``) it shows the phase and its duration. Between two steps :meth:`step` is called, which only
+    stores two numbers; if :meth:`due`, expensive work such as fetching the loss from a GPU is done for :meth:`show`.
 
     Args:
-        heading: Which run it is; ``None`` for a rank that shows nothing.
+        heading: The name of the run; ``None`` for a rank that shows nothing.
         stays: Whether a line stays on a terminal when the display ends.
         stream: Where to write; standard error if ``None``.
-        clock: Seconds; the ``now`` of all methods is of this clock.
+        clock: A clock in seconds; the ``now`` of all methods is a time of this clock.
     """
 
     def __init__(
@@ -136,13 +135,13 @@ class Display:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.total_steps = 0  #: Steps of the whole run; may change on the way.
+        self.total_steps = 0  #: Steps of the whole run; may change during the run.
         self.remark = ""  #: Text to show beside the loss.
         self._heading, self._stays, self._clock = heading, stays, clock
         self._stream = sys.stderr if stream is None else stream
-        self._phase: str | None = "starting"  # None: steps are done
+        self._phase: str | None = "starting"  # None: steps are running
         self._began = self._moved_at = clock()
-        self._noted = 0.0  # the last of the times without a step at which there was a line
+        self._noted = 0.0  # the idle time of the last line without a step
         self._done, self._unit = 0, "steps"
         self._units_per_step: float | None = 1.0
         self._base: int | None = None  # the first step of this start
@@ -158,7 +157,7 @@ class Display:
 
     def __enter__(self) -> Display:
         if self._live:
-            clear_line(self._stream)  # of the hint of the process that has started this one
+            clear_line(self._stream)  # the hint of the process that started this one
             with suppress(OSError, ValueError):
                 self._live.start(refresh=True)
         if self._heading:
@@ -180,13 +179,13 @@ class Display:
                 self._write(self._last_words(self._clock()))
 
     def phase(self, name: str | None) -> None:
-        """Say what begins now, in a word or two; ``None``: the next steps."""
+        """Begin a phase, named in a word or two; ``None``: the next steps."""
         self._phase, self._noted, self._moved_at = name, 0.0, self._clock()
         self._wake.set()
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
-        """Around something between two steps, whose time counts for none of them."""
+        """Return a context for a phase between two steps, whose time counts for neither."""
         before = self._phase
         self.phase(name)
         try:
@@ -198,21 +197,21 @@ class Display:
     def begin_steps(
         self, done: int, total: int, unit: str, units_per_step: float | None, name: str = "first step"
     ) -> None:
-        """Begin the first step, after those that an earlier start has done; until it is done, this phase has a name.
+        """Begin the first step of this start, after ``done`` steps of earlier ones; ``name``: the phase until its end.
 
-        Throughput counts units, ``tokens`` or ``samples``; with ``None`` of them a step none is shown.
+        Throughput counts units, ``tokens`` or ``samples``; with ``units_per_step=None`` it is not shown.
         """
         self.total_steps = total
         self._done, self._unit, self._units_per_step = done, unit, units_per_step
         self.phase(name)
 
     def step(self, done: int, now: float) -> None:
-        """Note that a step is over, the number ``done`` of the run."""
+        """Note the end of a step, number ``done`` of the run."""
         took = now - self._moved_at
         self._done, self._moved_at, self._noted = done, now, 0.0
         if self._base is not None:
             self._later_seconds += took
-        else:  # the first one, which says nothing of those to come
+        else:  # the first step, which does not predict the following ones
             self._base, self._phase, self._first_seconds = done, None, took
             self._shown_step, self._shown_at, self._next = done, now, now + _FIRST_SECONDS
 
@@ -224,7 +223,7 @@ class Display:
         """Show the steps so far; ``loss`` may be unknown on this rank.
 
         Returns:
-            Tokens or samples a second since the last time; ``None`` after the first step.
+            Tokens or samples per second since the last call; ``None`` after the first step.
         """
         self._rate, self._loss, self._ends = None, loss, None
         if self._done > self._shown_step:
@@ -238,7 +237,7 @@ class Display:
         return self._rate
 
     def line(self, width: int, now: float) -> Line:
-        """Return the live line, in so many columns."""
+        """Return the live line, in at most ``width`` columns."""
         heading = cropped(plain(str(self._heading)), max(12, width - 40))
         idle, phase = now - self._moved_at, self._phase
         if phase is not None:
@@ -250,7 +249,7 @@ class Display:
         return Line(left, right, self._done, self.total_steps or None)
 
     def tick(self, now: float) -> None:
-        """Say what lasts, where nothing is redrawn; called periodically by another thread than the run's."""
+        """Report long phases and late steps if nothing is redrawn; called periodically by the display's thread."""
         idle, phase = now - self._moved_at, self._phase
         reached = max(note for note in (0.0, *_NOTES, 60.0 * (idle // 60)) if note <= idle)
         if reached <= self._noted:
@@ -270,18 +269,18 @@ class Display:
                     self._live.refresh()
                 else:
                     self.tick(self._clock())
-            except (OSError, ValueError):  # a run does not fail because nobody watches it any more
+            except (OSError, ValueError):  # a run must not fail because its output stream is gone
                 return
             self._wake.wait(REDRAW_SECONDS)
             self._wake.clear()
 
     def _mean(self) -> float | None:
-        """Mean seconds of the steps after the first one."""
+        """Return the mean seconds of the steps after the first one."""
         later = self._done - (self._done if self._base is None else self._base)
         return self._later_seconds / later if later else None
 
     def _late_step(self, idle: float) -> str:
-        """``step 12: 12 s, before 1 s each``, of a step that is late; else nothing."""
+        """``step 12: 12 s, before 1 s each`` for a step that is late, else an empty text."""
         mean = self._mean()
         if idle < max(_LATE_SECONDS, _LATE_TIMES * (mean or 0.0)):
             return ""
@@ -292,7 +291,7 @@ class Display:
         return f"step {self._done}/{self.total_steps}"
 
     def _figures(self, now: float) -> dict[str, str]:
-        """Return what is shown after the step, in this order."""
+        """Return the texts after the step, in display order."""
         found = {}
         if (rate := self._rate) is not None:
             found["rate"] = f"{three_digits(rate)} {self._unit}/s"
@@ -308,7 +307,7 @@ class Display:
         return found
 
     def _last_words(self, now: float) -> str:
-        """Return what stays on a terminal of a run that has ended; nothing if it does no steps and stands alone."""
+        """Return the line that stays on a terminal after the run; empty for a run without steps outside a sweep."""
         assert self._heading
         took = f"in {duration_text(now - self._began)}"
         if self._base is None:
@@ -325,7 +324,7 @@ class Display:
 
 
 def _fitting(figures: dict[str, str], room: int) -> str:
-    """As many of the figures as there is room for."""
+    """Return as many of the figures as fit."""
     for least in ("remark", "loss", "sweep", "rate"):
         if len("  ".join(figures.values())) > room:
             figures.pop(least, None)

@@ -1,4 +1,4 @@
-"""What ``ptdbench explain`` tells of runs: where time and memory of a step went, and why one is faster than another."""
+"""The output of ``ptdbench explain``: where time and memory of a step went, and why one run is faster than another."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class Refused(Exception):
 class Group:
     """Runs that did the same work, in the order of their table."""
 
-    reference: str  #: The one that others are compared with.
-    runs: dict[str, Written]  #: The typical run of each alternative, by what it is called.
-    repeats: list[int]  #: How many runs each one stands for.
-    lines: list[str]  #: Why the others are slower, and what takes more memory; of a run by itself none.
+    reference: str  #: The name of the run that others are compared with.
+    runs: dict[str, Written]  #: The typical run of each alternative, by name.
+    repeats: list[int]  #: The number of runs of each alternative.
+    lines: list[str]  #: Why the others are slower or take more memory; empty for a single run.
 
 
 @dataclass
 class Explanation:
-    """What can be told of runs."""
+    """The explanation of runs."""
 
     groups: list[Group]  #: Measured runs.
-    #: Runs on virtual GPUs, by what they are called; they have no times.
+    #: Runs on virtual GPUs, by name; they have no times.
     virtual: dict[str, Run] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)  #: Why other runs are not explained.
 
@@ -58,7 +58,7 @@ def explain(directory: Path, against: Path | None) -> Explanation:
     if not isinstance(loaded, list):
         if not imitated:
             _require_phases(loaded)
-        if not recorded_phases.missing(loaded):  # a virtual run has them where its GPUs take their time
+        if not recorded_phases.missing(loaded):  # a virtual run has phases in real time
             (called,) = labels.names([loaded])
             found.groups.append(Group(called, {called: loaded}, [1], []))
         return found
@@ -72,14 +72,14 @@ def explain(directory: Path, against: Path | None) -> Explanation:
 
 
 def render(found: Explanation, width: int) -> str:
-    """Tables and lines; of a run by itself its ranks."""
+    """Return tables and lines; for a single run, a table of its ranks."""
     blocks = [_text(group, width) for group in found.groups]
     blocks += [virtual.explained(run, name, width) for name, run in found.virtual.items()]
     return "\n\n".join([*blocks, *(["\n".join(found.reasons)] if found.reasons else [])])
 
 
 def as_json(found: Explanation) -> dict[str, Any]:
-    """The same as ``--json`` prints it; docs/results.md says what each key means."""
+    """Return the explanation as printed by ``--json``; docs/results.md describes each key."""
     imitated = [
         {"run": name, "directory": run["directory"], "virtual": run["virtual"], "memory": run.get("memory")}
         for name, run in found.virtual.items()
@@ -114,7 +114,7 @@ def _as_json(group: Group) -> dict[str, Any]:
 
 
 def _of_model(ranked: Ranking) -> list[Group]:
-    """The alternatives that did the same work together, by their runs that have phases."""
+    """Group the alternatives that did the same work, using their runs with phases."""
     phased = [
         replace(place, alternative=Alternative(kept, {}))
         for place in ranked.places
@@ -125,7 +125,7 @@ def _of_model(ranked: Ranking) -> list[Group]:
 
 
 def _side_by_side(places: Sequence[Place], ranked: Ranking) -> Group:
-    """Why the first one is faster, where that is known, and else what the typical runs show."""
+    """Explain why the first run is faster, if that is known, or else compare the typical runs."""
     named = dict(zip(labels.names([place.alternative.median_run for place in places]), places, strict=True))
     runs = {name: place.alternative.median_run for name, place in named.items()}
     (reference, first), *others = runs.items()
@@ -145,7 +145,7 @@ def _side_by_side(places: Sequence[Place], ranked: Ranking) -> Group:
 
 
 def _pair(directory: Path, other: Path) -> Group:
-    """One run against another."""
+    """Compare one run with another."""
     run, against = _single(directory), _single(other)
     _require_phases(run, against)
     if difference := recorded_phases.other_work(run, against):
@@ -172,5 +172,5 @@ def _require_phases(*runs: Run) -> None:
 
 
 def _without_phases(runs: Sequence[Run]) -> list[str]:
-    """Why some of the runs are not explained."""
+    """Return why some of the runs are not explained."""
     return [f"{run.directory}: {reason}" for run in runs if (reason := recorded_phases.missing(run))]

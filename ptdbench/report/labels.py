@@ -1,4 +1,4 @@
-"""Labels of runs and environments beside each other: how a run is parallelized, and what tells it from others."""
+"""Labels of runs and environments: how a run is parallelized, and what distinguishes it from others."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ptdbench.records.schema import Layout, Written, part
 from ptdbench.report.text import range_text
 from ptdbench.terminal import plural
 
-#: What says again what the name of a choice says.
+#: Options that only repeat what the name of a choice says.
 _REPEATING = frozenset(OF_CHOICE) - {"name"}
 
-#: Characters of a value that are shown.
+#: Maximum characters of a value to show.
 _LIMIT = 40
 
 
 def differences(records: Sequence[Written]) -> list[str]:
-    """Return for each record the options that the others have other values of: ``activations=recompute seed=2``.
+    """Return for each record the options whose values differ from the others': ``activations=recompute seed=2``.
 
-    An option is called by the last part of its name if no other that differs ends so. Of a group whose choice differs
-    the choice alone is named: ``optimizer=sgd``. Of options that always differ together and end alike, as ``seed`` and
-    ``data.seed``, the first is named.
+    An option is called by the last part of its name if that is unique among differing options. For a group whose
+    choice differs, only the choice is named: ``optimizer=sgd``. Of options that always differ together and have the
+    same last part, such as ``seed`` and ``data.seed``, only the first is named.
     """
     differing = varying(by_option(records))
     differing = {
@@ -42,22 +42,23 @@ def differences(records: Sequence[Written]) -> list[str]:
 
 
 def short_names(options: Collection[str]) -> dict[str, str]:
-    """Call each option by the last part of its name, if no other of them ends so."""
+    """Shorten each option to the last part of its name, if that is unique among them."""
     lasts = Counter(map(_last, options))
     return {name: _last(name) if lasts[_last(name)] == 1 else name for name in options}
 
 
 def by_option(records: Sequence[Written]) -> dict[str, list[str | None]]:
-    """Each option of any of the runs, with its value in each as it is typed; ``None`` in those without it."""
+    """Return each option of any run, with its value in each run as typed; ``None`` for runs without it."""
     configs = [options(record) for record in records]
     names = dict.fromkeys(name for config in configs for name in config)
     return {name: [as_text(config[name]) if name in config else None for config in configs] for name in names}
 
 
 def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None]]:
-    """The options of which runs have different values.
+    """Return the options whose values differ between runs.
 
-    Of those that always differ together and end alike, as ``seed`` and ``data.seed``, the first one.
+    Of options that always differ together and have the same last part, such as ``seed`` and ``data.seed``, only the
+    first is returned.
     """
     differing = {name: texts for name, texts in values.items() if len(set(texts)) > 1}
     unique = {(_last(name), *texts): name for name, texts in reversed(differing.items())}
@@ -66,7 +67,7 @@ def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None
 
 
 def options(record: Written) -> dict[str, Any]:
-    """The options of a run by their dotted names, shallow ones first; ``optimizer.name`` is ``optimizer``."""
+    """Return the options of a run by dotted name, shallow ones first; ``optimizer.name`` becomes ``optimizer``."""
     kept = [
         (name.removesuffix(".name"), value)
         for name, value in sorted(leaves(configuration(record)), key=lambda leaf: leaf[0].count("."))
@@ -76,7 +77,7 @@ def options(record: Written) -> dict[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """A text as it is, and anything else as JSON."""
+    """Return a string unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -88,12 +89,12 @@ def _last(name: str) -> str:
     return name.rpartition(".")[2]
 
 
-#: More words on a run, nothing where they are not known; ``None`` stands for the options that differ.
+#: A function that returns more words on a run, empty if unknown; ``None`` stands for the options that differ.
 _Detail = Callable[[Written], str] | None
 
 
 def labels(records: Sequence[Written]) -> list[str]:
-    """Label runs of one model by how each is parallelized, beside columns for the ranks and the global batch.
+    """Label runs of one model by how each is parallelized, for tables with columns for ranks and global batch.
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
@@ -102,17 +103,17 @@ def labels(records: Sequence[Written]) -> list[str]:
 
 
 def names(records: Sequence[Written]) -> list[str]:
-    """Label runs for lines of text, which have no columns for model, ranks and batch; of several models with theirs."""
+    """Label runs for lines of text, which lack columns for ranks and batch; with their models if there are several."""
     several = len({record.get("model") for record in records}) > 1
     first = [f"{record.get('model')} {_parallel(record)}" if several else _parallel(record) for record in records]
     return _told_apart(records, first, [*_DETAILS, *_PLACES], [()] * len(records))
 
 
 def titles(records: Sequence[Written]) -> list[str]:
-    """Name each run in the display of its sweep, where it stands alone: ``gpt_tiny pdp gpipe b16``.
+    """Name each run for the display of its sweep, where it is shown alone: ``gpt_tiny pdp gpipe b16``.
 
-    Model and preset, or the workload of a run without a model, then what differs between runs of the same name.
-    Records of runs that have not begun will do.
+    A name has model and preset, or the workload of a run without a model, then what differs between runs of the same
+    name. Records of runs that have not started suffice.
     """
     return _told_apart(records, [name(record) for record in records], _DETAILS, [()] * len(records))
 
@@ -120,7 +121,7 @@ def titles(records: Sequence[Written]) -> list[str]:
 def _told_apart(
     records: Sequence[Written], names: list[str], details: Sequence[_Detail], shown: Sequence[tuple[Any, ...]]
 ) -> list[str]:
-    """The names, with one detail after the other for runs that look the same without it."""
+    """Add details to the names, one after another, for runs that look the same without them."""
     for detail in details:
         alike: dict[tuple[Any, ...], list[int]] = {}
         for place, looks in enumerate(zip(names, shown, strict=True)):
@@ -135,7 +136,7 @@ def _told_apart(
 
 
 def title(runs: Sequence[Written], more: Iterable[str] = ()) -> str:
-    """What runs of one model have in common: ``gpt_tiny · 842,496 parameters · fp32``, and more than that."""
+    """Return what runs of one model have in common: ``gpt_tiny · 842,496 parameters · fp32``, then ``more``."""
     sizes = [run["parameters"] for run in runs if run.get("parameters")]
     parameters = f"{range_text(sizes, '{:,}'.format)} parameters" if sizes else ""
     precisions = dict.fromkeys(str(run["precision"]) for run in runs if run.get("precision"))
@@ -144,23 +145,23 @@ def title(runs: Sequence[Written], more: Iterable[str] = ()) -> str:
 
 
 def name(record: Written) -> str:
-    """A run in a word or two: model and preset, or the workload of one without a model."""
+    """Name a run in a word or two: model and preset, or the workload if there is no model."""
     named = " ".join(str(record[part]) for part in ("model", "parallel") if record.get(part))
     return named or str(record.get("workload"))
 
 
 def _parallel(record: Written) -> str:
-    """The preset, with its degrees if there are several and its schedule if there is one."""
+    """Return the preset, with its degrees if there are several and its schedule if there is one."""
     return " ".join(filter(None, (str(record.get("parallel")), _degrees(record), _schedule(record))))
 
 
 def _degrees(record: Written) -> str:
     layout = part(record, Layout)
     above = {name: degree for name in Dims.rows() if (degree := getattr(layout, name) or 1) > 1}
-    if {*above} - {"replicate", "shard", "pipeline"}:  # too many for an order to be known by heart
+    if {*above} - {"replicate", "shard", "pipeline"}:  # too many degrees to remember their order
         return " ".join(f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items())
     if "pipeline" not in above and len(above) < 2:
-        # One that was given is told: under parallel=ddp, shard=2 shards.
+        # Show a degree that was set explicitly: with parallel=ddp, shard=2 shards.
         return "".join(
             f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items() if _is_given(record, name)
         )
@@ -178,12 +179,12 @@ def _schedule(record: Written) -> str:
 
 
 def _nodes(record: Written) -> str:
-    """Count the nodes that there were, or else should have been; nothing where neither is known."""
+    """Return the number of nodes used, or else requested; empty if neither is known."""
     nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
     return plural(nodes, "node") if nodes else ""
 
 
-#: What tells runs apart, the first one first; what a name says already tells none apart.
+#: Details that distinguish runs, in order of preference; a detail that a name already has distinguishes none.
 _DETAILS: tuple[_Detail, ...] = (
     _schedule,
     lambda record: plural(record["world_size"], "rank") if record.get("world_size") else "",
@@ -196,7 +197,7 @@ _DETAILS: tuple[_Detail, ...] = (
     None,
 )
 
-#: The same for runs of several sweeps.
+#: Further details, for runs of several sweeps.
 _PLACES: tuple[_Detail, ...] = (
     lambda record: f"[{name_of_sweep(record)}]",
     lambda record: f"[{Path(record['directory']).name}]",
@@ -204,24 +205,24 @@ _PLACES: tuple[_Detail, ...] = (
 )
 
 
-#: What is always named of an environment, with a word before it where the value alone says too little.
+#: Fields of an environment that are always shown, with a prefix if the value alone is unclear.
 _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
 
 
 class Environments:
-    """Each environment once, in the order of the runs."""
+    """The distinct environments of runs, in the order of the runs."""
 
     def __init__(self, runs: Iterable[Written]) -> None:
         known = {json.dumps(one, sort_keys=True): one for run in runs if (one := run.get("environment"))}
-        self.found: list[Mapping[str, Any]] = [*known.values()]  #: The environments, as records have them.
+        self.found: list[Mapping[str, Any]] = [*known.values()]  #: The environments, as recorded.
         self._numbers = {text: number for number, text in enumerate(known)}
 
     def number(self, run: Written) -> int | None:
-        """The place of a run's environment among all; ``None`` where it is not on record."""
+        """Return the index of a run's environment; ``None`` if it is not recorded."""
         return self._numbers.get(json.dumps(run.get("environment"), sort_keys=True))
 
     def titles(self) -> list[str]:
-        """A line for each environment: machine and versions, and whatever else differs."""
+        """Return a line for each environment: machine and versions, and whatever else differs."""
         known = [
             {name.removeprefix("settings."): as_text(value) for name, value in leaves(one) if value not in (None, {})}
             for one in self.found

@@ -1,9 +1,8 @@
-"""What gets the scalars of a training run: TensorBoard, and the service of ``logger=wandb`` or ``logger=mlflow``.
+"""Loggers of a training run's scalars: TensorBoard, and the service of ``logger=wandb`` or ``logger=mlflow``.
 
-They are written while a run goes on, whenever its ranks have brought their steps together, and when it is over: nothing
-of it lies on the timed path, and a run that is killed has its curves all the same. A service never ends a run: the
-first error is reported, and nothing more is sent. TensorBoard's files may find room on the disk again: it gets what is
-missing at the end of the run.
+Scalars are written during the run, whenever its ranks drain their steps, and at its end: outside the timed path, and
+even a run that is killed has curves. A service never ends a run: the first error is reported, and nothing more is sent.
+TensorBoard's disk may have space again later: it gets what is missing at the end of the run.
 """
 
 from __future__ import annotations
@@ -31,34 +30,34 @@ from ptdbench.report.labels import short_names
 from ptdbench.report.scalars import Scalar
 from ptdbench.terminal import echo
 
-#: Beside the record: the service's own name of the run, under which a run that is resumed goes on.
+#: A file beside the record with the service's name of the run, under which a resumed run continues.
 FILE = "logger.json"
 
-#: Seconds that a service may take to answer.
+#: Timeout of a service in seconds.
 _TIMEOUT = 30
 
 
 @dataclass(frozen=True)
 class Start:
-    """A start of a run, as services are told of it."""
+    """A start of a run, as described to services."""
 
     directory: Path  #: The run's directory.
-    first: int  #: Its first step, of the steps of all starts.
-    known: str | None  #: The name that an earlier start of the run got; ``None`` for a new run.
+    first: int  #: Its first step, counted over all starts.
+    known: str | None  #: The service's name of the run from an earlier start; ``None`` for a new run.
     sweep: str | None  #: The name of its sweep, if it is part of one.
-    hparams: Mapping[str, str | float]  #: What tells it apart from other runs.
-    swept: Collection[str]  #: Those of them that the sweep gives several values.
-    metrics: Mapping[str, float | None]  #: Figures of the whole run; every run has the same.
-    kind: str | None  #: What kind of run it is, if none that is measured.
+    hparams: Mapping[str, str | float]  #: Hyperparameters that distinguish it from other runs.
+    swept: Collection[str]  #: The hyperparameters to which the sweep gives several values.
+    metrics: Mapping[str, float | None]  #: Figures of the whole run; every run has the same keys.
+    kind: str | None  #: The kind of run, if it is not measured.
 
 
 class Service(Protocol):
     """The type of ``logger=<name>``."""
 
-    package: str  #: What is imported for it, and the optional dependencies that install this.
+    package: str  #: The package to import, and the name of the optional dependencies that install it.
 
     def begin(self, start: Start) -> str:
-        """Open the run, and return the service's name of it; empty if it has none."""
+        """Open the run, and return the service's name of it; empty if there is none."""
         ...
 
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
@@ -71,7 +70,7 @@ class Service(Protocol):
 
 
 class TensorBoard:
-    """TensorBoard, which every run has: curves over its steps, and one line of the HPARAMS tab."""
+    """TensorBoard, which every run writes: curves over its steps, and one row of the HPARAMS tab."""
 
     package = "tensorboard"
 
@@ -82,15 +81,15 @@ class TensorBoard:
     def begin(self, start: Start) -> str:
         """See :class:`Service`.
 
-        ``SummaryWriter.add_hparams`` would open a second run below this one, and TensorBoard would then show each run
-        twice; its three summaries go into this run's own file instead.
+        ``SummaryWriter.add_hparams`` would create a second run below this one, and TensorBoard would show each run
+        twice; so its three summaries are written to this run's own file.
         """
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
         _expect_full_disks()
-        # A start of the run that was killed, or a file for which there was no more room, may have some of these steps.
+        # Purge steps that a killed start, or a file on a full disk, already has.
         self._writer = SummaryWriter(str(start.directory), purge_step=start.first)
         experiment, session_start, self._session_end = hparams(start.hparams, start.metrics)
         content = experiment.value[0].metadata.plugin_data
@@ -105,7 +104,7 @@ class TensorBoard:
         return ""
 
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
-        """See :class:`Service`; of the figures the last ones written count."""
+        """See :class:`Service`; the figures written last count."""
         for tag, value, step, at in found:
             self._writer.add_scalar(tag, value, step, walltime=at)
         for tag, value in summary.items():
@@ -113,14 +112,14 @@ class TensorBoard:
         self._writer.flush()
 
     def end(self, is_ok: bool) -> None:
-        """See :class:`Service`; the end of a session that torch builds says "success"."""
+        """See :class:`Service`; torch's session end always says "success"."""
         if is_ok:
             self._writer.file_writer.add_summary(self._session_end)
         self._writer.close()
 
 
 def _expect_full_disks() -> None:
-    """Let the thread that writes events fail without a traceback: its writer raises the error once more."""
+    """Let the thread that writes events fail without a traceback: its writer raises the error again."""
     before = threading.excepthook
 
     def hook(failed: threading.ExceptHookArgs) -> None:
@@ -160,8 +159,8 @@ class WandB:
             console="off",
             silent=True,
             disable_git=True,
-            x_disable_stats=True,  # its sampling would run beside the steps
-            reinit="create_new",  # where an earlier run of this process could not be closed, W&B would go on with that
+            x_disable_stats=True,  # its sampling would run during steps
+            reinit="create_new",  # otherwise W&B would continue an earlier run of this process that was not closed
             init_timeout=_TIMEOUT,
             finish_timeout=_TIMEOUT,
             finish_timeout_raises=True,
@@ -213,9 +212,9 @@ class MLflow:
     def begin(self, start: Start) -> str:
         """See :class:`Service`."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(_TIMEOUT))
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default it tries for minutes
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # by default it retries for minutes
         if (self._uri or "").startswith("file:"):
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # chosen: MLflow asks for that since 3.7
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the user chose it; required since MLflow 3.7
         from mlflow import MlflowClient
         from mlflow.entities import Param, RunStatus
 
@@ -236,10 +235,10 @@ class MLflow:
         """See :class:`Service`."""
         from mlflow.entities import Metric
 
-        now = time.time()  # of the summaries at one step the latest counts
+        now = time.time()  # of several summaries at one step the latest counts
         points = [*found, *(Scalar(tag, value, last_step, now) for tag, value in summary.items())]
         metrics = [Metric(tag, value, int(1e3 * at), step) for tag, value, step, at in points]
-        for place in range(0, len(metrics), 1000):  # the most that MLflow takes at once
+        for place in range(0, len(metrics), 1000):  # MLflow's maximum batch
             self._client.log_batch(self._run, metrics=metrics[place : place + 1000])
 
     def end(self, is_ok: bool) -> None:
@@ -248,28 +247,28 @@ class MLflow:
 
 
 class Log:
-    """Sends the curves of a run to a service while it goes on, those of its last start."""
+    """Sends the curves of a run's current start to a service during the run."""
 
     def __init__(self, service: Service, directory: Path) -> None:
         self._service = service
         self._directory = directory
         self._curves = scalars.Curves()
-        self._shown = self._evaluated = 0  # steps that were sent, and the step of the last evaluation that was
+        self._shown = self._evaluated = 0  # number of steps sent, and the step of the last evaluation sent
         self._is_open = False
         self._failure: Exception | None = None
-        self._is_patient = isinstance(service, TensorBoard)  # tries once more at the end, before it reports an error
+        self._is_patient = isinstance(service, TensorBoard)  # retries at the end before it reports an error
 
     def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Send what is new; the arguments are those of :meth:`ptdbench.report.scalars.Curves.advance`."""
+        """Send new points; arguments as for :meth:`ptdbench.report.scalars.Curves.advance`."""
         self._try(lambda: self._send(record, self._curves.advance(record, first, rows, evaluations), first))
         self._shown = first + len(rows)
         self._evaluated = max((one["step"] for one in evaluations), default=self._evaluated)
 
     def finish(self, record: Written) -> None:
-        """Send what is left of the run that this is the record of, and close it."""
+        """Send the remaining points of the run with this record, and close it."""
         first = record["segments"][-1]["first_step"] if record.get("segments") else 0
         is_patient, self._is_patient = self._is_patient, False
-        if self._failure and is_patient:  # a new file, whose steps take the place of those that are in the last one
+        if self._failure and is_patient:  # start a new file, whose steps replace those in the last one
             self._is_open, self._failure = False, None
             self._shown = self._evaluated = 0
         left = partial(scalars.remaining, self._directory, record, self._shown, self._evaluated)
@@ -288,13 +287,13 @@ class Log:
     def _send(self, record: Written, found: Sequence[Scalar], first: int) -> None:
         if not self._is_open:
             self._open(record, first)
-            found = [*scalars.evaluated_at(record, first), *found]  # a file of events is purged from there on
+            found = [*scalars.evaluated_at(record, first), *found]  # opening purges events from this step on
         summary = {tag: value for tag, value in scalars.summary(record).items() if value is not None}
         self._service.send(found, summary, scalars.last_step(record))
 
     def _open(self, record: Written, first: int) -> None:
         path = self._directory / FILE
-        known = _read(path).get(self._service.package) if first else None  # the run goes on where it was
+        known = _read(path).get(self._service.package) if first else None  # a resumed run continues under its name
         found = sweep_of(self._directory)
         sweep = found.name if found else None
         swept = scalars.swept(self._directory)
@@ -310,7 +309,7 @@ class Log:
         try:
             if not self._failure:
                 step()
-        except Exception as error:  # the service's own, and a stranger's
+        except Exception as error:  # a third-party service may raise anything
             self._failure = error
             if not self._is_patient:
                 self._report(error)

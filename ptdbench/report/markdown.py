@@ -1,4 +1,4 @@
-"""A report in GitHub's Markdown, for pull requests and issues."""
+"""A report in GitHub-flavored Markdown, for pull requests and issues."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ptdbench.report.columns import Block, Column, Row
 from ptdbench.report.labels import Environments, as_text
 from ptdbench.terminal import plain
 
-#: Columns in which the output of other workloads is shown.
+#: Width in columns of the output of other workloads.
 _WIDTH = 110
 
 
 def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
-    """Return the report of runs whose fields ``directory`` say where they are now."""
+    """Return the report of runs whose ``directory`` fields give their current location."""
     blocks = columns.blocks(of_sweeps([run for run in runs if run.get("model")]))
     parts = [f"# {_escaped(title)}", _escaped(subtitle)]
     parts += [part for one in blocks for part in _of_model(one)]
@@ -58,12 +58,12 @@ def _environment(values: Mapping[str, Any]) -> str:
 
 def _folded(title: str, texts: Sequence[str]) -> str:
     body = _fenced("\n\n".join(texts))
-    summary = _calling_nobody(html.escape(" ".join(title.split()), quote=False))  # which is no Markdown
+    summary = _calling_nobody(html.escape(" ".join(title.split()), quote=False))  # HTML, not Markdown
     return f"<details><summary>{summary}</summary>\n\n{body}\n\n</details>"
 
 
 def _fenced(text: str) -> str:
-    """As it is, behind a fence that is longer than any in it."""
+    """Return a text verbatim, in a fence longer than any in it."""
     fence = "```"
     while fence in text:
         fence += "`"
@@ -71,11 +71,11 @@ def _fenced(text: str) -> str:
 
 
 def _calling_nobody(text: str) -> str:
-    """GitHub would send a message to whoever stands behind an ``@``."""
+    """Escape ``@``, with which GitHub would notify a user."""
     return text.replace("@", "&#64;")
 
 
 def _escaped(text: str) -> str:
-    """On one line, without what Markdown and HTML would read as marks."""
+    """Return a text on one line, with Markdown and HTML markup escaped."""
     line = _calling_nobody(" ".join(text.split()).replace("&", "&amp;"))
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|~$" else letter for letter in line)

@@ -1,4 +1,4 @@
-"""The phases of a step as everything that shows them reads them, and why a record has none."""
+"""The phases of a step, read from a record for all displays, and why a record has none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Run = TypeVar("_Run", bound=Written)
 #: The phases in which a rank does the work of its layers.
 COMPUTE = ("forward", "backward")
 
-#: More ranks than this are shown by their mean, the slowest and the fastest one.
+#: With more ranks, only their mean, the slowest and the fastest one are shown.
 MOST_RANKS = 16
 
 
@@ -26,11 +26,11 @@ class Step:
     """A timed step of a run, in seconds."""
 
     seconds: float  #: Its mean duration.
-    phases: Mapping[str, float]  #: Its parts, the means over ranks; ``other`` is what the others leave of it.
-    operations: Mapping[str, Communication]  #: The operations of communication, by their names.
+    phases: Mapping[str, float]  #: Its phases, averaged over ranks; ``other`` is the remainder.
+    operations: Mapping[str, Communication]  #: The communication operations, by name.
 
     def parts(self) -> dict[str, float]:
-        """The phases, with the exposed part of each operation instead of ``communication``; they add up to the step."""
+        """Return the phases, with ``communication`` divided by operation; they add up to the step."""
         exposed = {name: found.exposed_seconds for name, found in self.operations.items()}
         found: dict[str, float] = {}
         for phase, seconds in self.phases.items():
@@ -39,7 +39,7 @@ class Step:
 
 
 def step(record: Written) -> Step:
-    """The mean timed step of a run with phases."""
+    """Return the mean timed step of a run with phases."""
     found = part(record, Phases)
     seconds, ranks = found.step_seconds or 0.0, found.ranks or {}
     means = {phase: fmean(ranks.get(phase) or [0.0]) for phase in PHASES}
@@ -60,7 +60,7 @@ def of_rank(phases: Phases, rank: int) -> list[float]:
 
 
 def shown_ranks(phases: Phases) -> dict[str, int]:
-    """The ranks to show, by their titles: all, or of many the slowest and the fastest in forward and backward."""
+    """Return the ranks to show, by title: all, or for many the slowest and the fastest in forward and backward."""
     seconds = compute_seconds(phases)
     if len(seconds) <= MOST_RANKS:
         return {rank_name(phases, rank): rank for rank in range(len(seconds))}
@@ -76,7 +76,7 @@ def rank_name(phases: Phases, rank: int) -> str:
 
 
 def missing(record: Written) -> str | None:
-    """Return why a record has no phases to show, and what to do; ``None`` if it has."""
+    """Return why a record has no phases to show, and what to do; ``None`` if it has phases."""
     phases = part(record, Phases)
     if not record.get("model"):
         return f"workload={record.get('workload')} does not train, so it has no phases; give a run of workload=train"
@@ -87,7 +87,7 @@ def missing(record: Written) -> str | None:
 
 
 def _reason(record: Written) -> str:
-    """Return why nothing took the phases of a run that trains."""
+    """Return why a training run has no phases."""
     if is_open(record):
         return "the run has not ended"
     if record["status"] != "ok":
@@ -102,7 +102,7 @@ def _reason(record: Written) -> str:
 
 
 def _fault(phases: Phases) -> str | None:
-    """Find what the schema cannot see: fields that are missing, and lists that do not belong together."""
+    """Find errors that the schema cannot detect: missing fields, and lists of different lengths."""
     ranks = phases.ranks or {}
     if not phases.step_seconds:
         return "step_seconds must be above 0"
@@ -115,7 +115,7 @@ def _fault(phases: Phases) -> str | None:
     return None
 
 
-#: What must be equal for the steps of two runs to be the same work, and what a person calls it.
+#: Fields that must be equal for the steps of two runs to be the same work, and their display formats.
 _WORK = {
     "model": "model={}",
     "parameters": "{} parameters",
@@ -126,7 +126,7 @@ _WORK = {
 
 
 def other_work(one: Written, other: Written) -> str | None:
-    """In what two runs did other work, so that their steps cannot be compared; ``None`` if in nothing."""
+    """Return how the work of two runs differs, which makes their steps incomparable; ``None`` if it does not."""
     for field, form in _WORK.items():
         if one.get(field) != other.get(field):
             return " and ".join(form.format(record.get(field)) for record in (one, other))
@@ -134,7 +134,7 @@ def other_work(one: Written, other: Written) -> str | None:
 
 
 def groups(records: Mapping[_Key, _Run]) -> list[dict[_Key, _Run]]:
-    """The runs that did the same work together, in the order in which they come."""
+    """Group the runs that did the same work, in order of first appearance."""
     found: dict[Hashable, dict[_Key, _Run]] = {}
     for key, record in records.items():
         found.setdefault(tuple(record.get(field) for field in _WORK), {})[key] = record

@@ -1,4 +1,4 @@
-"""Remarks below a table: why runs did not end well, and what else to know of them beside their figures."""
+"""Remarks below a table: why runs failed, and what else to know about them besides their figures."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from ptdbench.report.text import range_text
 from ptdbench.terminal import plural
 from ptdbench.units import flops_text
 
-#: Stands in a message before the path of what the run's processes wrote.
+#: The text in a message before the path of the processes' output.
 OUTPUT = "; its output is in "
 
-#: What may be behind a failure of a rank that computes nothing.
+#: A possible cause of a failure on virtual GPUs.
 _ON_VIRTUAL = "virtual GPUs compute nothing, and what decides by the values of tensors fails there"
 
-#: Characters of a message proper that are shown; the record has all of it.
+#: Maximum characters of a message to show; the record has all of it.
 _LIMIT = 1000
 
 
 def reason(record: Written) -> str:
-    """Status, rank and error in one line: ``failed on rank 1: RuntimeError: ... at mymodels.py:13 in forward``.
+    """Return status, rank and error in one line: ``failed on rank 1: RuntimeError: ... at mymodels.py:13 in forward``.
 
-    A long message is cut, but never a refusal, which ends with its remedy, nor what comes behind the message: the path
-    behind :data:`OUTPUT`, where in the user's code it was, and what to try.
+    A long message is truncated, except a ConfigError, which ends with its remedy. What follows the message is always
+    complete: the path after :data:`OUTPUT`, the location in the user's code, and what to try.
     """
     error = schema.error(record)
     where = f" on rank {error.rank}" if error.rank >= 0 else ""  # negative: the process that starts the ranks
@@ -57,13 +57,13 @@ def reason(record: Written) -> str:
 
 
 def _against_lack_of_memory(record: Written) -> Iterator[str]:
-    """Options that need less memory than those of a run that trains."""
-    if not record.get("model") or record.get("kind") == "planned":  # whose message says what fits
+    """Yield options with which a training run needs less memory."""
+    if not record.get("model") or record.get("kind") == "planned":  # a plan's message says what fits
         return
     if (part(record, Layout).micro_batch or 1) > 1 and not record.get("micro_batch"):
         if record.get("launcher") in (None, "local") or option(record, "cluster.submit", str):
             yield "train.micro_batch=max, which finds what fits"
-        else:  # what has started the ranks does so once
+        else:  # an external launcher starts ranks only once, so no search
             yield "the train.micro_batch that ptdbench plan finds"
     if part(record, MicroBatch).found and option(record, "eval.every", int):
         yield "a smaller eval.micro_batch, as a search leaves evaluation out"
@@ -80,32 +80,32 @@ def _cut(message: str) -> str:
     return line if len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
 
 
-#: By how much of itself rounding may change a loss within ten steps, by precision; other kernels add up otherwise.
+#: The relative change of a loss within ten steps that rounding may cause, by precision: kernels sum in other orders.
 _ROUNDING = {"fp32": 1e-4, "tf32": 1e-3, "bf16": 2e-2, "fp16": 2e-2, "fp8": 5e-2}
 
-#: Steps add to it as independent errors do, up to this share; beyond it another training cannot be told from rounding.
+#: It grows with steps like independent errors, up to this bound, above which a wrong training would go unnoticed.
 _MOST = 5e-2
 
-#: Configurations that a line names.
+#: Maximum number of configurations that a line names.
 _NAMED = 5
 
 
 def training(run: Written) -> Hashable:
-    """Equal for two runs if and only if their losses should be, as far as both have come."""
+    """Return a key that is equal for two runs if and only if the losses of their common steps should be."""
     kept = {name: value for name, value in options(run).items() if not bears(name, "layout")}
     return _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
 
 def rounding(run: Written) -> float:
-    """Return by how much of itself the last loss of a run may change by rounding."""
+    """Return the relative change of a run's last loss that rounding may cause."""
     of_ten = _ROUNDING.get(str(run.get("precision")), _MOST)
     return min(of_ten * math.sqrt(max(1.0, (run.get("steps") or 0) / 10)), _MOST)
 
 
 def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | None:
-    """Return how far the last losses of one configuration lie apart on two sides; ``None`` where rounding explains it.
+    """Return how far apart the last losses of a configuration are on two sides; ``None`` if rounding explains it.
 
-    Runs of one side may differ as well, where the order of additions is not fixed: what counts is the gap between all
+    Runs on the same side may differ too, if the order of additions is not fixed: what counts is the gap between all
     losses of one side and all of the other.
     """
     sides = [
@@ -124,7 +124,7 @@ def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | N
 
 
 def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
-    """Configurations, by their names, whose last loss is not that of the first one of the same training."""
+    """Yield the names of configurations whose last loss differs from the first one of the same training."""
     groups: dict[Hashable, list[tuple[str, float]]] = {}
     most = {name: rounding(run) for name, run in named}
     for name, run in named:
@@ -137,26 +137,26 @@ def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
 
 
 def listed(words: Sequence[str]) -> str:
-    """The first ones, and how many others there are."""
+    """Return the first words, and how many others there are."""
     most = f" and {plural(len(words) - _NAMED, 'other')}" if len(words) > _NAMED else ""
     return f"{', '.join(words[:_NAMED])}{most}"
 
 
 def _python_that_is_read(run: Written) -> str | None:
-    """The version of Python whose library a run was trained on, if it was."""
+    """Return the version of Python whose standard library was the training data, if it was."""
     data = option(run, "data", dict) or {}
     return part(run, Environment).python if data.get("path", "") is None else None
 
 
-#: From this share of a run's time on, waiting for data is mentioned.
+#: Waiting for data is mentioned if it takes at least this fraction of a run's time.
 _WAITED = 0.05
 
-#: From this share of a run's time on, it is mentioned that a GPU's clocks were held back.
+#: A GPU's held-back clocks are mentioned if they affect more than this fraction of a run's time.
 _HELD_BACK = 0.01
 
 
 def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
-    """Sentences on the order, on failures and on what was measured, for the rows of a table by their names."""
+    """Return sentences on the order, failures and measurements of the rows of a table, which are called ``named``."""
     places = list(zip(named, found.places, strict=True))
     by_name = [(name, place.alternative.median_run) for name, place in places]
     records = [run for place in found.places for run in place.alternative.runs]
@@ -179,7 +179,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
 
 
 def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
-    """On what rows, by their names, were measured, where that differs: their order is then not one of layouts alone."""
+    """Yield which rows were measured on which devices, if these differ: the order then depends on more than layouts."""
     found: dict[str, list[str]] = {}
     for label, place in places:
         environments = [part(run, Environment) for run in place.alternative.runs if throughput(run)]
@@ -191,14 +191,14 @@ def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
 
 
 def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
-    """Rows, by their names, that were measured after all others of the same blocks, as after a resume.
+    """Yield the names of rows that were measured after all others of the same blocks, as after a resume.
 
-    In blocks a drift of the machine cancels only where configurations take turns.
+    Blocks cancel a drift of the machine only if configurations take turns.
     """
     begun = []
     for label, place in places:
         runs = [run for run in place.alternative.runs if throughput(run)]
-        if starts := [run["started"] for run in runs if run.get("started")]:  # in UTC and one form: ordered as texts
+        if starts := [run["started"] for run in runs if run.get("started")]:  # UTC in one format: sortable as text
             begun.append((min(starts), max(starts), label, place.alternative.sample.keys()))
     begun.sort(key=itemgetter(0))
     for number in range(1, len(begun)):
@@ -211,7 +211,7 @@ def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
 
 
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
-    """Give the reasons of the runs that are not ok, by their names, each reason once."""
+    """Return the reasons of runs that are not ok, with their names, each reason once."""
     alike: dict[str, list[str]] = {}
     for label, place in places:
         failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
@@ -222,12 +222,12 @@ def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
 
 
 def _each_once(records: Iterable[Written], kind: type[Metrics | Remarks], field: str) -> list[str]:
-    """Return a remark that is on record, once where several runs have the same."""
+    """Return the recorded remarks, each once if several runs have the same."""
     return [text for text in dict.fromkeys(getattr(part(record, kind), field) for record in records) if text]
 
 
 def _ceiling_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
-    """Runs, by their names, that passed their ceiling, and ceilings that may be too low."""
+    """Yield the names of runs that exceeded their ceiling, and ceilings that may be too low."""
     loaded: dict[str, None] = {}
     for label, record in records:
         metrics = part(record, Metrics)
@@ -243,14 +243,14 @@ def _ceiling_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
 
 
 def _data_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
-    """Runs, by their names, whose steps waited for their data."""
+    """Yield the names of runs whose steps waited for data."""
     for label, record in records:
         if (share := part(record, Metrics).data_wait_share) and share >= _WAITED:
             yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
 
 
 def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
-    """Runs, by their names, whose GPUs were held back, and the GPU that was the most."""
+    """Yield the names of runs with GPUs that were held back, and the most affected GPU of each."""
     for label, record in records:
         clocks = part(record, Hardware).clocks or []
         causes = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]

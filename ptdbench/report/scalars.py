@@ -1,6 +1,6 @@
-"""A run in scalars: curves over its steps, what tells it apart from others, and its summary.
+"""The scalars of a run: curves over its steps, hyperparameters, and its summary.
 
-TensorBoard and logging services get the same ones from here.
+TensorBoard and logging services get the same scalars from here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Scalar(NamedTuple):
 
 
 class Curves:
-    """The curves of a run that goes on."""
+    """The curves of a run in progress."""
 
     def __init__(self) -> None:
         self._end: float | None = None
@@ -43,9 +43,9 @@ class Curves:
     def advance(
         self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
     ) -> list[Scalar]:
-        """Return the points of the steps since the last call, the first one of which is ``first``.
+        """Return the points of the steps since the last call, which start with step ``first``.
 
-        Rows are as :func:`ptdbench.records.series.unknown` makes them, and evaluations those of these steps.
+        ``rows`` are in the format of :func:`ptdbench.records.series.unknown`; ``evaluations`` are those of these steps.
         """
         columns = {name: series.column([rows], name) for name in _SHOWN}
         begin = _started(record) if self._end is None else self._end
@@ -54,12 +54,12 @@ class Curves:
 
 
 def remaining(directory: Path, record: Written, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
-    """The curves of the run's last start, without steps before ``shown`` and evaluations up to step ``evaluated``.
+    """Return the curves of the run's last start, from step ``shown`` on and evaluations after step ``evaluated``.
 
     Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
     ``step/samples_per_second``, ``step/memory_bytes`` (the maximum over ranks), ``step/learning_rate``,
-    ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` where it is clipped.
-    Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, as far as there are such.
+    ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` if gradients are clipped.
+    Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, if available.
     """
     run = Run(record, directory)
     first = run["segments"][-1]["first_step"] if run.get("segments") else 0
@@ -76,7 +76,7 @@ def _curves(
     shown: int,
     evaluated: int,
 ) -> tuple[list[Scalar], float]:
-    """The steps from ``first`` on, which began at the time ``begin``, but for those that are known; and their end."""
+    """Return the new points of the steps from ``first`` on, which began at time ``begin``, and the end of the last."""
     seconds = columns["slowest_seconds"]
     unit, units_per_step = _throughput_unit(record)
     curves = {
@@ -88,7 +88,7 @@ def _curves(
         "step/gradient_norm": columns["gradient_norm"],
         "step/data_wait_share": columns["wait_seconds"] / seconds,
     }
-    # The steps' own wall times: curves are written long after the steps.
+    # Use the wall times of steps: curves are written long after them.
     ends = begin + np.cumsum(np.nan_to_num(seconds))
     found = [
         Scalar(tag, float(values[place]), first + int(place), float(ends[place]))
@@ -104,7 +104,7 @@ def _curves(
 
 
 def evaluated_at(record: Written, step: int) -> list[Scalar]:
-    """The evaluation of a run after so many steps, by an earlier start or before this one's steps, if there is one."""
+    """Return the evaluation after ``step`` steps, from an earlier start or before this start's steps, if any."""
     before = [one for one in record.get("evaluations") or [] if one["step"] == step > 0]
     return [point for one in before for point in _evaluated(one, _started(record))]
 
@@ -118,15 +118,15 @@ def _evaluated(evaluation: Mapping[str, Any], time: float) -> list[Scalar]:
 
 
 def _started(record: Written) -> float:
-    """When a run started, in seconds since the epoch."""
+    """Return when a run started, in seconds since the epoch."""
     return datetime.fromisoformat(record["started"]).timestamp()
 
 
 def swept(directory: Path) -> dict[str, bool]:
-    """The options that a run's sweep gives several values, and whether all of these are numbers."""
+    """Return the options to which a run's sweep gives several values, and whether all values are numbers."""
     if (sweep := ledger.sweep_of(directory.resolve())) is None:
         return {}
-    # Here, as Hydra is nothing that a reader of this file's tags needs.
+    # Imported here, as most users of this module do not need Hydra.
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.override_parser.types import ChoiceSweep, Glob, Override
     from hydra.errors import HydraException
@@ -143,10 +143,10 @@ def swept(directory: Path) -> dict[str, bool]:
 
 
 def hparams(record: Written, swept: Mapping[str, bool]) -> dict[str, str | float]:
-    """Return the hyperparameters that tell the runs of a sweep apart.
+    """Return the hyperparameters that distinguish the runs of a sweep.
 
-    Every run of it has all of them, because TensorBoard takes the columns from whichever run it reads first, and sorts
-    no column of numbers and words, as of ``auto,2``.
+    Every run has all of them, because TensorBoard takes the columns from the first run that it reads. Mixed values such
+    as ``auto,2`` are text, as it cannot sort a column of numbers and words.
     """
     config, called = options(record), short_names(swept)
     found: dict[str, str | float] = {name: str(record.get(name) or "") for name in ("model", "parallel", "precision")}
@@ -158,14 +158,14 @@ def hparams(record: Written, swept: Mapping[str, bool]) -> dict[str, str | float
 
 
 def summary(record: Written) -> dict[str, float | None]:
-    """The metrics by tag, for every run the same tags; a failed run has few values, all of them finite."""
-    metrics = record.get("metrics") or {}  # also of a run that ends, whose figures are not JSON's yet
+    """Return the metrics by tag, with the same tags for every run; all values are finite, and a failed run has few."""
+    metrics = record.get("metrics") or {}  # may be of a run that is just ending, not yet converted to JSON
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
     sizes = ("peak_memory_bytes", "peak_reserved_bytes")
     names = ("model_flops_per_second", "mfu", "mfu_causal", *sizes, "first_step_seconds")
     found = {
-        "ok": float(record["status"] == "ok"),  # no hparam: these are written before a run ends
-        "throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # one for any kind of data
+        "ok": float(record["status"] == "ok"),  # not a hyperparameter, as those are written before the end
+        "throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # the same tag for any kind of data
         **{name: metrics.get(name) for name in names},
         "step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
         "last_loss": record.get("final_loss"),
@@ -178,11 +178,11 @@ def summary(record: Written) -> dict[str, float | None]:
 
 
 def last_step(record: Written) -> int:
-    """The step at which the summary stands."""
+    """Return the step of the summary."""
     return max((record.get("steps") or 0) - 1, 0)
 
 
 def _throughput_unit(record: Written) -> tuple[str, float]:
-    """Return the unit of throughput, and how many of it a step makes."""
+    """Return the unit of throughput, and the number of units per step."""
     batch, tokens = record.get("global_batch") or 0, record.get("tokens_per_sample")
     return ("tokens", batch * tokens) if tokens else ("samples", batch)

@@ -1,4 +1,4 @@
-"""Final tables: the ranking of the runs that trained, the results of other workloads, and plans."""
+"""Final tables: the ranking of training runs, the results of other workloads, and plans."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from ptdbench.report.text import MISSING, Column, figure_text, wrap
 from ptdbench.terminal import command
 from ptdbench.units import gib_text, size_text, three_digits
 
-#: Lines of a stranger's results that are shown, and characters of each.
+#: Maximum lines of third-party results to show, and characters of each.
 _MOST_LINES, _LONGEST = 60, 200
 
 
 def render(records: Sequence[Written], width: int = 100, typed: Collection[str] = ()) -> str:
-    """The runs of each model, fastest first and those that did not finish last, as plain text.
+    """Return the runs of each model as plain text, fastest first and unfinished ones last.
 
-    Columns without a figure are left out. Where there is no room for the others in ``width`` columns, the
-    number of ranks and the batch stand in the title if all runs have the same, what matters least is left out and named
-    below, and words fold; a figure is never cut. ``typed`` is as for :func:`of_workload`.
+    Columns without a figure are omitted. If the others do not fit in ``width`` characters, the number of ranks and the
+    batch move to the title if all runs have the same, the least important columns are omitted and named below, and
+    words wrap; a figure is never truncated. ``typed`` is as for :func:`of_workload`.
     """
     found = alternatives.group(record for record in records if record.get("model"))
     shown = [_of_model(one, width) for one in columns.blocks(found)]
@@ -46,12 +46,12 @@ def render(records: Sequence[Written], width: int = 100, typed: Collection[str] 
     return "\n\n".join(shown)
 
 
-#: Where Hydra's Optuna writes what it found.
+#: The file in which Hydra's Optuna sweeper writes its results.
 SEARCHED = "optimization_results.yaml"
 
 
 def closing_lines(directory: Path, records: Sequence[Written] = ()) -> str:
-    """Return where the records of a run or a sweep are, and how to look at phases and curves and to send them."""
+    """Return where the records of a run or a sweep are, and the commands for phases, curves and a report."""
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
     lines = [f"records      {shown}/{RESULTS if is_sweep else RECORD}"]
@@ -76,11 +76,11 @@ def closing_lines(directory: Path, records: Sequence[Written] = ()) -> str:
 
 
 def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str:
-    """Render the result of a workload that does not train, even if that is no success, or why there is none.
+    """Render the result of a workload that does not train, even if it failed, or why there is none.
 
-    A record is data, perhaps somebody else's: the workloads of ptdbench show their results themselves, and a stranger's
-    are shown as they are on record, without the code that it names; but for those ``typed``, which the person who looks
-    has just let run.
+    A record is data, perhaps from someone else. ptdbench's own workloads render their results; those of third-party
+    workloads are shown as recorded, without running the code that the record names, except for the classes ``typed``,
+    which the user has just run.
     """
     workload = str(record.get("workload"))
     lines = []
@@ -98,7 +98,7 @@ def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str
 
 
 def _own_workload(target: str) -> Any:
-    """The workload of ptdbench of this name; nothing is imported to see that there is none."""
+    """Return ptdbench's workload of this name; other modules are not imported."""
     package = import_module("ptdbench.workloads")
     module, _, name = target.rpartition(".")
     if module not in {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}:
@@ -115,7 +115,7 @@ def _as_it_is(found: object) -> str:
 
 
 def _of_model(found: Block, width: int) -> str:
-    """Title, table and remarks for the runs of one model; what is alike in all rows is the first to be left out."""
+    """Return title, table and remarks for the runs of one model; columns equal in all rows are omitted first."""
     rows, known = found.rows, found.columns()
     repeats = any(len(row.runs) > 1 for row in rows)
     alike = {
@@ -132,12 +132,12 @@ def _of_model(found: Block, width: int) -> str:
     return "\n".join([title, *lines, *(wrap(line, width) for line in remarks)])
 
 
-#: The columns of a plan that are left out where there is no room, the first one first.
+#: The columns of a plan in the order in which they are omitted if there is no room.
 _SPARED = ("of GPU", "other", "outside", "gradients", "rank", "allocated", "optimizer", "weights")
 
 
 def of_plans(records: Sequence[Written], width: int) -> str:
-    """Of each plan the rank that needs most, in GiB, and below what to know of it."""
+    """Return a table of the neediest rank of each plan, in GiB, with remarks below."""
     called = names(records)
     rows = [_plan_row(name, record) for name, record in zip(called, records, strict=True)]
     shown = [
@@ -182,7 +182,7 @@ def _gib(size: int | None) -> str:
 
 
 def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator[str]:
-    """Why rows do not fit, what others are for, and what the figures are."""
+    """Yield why plans failed, and what the columns mean."""
     alike: dict[str, list[str]] = {}
     for name, record in zip(called, records, strict=True):
         if record["status"] != "ok":
@@ -191,7 +191,7 @@ def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator
             alike.setdefault(f"only the training state is known: {why}", []).append(name)
     yield from (f"{', '.join(whose)}: {said}" for said, whose in alike.items())
     carried_out = [record for record in records if part(record, Plan).stands_for]
-    for plan in (record["plan"] for record in carried_out):  # one line of those that are the same
+    for plan in (record["plan"] for record in carried_out):  # equal lines are merged later
         samples = ", samples that wait for their pass" if "samples" in (plan.get("outside") or {}) else ""
         yield (
             f"left: of {gib_text(plan['room_bytes'])} of {gib_text(plan['capacity_bytes'])} ({plan['capacity_of']}), "

@@ -1,4 +1,4 @@
-"""Tables, differences and figures as plain text, for terminals and files alike."""
+"""Tables, differences and figures as plain text, for terminals and files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from rich.text import Text
 
 from ptdbench.terminal import echo, plain
 
-#: Columns between two of a table.
+#: Spaces between two columns of a table.
 _GAP = 2
 
-#: A part of a difference is named from this share of it on, the largest ones only.
+#: A part of a difference is named if it is at least this fraction of it, up to a maximum number of parts.
 _NAMED, _MOST_NAMED = 0.1, 5
 
 #: A cell without a figure.
@@ -32,12 +32,12 @@ F = TypeVar("F")
 
 
 def figure_text(value: F | None, write: Callable[[F], str] = str) -> str:
-    """A figure, or that there is none."""
+    """Format a figure, or :data:`MISSING` for ``None``."""
     return MISSING if value is None else write(value)
 
 
 def range_text(values: Collection[float], write: Callable[[float], str]) -> str:
-    """The least and the most: ``1.12 to 1.31``, or ``5`` where they are alike."""
+    """Format the minimum and maximum: ``1.12 to 1.31``, or ``5`` if they are equal."""
     return " to ".join(dict.fromkeys(write(choose(values)) for choose in (min, max)))
 
 
@@ -45,12 +45,12 @@ def range_text(values: Collection[float], write: Callable[[float], str]) -> str:
 class Column(Generic[R]):
     """A column of a table, whose rows are all of one type."""
 
-    heading: str  #: What stands over it.
-    cell: Callable[[R], str]  #: Its text, :data:`MISSING` where there is no figure.
-    words: bool = False  #: Whether it has words, else figures.
-    #: Its place in the order in which columns are left out where there is no room; ``None``: it stays.
+    heading: str  #: Its heading.
+    cell: Callable[[R], str]  #: The text for a row, :data:`MISSING` if there is no figure.
+    words: bool = False  #: Whether it has words rather than figures.
+    #: Its place in the order in which columns are omitted if there is no room; ``None``: never omitted.
     spared: int | None = None
-    #: To how many characters it may shrink before another is left out, 0 to its longest word; ``None``: not at all.
+    #: Width to which it may shrink before others are omitted, 0: that of its longest word; ``None``: it does not.
     least: int | None = None
 
 
@@ -61,9 +61,9 @@ def drawn(
     words: Collection[str] = (),
     folding: str | None = None,
 ) -> str:
-    """Return a table as plain text, at least as wide as its figures need, and else ``width`` columns.
+    """Return a table as plain text, of at most ``width`` characters unless its figures need more.
 
-    Columns hold figures, but for those of ``words``, and for the one ``folding`` at the spaces of its words.
+    Columns hold figures, except those in ``words`` and the column ``folding``, which wraps at spaces.
     """
     columns = [
         Column(name, itemgetter(place), name in words or name == folding, least=0 if name == folding else None)
@@ -75,10 +75,10 @@ def drawn(
 def table(
     columns: Sequence[Column[R]], rows: Sequence[R], width: int | None, *, folds: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Return the lines of a table, and the headings of the columns for which there was no room.
+    """Return the lines of a table, and the headings of the columns that were omitted for lack of room.
 
-    A line has ``width`` characters at most, of which figures may need more; ``None``: any number. A cell that is wider
-    than its column is folded, or cut where it ``folds`` not.
+    A line has at most ``width`` characters, unless figures need more; ``None``: no limit. A cell that is wider than its
+    column is wrapped if ``folds``, else truncated.
     """
     texts = [[column.heading, *map(column.cell, rows)] for column in columns]
     natural = [max(map(cell_len, of_column)) for of_column in texts]
@@ -101,7 +101,7 @@ def table(
 
 
 def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds: bool) -> list[str]:
-    """Headings, a rule and the rows; of each column the cells, the width, and whether it has words."""
+    """Return headings, a rule and the rows; ``columns``: cells, width, and whether the column has words."""
     found = []
     for number, row in enumerate(zip(*(texts for texts, _, _ in columns), strict=True)):
         fit = _folded if folds else lambda cell, size: [cropped(cell, size)]
@@ -119,19 +119,19 @@ def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds
 
 
 def cropped(line: str, width: int | None) -> str:
-    """The line, cut to a width."""
+    """Truncate a line to a width."""
     return line if width is None or cell_len(line) <= width else set_cell_size(line, max(width - 1, 0)) + "…"
 
 
 def wrap(text: str, width: int | None) -> str:
-    """The text in lines of at most ``width`` columns, all but the first indented; words, such as a path, stay whole."""
+    """Wrap a text to ``width`` columns, indenting all lines but the first; words, such as paths, are not broken."""
     if width is None:
         return text
     return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def left_out(headings: Sequence[str], width: int | None) -> list[str]:
-    """The line that names the columns without room, if there are any."""
+    """Return a line that names the omitted columns, if there are any."""
     return [f"left out in {width} columns: {', '.join(headings)}"] if headings else []
 
 
@@ -144,7 +144,7 @@ def _total(widths: Mapping[int, int]) -> int:
 
 
 def emphasized(text: str) -> Text:
-    """The text of tables for a terminal: bold headings, the fastest run in green, and what did not end well in red."""
+    """Style the text of tables for a terminal: bold headings, the fastest run in green, and failed runs in red."""
     shown = Text(plain(text))
     shown.highlight_regex(r"(?m)^.* · .*$|^ *#  .*$", "bold")
     is_ranking, start = False, 0
@@ -158,7 +158,7 @@ def emphasized(text: str) -> Text:
 
 
 def show(text: str) -> None:
-    """Print tables: with :func:`emphasized` on a terminal, as far as it has bold and colors, and else as they are."""
+    """Print tables, with :func:`emphasized` on a terminal that supports it, else unstyled."""
     console = Console(highlight=False)
     if console.is_terminal and sys.stdout and console.encoding.startswith("utf"):
         console.print(emphasized(text), soft_wrap=True)
@@ -171,8 +171,8 @@ def difference(
 ) -> str:
     """Return a difference and its largest parts, which add up as printed.
 
-    ``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``. Notes on parts stand in
-    parentheses; ``digits`` are the significant ones of the difference.
+    ``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``. Notes on parts are in
+    parentheses; ``digits`` is the number of significant digits of the difference.
     """
     total = sum(parts.values())
     places = decimals(total, digits)
@@ -186,5 +186,5 @@ def difference(
 
 
 def decimals(value: float, digits: int) -> int:
-    """The decimals that show so many significant digits of a figure, and all of one that has more before the point."""
+    """Return the number of decimals that shows a figure with at least ``digits`` significant digits."""
     return max(0, digits - 1 - math.floor(math.log10(abs(value) or 1.0)))

@@ -1,4 +1,4 @@
-"""One set of runs against another, as before and after a change: what is slower, and what would have been seen."""
+"""Compares two sets of runs, such as before and after a change: what is slower, and what could have been detected."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ptdbench.units import three_digits
 
 Verdict = Literal["faster", "slower", "no difference seen", "not enough data", "fails", "fails at times", "runs again"]
 
-#: What is seen of a difference, by its sign.
+#: The verdict by the sign of a difference.
 _SEEN: dict[int, Verdict] = {1: "faster", -1: "slower", 0: "no difference seen"}
 
-#: Verdicts that no throughput makes good.
+#: Verdicts that no throughput makes up for.
 _FAILING = ("fails", "fails at times")
 
-#: What two environments are compared by.
+#: The fields by which two environments are compared.
 _ENVIRONMENT = ("ptdbench", "python", "torch", "cuda", "driver", "nccl", "cpu", "host", "git_commit")
 
-#: What to do where there is nothing to compare.
+#: What to do if there is nothing to compare.
 _REMEDY = "give runs of the same model, global batch and precision, with the same options"
 
 
@@ -48,32 +48,32 @@ class Incomparable(Exception):
 class Pair:
     """The same configuration before and after, or two that did the same work."""
 
-    label: str  #: What it is called.
+    label: str  #: Its name.
     before: Alternative  #: Its runs before.
     after: Alternative  #: Its runs after.
-    known: Comparison | None  #: The throughput after over that before; ``None`` where there are too few runs.
-    verdict: Verdict  #: What is seen of the difference, for all pairs together.
-    losses: str | None  #: How far the losses of the same configuration lie apart, if rounding does not explain it.
+    known: Comparison | None  #: The throughput after relative to before; ``None`` if there are too few runs.
+    verdict: Verdict  #: The verdict on the difference, at a level for all pairs together.
+    losses: str | None  #: How far apart the losses of the same configuration are, if rounding does not explain it.
 
     @property
     def sides(self) -> tuple[tuple[str, Alternative], tuple[str, Alternative]]:
-        """Both, with what a sentence calls them."""
+        """Both sides, with their names in sentences."""
         return ("before", self.before), ("after", self.after)
 
 
 @dataclass(frozen=True)
 class Versus:
-    """Two sets of runs beside each other."""
+    """The comparison of two sets of runs."""
 
-    pairs: list[Pair]  #: The configurations that both have.
-    remarks: list[str]  #: What is not compared, in sentences.
+    pairs: list[Pair]  #: The configurations in both.
+    remarks: list[str]  #: Sentences on what is not compared.
 
 
 def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
-    """Bring together what did the same work, by configurations; one configuration on each side is a pair as well.
+    """Pair runs of the same configuration; a single configuration on each side that did the same work is a pair too.
 
     Raises:
-        Incomparable: They have no configuration in common, or did other work.
+        Incomparable: The sets have no configuration in common, or did different work.
     """
     ignored = _new_options(before, after)
     one = alternatives.by_identity(before, ignored, after)
@@ -95,9 +95,9 @@ def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
 
 
 def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozenset[str]:
-    """Options that one version of this package has and the other one has not.
+    """Return options that only one version of this package has.
 
-    They cannot tell configurations apart, unless the version that has them was run with several values.
+    They do not distinguish configurations, unless the version that has them was run with several values.
     """
     versions, values = [], []
     for runs in (before, after):
@@ -116,13 +116,13 @@ def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozens
 
 
 def _not_compared(ignored: Collection[str]) -> list[str]:
-    """These options, each with all below it once."""
+    """Return a remark on the ignored options; a group stands for all options in it."""
     outermost = sorted(name for name in ignored if name.rpartition(".")[0] not in ignored)
     return [f"options of one version of ptdbench alone, not compared: {listed(outermost)}"] if outermost else []
 
 
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
-    """In what the work of each differs from that of all others; ``None`` if any did the same, or all have failed."""
+    """Return how the work of the sides differs; ``None`` if any two did the same, or all runs of a side failed."""
     ok = [[one.median_run for one in side if one.sample] for side in (before, after)]
     found = [other_work(one, other) for one, other in product(*ok)]
     return found[0] if found and all(found) else None
@@ -134,19 +134,19 @@ def _alone(
     after: Collection[Hashable],
     common: Collection[Hashable],
 ) -> list[str]:
-    """List the configurations of one side alone: ``before: ddp, fsdp``."""
+    """List the configurations that only one side has: ``before: ddp, fsdp``."""
     sides = {"before": before, "after": after}
     alone = {word: [called[key] for key in keys if key not in common] for word, keys in sides.items()}
     return [f"{word}: {', '.join(found)}" for word, found in alone.items() if found]
 
 
 def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool) -> list[Pair]:
-    """Judge pairs, at a level that holds for all of them, and where both sides took turns for all looks at them.
+    """Judge pairs, at a level for all of them together, and for all looks at them if both sides took turns.
 
-    Of the same configuration (``is_same``) the losses should be the same, too.
+    For the same configuration (``is_same``) losses should be equal, too.
     """
     differences = noise.differences([(after, before) for _, before, after in pairs])
-    # Of two sides that took turns: a sweep by itself looked at its own runs only.
+    # Only runs of sides that took turns: a separate sweep looked only at its own runs.
     runs = [run for _, *sides in pairs for side in sides for run in side.runs]
     level = level_of(run for run in runs if record.option(run, "repeat.series", str))
     signs = significance.differing(differences, level)
@@ -160,7 +160,7 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
 
 
 def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
-    """Judge failures: one is enough where there was none before, else it takes more than chance makes."""
+    """Judge failures: one is enough if there was none before, otherwise more than chance explains."""
     (was, of), (now, on) = ((len(_failed(side)), len(side.runs) - len(_interrupted(side))) for side in (before, after))
     if before.sample and now and not after.sample:
         return "fails"
@@ -180,7 +180,7 @@ def _interrupted(one: Alternative) -> list[str]:
 
 
 def _interruption(run: Written) -> str | None:
-    """Name what ended a run from outside, or that it goes on: neither says anything of the program."""
+    """Return why a run was interrupted or is unfinished, which says nothing about the program."""
     if record.is_open(run):
         return "unfinished"
     if schema.error(run).type == "CANCELLED":  # by scancel
@@ -189,14 +189,14 @@ def _interruption(run: Written) -> str | None:
 
 
 def status(found: Versus, threshold: float | None) -> int:
-    """The exit status of a gate.
+    """Return the exit status of a gate.
 
-    With a threshold, a share, what is slower by less does not fail, and is not passed either unless the interval of its
-    ratio excludes that it is slower by so much; what trains something else fails. Without one whatever is seen to be
-    slower fails.
+    With a threshold, a fraction, a configuration fails if it is slower by at least that much, or if its losses differ;
+    it passes only if the interval of its ratio excludes such a slowdown. Without a threshold, a configuration fails if
+    it is seen to be slower.
 
     Returns:
-        1: a configuration fails, or is slower. 3: there are not enough data to say that none is. 0: none is.
+        1: a configuration fails or is slower. 3: there are not enough data to exclude that. 0: none is.
     """
     if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in found.pairs):
         return 1
@@ -210,14 +210,14 @@ def _is_slower(pair: Pair, threshold: float) -> bool:
 
 
 def _is_open(pair: Pair, threshold: float | None) -> bool:
-    """Tell whether a configuration may be slower all the same."""
+    """Return whether a configuration may still be slower."""
     if pair.known is None:
         return pair.verdict == "not enough data"
     return threshold is not None and pair.known.low <= 1 - threshold
 
 
 def render(found: Versus, titles: tuple[str, str], width: int) -> str:
-    """A table with a row for each pair, and what it does not say."""
+    """Return a table with a row for each pair, and remarks."""
     rates = [f"{title} {_unit(found)}/s" for title in titles]
     headings = ["configuration", "runs", *rates, "ratio (95%)", "verdict"]
     rows = []
@@ -231,7 +231,7 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
 
 
 def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
-    """The comparison as ``compare --json`` prints it; docs/results.md says what each key means."""
+    """Return the comparison as printed by ``compare --json``; docs/results.md describes each key."""
     return {
         "status": status(found, threshold),
         "unit": _unit(found),
@@ -241,7 +241,7 @@ def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
 
 
 def _remarks(found: Versus) -> list[str]:
-    """What failed, what was left out, and in what the two sides ran differently."""
+    """Return remarks on failures, omitted runs, and differences between the sides' environments."""
     return [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks, *_environments(found.pairs)]
 
 
@@ -286,7 +286,7 @@ def _ratio(pair: Pair) -> str:
 
 
 def _seen(pairs: Sequence[Pair]) -> list[str]:
-    """Say what would have been seen where nothing was, and what it would have taken."""
+    """Return the detectable difference for pairs without one, and the runs needed for pairs with too few."""
     lines = []
     for pair in pairs:
         if pair.verdict == "no difference seen" and pair.known:
@@ -310,7 +310,7 @@ def _failures(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _left_out(pairs: Sequence[Pair]) -> list[str]:
-    """Runs that were interrupted: ``ddp after: 2 of 5 runs left out: 1 preempted, 1 unfinished``."""
+    """Return remarks on interrupted runs: ``ddp after: 2 of 5 runs left out: 1 preempted, 1 unfinished``."""
     return [
         f"{pair.label} {word}: {len(found)} of {plural(len(side.runs), 'run')} left out: "
         + ", ".join(f"{count} {how}" for how, count in Counter(found).items())
@@ -321,7 +321,7 @@ def _left_out(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _environments(pairs: Sequence[Pair]) -> list[str]:
-    """In what the two sides ran differently, besides their configurations."""
+    """Return how the environments of the two sides differ."""
     sides = [[part(run, Environment) for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
     found = []
     for name in _ENVIRONMENT:

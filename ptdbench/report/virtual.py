@@ -1,4 +1,4 @@
-"""Virtual runs in tables and lines: they have no times, and no place in an order."""
+"""Virtual runs in tables and lines: they have no times, and no rank in an order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import rank_names
 from ptdbench.units import size_text
 
-#: What the lines below a table of memory say.
+#: The explanation below a table of memory.
 _RESERVED = (
     "reserved: what torch's allocator takes from the GPU, and decides whether a run fits; beside it are the CUDA "
     "context and NCCL's buffers, which are not counted"
@@ -19,17 +19,17 @@ _RESERVED = (
 
 
 def is_ok(record: Written) -> bool:
-    """Return whether a run on virtual GPUs, or a plan, came to its end: neither has a throughput."""
+    """Return whether a run on virtual GPUs, or a plan, finished: neither has a throughput."""
     return record.get("kind") in ("virtual", "planned") and record["status"] == "ok"
 
 
 def has_figures(record: Written) -> bool:
-    """Tell whether a run was carried out on virtual GPUs to its end, for itself or for a plan."""
+    """Return whether a run finished on virtual GPUs, by itself or for a plan."""
     return bool(record.get("virtual")) and (record.get("kind") == "planned" or is_ok(record))
 
 
 def remarks(records: Iterable[Written]) -> Iterator[str]:
-    """Yield what to know of the virtual runs and the plans of a table."""
+    """Yield what to know about the virtual runs and the plans of a table."""
     records = list(records)
     if any(record.get("kind") == "planned" for record in records):
         yield "planned: what a run will need, and no run; memory is that of the rank that needs most"
@@ -41,7 +41,7 @@ def remarks(records: Iterable[Written]) -> Iterator[str]:
 
 
 def of_model(record: Written) -> Iterator[str]:
-    """What a model does otherwise on virtual GPUs: that experts are in turn, and convolutions without workspaces."""
+    """Yield how a model behaves differently on virtual GPUs: experts take turns, convolutions have no workspaces."""
     if option(record, "model.router", dict):
         yield (
             "experts take turns by position, as with model.router.balance=forced: nothing is computed to choose by; "
@@ -52,7 +52,7 @@ def of_model(record: Written) -> Iterator[str]:
 
 
 def explained(record: Written, called: str, width: int) -> str:
-    """Memory, kernels and messages of one run."""
+    """Render memory, kernels and messages of one run."""
     found = record["virtual"]
     ranks, size = found["ranks"], record.get("world_size")
     present = f"all {size} ranks" if len(ranks) == size else f"{rank_names(ranks)} of {size}"
@@ -69,7 +69,7 @@ def explained(record: Written, called: str, width: int) -> str:
 
 
 def _memory(record: Written, width: int) -> Iterator[str]:
-    """A row for each rank: its peaks, and what the memory is for."""
+    """Yield a table with a row for each rank: its peaks, and its memory by purpose."""
     found, kinds = record["virtual"], part(record, Memory).ranks or {}
     names = ["allocated", "reserved", *kinds]
     rows = []

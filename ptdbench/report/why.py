@@ -1,4 +1,4 @@
-"""Differences of runs: why one is slower than another, phase by phase, in a line."""
+"""Differences between runs: why one is slower than another, phase by phase, in one line."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from ptdbench.report import recorded_phases
 from ptdbench.report.text import difference
 from ptdbench.units import bytes_text, three_digits
 
-#: A difference below this share of the longer step is noise.
+#: A difference below this fraction of the longer step is noise.
 _NOISE = 0.02
 
-#: Ranks whose forward and backward differ by less from the mean are equally fast.
+#: Ranks are equally fast if their forward and backward differ less than this from the mean, relatively.
 _EVEN = 0.05
 
-#: Profiling only makes steps longer: where they took less than this share, the timed steps met other conditions.
+#: Profiling only slows steps down: if profiled steps took less than this fraction, timed steps ran in other conditions.
 _SHORTER = 0.95
 
-#: What is sent may differ from the formula by this share of it, and by messages of single numbers, in bytes.
+#: Tolerances of traffic relative to its formula, and in bytes, for messages of single numbers.
 _AS_FORMULA, _SINGLE_NUMBERS = 0.01, 100
 
-#: The option of what keeps experts equally busy, and its value by which they are.
+#: The option for load balancing of experts, and the value that enforces it.
 _BALANCE, _FORCED = "model.router.balance", "forced"
 
-#: Waiting for a rank is named from this share of the step on.
+#: A straggler is named if ranks wait for it for at least this fraction of the step.
 _WAITED = 0.02
 
 
 def compare(record: Written, against: Written, called: str, reference: str) -> str:
-    """Return by how much one run's step is longer or shorter than another's, and in which phases.
+    """Return how much longer or shorter one run's step is than another's, and in which phases.
 
     A difference within the noise is not divided into phases.
     """
@@ -65,16 +65,16 @@ def _explained(record: Written, against: Written, called: str, reference: str) -
 
 
 def parts_of_difference(record: Written, against: Written) -> dict[str, float]:
-    """Seconds by which the parts of one run's step are longer than those of another's.
+    """Return the seconds by which the parts of one run's step are longer than another's.
 
-    Parts are phases, and of exposed communication the operations; they add up to the difference of the steps.
+    Parts are phases, with exposed communication divided by operation; they add up to the difference of the steps.
     """
     ours, theirs = recorded_phases.step(record).parts(), recorded_phases.step(against).parts()
     return {part: ours.get(part, 0.0) - theirs.get(part, 0.0) for part in dict.fromkeys([*ours, *theirs])}
 
 
 def shares(record: Written, called: str) -> str:
-    """The shares of a step in a line: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``."""
+    """Return the breakdown of a step: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``."""
     step = recorded_phases.step(record)
     percents = {part: round(100 * seconds / step.seconds) for part, seconds in step.parts().items() if part != "other"}
     named = {_named(part): share for part, share in percents.items() if share > 0}
@@ -84,7 +84,7 @@ def shares(record: Written, called: str) -> str:
 
 
 def remarks(record: Written, called: str) -> Iterator[str]:
-    """Yield what stands out in a run: traffic unlike its formula, the bubble, uneven ranks, a straggler."""
+    """Yield what stands out in a run: traffic that deviates from its formula, the bubble, uneven ranks, a straggler."""
     found = part(record, Phases)
     yield from doubt(record, called)
     for name, sent in (found.communication or {}).items():
@@ -104,7 +104,7 @@ def remarks(record: Written, called: str) -> Iterator[str]:
 
 
 def costs_of_imbalance(records: Mapping[str, Written]) -> Iterator[str]:
-    """Yield by how much runs whose experts share ranks are longer than the same with forced balance, where both are."""
+    """Compare runs with expert parallelism to the same runs with forced balance, if both are present."""
 
     def same(record: Written) -> tuple[Any, ...]:
         return record.get("world_size"), work(configuration(record), {_BALANCE})
@@ -117,7 +117,7 @@ def costs_of_imbalance(records: Mapping[str, Written]) -> Iterator[str]:
 
 
 def doubt(record: Written, called: str) -> Iterator[str]:
-    """Yield that the phases of a run may not be those of its timed steps, if the profiled ones were shorter."""
+    """Yield a warning that phases may not apply to the timed steps, if the profiled steps were shorter."""
     found = part(record, Phases)
     ratio = (found.profiled_step_seconds or math.inf) / (found.step_seconds or 1.0)
     if ratio < _SHORTER:
@@ -125,9 +125,9 @@ def doubt(record: Written, called: str) -> Iterator[str]:
 
 
 def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
-    """Of those that did the same work together the first one, and what is known to be slower, by their typical runs.
+    """Group the typical runs of alternatives that did the same work: the first, and those known to be slower.
 
-    What has no phases is left out. They are alternatives of one model in the order of their table, by their names.
+    Runs without phases are omitted. ``named`` has the alternatives of one model in the order of their table, by name.
     """
     typical = {called: place.alternative.median_run for called, place in named.items()}
     phased = {called: run for called, run in typical.items() if not recorded_phases.missing(run)}
@@ -139,9 +139,9 @@ def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
 
 
 def against_first(groups: Sequence[Mapping[str, Written]]) -> list[str]:
-    """Each run against the first one of its group, from :func:`in_order`; the shares of one without any other.
+    """Compare each run with the first of its group, from :func:`in_order`; give the breakdown of a run without others.
 
-    One whose steps were as fast, or faster, in these runs is not explained by them.
+    A run whose steps were not slower in these typical runs is omitted, as they cannot explain it.
     """
     lines = []
     for group in groups:
@@ -152,7 +152,7 @@ def against_first(groups: Sequence[Mapping[str, Written]]) -> list[str]:
 
 
 def _unlike(sent: Communication) -> str:
-    """The bytes by formula, where others were sent."""
+    """Return the bytes by formula as text if the traffic deviates, else an empty text."""
     exact, ends = sent.formula_bytes, sent.formula_range or []
     if exact is not None and abs(sent.bytes - exact) > max(_AS_FORMULA * exact, _SINGLE_NUMBERS):
         return bytes_text(exact)
@@ -162,7 +162,7 @@ def _unlike(sent: Communication) -> str:
 
 
 def _bubble(record: Written) -> str:
-    """``21% of the step, 20% by formula``; empty where no formula is known."""
+    """``21% of the step, 20% by formula``; empty if no formula is known."""
     if (formula := part(record, Phases).bubble_formula) is None:
         return ""
     step = recorded_phases.step(record)
@@ -170,7 +170,7 @@ def _bubble(record: Written) -> str:
 
 
 def _uneven(found: Phases) -> Iterator[str]:
-    """``forward + backward +9% on rank 1, -9% on rank 0``: the slowest and the fastest rank, where one differs."""
+    """``forward + backward +9% on rank 1, -9% on rank 0``: the slowest and the fastest rank, if they differ."""
     seconds = recorded_phases.compute_seconds(found)
     mean = fmean(seconds)
     relative = [one / mean - 1 if mean else 0.0 for one in seconds]
@@ -181,14 +181,14 @@ def _uneven(found: Phases) -> Iterator[str]:
 
 
 def _with_parts(found: Phases, rank: int) -> str:
-    """A rank's name with what its stages hold besides repeated layers: ``rank 3 (stage 3) with head``."""
+    """Return a rank's name and the parts of its stages besides repeated layers: ``rank 3 (stage 3) with head``."""
     stages, parts = found.stages[rank] if found.stages else [], found.stage_parts or []
     held = [name for stage in stages if stage < len(parts) for name in parts[stage]]
     return recorded_phases.rank_name(found, rank) + (f" with {' and '.join(held)}" if held else "")
 
 
 def _straggler(found: Phases) -> Iterator[str]:
-    """``straggler rank 1, 2.42 ms a step, longest in 4 of 5 steps``: the rank that the others wait for, if they do."""
+    """``straggler rank 1, 2.42 ms a step, longest in 4 of 5 steps``: the rank that others wait for, if any."""
     waited, most = found.waited_for or [0.0], found.waited_for_most or []
     longest = max(waited)
     if longest >= _WAITED * (found.step_seconds or 0.0):
@@ -198,28 +198,28 @@ def _straggler(found: Phases) -> Iterator[str]:
 
 
 def _median(record: Written) -> float:
-    """Seconds of the median step; of the mean one where that is not on record."""
+    """Return the seconds of the median step, or of the mean step if the median is not recorded."""
     return (part(record, Metrics).step_seconds or StepSeconds()).median or _takes(record)
 
 
 def _spread(*records: Written) -> float:
-    """Half the 95 % interval of the difference between the medians of two runs; 0 where neither has an interval."""
+    """Return half the 95 % interval of the difference between the medians of runs; 0 if none has an interval."""
     statistics = [part(record, Metrics).step_seconds or StepSeconds() for record in records]
     return math.hypot(*((one.ci95[1] - one.ci95[0]) / 2 for one in statistics if one.ci95 and len(one.ci95) == 2))
 
 
 def _named(part: str) -> str:
-    """A phase by its name; an operation as what of it is exposed."""
+    """Return the name of a phase, or of the exposed part of an operation."""
     return part if part in PHASES else f"exposed {spoken(part)}"
 
 
 def spoken(operation: str) -> str:
-    """``all_gather`` becomes ``all-gather``, and what belongs to no call that was seen ``unknown communication``."""
+    """``all_gather`` becomes ``all-gather``; waits without a known call become ``unknown communication``."""
     return "unknown communication" if operation == "unknown" else operation.replace("_", "-")
 
 
 def _traffic(found: Communication | None) -> str:
-    """``49.0 MB, 1.60 GB/s, 30.6 ms, 21.0 by fit``: what an operation sends in a step; no times without a fit."""
+    """``49.0 MB, 1.60 GB/s, 30.6 ms, 21.0 by fit``: the traffic of an operation in a step; no times without a fit."""
     if not found or not found.bytes:
         return ""
     size, seconds, fit = found.bytes, found.seconds, found.fit_seconds

@@ -14,7 +14,7 @@ from ptdbench.units import size_text, three_digits, time_text
 
 
 def hello_table(hello: Mapping[str, Any], width: int) -> str:
-    """The ranks of one run as plain text."""
+    """Return the ranks of one run as plain text."""
     ranks = hello["ranks"]
     nodes = len({rank["node"] for rank in ranks})
     title = (
@@ -35,13 +35,13 @@ def hello_table(hello: Mapping[str, Any], width: int) -> str:
 
 def ranges(numbers: Sequence[int]) -> str:
     """``[0, 1, 2, 3, 8]`` becomes ``0-3,8``."""
-    alike = groupby(enumerate(sorted(numbers)), lambda placed: placed[1] - placed[0])  # as far from their places
+    alike = groupby(enumerate(sorted(numbers)), lambda placed: placed[1] - placed[0])  # constant in a range
     parts = [[number for _, number in part] for _, part in alike]
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _settings(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line for each variable, and one for each value where the ranks have different ones."""
+    """Yield a line for each variable, or one for each of its values if they differ between ranks."""
     for name in sorted({name for rank in ranks for name in rank["settings"]}):
         by_value: dict[str, list[int]] = {}
         for rank in ranks:
@@ -51,12 +51,12 @@ def _settings(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{name}={value}{where}"
 
 
-#: Headings of what :func:`_cells` returns.
+#: Headings of the columns from :func:`_cells`.
 _FIGURES = ("mean", "median", "maximum", "slowest rank", "repeated")
 
 
 def matmul_tables(matmul: Mapping[str, Any], width: int) -> str:
-    """Render what all ranks measured at once, as plain text."""
+    """Render the simultaneous measurements of all ranks, as plain text."""
     ranks = matmul["ranks"]
     names = ", ".join(dict.fromkeys(rank["device"] for rank in ranks))
     count = plural(len(ranks), "rank")
@@ -88,7 +88,7 @@ def _copies(ranks: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _cells(of_ranks: Sequence[Mapping[str, Any]], unit: float) -> list[str]:
-    """Median over the ranks of each rank's mean, median and maximum, and which rank has the lowest median."""
+    """Return medians over ranks of each rank's mean, median and maximum, and the rank with the lowest median."""
     over_ranks = [statistics.median(rank[name] for rank in of_ranks) for name in ("mean", "median", "maximum")]
     slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["median"])
     least = min(rank["repetitions"] for rank in of_ranks)
@@ -110,16 +110,16 @@ def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}){beside}, {of_peak}"
 
 
-#: Rows that a person still reads; of more, only some sizes are shown.
+#: Maximum number of readable rows; with more, only some sizes are shown.
 _ROWS = 60
 
-#: Ranks whose pairs still fit into a matrix of figures; of more, only the slowest pairs are shown.
+#: Maximum number of ranks for a matrix of pairs; with more, only the slowest pairs are shown.
 _MATRIX = 8
 _SLOWEST = 10
 
 
 def p2p_tables(p2p: Mapping[str, Any], width: int) -> str:
-    """Latency and bandwidth by pair, both directions at once, and what hides behind computation."""
+    """Render latency and bandwidth by pair, both directions at once, and overlap with compute."""
     pairs = p2p["pairs"]
     ranks = 1 + max(max(pair["source"], pair["target"]) for pair in pairs)
     largest = max((size["bytes"] for pair in pairs for size in pair["sizes"]), default=0)
@@ -137,7 +137,7 @@ def p2p_tables(p2p: Mapping[str, Any], width: int) -> str:
 
 
 def collectives_tables(collectives: Mapping[str, Any], width: int) -> str:
-    """Times and bandwidths by size, the fits, and what the bandwidths mean."""
+    """Render times and bandwidths by size, the fits, and what the bandwidths mean."""
     groups = collectives["groups"]
     title = f"{plural(len(groups), 'group')} of {len(groups[0])} ranks"
     if len(groups) > 1:
@@ -176,7 +176,7 @@ def _slowest(title: str, pairs: Iterable[Mapping[str, Any]], width: int) -> str:
 
 
 def _exchanges(both: Sequence[Mapping[str, Any]], width: int) -> str:
-    """Of each pair, the largest size; of many pairs, the slowest."""
+    """Return a table with the largest size of each pair; for many pairs, of the slowest ones."""
     last = [(pair["ranks"], pair["sizes"][-1]) for pair in both if pair["sizes"]]
     rows = [
         [_pair(ranks), size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])]
@@ -202,7 +202,7 @@ def _pair(ranks: Sequence[int]) -> str:
 
 
 def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
-    """A row for each operation and size; where that is too much to read, for every so many-th size and the last."""
+    """Return a table with a row for each operation and size; if too many, for every n-th size and the last."""
     every = max(1, -(-len(results) // _ROWS))
     headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
     shown = []
@@ -231,7 +231,7 @@ def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
 
 
 def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield how the bandwidths shown are computed, operations of one formula together."""
+    """Yield how the bandwidths are computed, grouping operations with the same formula."""
     definitions = collectives["definitions"]
     shown = dict.fromkeys(row["op"] for row in collectives["results"] if row["algbw"] is not None)
     formulas: dict[str, list[str]] = {}
@@ -256,12 +256,12 @@ def _what(row: Mapping[str, Any]) -> str:
 
 
 def name_of_series(row: Mapping[str, Any]) -> str:
-    """Name what collectives were measured together: ``all_reduce fp32 sum async``."""
+    """Name a series of collectives: ``all_reduce fp32 sum async``."""
     return " ".join(str(row[part]) for part in ("op", "dtype", "reduction", "mode") if row[part])
 
 
 def check_verdict(check: Mapping[str, Any], width: int) -> str:
-    """Render who was there, what was measured, and last the verdict, as plain text."""
+    """Render the ranks, the measurements, and last the verdict, as plain text."""
     blocks = [
         hello_table(check["hello"], width),
         matmul_tables(check["matmul"], width),
@@ -272,14 +272,14 @@ def check_verdict(check: Mapping[str, Any], width: int) -> str:
 
 
 def check_remark(check: Mapping[str, Any]) -> str:
-    """The verdict in a few words."""
+    """Return the verdict in a few words."""
     if check.get("busy"):
         return f"busy: {check['busy']}"
     return "sound" if check["sound"] else f"unsound, {plural(len(check['findings']), 'finding')}"
 
 
 def _figures(check: Mapping[str, Any]) -> Iterator[str]:
-    """Links and collectives in a line each; their workloads show more."""
+    """Yield links and collectives in a line each; their workloads show more."""
     pairs = [pair for pair in (check["p2p"] or {}).get("pairs", []) if pair["bandwidth"]]
     lines = []
     if pairs:
@@ -298,7 +298,7 @@ def _figures(check: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _verdict(check: Mapping[str, Any], width: int) -> Iterator[str]:
-    """Yield versions, notes, the verdict, and what was found."""
+    """Yield versions, notes, the verdict, and the findings."""
     attempts = max(check["attempts"].values())
     again = f"; what looked slow was measured {attempts} times, and the best counts" if attempts > 1 else ""
     known = {name: str(version)[:20] for name, version in check["versions"].items() if version is not None}

@@ -1,6 +1,6 @@
-"""The report as one HTML file: the figures of records as data, and what draws them in a browser.
+"""The report as one HTML file: the figures of records as data, and the scripts that draw them in a browser.
 
-Python says what is true and JavaScript shows it: :mod:`ptdbench.report.page.document` makes the data, which holds
-figures of records and sentences about them, and puts it into one file that needs no network, with the scripts beside
-it, which filter, sort and draw with plotly.
+Python computes and JavaScript displays: :mod:`ptdbench.report.page.document` creates the data, figures of records and
+sentences about them, and puts them into one file that needs no network, together with the scripts in this folder,
+which filter, sort and draw with plotly.
 """

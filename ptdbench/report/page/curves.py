@@ -1,4 +1,4 @@
-"""Curves of a report: steps and loss, what other workloads found, and how throughput grows with ranks."""
+"""Curves of a report: steps and loss, results of other workloads, and throughput by number of ranks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from ptdbench.report.remarks import listed, rounding, training
 from ptdbench.report.workload_tables import name_of_series
 from ptdbench.terminal import plural
 
-#: Curves of so many rows are drawn: of more, none can be told from another.
+#: Maximum number of rows with curves: more could not be told apart.
 _ROWS = 40
 
-#: Points of a curve at most.
+#: Maximum number of points of a curve.
 _POINTS = 400
 
 
 def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, Any]:
-    """The curves of the first measured rows, by their numbers, and what is said of the losses of all.
+    """Return the curves of the first measured rows, and remarks on the losses of all; ``rows`` are keyed by number.
 
     Returns:
-        ``steps``: for each of the first rows that has done any ``number``, ``step`` (points of the curves, counted from
-        1), ``seconds`` of the slowest rank and ``loss``; null is unknown. ``losses``: lines on whether they agree.
-        ``drawn``: how many rows there are curves of at most.
+        ``steps``: for each of the first rows with any steps, ``number``, ``step`` (points of the curves, counted from
+        1), ``seconds`` of the slowest rank and ``loss``; null: unknown. ``losses``: lines on whether losses agree.
+        ``drawn``: the maximum number of rows with curves.
     """
-    rows = {number: row for number, row in rows.items() if not row.run.get("kind")}  # others: no times and no losses
+    rows = {number: row for number, row in rows.items() if not row.run.get("kind")}  # others have no times or losses
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number].run))]
     alike: dict[Hashable, dict[str, Written]] = {}
     for row in rows.values():
@@ -46,7 +46,7 @@ def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, Any]:
 
 
 def _curve(number: int, run: Written) -> dict[str, Any] | None:
-    """``None`` for a run that has done no step, or whose series are gone."""
+    """Return the curve of a run; ``None`` if it has done no step, or its series is gone."""
     losses = _series(run, "losses")
     if not len(losses):
         return None
@@ -56,7 +56,7 @@ def _curve(number: int, run: Written) -> dict[str, Any] | None:
 
 
 def _series(run: Written, name: str) -> np.ndarray:
-    """Empty where only the results of the sweep were kept, or the file is damaged."""
+    """Return a series of a run; empty if only the results of the sweep were kept, or the file is damaged."""
     try:
         return cast("Run", run).series(name)
     except (FileNotFoundError, Damaged):
@@ -64,10 +64,10 @@ def _series(run: Written, name: str) -> np.ndarray:
 
 
 def _damage(run: Written) -> str | None:
-    """Return what is wrong with the series of a run that are on record."""
+    """Return what is wrong with the series of a run, if it is damaged."""
     with suppress(FileNotFoundError):
         try:
-            if (run.get("steps") or 0) > MOST_LOST:  # else nothing can be, and no file is read once more
+            if (run.get("steps") or 0) > MOST_LOST:  # otherwise it cannot be damaged: do not read the file again
                 cast("Run", run).series("losses")
         except Damaged as damage:
             return str(damage)
@@ -75,7 +75,7 @@ def _damage(run: Written) -> str | None:
 
 
 def _thinned(*curves: np.ndarray) -> np.ndarray:
-    """``[points]``: which steps to draw: all, or of equal parts of the run the extremes of each curve and the last."""
+    """Return the steps to draw, ``[points]``: all, or from equal parts of the run the extremes and the last step."""
     count = len(curves[0])
     if count <= _POINTS:
         return np.arange(count)
@@ -89,12 +89,12 @@ def _thinned(*curves: np.ndarray) -> np.ndarray:
 
 
 def _json(values: np.ndarray) -> list[float | None]:
-    """Seven significant digits, which is what fp32 has."""
+    """Round to seven significant digits, the precision of fp32; ``None`` if not finite."""
     return [float(f"{value:.7g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def _agreement(runs: Mapping[str, Written]) -> Iterator[str]:
-    """Yield how far the losses of the same training, by names, lie from the first, as far as both have come."""
+    """Yield how far the losses of the same training, by name, are from the first, over their common steps."""
     losses = {name: found for name, run in runs.items() if len(found := _series(run, "losses"))}
     broken = {
         name: int(np.argmin(np.isfinite(found))) for name, found in losses.items() if not np.isfinite(found).all()
@@ -112,7 +112,7 @@ def _agreement(runs: Mapping[str, Written]) -> Iterator[str]:
 
 
 def _apart(one: np.ndarray, other: np.ndarray) -> float:
-    """The largest relative difference at a step that both did."""
+    """Return the largest relative difference over common steps."""
     steps = min(len(one), len(other))
     difference = np.abs(one[:steps] - other[:steps])
     size = np.maximum(np.abs(other[:steps]), np.finfo(float).tiny)
@@ -120,7 +120,7 @@ def _apart(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def _compared(apart: Mapping[str, float], reference: str, bound: float) -> str:
-    """``losses agree with ddp within 3.1e-06``; else which are how far away, beyond what rounding explains."""
+    """``losses agree with ddp within 3.1e-06``; else which differ by more than rounding explains, and how much."""
     far = sorted((name for name in apart if apart[name] > bound), key=lambda name: -apart[name])
     most = max((size for size in apart.values() if size <= bound), default=None)
     near = f"within {most:.1e}" if most else "exactly"
@@ -130,10 +130,10 @@ def _compared(apart: Mapping[str, float], reference: str, bound: float) -> str:
     return f"losses differ from {reference}, relative: {named}{'' if most is None else f', others {near}'}"
 
 
-#: Links that are drawn; of more the fastest and the slowest ones.
+#: Maximum number of links to draw; with more, the fastest and the slowest ones.
 _LINKS = 12
 
-#: Bytes of a number in memory.
+#: Bytes per element.
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
 #: A figure: ``title``, the axes ``x`` and ``y``, and ``lines`` with the points of each.
@@ -141,7 +141,7 @@ Figure = dict[str, Any]
 
 
 def workload_curves(record: Mapping[str, Any]) -> list[Figure]:
-    """The figures of a run: none for a workload that has none, or whose results are not what they should be."""
+    """Return the figures of a run; empty if its workload has none, or its results are malformed."""
     draw = _OF.get(str(record.get("workload")))
     found = record.get(str(record.get("workload")))
     try:
@@ -151,7 +151,7 @@ def workload_curves(record: Mapping[str, Any]) -> list[Figure]:
 
 
 def _collectives(found: Mapping[str, Any]) -> list[Figure]:
-    """Bus bandwidth by size."""
+    """Plot bus bandwidth by size."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for result in found["results"]:
         if result["busbw"]:
@@ -160,7 +160,7 @@ def _collectives(found: Mapping[str, Any]) -> list[Figure]:
 
 
 def _p2p(found: Mapping[str, Any]) -> list[Figure]:
-    """Bandwidth of links by size."""
+    """Plot the bandwidth of links by size."""
     pairs = sorted((pair for pair in found["pairs"] if pair["sizes"]), key=lambda pair: -(pair["bandwidth"] or 0.0))
     if len(pairs) > _LINKS:
         pairs = pairs[: _LINKS // 2] + pairs[-_LINKS // 2 :]
@@ -180,7 +180,7 @@ def _by_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[float, float
 
 
 def _matmul(found: Mapping[str, Any]) -> list[Figure]:
-    """A roofline: what products reach, below what memory and the fastest product allow.
+    """Plot a roofline: rates of products, below the bounds of memory and of the fastest product.
 
     After S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
     architectures", Communications of the ACM 52, 2009. The traffic of a product is that of its three matrices, once.
@@ -205,7 +205,7 @@ def _matmul(found: Mapping[str, Any]) -> list[Figure]:
 
 
 def _roof(line: Mapping[str, Any], bandwidth: float) -> Figure:
-    """Memory bandwidth times intensity, up to the fastest product of the dtype."""
+    """Return the roof: memory bandwidth times intensity, up to the fastest product of the dtype."""
     fastest = max(line["y"])
     ridge = fastest / bandwidth
     x = sorted({min(*line["x"], ridge / 4), ridge, max(*line["x"], ridge)})
@@ -225,14 +225,15 @@ Row = Mapping[str, Any]
 
 
 def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> list[dict[str, Any]]:
-    """Strong scaling, where the global batch stays, and weak scaling, where the batch of a rank does.
+    """Return curves of strong scaling, where the global batch is constant, and weak scaling, where that per rank is.
 
-    Of the rows of one model those with throughput count; ``options`` are as for :func:`of_steps`.
+    ``rows`` are of one model, and those without throughput are ignored; ``options``: those that vary, with a value for
+    each row.
 
     Returns:
         ``kind`` (``strong`` or ``weak``), ``name``, ``rows`` by their numbers, from the fewest ranks to the most, and
-        ``efficiency``: for each the throughput of a rank over that of a rank of the first one. Of each kind the curve
-        with the highest throughput comes first.
+        ``efficiency``: for each row the throughput per rank relative to the first row. For each kind the curve with the
+        highest throughput comes first.
     """
     kept = [name for name in options if not _is_of_size(name)]
     known = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
@@ -248,15 +249,15 @@ def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | Non
 
 
 def _is_of_size(option: str) -> bool:
-    """Tell whether an option is about the number of ranks, how they are divided, or how the batch is."""
+    """Return whether an option is about the number of ranks, their degrees, or the batch."""
     return bears(option, "degree", "ranks", "batch")
 
 
 def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
-    """Curves with one row for each number of ranks, as few as will do.
+    """Divide rows into as few curves as possible, with one row for each number of ranks.
 
-    They are divided by degrees, by micro-batches, by nodes and by sweeps, in this order, as long as a curve has two
-    rows for a number of ranks; of what still has, the faster one counts.
+    They are divided by degrees, micro-batches, nodes and sweeps, in this order, as long as a curve has two rows for a
+    number of ranks; of rows that still have the same number, the fastest counts.
     """
 
     def values(*names: str) -> Callable[[Row], Hashable]:
@@ -271,7 +272,7 @@ def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) 
 
 
 def _parts(rows: list[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
-    """Divide rows that are no curve yet, unless no part has two numbers of ranks: then it is no division of curves."""
+    """Divide rows that are not a curve yet, unless no part would have two numbers of ranks, and so be a curve."""
     if len({row["ranks"] for row in rows}) == len(rows):
         return [rows]
     parts = _grouped(rows, key)

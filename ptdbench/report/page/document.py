@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs no network, with everything it shows as JSON."""
+"""A report as one HTML file that needs no network, with all its data as JSON."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING
 
-#: Columns in which the output of other workloads is shown.
+#: Width in columns of the output of other workloads.
 _WIDTH = 120
 
 
 def content(runs: Sequence[Run]) -> dict[str, Any]:
-    """The data of a report of runs whose fields ``directory`` say where they are now.
+    """Return the data of a report of runs whose ``directory`` fields give their current location.
 
     Returns:
-        ``models``: for each model its title, ``rows``, remarks and curves; ``columns`` of rows; ``options``: the
-        varying ones by their names with a value for each row, as it is typed; ``told``: those that columns say;
-        ``common``: those that all rows share; ``others``: what other workloads found; ``environments``: each that a run
-        had, by the numbers in ``rows``. Rates are in tokens or samples a second, times in seconds, sizes in bytes.
+        ``models``: title, ``rows``, remarks and curves of each model; ``columns`` of rows; ``options``: the varying
+        ones by name, with a value for each row, as typed; ``told``: options that columns show; ``common``: options
+        that all rows share; ``others``: results of other workloads; ``environments``: those of the runs, by the numbers
+        in ``rows``. Rates are in tokens or samples per second, times in seconds, sizes in bytes.
     """
     trained = [run for run in runs if run.get("model")]
     blocks = columns.blocks(of_sweeps(trained))
@@ -70,7 +70,7 @@ def _model(
         {
             "number": number,
             "name": row.name,
-            # None of the others is known to be faster, and one to be slower.
+            # No other row is known to be faster, and at least one is known to be slower.
             "best": row.place.rank is not None and row.place.rank[0] == 1 and row.place.rank[1] < len(ranks),
             **_row(row, environments),
         }
@@ -88,7 +88,7 @@ def _model(
 
 
 def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
-    """The figures of all columns, and what else is drawn, in the units of records."""
+    """Return the figures of all columns and plots, in the units of records."""
     place, record = row.place, row.run
     against, rate, margin = place.against_best, place.rate, place.margin
     has_phases = not record.get("kind") and not recorded_phases.missing(record)
@@ -122,7 +122,7 @@ def _run(run: Written, environments: Environments) -> dict[str, Any]:
 
 
 def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
-    """A run that does not train, as its workload shows it, and with curves where there are any."""
+    """Return a run that does not train, as rendered by its workload, with its curves, if any."""
     return {
         "title": title,
         "text": table.of_workload(run, _WIDTH),
@@ -132,12 +132,12 @@ def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
     }
 
 
-#: The program of the page, in this order.
+#: The scripts of the page, in this order.
 _SCRIPTS = ("words.js", "tables.js", "drawings.js", "figures.js", "main.js")
 
 
 def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
-    """Return the page of what :func:`content` made."""
+    """Return the page for the data from :func:`content`."""
     from plotly.offline import get_plotlyjs
 
     data = json.dumps(strict(content), allow_nan=False, separators=(",", ":"))
@@ -147,7 +147,7 @@ def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
         title=html.escape(title),
         subtitle=html.escape(subtitle),
         plotly=get_plotlyjs(),
-        data=data.replace("<", "\\u003c"),  # so that no text of a record can end the element
+        data=data.replace("<", "\\u003c"),  # so that no text in a record can close the element
     )
 
 
