@@ -22,7 +22,7 @@ class GPT(Decoder):
         width: Features of a token.
         sequence_length: Maximum tokens of a sequence, also for :meth:`train_flops`.
         vocabulary: Number of different tokens. 50304 is GPT-2's 50257 rounded up to a multiple of 128, which
-            suits matrix units.
+            is what matrix units prefer.
         tie_weights: Whether the head's projection is the token embedding, as in GPT-2.
 
     Raises:
