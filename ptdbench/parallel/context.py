@@ -132,7 +132,7 @@ def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Ten
 
 
 def _redivide(tensors: Sequence[Tensor], mesh: DeviceMesh, whole: int, divided: int) -> list[Tensor]:
-    """Exchange a share of dimension ``whole`` for all of it, and all of dimension ``divided`` for a share.
+    """Gather tensors along dimension ``whole`` and shard them along ``divided``, by one all-to-all each.
 
     All messages are sent before the first is awaited. torch's functional collectives are used, which have gradients
     and can be compiled; on a CPU, a DTensor's ``redistribute`` would gather everything.

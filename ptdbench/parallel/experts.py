@@ -100,7 +100,7 @@ def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = Fal
 
 
 def force(module: nn.Module) -> None:
-    """Let routers choose experts in turn, on devices that compute nothing to choose by."""
+    """Make routers choose experts round-robin, for devices that compute no scores."""
     for part in module.modules():
         if isinstance(part, Router):
             part.on_host = True

@@ -71,7 +71,7 @@ class Copies:
 
     Parameters stay fp32: ``parameters()``, ``state_dict()`` and optimizers see these. Each forward pass of the module
     gets the copies of its weights as results of a function whose backward pass casts all their gradients at once, so
-    that gradients are accumulated and reduced in fp32. Each unit gets its own copies from a call of its own, so that
+    that gradients are accumulated and reduced in fp32. Each unit gets its own copies from a separate call, so that
     their gradients are cast as soon as the unit's backward pass ends; a weight read outside its unit comes from the
     module's call. Batch norms keep fp32 weights and statistics.
 
