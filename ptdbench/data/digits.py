@@ -18,8 +18,8 @@ class Digits(ImageArrays):
     """The 1,797 digits of ``sklearn.datasets.load_digits``, 8x8 pixels in 17 shades of gray, each in three channels.
 
     They are the test part of "Optical Recognition of Handwritten Digits" (Alpaydin and Kaynak 1998, UCI Machine
-    Learning Repository). A share of each digit is held out, independent of the run's seed: none, or 10 to 1787 images,
-    so that every digit is in both parts. Images are shifted, but never mirrored, as mirrored digits are not digits.
+    Learning Repository). A fraction of each digit is held out, whatever the run's seed: none, or 10 to 1787 images, so
+    that every digit is in both parts. Images are shifted, but never mirrored, as mirrored digits are not digits.
     """
 
     # Of all 1,797 images.

@@ -109,7 +109,7 @@ def _mfu(
 def against_ceiling(
     ceiling: Measured | None, reason: str | None, flops_per_second_per_device: float | None
 ) -> dict[str, Any]:
-    """Return the ceiling measured on this device, or why there is none, and the model FLOP/s as a share of it."""
+    """Return the ceiling measured on this device, or why there is none, and the model FLOP/s as a fraction of it."""
     rate = ceiling.flops_per_second if ceiling else None
     return {
         "ceiling_flops_per_second": rate,
