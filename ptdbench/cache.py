@@ -1,4 +1,4 @@
-"""The default cache folder for data sets, tokens and measurements, and how a measurement is kept for later runs."""
+"""The default cache folder for data sets, tokens and measurements, and the cache of measurements for later runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def user_cache() -> Path:
 
 
 def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
-    """Store the latest measurement of a kind, with all that it depends on as JSON has it; raises OSError."""
+    """Cache the latest measurement of a kind; ``of``, in JSON types, is the cache key. Raises OSError."""
     path = _path(kind, of)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_bytes(path, json.dumps({**of, **found}, indent=1).encode(), durable=False)
@@ -28,7 +28,7 @@ def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
 
 
 def look_up(kind: str, of: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the measurement kept for exactly this; empty if there is none, or the file is damaged."""
+    """Return the measurement cached under exactly this key; empty if there is none, or the file is damaged."""
     with suppress(OSError, ValueError):
         found = json.loads(_path(kind, of).read_text())
         return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""The end of a run: who writes what into its record, and who ends the ranks that nothing else would end."""
+"""The end of a run: which process writes what into its record, and which one ends ranks that would hang."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ptdbench.terminal import echo
 def write_result(
     attempt: Attempt, spec: run_spec.RunSpec, device: torch.device, met: Sequence[Peer], outcome: Outcome
 ) -> None:
-    """Write what came of the run: the record, and from it what TensorBoard and logging services show."""
+    """Write the result of the run: the record, and from it the summary for TensorBoard and logging services."""
 
     def finish(written: dict[str, Any]) -> Written:
         done = written | {
@@ -59,10 +59,10 @@ def write_result(
 
 
 def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: str) -> None:
-    """Let SLURM start the job of a run that has saved once more, if it may; the run's record then stays open.
+    """Have SLURM requeue the job of a run that has saved, if that is allowed; the run's record then stays open.
 
-    Only for the signal that SLURM sends ahead of a time limit: with SIGTERM a person cancels a job, and SLURM requeues
-    by itself what it preempts.
+    Only for the signal that SLURM sends ahead of a time limit: SIGTERM means that a user cancelled the job, and SLURM
+    itself requeues a job that it preempts.
     """
     if not (isinstance(cluster, config.Slurm) and cluster.requeue and stopped.startswith("SIGUSR2")):
         return
@@ -71,7 +71,7 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: 
         limit = f"{stopped}; not requeued: cluster.max_requeues={cluster.max_requeues} is reached"
         attempt.amend(lambda _: record.stopped(done, limit))
         return
-    # Before it is requeued: SLURM leaves no time after.
+    # Before the requeue: SLURM leaves no time afterwards.
     attempt.amend(lambda _: record.requeued(done, restarts + 1, cluster.max_requeues))
     if cluster.container.image and (sweep := ledger.sweep_of(attempt.directory)):  # see submission.Array.script
         (sweep / f"{slurm.REQUEUE}{os.environ['SLURM_JOB_ID']}").touch()
@@ -84,16 +84,16 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: 
 
 
 def update_record(attempt: Attempt, fields: Mapping[str, Any]) -> None:
-    """Add what is known so far to the record of a run that goes on; without a disk sync, as more will follow."""
-    with suppress(OSError, Damaged):  # a run goes on if its record cannot be written yet
+    """Add what is known so far to the record of a run in progress; without a disk sync, as more will follow."""
+    with suppress(OSError, Damaged):  # a run continues even if its record cannot be written yet
         attempt.amend(lambda written: {**written, **fields} if record.is_open(written) else None, durable=False)
 
 
 @contextmanager
 def witness(world: World, attempt: Attempt) -> Iterator[None]:
-    """Meanwhile a stop signal to this rank is reported when it arrives, even if the rank never comes to say so itself.
+    """Within the context, report a stop signal to this rank on arrival, even if the rank never gets to handle it.
 
-    Local ranks have a parent, who sees how they end.
+    Local ranks need no witness: their parent sees how they end.
     """
 
     def note(number: int) -> None:
@@ -105,27 +105,27 @@ def witness(world: World, attempt: Attempt) -> Iterator[None]:
 
 
 def report(world: World, attempt: Attempt, error: BaseException) -> None:
-    """Leave this rank's account of its failure; where nobody watches over the ranks, draw the conclusion too.
+    """Write this rank's failure report, and update the cause of failure in the record.
 
-    Each rank does: the last one knows most.
+    Every rank does both: the last one to do so knows the most.
     """
     launcher = world.started_by
     own = described = failure.describe(error, world.rank)
-    with suppress(OSError):  # a disk that is full takes no report either
+    with suppress(OSError):  # the disk may be full
         own = failure.write_failure(attempt.failures, described)
     cause = _conclude(world, attempt, own)
     if cause.rank != world.rank or is_stop(own):
         _await_reports(world, attempt, own)
         cause = _conclude(world, attempt, own)
     if not launcher.has_parent and cause.rank == world.rank:
-        echo(f"rank {world.rank}: {described.traceback}", sys.stderr)  # rank 0 may not come to tell it
+        echo(f"rank {world.rank}: {described.traceback}", sys.stderr)  # rank 0 may not live to print it
     if launcher.has_step and world.rank in (cause.rank, (failure.read_failures(attempt.failures) or [own])[0].rank):
-        # For those whom the loss of a peer does not wake up.
+        # For ranks that do not notice the loss of a peer.
         slurm.end_step(os.environ, after=5 * launcher.linger_seconds)
 
 
 def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.Failure:
-    """Return the reason why the run failed, as far as it is known; written down, unless who sees more has done so."""
+    """Return the cause of the failure as far as it is known; record it unless the record is already settled."""
     cause = own
 
     def change(written: dict[str, Any]) -> Written | None:
@@ -142,9 +142,9 @@ def _conclude(world: World, attempt: Attempt, own: failure.Failure) -> failure.F
 
 
 def _await_reports(world: World, attempt: Attempt, own: failure.Failure) -> None:
-    """Give the other ranks time to report, and note who has not reported to a rank that was stopped.
+    """Give the other ranks time to report; a rank that was stopped notes in its report which ranks did not.
 
-    Only where all have met: a rank that still starts cannot report anything.
+    It notes them only once all ranks have met: a rank that is still starting cannot report anything.
     """
     until = time.monotonic() + world.started_by.linger_seconds
     while (_silent(world, attempt) or not is_stop(own)) and time.monotonic() < until:
@@ -160,7 +160,7 @@ def _silent(world: World, attempt: Attempt) -> list[int]:
 
 
 def remark(attempt: Attempt, rank: int, message: str) -> None:
-    """Note in the record that a rank had to be ended after its work was done, and why."""
+    """Note in the record that a rank had to be forced to exit after its work was done, and why."""
 
     def add(written: dict[str, Any]) -> dict[str, Any]:
         known = written["remarks"] or {}
@@ -171,7 +171,7 @@ def remark(attempt: Attempt, rank: int, message: str) -> None:
 
 
 def watchdog(read: config.Config, world: World, own_store: dist.Store, attempt: Attempt) -> Watchdog:
-    """Ends the run where a rank is stuck, and writes down which."""
+    """Return a watchdog that ends the run if a rank is stuck, and records which rank it was."""
 
     def report_stuck(rank: int, message: str, stacks: str) -> None:
         stuck = failure.stuck(rank, message, stacks)

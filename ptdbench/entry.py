@@ -1,7 +1,7 @@
 """``python train.py`` and ``ptdbench train``: what is checked before anything starts, and what is printed at the end.
 
-Nothing here imports torch until the command line has been understood, so that ``--help`` and misspellings answer
-at once.
+Nothing here imports torch before the command line has been parsed, so that ``--help`` and misspelled options are
+answered at once.
 """
 
 from __future__ import annotations
@@ -31,35 +31,36 @@ if TYPE_CHECKING:
     from ptdbench.sweep.agenda import Agenda
     from ptdbench.sweep.requests import Request
 
-#: REFUSED_WAIT in a SLURM step: srun does not end the ranks that wait, so that a refused command takes so much longer.
+#: REFUSED_WAIT in a SLURM step, in seconds: srun does not end the waiting ranks, so a refused command takes this much
+#: longer.
 REFUSED_WAIT_IN_STEP = 5.0
 
-#: What rank 0 of a run that trains writes TensorBoard's files with.
+#: The modules with which rank 0 of a training run writes TensorBoard files.
 EVENT_FILES = ("torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata")
 
 
 def main() -> NoReturn:
-    """Carry out the command line; never returns.
+    """Execute the command line; never returns.
 
-    Exit status 0: every run was ok. 1: one was not, or the command line could not be used. ``128 + n``: signal ``n``.
+    Exit status 0: every run was ok. 1: a run was not, or the command line was invalid. ``128 + n``: signal ``n``.
     """
     guarded(_main)
 
 
 def guarded(work: Callable[[], int]) -> NoReturn:
-    """Do work that carries out runs, and end with its exit status, or with that of the signal or the error it met."""
+    """Call ``work``, which executes runs, and exit with its status, or with the status of the signal or error."""
     try:
         local.stop_on_signals()
         if discover(os.environ) is None:
             settings.leave_sanitizer_to_ranks(os.environ)
         sys.exit(work())
     except ConfigError as error:
-        if is_first_rank(os.environ) or type(error) is not ConfigError:  # what only this rank may know
+        if is_first_rank(os.environ) or type(error) is not ConfigError:  # a subclass: perhaps only this rank knows it
             echo(str(error), sys.stderr)
         else:
             _await_rank_0()
         sys.exit(1)
-    except store.Damaged as damage:  # by somebody, while this process was going on
+    except store.Damaged as damage:  # changed from outside while this process was running
         echo(str(damage), sys.stderr)
         sys.exit(1)
     except local.Stopped as stop:
@@ -71,7 +72,7 @@ def guarded(work: Callable[[], int]) -> NoReturn:
 
 def _await_rank_0() -> None:
     """Wait while rank 0 reports why the command line was refused."""
-    with suppress(local.Stopped, ConfigError):  # the environment itself may be what was refused
+    with suppress(local.Stopped, ConfigError):  # the refusal may be of the environment itself
         world = discover(os.environ)
         time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
 
@@ -97,17 +98,17 @@ def _main() -> int:
     world = discover(os.environ)
     hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, world, line.goes_on)
-    cluster = composed.configs[0].cluster  # all jobs have the same, if not the same shape
+    cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
     return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
 
 
 def carry_out(directories: Sequence[Path]) -> int:
-    """Carry out the runs of directories, one after the other; the exit status.
+    """Execute the runs of directories, one after the other; return the exit status.
 
-    One that another process carries out, or whose record cannot be written, is not ok, and the others go on.
+    A run that another process is executing, or whose record cannot be written, counts as not ok; the others continue.
 
     Raises:
-        ConfigError: One is no run that can be carried out from here.
+        ConfigError: One of them is not a run that can be executed from here.
     """
     _import_from_here()
     world = discover(os.environ)
@@ -124,7 +125,7 @@ def carry_out(directories: Sequence[Path]) -> int:
             with settings.added(hydra_output.recorded_environment(directory)):
                 run(directory, read)
             is_done = True
-        except SystemExit:  # which has said why
+        except SystemExit:  # the reason has been printed
             if world:
                 raise
         finally:
@@ -134,10 +135,10 @@ def carry_out(directories: Sequence[Path]) -> int:
 
 
 def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again: bool) -> int:
-    """Plan what a command line asks for, and print it; the exit status is 0 if a layout fits.
+    """Print the plans for a command line; return exit status 0 if a layout fits.
 
     Raises:
-        ConfigError: The command line cannot be used.
+        ConfigError: The command line is invalid.
     """
     from ptdbench import files
     from ptdbench.planning import plans
@@ -159,23 +160,23 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
 
 
 def _prepare_to_plan(configs: Sequence[Config]) -> None:
-    """As :func:`prepare_ranks`; without what virtual GPUs are built of there will be no ranks."""
+    """Call :func:`prepare_ranks`; if the tools to build virtual GPUs are missing, no ranks will be started."""
     with suppress(ConfigError):
         prepare_ranks(configs)
 
 
 def _run(*run_of: Any) -> None:
-    """Carry out a run; torch is imported then, and not where all is known."""
+    """Execute a run; imports torch only now, as cached plans need no run."""
     from ptdbench.run import run
 
     run(*run_of)
 
 
 def _import_from_here() -> None:
-    """Let a model of the user's own lie in the current directory, however this process was started.
+    """Make the user's modules in the current directory importable, however this process was started.
 
     Raises:
-        ConfigError: Another ptdbench lies there: ranks and jobs would import that one.
+        ConfigError: The directory contains another ptdbench: ranks and jobs would import that one.
     """
     here, package = Path.cwd(), Path(__file__).parent
     other = here / package.name
@@ -187,14 +188,14 @@ def _import_from_here() -> None:
 
 
 def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> int:
-    """Runs on this machine, or as a rank of the world that a launcher made."""
+    """Execute the runs on this machine, or as a rank that a launcher started; return the exit status."""
     if world:
         local.check_address_space()
     else:
         prepare_ranks(composed.configs)
     shows, checking = world is None or world.rank == 0, f"checking {plural(len(composed.overrides), 'run')}…"
     try:
-        with transient(checking, sys.stderr if shows else None):  # imports, too
+        with transient(checking, sys.stderr if shows else None):  # shown during the imports, too
             from ptdbench.launch import devices, rendezvous
             from ptdbench.setup import run_spec
             from ptdbench.sweep import requests
@@ -207,7 +208,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
         if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
             run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
     except ConfigError as refused:
-        if world:  # the others, who perhaps are not, would wait for this rank
+        if world:  # ranks that are not refused would wait for this one
             with suppress(rendezvous.NotMet):
                 rendezvous.agree(hydra_output.DIRECTORY, world, str, refused)
         raise
@@ -223,7 +224,7 @@ def _here(composed: compose.Composed, world: World | None, line: resume.Line) ->
 
 
 def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -> int:
-    """Runs that SLURM carries out as jobs."""
+    """Submit the runs to SLURM as jobs; return the exit status."""
     from ptdbench.sweep import requests, submission, watch
     from ptdbench.sweep.agenda import Agenda
 
@@ -248,7 +249,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if cluster.submit == "detach":
         return 0
     try:
-        if not agenda.is_open:  # whose batches have been followed
+        if not agenda.is_open:  # a search has already followed its batches
             watch.follow(directory)
     finally:
         status = _conclude(composed, directory, agenda)
@@ -256,10 +257,10 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
-    """The runs of a sweep that goes on whose jobs have not ended: each is left to its job.
+    """Return the runs of a resumed sweep whose jobs have not ended: each is left to its job.
 
     Raises:
-        ConfigError: SLURM does not answer, so that nobody knows.
+        ConfigError: SLURM does not answer, so the state of the jobs is unknown.
     """
     from ptdbench.sweep import status
 
@@ -273,7 +274,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
 
 
 def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | None, runs: Sequence[Request]) -> None:
-    """Carry out what was asked for.
+    """Execute the run, search or sweep that was requested.
 
     Raises:
         ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
@@ -303,10 +304,10 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
 
 
 def _conclude(composed: compose.Composed, directory: Path, agenda: Agenda | None) -> int:
-    """Print what the runs left, and return the exit status: 0 if all that were asked for are ok."""
+    """Print the results of the runs; return exit status 0 if all requested runs are ok."""
     asked = len(agenda.requests) if agenda and not agenda.is_open else int(agenda is None)
     records = _print_results(directory, composed.configs, asked)
-    if agenda and agenda.only:  # what became of the sweep's other runs is not what was asked
+    if agenda and agenda.only:  # the sweep's other runs were not requested
         records = [record for record in records if store.below(directory, record["directory"]) == agenda.only]
         asked = 0
     return int(_count_ok(records) < (asked or max(1, len(records))))
@@ -317,13 +318,13 @@ def _count_ok(records: Sequence[Written]) -> int:
 
 
 def prepare_ranks(configs: Sequence[Config]) -> None:
-    """Have the fork server import what the ranks of these runs need, while this process goes on.
+    """Have the fork server import what the ranks of these runs need, in the background.
 
-    A stranger's modules are left out: they might touch the GPU when imported. The dynamic linker's variables of virtual
-    GPUs are those of the first run.
+    Third-party modules are left out: importing them might touch the GPU. The dynamic linker's variables, for virtual
+    GPUs, are those of the first run.
 
     Raises:
-        ConfigError: It cannot be started, or what the ranks need cannot be built.
+        ConfigError: The server cannot be started, or what the ranks need cannot be built.
     """
     from ptdbench.setup import choices
 
@@ -333,16 +334,16 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
     chosen = {target.rpartition(".")[0] for target in targets if target.startswith("ptdbench.")}
     event_files = EVENT_FILES if "ptdbench.workloads.train" in chosen else ()
     machine = None
-    with suppress(ConfigError):  # is told with all else that is wrong
+    with suppress(ConfigError):  # reported later, together with all other problems
         machine = choices.virtual(configs[0])
     loading = Place(environ=machine.environment(1)).loading if machine else {}
     local.warm_up(["ptdbench.rank_imports", *sorted(chosen), *event_files], loading)
 
 
 def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list[dict[str, Any]]:
-    """Print the table of what the runs left; nothing where a signal came before the first one began.
+    """Print the table of results; nothing if a signal arrived before the first run began.
 
-    The workloads of the runs that were typed, also strangers', may show what they found.
+    Workloads on the command line, third-party ones included, may show their own results.
     """
     if store.is_sweep(directory):
         records = store.read_results(directory, lambda damage: echo(damage, sys.stderr))
@@ -359,7 +360,7 @@ def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list
 
 
 def _goes_on(directory: Path, records: Sequence[Written]) -> bool:
-    """Tell whether to say how to go on: with what is missing of a sweep, or a run that no message says it of."""
+    """Return whether to print how to resume: for an incomplete sweep, or a run whose error does not already say so."""
     from ptdbench.checkpoints import checkpoint_dir
 
     if store.is_sweep(directory) or not records:

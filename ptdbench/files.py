@@ -1,8 +1,8 @@
-"""Files: written atomically, read whatever they are, and removed only where nothing foreign is in the way.
+"""Files: written atomically, read without blocking, and deleted only if the program created them.
 
 A process killed while writing leaves the old file or the new one, never a partial one. The content is strict JSON: a
-number that is not finite becomes ``null`` (the status and error of the record say what happened; what was asked for is
-written as it is typed, see :func:`strict`), and a value of another type becomes its text.
+number that is not finite becomes ``null`` (the status and error of the record say what happened; an option keeps
+``inf`` as text, see :func:`strict`), and a value of another type becomes its text.
 
 The program deletes only files that it created, one by one, by name, and never a directory that holds anything else.
 Users put notes beside results, replace checkpoints by links to other disks, and point options at their own folders;
@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 
 
 def opened(path: Path) -> BinaryIO:
-    """Open a file for reading; raises OSError also for a folder, a pipe or a device, on which a reader might wait."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe would wait for its writer here
+    """Open a regular file for reading; raises OSError for a folder, and for a pipe or device, which might block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise opening a pipe would wait for its writer
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return os.fdopen(descriptor, "rb")
     os.close(descriptor)
@@ -34,22 +34,22 @@ def opened(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file; raises as :func:`opened`."""
+    """Return the content of a file; raises like :func:`opened`."""
     with opened(path) as file:
         return file.read()
 
 
 def write_json(path: Path, value: object, durable: bool = True) -> None:
-    """Write strict JSON (see the module) atomically; if ``durable``, it survives a crash of the machine.
+    """Write strict JSON (see the module) atomically; if ``durable``, the file survives a crash of the machine.
 
     Raises:
-        OSError: It could not be written; its ``filename`` is ``path``.
+        OSError: The file could not be written; ``filename`` is ``path``.
     """
     replace_bytes(path, f"{as_text(value)}\n".encode(), durable)
 
 
 def as_text(value: object) -> str:
-    """Write strict JSON (see the module), an item a line."""
+    """Return strict JSON (see the module), one item per line."""
     return json.dumps(strict(value), indent=1, allow_nan=False)
 
 
@@ -65,17 +65,17 @@ def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        error.filename = str(path)  # what was to be written, and not the name that it had meanwhile
+        error.filename = str(path)  # the target, not the temporary file
         raise
     finally:
-        with suppress(OSError):  # on a file system that is read-only, even of a file that is not there
+        with suppress(OSError):  # a read-only file system raises even for a missing file
             temporary.unlink(missing_ok=True)
 
 
 def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -> Any:
     """Return the same value in JSON types.
 
-    ``not_finite`` says what a number becomes that JSON has not; ``str`` for options, of which ``inf`` is not ``null``.
+    ``not_finite`` converts numbers that JSON cannot represent, by default to ``null``; ``str`` keeps options as text.
     """
     if isinstance(value, Mapping):
         return {str(key): strict(item, not_finite) for key, item in value.items()}
@@ -91,15 +91,15 @@ def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -
 
 
 def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
-    """Create a directory together with its first files, atomically; of several callers one succeeds.
+    """Create a directory together with its first files, atomically; of several concurrent callers, one succeeds.
 
-    Missing parents are made too. ``fill`` is called with a folder to write at least one file into, and ``path``.
+    Missing parents are created too. ``fill`` is called with a folder to write at least one file into, and ``path``.
 
     Returns:
-        Whether this call created it; ``False`` if something of that name exists.
+        Whether this call created the directory; ``False`` if something of that name exists.
 
     Raises:
-        OSError: It cannot be created; nothing is left behind.
+        OSError: The directory cannot be created; nothing is left behind.
     """
     if os.path.lexists(path):
         return False
@@ -113,13 +113,13 @@ def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
         if folder.exists():
             for file in folder.iterdir():
                 file.unlink()
-        with suppress(OSError):  # not empty: it was renamed, or others put something there
+        with suppress(OSError):  # it was renamed, or is not empty because others put something there
             for empty in [folder, *made]:
                 empty.rmdir()
 
 
 def _renamed(folder: Path, path: Path) -> bool:
-    """Return whether a folder could be renamed: this fails if another exists, as none is ever empty."""
+    """Rename a folder; return ``False`` if ``path`` exists: these folders are never empty, so none is replaced."""
     try:
         folder.rename(path)
     except OSError as error:
@@ -130,9 +130,9 @@ def _renamed(folder: Path, path: Path) -> bool:
 
 
 def first_foreign_entry(directory: Path, is_ours: Callable[[str], bool]) -> Path | None:
-    """Return the first entry of a directory, by name, that the program did not create: no regular file of such a name.
+    """Return the first entry of a directory, by name, that is not a regular file whose name ``is_ours`` accepts.
 
-    The path itself if it is not a directory but a file or a link.
+    If ``directory`` is a file or a link, return the path itself.
 
     Raises:
         OSError: The directory cannot be read.
@@ -145,16 +145,16 @@ def first_foreign_entry(directory: Path, is_ours: Callable[[str], bool]) -> Path
 
 
 def in_the_way(path: Path) -> FileExistsError:
-    """Return the error for a path that is occupied by something the program did not create."""
+    """Return the error for a path occupied by something that the program did not create."""
     return FileExistsError(f"{path} was not created by ptdbench: move it elsewhere")
 
 
 def remove(directory: Path, is_ours: Callable[[str], bool]) -> None:
-    """Delete a directory that holds only the program's own files; any other directory is left unchanged.
+    """Delete a directory that contains only the program's files; any other directory is left unchanged.
 
     Raises:
-        FileExistsError: It holds something else, or is not a directory.
-        OSError: It cannot be deleted, or something was put into it meanwhile, which is kept.
+        FileExistsError: It contains something else, or is not a directory.
+        OSError: It cannot be deleted, or something was added to it meanwhile, which is kept.
     """
     if other := first_foreign_entry(directory, is_ours):
         raise in_the_way(other)

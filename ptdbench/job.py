@@ -23,15 +23,16 @@ from ptdbench.setup.training_spec import TrainingSpec
 class Workload(Protocol):
     """The type of ``workload=<name>``: an object that does the work of one rank.
 
-    A workload that does not train stores its results in the record's field of its own name, and has a static method
-    ``show(found, width) -> str`` that formats them as plain text, ``width`` columns wide where figures allow. A class
-    outside of ptdbench is asked at the end of its own run only: a report imports nothing that a record names.
+    A workload that does not train stores its results in the record field named after it, and has a static method
+    ``show(found, width) -> str`` that formats them as plain text, ``width`` columns wide where the figures allow. The
+    ``show`` of a class from outside ptdbench is called only at the end of its own run: a report never imports what a
+    record names.
     """
 
     trains: bool  #: Whether it needs a model, data, an optimizer and a layout.
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
-        """Raise ConfigError for ranks, devices or a backend that it does not support; nothing has started yet."""
+        """Raise ConfigError for ranks, devices or a backend that it does not support; called before anything starts."""
         ...
 
     def __call__(self, job: Job) -> Outcome:
@@ -51,13 +52,13 @@ class Job:
     directory: Path  #: The run's directory.
     watch: Stopwatch  #: Stopwatch started when the run was ready to start.
     watchdog: Watchdog  #: Notified of every step; ends a run that makes no progress.
-    display: Display = field(default_factory=Display)  #: Says what the run does; shows something on rank 0 only.
-    #: Adds fields to the run's record while it runs, so that they remain however it ends; called on rank 0.
+    display: Display = field(default_factory=Display)  #: The progress display; visible on rank 0 only.
+    #: Adds fields to the record during the run, so that they survive however the run ends; called on rank 0.
     note: Callable[[Mapping[str, Any]], None] = lambda _: None
 
     @property
     def training(self) -> TrainingSpec:
-        """The training specification; only for a workload that trains."""
+        """The training specification; only if the workload trains."""
         assert self.spec.training is not None
         return self.spec.training
 
@@ -67,9 +68,9 @@ class Outcome:
     """The result of a workload."""
 
     fields: Mapping[str, Any]  #: Fields to add to the record, on rank 0; the other ranks may have fewer.
-    #: An error that does not void the result, such as a loss that is not finite; the same on every rank, as is
-    #: ``stopped``: what comes next depends on them.
+    #: An error that does not void the result, such as a loss that is not finite. It must be the same on every rank, as
+    #: must ``stopped``: both decide what happens next.
     error: Exception | None = None
     stopped: str | None = None  #: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
-    saved: bool | None = None  #: Whether what ended early has saved its last step; ``None`` where it saves nothing.
-    logs: Sequence[Log] = ()  #: What sends the run's curves to TensorBoard and a logging service, on rank 0.
+    saved: bool | None = None  #: Whether a run that ended early saved its last step; ``None`` without checkpoints.
+    logs: Sequence[Log] = ()  #: The loggers that send the run's curves to TensorBoard or a logging service, on rank 0.

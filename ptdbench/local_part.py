@@ -1,4 +1,4 @@
-"""The local part of a tensor that ranks share."""
+"""The local shard of a tensor that is distributed over ranks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """A tensor itself, or the shard that this rank has of it, sharing its memory."""
+    """Return a tensor itself, or this rank's shard of it, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """Return a tensor, detached and sharing its memory, without what wraps its shard for FSDP to gather in fp8."""
+    """Return a tensor, detached and sharing its memory, without the wrapper that makes FSDP all-gather it in fp8."""
     tensor = tensor.detach()
     if not hasattr(shard := local_part(tensor), "fsdp_pre_all_gather"):
         return tensor
@@ -25,6 +25,6 @@ def unwrapped(tensor: Tensor) -> Tensor:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return the device on which a module computes; its shards may be in host memory all the same."""
+    """Return the device on which a module computes, even if its shards are in host memory."""
     weight = next(module.parameters())
     return torch.device(weight.device_mesh.device_type) if isinstance(weight, DTensor) else weight.device

@@ -1,9 +1,9 @@
-"""Problems of a configuration, and how a person can fix them.
+"""Problems of a configuration, and how to fix them.
 
-This is the lowest room of the house: it imports nothing of the package, and anything may raise a
-:class:`ConfigError`. Problems are collected and shown together, because a person who fixes one at a time
-starts the program once for each. By hand: pydantic's errors name fields of a model and one rule each, these the option
-as it is typed, its value, the rule with the figures it depends on, and what to type instead.
+This is the lowest module of the package: it imports none of the others, and all of them may raise a
+:class:`ConfigError`. Problems are collected and shown together, so that a user can fix them all at once. Not left to
+pydantic, whose errors name a model's field and one rule: these name the option as it is typed, its value, the rule with
+the numbers it depends on, and what to type instead.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class Problem:
-    """One option whose value cannot stand."""
+    """One option whose value is invalid."""
 
-    #: The option, for example ``train.global_batch``; what a group's choice says of its own options when it is made, it
-    #: says without the group, which its caller adds (:meth:`ConfigError.under`).
+    #: The option, for example ``train.global_batch``. A group's choice names its options without the group when it is
+    #: constructed; its caller adds the group (:meth:`ConfigError.under`).
     option: str
     value: object  #: Its value.
     rule: str  #: What the value must satisfy, with the numbers that the rule refers to.
-    remedy: str = ""  #: What to do instead, for example ``"try 4, 8"``; empty when the rule says it all.
+    remedy: str = ""  #: What to do instead, for example ``"try 4, 8"``; empty if the rule says it all.
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""
@@ -34,7 +34,7 @@ class Problem:
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run, with every problem that was found; each of them once."""
+    """A configuration that cannot run, with every problem found, each listed once."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         lines = {str(problem): problem for problem in problems}
@@ -47,7 +47,7 @@ class ConfigError(ValueError):
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an exception of whatever class, whose ``__str__`` may itself raise."""
+    """Return the message of any exception, even one whose ``__str__`` raises."""
     try:
         return str(error)
     except Exception as another:
@@ -62,7 +62,7 @@ def require(*problems: Problem | None) -> None:
 
 
 def under(group: str, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``step``; a ConfigError of it names its options from the root: ``heads`` becomes ``model.heads``."""
+    """Call ``step``; if it raises ConfigError, name the options from the root: ``heads`` becomes ``model.heads``."""
     try:
         return step(*args, **kwargs)
     except ConfigError as error:
@@ -70,13 +70,13 @@ def under(group: str, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -
 
 
 class ErrorCollector:
-    """Collects problems: a step that fails adds its own, and the next step is tried all the same."""
+    """Collects problems: a step that fails adds its problems, and the next step is tried regardless."""
 
     def __init__(self) -> None:
-        self.problems: list[Problem] = []  #: What was found so far.
+        self.problems: list[Problem] = []  #: The problems found so far.
 
     def catch(self, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Call ``step``; return its result, or ``None`` where it raised a ConfigError."""
+        """Call ``step``; return its result, or ``None`` if it raised ConfigError."""
         try:
             return step(*args, **kwargs)
         except ConfigError as error:
@@ -84,12 +84,12 @@ class ErrorCollector:
             return None
 
     def close(self) -> None:
-        """Raise a ConfigError with what was found, if anything was."""
+        """Raise a ConfigError with the problems found, if there are any."""
         require(*self.problems)
 
 
 def at_least(minimum: int, **options: object) -> list[Problem]:
-    """Find every option that is not a whole number of at least ``minimum``."""
+    """Return a problem for every option that is not a whole number of at least ``minimum``."""
     return [
         Problem(option, value, f"must be a whole number of at least {minimum}")
         for option, value in options.items()
@@ -110,22 +110,22 @@ def divisors(number: int) -> list[int]:
 
 
 def try_these(values: Iterable[object]) -> str:
-    """Turn ``[4, 8]`` into ``"try 4, 8"``, and nothing into nothing."""
+    """Turn ``[4, 8]`` into ``"try 4, 8"``, and an empty list into an empty string."""
     text = ", ".join(str(value) for value in values)
     return f"try {text}" if text else ""
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """Return the ``choices`` that a person who typed ``word``, in capitals or not, may have meant, best first."""
+    """Return the ``choices`` closest to a mistyped ``word``, regardless of case, best first."""
     by_lower = {choice.lower(): choice for choice in choices}
     return [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.6)]
 
 
 def nearest_numbers(value: int, allowed: Sequence[int], count: int = 3) -> list[int]:
-    """Return the ``count`` numbers of ``allowed`` that lie closest to ``value``, in ascending order."""
+    """Return the ``count`` numbers of ``allowed`` closest to ``value``, in ascending order."""
     return sorted(sorted(allowed, key=lambda number: abs(number - value))[:count])
 
 
 def as_typed(value: object) -> str:
-    """Write a value as it stands on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
+    """Return a value as it is typed on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

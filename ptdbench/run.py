@@ -1,9 +1,9 @@
-"""One run: a directory in, a record out. Whoever opens the project starts here.
+"""One run: a directory in, a record out. Start reading here.
 
-Every start of a run is this: by hand, as a rank of torchrun, srun or mpirun, as a job of SLURM, again after a fault.
-The process that a person or a job starts (:func:`run`) checks the run, opens its record and starts the ranks, unless a
-launcher has made this process a rank already. Each rank (:func:`take_part`) joins its peers, lays the model
-out, works, and agrees with them on one record, which rank 0 writes.
+Every start takes this path: by hand, as a rank of torchrun, srun or mpirun, as a SLURM job, or again after a failure.
+The process that a user or a job starts (:func:`run`) checks the run, opens its record and starts the ranks, unless a
+launcher has already made this process a rank. Each rank (:func:`take_part`) joins its peers, lays out the model, does
+the work, and agrees with its peers on one record, which rank 0 writes.
 """
 
 from __future__ import annotations
@@ -44,30 +44,30 @@ from ptdbench.setup.config import Config, of_record
 from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.terminal import echo, transient
 
-#: Seconds that ranks get to finish a step and to write down what they have done when the run is asked to stop, without
-#: and with a checkpoint to save.
+#: Seconds that ranks get to finish the current step and record their results when the run is asked to stop: without and
+#: with a checkpoint to save.
 STOP_GRACE, SAVE_GRACE = 10.0, 120.0
 
-#: The runs of this process so far: the first one of a rank also pays for the imports.
+#: The runs of this process so far; only a rank's first run pays for the imports.
 _RUNS: list[Path] = []
 
 
 def run(
     directory: Path, config: Config | None = None, known: Summary | None = None, heading: Heading | None = None
 ) -> None:
-    """Carry out the run of a directory; whatever happens to it, ``record.json`` there says so, and its sweep's results.
+    """Execute the run of a directory; its ``record.json`` and its sweep's results report the outcome, whatever it is.
 
     Args:
-        directory: The run's own directory, which exists.
-        config: Its configuration, if this process has composed it; else it is that of the record there.
-        known: What this process knows of the run, if it has specified it before.
-        heading: What the run is called in its display, if not by its own name alone.
+        directory: The run's directory, which exists.
+        config: Its configuration, if this process has composed it; by default the one in the directory's record.
+        known: The run's summary, if this process has already specified it.
+        heading: The heading of the run's display; by default its name.
 
     Raises:
-        SystemExit: This process is a rank, and the run failed here; another start of the run still goes on; or its
-            record cannot be written, nor could that of any other run of its sweep.
-        Stopped: A signal asked this process to end; the record is written.
-        Damaged: The configuration is to be read from the record, which is damaged.
+        SystemExit: This process is a rank, and the run failed here; another start of the run is still in progress; or
+            the record cannot be written, in which case no other run of the sweep could write its record either.
+        Stopped: A signal asked this process to stop; the record is written.
+        Damaged: The configuration must be read from the record, which is damaged.
     """
     config, sweep = config or of_record(store.load_record(directory)), ledger.sweep_of(directory)
     try:
@@ -76,19 +76,19 @@ def run(
         finally:
             if sweep and is_first_rank(os.environ):
                 _add_result(sweep, directory)
-    except OSError as error:  # of the run itself only what it could not write comes here
+    except OSError as error:  # _run handles its other errors: this one is a failure to write
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
         echo(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
         raise SystemExit(1) from None
 
 
 def find_micro_batch(directory: Path, steps: JobSteps) -> bool:
-    """Find the micro-batch of the run of a directory by steps of the job whose script this process is.
+    """Find the micro-batch of a directory's run with steps of the SLURM job whose batch script started this process.
 
-    The ranks that the script starts next find it in the record.
+    The ranks that the script starts next read it from the record.
 
     Returns:
-        Whether there is one; else the run has failed, and its record says why.
+        Whether one was found; if not, the run has failed, and its record says why.
     """
     config, sweep = of_record(store.load_record(directory)), ledger.sweep_of(directory)
     attempt = _open_record(config, Attempt(directory, uuid.uuid4().hex))
@@ -106,7 +106,7 @@ def _add_result(sweep: Path, directory: Path) -> None:
 
 
 def _run(directory: Path, config: Config, known: Summary | None, heading: Heading | None) -> None:
-    """Carry out a run: its story, as the process that starts it lives it."""
+    """Execute a run, from the point of view of the process that starts it."""
     world = discover(os.environ)
     if world:
         settings.let_segments_grow(os.environ)
@@ -119,7 +119,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
         attempt = _open_record(config, attempt)
     try:
         if world:
-            rendezvous.export(world, os.environ)  # a model of the user's own may ask who it is when it is made
+            rendezvous.export(world, os.environ)  # a user's model may read its rank when it is constructed
             devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
             with crash.kept(failure.crash_file(attempt.failures, world.rank)):
                 config = micro_batch.as_found(config, store.earlier_record(directory))
@@ -128,9 +128,9 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
         else:
             known = known or run_spec.summarize(config, None)
         heading = heading or Heading(labels.name(record.begin(config.resolved, directory, {}) | dict(known.fields)))
-        if known.trains and not world:  # what is wrong with the data shows before anything is started for them
+        if known.trains and not world:  # so that bad data is reported before any rank starts
             _prepare_data(config, heading)
-    except BaseException as error:  # an OSError is of the data or the model: nothing of the record is written here
+    except BaseException as error:  # an OSError comes from the data or the model: no record is written in this block
         _leave(world, attempt, error)
         return
     if writes:
@@ -150,11 +150,11 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
 
 
 def _leave(world: World | None, attempt: Attempt, error: BaseException) -> None:
-    """Leave a run that cannot begin.
+    """Abandon a run that cannot begin.
 
     Raises:
-        SystemExit: This rank failed, or is refused a run that rank 0 is not refused: rank 0 would wait for it.
-        BaseException: The error, if it ends more than this run.
+        SystemExit: This rank failed, or refused the run while rank 0 did not: rank 0 would wait for this rank.
+        BaseException: The error, if it must end this process too, as a signal does.
     """
     refused = isinstance(error, ConfigError)
     if world is None or (refused and world.is_first):
@@ -175,7 +175,7 @@ def _leave(world: World | None, attempt: Attempt, error: BaseException) -> None:
 def _find_micro_batch(
     config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | None
 ) -> micro_batch.Found | None:
-    """Find the micro-batch of a run, which goes on as if that had been asked for; ``None`` if the run has failed."""
+    """Find the micro-batch of a run, which then continues as if it had been given; ``None`` if the run has failed."""
 
     def note(field: Mapping[str, Any]) -> None:
         attempt.amend(lambda written: written | {"micro_batch": field}, durable=False)
@@ -197,7 +197,7 @@ def _find_micro_batch(
 
 
 def _in_step(steps: JobSteps, directory: Path, config: Config, known: Summary, heading: Heading) -> None:
-    """Have ranks of a job carry out a run, and say so in its record if they end without a word."""
+    """Execute a run as a step of the job; if the step ends without a result, record that as the failure."""
     store.write_record(directory, record.begin(config.resolved, directory, {}) | dict(known.fields))
     echo(f"{heading}", sys.stderr)
     status = steps.start(directory)
@@ -208,21 +208,21 @@ def _in_step(steps: JobSteps, directory: Path, config: Config, known: Summary, h
 
 
 def _prepare_data(config: Config, heading: Heading | None) -> None:
-    """Do what the data need once a machine, which may be a download."""
+    """Prepare the data once per machine, which may include a download."""
     with Display(heading, stays=False) as display:
         display.phase("preparing the data")
         training_spec.prepare_data(config)
 
 
 def _start_ranks(config: Config, size: int, attempt: Attempt, watch: Stopwatch, heading: Heading | None) -> None:
-    """Start local ranks, and conclude from what they left behind if one of them fails."""
+    """Start local ranks; if one fails, determine the cause from the reports that they left."""
     grace = SAVE_GRACE if config.checkpoint.every_steps else STOP_GRACE
     killed = memory.oom_kills()
     try:
         with transient(f"{heading} · starting the ranks…", sys.stderr):
             where = run_spec.place(config, size)
             local.start(_as_rank, size, config, attempt, watch, heading, grace=grace, where=where)
-    except ConfigError as lack:  # of what virtual GPUs are built with
+    except ConfigError as lack:  # the tools to build virtual GPUs are missing
         _fail(attempt, failure.describe(lack, rank=-1))
     except local.RankDied as death:
         ended = failure.describe_exits(death.exit_codes, size, memory.oom_kills() - killed)
@@ -230,7 +230,7 @@ def _start_ranks(config: Config, size: int, attempt: Attempt, watch: Stopwatch, 
     except local.LaunchError as error:
         _fail(attempt, failure.describe(error, rank=-1))
     except local.Stopped as stop:
-        _fail_if_open(attempt, failure.describe(stop, rank=-1))  # the ranks may have saved, and said so
+        _fail_if_open(attempt, failure.describe(stop, rank=-1))  # the ranks may have saved, and recorded it
         raise
     else:
         _fail_if_open(attempt, failure.without_result())
@@ -250,15 +250,15 @@ def _fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
 def _as_rank(
     environ: Mapping[str, str], config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading | None
 ) -> None:
-    """Start as a local rank: what the fork server could not know is set first."""
+    """Run as a local rank, after applying the settings that the fork server could not know."""
     local.let_go_at_once()
     settings.let_segments_grow(os.environ)
     settings.log_errors_only(os.environ)
     settings.enable_sanitizer(os.environ)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody but these ranks has to reach them
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all peers are on this machine
     world = discover(os.environ)
-    assert world is not None  # local.start has just said who this is, in torchrun's words
+    assert world is not None  # local.start has just set torchrun's variables
     world = replace(world, launcher="local")
     take_part(lambda: _specify(config, world, watch), world, attempt, watch, heading)
 
@@ -266,10 +266,10 @@ def _as_rank(
 def take_part(
     specified: Callable[[], RunSpec], world: World, attempt: Attempt, watch: Stopwatch, heading: Heading | None
 ) -> None:
-    """Carry out one rank's part of a run; rank 0 shows it under ``heading``.
+    """Execute one rank's part of a run; rank 0 displays progress under ``heading``.
 
     Raises:
-        SystemExit: The run failed here; the reason lies in the run's directory.
+        SystemExit: The run failed here; the reason is in the run's directory.
     """
     forced_exit.on_forced_exit(partial(ending.remark, attempt, world.rank))
     with crash.kept(failure.crash_file(attempt.failures, world.rank)):
@@ -281,10 +281,10 @@ def take_part(
 
 
 def _report(world: World, attempt: Attempt, error: BaseException) -> NoReturn:
-    """Leave this rank's account of its failure, and end it."""
+    """Write this rank's failure report, and exit."""
     try:
-        local.ignore_signals()  # the launcher sends them to all ranks as soon as it sees that one has failed
-    except local.Stopped:  # it had sent one already
+        local.ignore_signals()  # the launcher signals all ranks as soon as it sees that one has failed
+    except local.Stopped:  # a signal had already arrived
         local.ignore_signals()
     ending.report(world, attempt, error)
     raise SystemExit(1) from error
@@ -302,7 +302,7 @@ def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:
 
 
 def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, display: Display) -> None:
-    """Do the work of a rank: the story of a run, as every rank lives it."""
+    """Do the work of a rank: the run, from the point of view of a rank."""
     device = _prepared_device(spec, world)
     key = str(attempt.directory)
     own_store = rendezvous.own_store(key)
@@ -315,7 +315,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
             met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
         note = partial(ending.update_record, attempt)
-        display.phase("working")  # a workload may say it better
+        display.phase("working")  # until the workload sets a more specific phase
         workload: Workload = choices.build(spec.config, "workload")
         outcome = workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note))
         if world.is_first:
@@ -324,11 +324,11 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
 
 
 def _prepared_device(spec: RunSpec, world: World) -> torch.device:
-    """Return this rank's device, with the arithmetic that is asked for, and without what a run before has left."""
+    """Return this rank's device, set to the requested arithmetic and freed of the previous run's memory."""
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if len(_RUNS) > 1:  # the model of the run before would take its memory from this one
+    if len(_RUNS) > 1:  # the previous run's model would otherwise still occupy memory
         memory.release(device)
     if spec.training:
         checks.check_gpu_precision(spec.config.general.precision, device)
@@ -337,7 +337,7 @@ def _prepared_device(spec: RunSpec, world: World) -> torch.device:
 
 
 def _open_record(config: Config, attempt: Attempt) -> Attempt:
-    """Take the run's directory for this start of it; raises SystemExit if an earlier one still goes on."""
+    """Claim the run's directory for this start; raises SystemExit if an earlier start is still in progress."""
     owner = this_process(attempt.launch, os.environ)
     draft = record.begin(config.resolved, attempt.directory, environment("cpu"), owner=owner)
     try:

@@ -19,7 +19,7 @@ _ESCAPED = {
     code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"
 }
 
-#: What tables and sentences hold beside ASCII, and what stands for it on a stream that cannot encode it.
+#: The non-ASCII characters of tables and messages, and their replacements on a stream that cannot encode them.
 _IN_ASCII = {"─": "-", "·": "-", "±": "+-", "…": "...", "→": "->", "²": "^2", "µ": "u", "°": " deg ", "√": "sqrt "}
 
 
@@ -30,33 +30,33 @@ def _alike(error: UnicodeError) -> tuple[str, int]:
     return "".join(escaped), error.end
 
 
-#: The name of that error handler.
+#: The name of the error handler above.
 _ALIKE = "ptdbench.alike"
 codecs.register_error(_ALIKE, _alike)
 
-#: In a checkout; an installed wheel has none.
+#: Exists in a checkout, not in an installed wheel.
 _TRAIN_PY = Path(__file__).parents[1] / "train.py"
 
 
-#: What a job was asked for with, where it is not its own command line.
+#: The variable with the command line that submitted this job.
 _VARIABLE = "PTDBENCH_TYPED"
 
 
 def as_variable(words: Sequence[str]) -> dict[str, str]:
-    """The environment variable that lets another process name the program and the folders of this command line."""
+    """Return the environment variable that tells another process the program and the folders of this command line."""
     return {_VARIABLE: shlex.join(words)}
 
 
 def _typed() -> list[str]:
-    """The command line that this process was started with, or who submitted its job."""
+    """Return the command line that started this process, or that submitted its job."""
     given = os.environ.get(_VARIABLE)
     return shlex.split(given) if given else sys.argv
 
 
 def command(name: str = "train") -> str:
-    """Return how to type a command again, as this process was started: ``python train.py``, or ``ptdbench train``.
+    """Return the command to type to run again as this process was started: ``python train.py`` or ``ptdbench train``.
 
-    With the folder of configurations that was given, without which it might not find the user's own choices.
+    Includes the configuration folder that was given, without which the user's own choices might not be found.
 
     Args:
         name: ``train``, ``status``, ``explain``, ``sbatch``.
@@ -73,16 +73,16 @@ def command(name: str = "train") -> str:
 
 
 def under(launcher: str) -> str:
-    """Return how to start the ranks by this launcher again: ``torchrun ... train.py``, ``srun ... ptdbench train``."""
+    """Return how to start the ranks again with a launcher: ``torchrun ... train.py``, ``srun ... ptdbench train``."""
     return f"{launcher} ... {command().removeprefix('python ')}"
 
 
-#: What says where configurations come from, and its short form.
+#: The options that say where configurations come from, and their short forms.
 _SOURCES = {"--config-dir": "-cd", "--config-path": "-cp", "--config-name": "-cn"}
 
 
 def _source() -> str:
-    """`` --config-dir FOLDER`` and its kind, as far as they were given."""
+    """Return the options of ``_SOURCES`` that were given, such as `` --config-dir FOLDER``."""
     words, found = _typed(), ""
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
@@ -93,27 +93,27 @@ def _source() -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 run``, ``2 runs``."""
+    """Return ``1 run`` or ``2 runs``."""
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
 def rank_names(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0, 1``; the first eight of many."""
+    """Return ``rank 3`` or ``ranks 0, 1``; of many ranks, the first eight."""
     named = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
 
 
 def plain(text: str) -> str:
-    """The text with control characters, other than newline and tab, shown as their codes: a backslash and ``x1b``."""
+    """Escape control characters other than newline and tab: a backslash and ``x1b``."""
     return text.translate(_ESCAPED)
 
 
 def echo(text: str, stream: TextIO | None = None) -> None:
     """Print a line of text and flush it.
 
-    A closed pipe (``| head -1``) ends the output and nothing else: the stream is redirected to /dev/null. Any other
-    write error is reported once on standard error.
+    A closed pipe (``| head -1``) ends only the output: the stream is redirected to /dev/null. Any other write error is
+    reported once on standard error.
 
     Args:
         text: What to print; see :func:`plain`.
@@ -133,7 +133,7 @@ def echo(text: str, stream: TextIO | None = None) -> None:
 
 
 def redraws(stream: TextIO | None) -> bool:
-    """Return whether the stream is a terminal where a line can be drawn again in its place, in Unicode."""
+    """Return whether the stream is a terminal on which a line can be redrawn in place, in Unicode."""
     try:
         is_terminal = stream is not None and stream.isatty()
     except ValueError:  # closed
@@ -144,7 +144,7 @@ def redraws(stream: TextIO | None) -> bool:
 
 @contextmanager
 def transient(text: str, stream: TextIO | None) -> Iterator[None]:
-    """Meanwhile show what goes on, on a terminal; another process may draw over it, and be killed."""
+    """Show a status line on a terminal within the context; another process may draw over it, even if then killed."""
     if stream and redraws(stream):
         room = shutil.get_terminal_size().columns - 4
         with suppress(OSError):
@@ -157,7 +157,7 @@ def transient(text: str, stream: TextIO | None) -> Iterator[None]:
 
 
 def clear_line(stream: TextIO | None) -> None:
-    """On a terminal, clear the line of the cursor."""
+    """Clear the cursor's line if the stream is a terminal."""
     if stream and redraws(stream):
         with suppress(OSError):
             stream.write("\r\x1b[2K")
@@ -166,7 +166,7 @@ def clear_line(stream: TextIO | None) -> None:
 
 def _silence(stream: TextIO) -> None:
     """Redirect a stream to /dev/null, so that neither later writes nor Python's final flush fail."""
-    with suppress(OSError, ValueError):  # one without a descriptor
+    with suppress(OSError, ValueError):  # the stream may have no descriptor
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
         os.close(null)

@@ -1,4 +1,4 @@
-"""Figures as text: digits and a unit."""
+"""Formatting of figures: digits and a unit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def three_digits(value: float) -> str:
-    """Three significant digits, all digits before the point kept: ``12,346``, ``12.3``, ``0.123``."""
+    """Format with three significant digits, but all digits before the point: ``12,346``, ``12.3``, ``0.123``."""
     size = abs(value)
     if 0 < size < 0.09995:
         return f"{value:.3g}"
@@ -15,13 +15,13 @@ def three_digits(value: float) -> str:
 
 
 def flops_text(flops_per_second: float) -> str:
-    """``3.01e10`` FLOP/s become ``30.1 GFLOP/s``."""
+    """Format FLOP/s: ``3.01e10`` becomes ``30.1 GFLOP/s``."""
     unit, name = (1e12, "TFLOP/s") if flops_per_second >= 1e12 else (1e9, "GFLOP/s")
     return f"{three_digits(flops_per_second / unit)} {name}"
 
 
 def size_text(size: int) -> str:
-    """``1536`` bytes become ``1.5 KiB``."""
+    """Format bytes in binary units: ``1536`` becomes ``1.5 KiB``."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 2**power:
             return f"{size / 2**power:.4g} {unit}"
@@ -29,24 +29,24 @@ def size_text(size: int) -> str:
 
 
 def memory_text(size: int) -> str:
-    """``1288490188`` bytes become ``1.2 GiB``."""
+    """Format bytes of memory in GiB, below 1 GiB in MiB: ``1288490188`` becomes ``1.2 GiB``."""
     return gib_text(size) if size >= 2**30 else f"{size / 2**20:.0f} MiB"
 
 
 def gib_text(size: int) -> str:
-    """``1288490188`` bytes become ``1.2 GiB``."""
+    """Format bytes in GiB: ``1288490188`` becomes ``1.2 GiB``."""
     return f"{size / 2**30:,.1f} GiB"
 
 
 def bytes_text(size: float) -> str:
-    """Bytes sent: ``49e6`` become ``49.0 MB``."""
+    """Format bytes sent, in decimal units: ``49e6`` becomes ``49.0 MB``."""
     units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
     unit, name = next(((unit, name) for unit, name in units if size >= unit), (1.0, "B"))
     return f"{three_digits(size / unit)} {name}"
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and a unit: ``0.00123`` becomes ``1.23 ms``."""
+    """Format seconds as three digits and a unit: ``0.00123`` becomes ``1.23 ms``."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 0.9995:
             return f"{three_digits(seconds * scale)} {unit}"
@@ -54,14 +54,14 @@ def time_text(seconds: float) -> str:
 
 
 def span_text(seconds: float) -> str:
-    """``0.81 s``, ``12 s``, ``3 min``."""
+    """Format seconds roughly: ``0.81 s``, ``12 s``, ``3 min``."""
     if seconds >= 120:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
 def duration_text(seconds: float) -> str:
-    """``75`` becomes ``1:15``, and ``3675`` ``1:01:15``."""
+    """Format seconds as a clock does: ``75`` becomes ``1:15``, and ``3675`` becomes ``1:01:15``."""
     minutes, second = divmod(math.ceil(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
