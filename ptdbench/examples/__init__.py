@@ -1,1 +1,1 @@
-"""The shortest programs one can learn from."""
+"""Minimal programs to learn from."""

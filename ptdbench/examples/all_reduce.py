@@ -1,6 +1,6 @@
-"""The shortest program in which ranks compute together: ``python -m ptdbench.examples.all_reduce``, or by a launcher.
+"""A minimal all-reduce: ``python -m ptdbench.examples.all_reduce``, or under any launcher.
 
-The mean over all ranks is what data parallelism does with gradients.
+Data parallelism averages gradients over all ranks in this way.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""A model of one's own, as short as it can be: ``python train.py model=custom`` trains it."""
+"""A minimal custom model: ``python train.py model=custom`` trains it."""
 
 from torch import Tensor, nn
 
 
 class MyModel(nn.Module):
-    """Vectors of 32 numbers to vectors of 8, for ``data=synthetic_vectors``."""
+    """Maps vectors of 32 numbers to vectors of 8, for ``data=synthetic_vectors``."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -13,7 +13,7 @@ class MyModel(nn.Module):
         self.head = nn.Linear(width, 8)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """``[batch, 32]`` to ``[batch, 8]``."""
+        """Map ``[batch, 32]`` to ``[batch, 8]``."""
         hidden = self.stem(inputs)
         for layer in self.layers:
             hidden = hidden + layer(hidden)

@@ -1,6 +1,6 @@
-"""The shortest program in which ranks send and receive, a tensor that goes round a ring of them.
+"""A minimal send and receive: a tensor passes around the ring of ranks.
 
-python -m ptdbench.examples.send_recv, or under any launcher.
+``python -m ptdbench.examples.send_recv``, or under any launcher.
 """
 
 import os
@@ -16,7 +16,7 @@ from ptdbench.launch.world import discover
 
 
 def pass_round(environ: Mapping[str, str]) -> None:
-    """Run on each rank: rank 0 sends first, every other rank receives first; all at once would deadlock."""
+    """Run on each rank: rank 0 sends first, every other rank receives first; otherwise all would deadlock."""
     world = discover(os.environ)
     assert world is not None
     with process_group(world, "gloo", torch.device("cpu"), key="send_recv"):

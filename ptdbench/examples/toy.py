@@ -1,4 +1,4 @@
-"""The shortest program that starts its own ranks and trains: ``python -m ptdbench.examples.toy``."""
+"""A minimal program that starts its own ranks and trains: ``python -m ptdbench.examples.toy``."""
 
 import os
 import sys
@@ -18,7 +18,7 @@ def train(environ: dict[str, str]) -> None:
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torch.manual_seed(1 + dist.get_rank())  # the same weights, but data of its own
+    torch.manual_seed(1 + dist.get_rank())  # the same weights, but different data
     for step in range(50):
         inputs = torch.randn(32, 8)
         loss = mse_loss(model(inputs), inputs.sum(dim=1, keepdim=True))
@@ -27,7 +27,7 @@ def train(environ: dict[str, str]) -> None:
         optimizer.zero_grad()
         if step % 10 == 9:
             line = f"rank {dist.get_rank()} of {dist.get_world_size()}  step {step + 1}  loss {loss.item():.5f}\n"
-            sys.stdout.write(line)  # one write: print() may make two, and another rank come between them
+            sys.stdout.write(line)  # one write: print() may make two, and another rank's output could come between
     dist.destroy_process_group()
 
 
