@@ -1,4 +1,4 @@
-"""The options of a configuration by name, and what each bears on: one table for all that compares runs."""
+"""What each option of a configuration affects: one table for everything that compares runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from ptdbench.parallel.dims import Dims
 
-#: What options bear on besides the work; one that is not here, nor a group of it, bears on the work alone.
-#: ``nothing``: no part of the work. ``start``: where, when and how often a run began. ``layout``: changes no loss.
-#: ``shape``: the ranks, part of what a run is; the ``queue`` is none. ``blocks``: how many repeats there are.
-#: ``degree``, ``ranks``, ``batch``: what differs between runs of one scaling curve. ``told``: a column says it already.
+#: What options affect besides the work; an option that is listed neither itself nor by its group affects only the work.
+#: ``nothing``: not part of the work. ``start``: where, when and how often a run started. ``layout``: changes no loss.
+#: ``shape``: the ranks, which identify a run, unlike the ``queue``. ``blocks``: the number of repeats.
+#: ``degree``, ``ranks``, ``batch``: differ between the runs of a scaling curve. ``told``: shown in a column already.
 _OPTIONS = {
     "resume": ("nothing", "start"),
     "reshape": ("nothing", "start"),
@@ -33,13 +33,13 @@ _OPTIONS = {
     "train.micro_batch": ("batch", "layout"),
 }
 
-#: What makes a choice of a group what it is, and is no option of it.
+#: Keys that identify a group's choice and are not options.
 OF_CHOICE = ("name", "label", "_target_", "_partial_")
 
 
 @cache
 def bears(option: str, *on: str) -> bool:
-    """Return whether an option, by its dotted name, bears on any of these."""
+    """Return whether an option, by its dotted name, affects any of these."""
     group = option
     while group not in _OPTIONS and group:
         group = group.rpartition(".")[0]
@@ -47,7 +47,7 @@ def bears(option: str, *on: str) -> bool:
 
 
 def bearing(on: str) -> tuple[str, ...]:
-    """Return the options of the table that bear on this."""
+    """Return the options in the table that affect this."""
     return tuple(option for option, words in _OPTIONS.items() if on in words)
 
 

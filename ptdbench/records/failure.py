@@ -1,4 +1,4 @@
-"""Failure reports of ranks, written by the rank itself or by others, and the root cause of a run that failed.
+"""Failure reports of ranks, written by the rank itself or by others, and the root cause of a failed run.
 
 When one rank dies, its peers fail within milliseconds because their connection is lost, and the launcher ends the
 rest. Every rank therefore writes its own report, and :func:`root_cause` selects the error of the run from all of them.
@@ -32,19 +32,19 @@ _LIBRARY = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdl
 
 
 def user_frame(exception: BaseException) -> str:
-    """Return the last frame of the traceback that is a user's: ``mymodels.py:13 in forward``; empty if there is none.
+    """Return the last frame of the traceback in user code: ``mymodels.py:13 in forward``; empty if there is none.
 
-    That is code outside of this package, Python's library and the installed packages; else, as with a model from a
-    package, the last frame in an installed package other than torch.
+    User code is code outside this package, Python's library and the installed packages; failing that, as with a model
+    from a package, the last frame in an installed package other than torch.
     """
     frames = reversed(traceback.extract_tb(exception.__traceback__))
     return _first([(frame.filename, frame.lineno or 0, frame.name) for frame in frames], (_is_own, _is_of_package))
 
 
 def last_frame(calls: Sequence[tuple[str, int, str]]) -> str:
-    """Return the innermost of these calls that is a user's, as for an exception; else one of this package.
+    """Return the innermost call in user code, as :func:`user_frame` does; failing that, in this package.
 
-    They are file, line and function of each, innermost first, up to those that have started the run.
+    ``calls`` are the file, line and function of each call, innermost first; those that started the run are ignored.
     """
     started = next((place for place, (file, *_) in enumerate(calls) if Path(file) == _START), len(calls))
     return _first(calls[: started + 1], (_is_own, _is_of_package, lambda path: _PACKAGE in path.parents))
@@ -71,33 +71,33 @@ def _is_of_package(path: Path) -> bool:
     return any(one in path.parents and path.relative_to(one).parts[0] != "torch" for one in _INSTALLED)
 
 
-#: Characters of a message and of a traceback that are kept; a stranger's may have millions.
+#: Characters of a message and of a traceback that are kept; third-party ones may have millions.
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 20_000, 200_000
 
 #: The traceback of the exception that made a run fail, in its directory.
 TRACEBACK = "traceback.txt"
 
-#: The stacks of a rank that native code has ended, beside the reports of the others.
+#: The stacks of a rank that crashed in native code, beside the reports of the others.
 _CRASH = "crash-rank-{}.txt"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of one rank that failed."""
+    """The failure of one rank."""
 
     rank: int  #: The rank; -1 for the process that starts the ranks.
     type: str  #: The exception's class, or the signal's name.
     message: str  #: The error message to show.
     traceback: str = ""  #: The traceback as text; empty if the process could not write one.
     time: float = field(default_factory=time.time)  #: Seconds since the epoch, by the clock of ``host``.
-    host: str = field(default_factory=socket.gethostname)  #: The machine it ran on; empty where that is not known.
+    host: str = field(default_factory=socket.gethostname)  #: The machine it ran on; empty if unknown.
     #: Exit status seen by the parent, ``-n`` after signal ``n``; ``None`` in the rank's own report.
     exit_code: int | None = None
     #: For a rank stopped by a signal: the ranks not known to be stopped. If one of them reports something later, it was
     #: alive, and the signal was not sent to all.
     unheard: list[int] = field(default_factory=list)
-    #: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in this package; or
-    #: empty.
+    #: The last frame in the user's code, such as ``mymodels.py:13 in forward``; failing that, for a crash in native
+    #: code, the last frame in this package; else empty.
     where: str = ""
 
     def as_error(self) -> dict[str, Any]:
@@ -108,8 +108,8 @@ class Failure:
 def describe(exception: BaseException, rank: int) -> Failure:
     """Report the failure of this process itself.
 
-    Pipeline stages wrap an exception of the model in a bare ``RuntimeError``, which says less than its cause; then
-    the cause is reported, and the traceback shows both.
+    Pipeline stages wrap an exception of the model in a bare ``RuntimeError``, which is less informative than its cause;
+    then the cause is reported, and the traceback shows both.
     """
     telling = exception
     while type(telling) is RuntimeError and telling.__cause__ is not None:
@@ -124,14 +124,14 @@ def describe(exception: BaseException, rank: int) -> Failure:
 
 
 def _shortened(text: str, most: int) -> str:
-    """Return the text, without its middle if it is longer: it begins with the cause, and ends with the remedy."""
+    """Return at most ``most`` characters of the text: the middle is cut out, as the end often states the remedy."""
     left_out = len(text) - most
     half = most // 2
     return text if left_out <= 0 else f"{text[:half]} ... ({left_out:,} characters left out) ... {text[-half:]}"
 
 
 def describe_exit(rank: int, exit_code: int) -> Failure:
-    """Report, as its parent, a rank that ended with this status (``-n``: signal ``n``)."""
+    """Report, as its parent, a rank that exited with this status (``-n``: signal ``n``)."""
     if exit_code < 0:
         kind = next((one.name for one in signal.Signals if one == -exit_code), f"signal {-exit_code}")
         message = _signal_message(kind)
@@ -146,10 +146,10 @@ def of_launcher(kind: str, message: str) -> Failure:
 
 
 def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: int = 0) -> list[Failure]:
-    """Report, as their parent, the ranks that have ended, by rank, before any is signaled.
+    """Report, as their parent, the ranks that exited before the parent signaled any; ``exit_codes`` is by rank.
 
-    One that ended early with status 0 is not reported: its peers report a lost connection. ``oom_kills`` are processes
-    that the kernel has killed for lack of memory since the ranks were started.
+    A rank that exited early with status 0 is not reported: its peers report a lost connection. ``oom_kills`` is the
+    number of processes that the kernel has killed for lack of memory since the ranks were started.
     """
     found = []
     for rank, code in exit_codes.items():
@@ -170,23 +170,23 @@ def without_result() -> Failure:
 
 
 def stuck(rank: int, message: str, stacks: str) -> Failure:
-    """Report a rank that hangs and so cannot do it itself."""
+    """Report a rank that hangs and therefore cannot report itself."""
     return Failure(rank, "TimeoutError", message, stacks)
 
 
 def crash_file(folder: Path, rank: int) -> Path:
-    """Return the file for the stacks of native code that ends a rank, in the folder of the reports."""
+    """Return the file, in the folder of reports, for the stacks of a rank that crashes in native code."""
     return folder / _CRASH.format(rank)
 
 
 def clear(folder: Path) -> None:
-    """Remove what ranks that were killed have left without having crashed."""
+    """Remove the empty crash files of ranks that were killed but did not crash."""
     for path in folder.glob(_CRASH.format("*")):
         crash.discard_empty(path)
 
 
 def write_failure(folder: Path, failure: Failure) -> Failure:
-    """Write a report unless the rank has one; returns the rank's first, as later ones are consequences of it."""
+    """Write a report unless the rank has one; returns the rank's first report, as later ones are its consequences."""
     folder.mkdir(parents=True, exist_ok=True)
     if _report(folder, failure.rank).exists():
         return _read(_report(folder, failure.rank))
@@ -195,7 +195,7 @@ def write_failure(folder: Path, failure: Failure) -> Failure:
 
 
 def write_traceback(directory: Path, failure: Failure) -> None:
-    """Write the traceback of an exception in a user's code, or of a crash, into the run's directory for people."""
+    """Write the traceback of an exception in user code, or of a crash, into the run's directory for the user."""
     if failure.where:
         with suppress(OSError):
             replace_bytes(directory / TRACEBACK, failure.traceback.encode(errors="backslashreplace"))
@@ -207,10 +207,10 @@ def amend_failure(folder: Path, failure: Failure) -> None:
 
 
 def read_failures(folder: Path) -> list[Failure]:
-    """Return the reports in a folder, by time; for a rank without one what it left when native code ended it."""
+    """Return the reports in a folder, by time; for a rank without one, its crash in native code if there was one."""
     found = {}
     for path in folder.glob(_CRASH.format("*")):
-        with suppress(OSError):  # removed by a rank that has just ended well
+        with suppress(OSError):  # removed by a rank that has just ended successfully
             if ended := crash.read(path.read_text(errors="replace")):
                 rank = _rank(path)
                 message, at, where = _signal_message(ended.signal), path.stat().st_mtime, last_frame(ended.calls)
@@ -220,7 +220,7 @@ def read_failures(folder: Path) -> list[Failure]:
 
 
 def reporters(folder: Path) -> set[int]:
-    """Return the ranks that have a report in a folder, or have left their stacks there."""
+    """Return the ranks with a report or the stacks of a crash in a folder."""
     paths = [*folder.glob("rank-*.json"), *filter(_has_content, folder.glob(_CRASH.format("*")))]
     return set(map(_rank, paths))
 
@@ -270,22 +270,23 @@ _COMMUNICATION_TEXTS = (  # gloo, TCPStore and NCCL, in lower case
 )
 _OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator: can't allocate memory", "alloc_failed")
 
-#: Who reports a lack of a GPU's memory beside torch's own exception, in lower case.
+#: Libraries that report a lack of GPU memory other than by torch's own exception, in lower case.
 _OF_GPU = ("cuda", "cublas", "cudnn", "nccl")
 
 
 def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
-    """Return the failure that caused the others, of at least one: of the ranks, and of their parent.
+    """Return the failure that caused the others; ``failures`` are those of the ranks and their parent, at least one.
 
     In order of precedence:
 
     1. the earliest that is not a consequence of another, such as an exception of the model or a kill by the kernel;
-    2. a rank that ended by a signal that the others did not receive, as its parent reports;
+    2. a rank that was ended by a signal that the others did not receive, as its parent reports;
     3. a rank without a report whose peers lost their connection, or were stopped because it was gone;
     4. a rank that was stopped by a signal while others still worked, as their later reports show;
     5. the earliest of all: a signal stopped all ranks, and none is the cause.
 
-    It is one of ``failures``, possibly with details added, or a new one that names the silent rank and quotes its peer.
+    Returns one of ``failures``, possibly with details added, or a new one that names the silent rank and quotes its
+    peer.
     """
     first: dict[int, Failure] = {}  # each rank's own report, else its parent's; the earliest of several
     for failure in sorted(failures, key=lambda failure: (failure.exit_code is not None, failure.time)):
@@ -313,8 +314,8 @@ def root_cause(failures: Sequence[Failure], world_size: int) -> Failure:
 def status_of(failure: Failure) -> str:
     """Return the ``status`` of a run with this failure.
 
-    A rank killed by SIGKILL is ``failed``: the kernel's out-of-memory killer is only one of its senders. So is a rank
-    stopped by a signal of its own: preemption stops all ranks.
+    A rank killed by SIGKILL is ``failed``: the kernel's out-of-memory killer is only one possible sender. So is a rank
+    that alone was stopped by a signal: preemption stops all ranks.
     """
     if _is_out_of_memory(failure):
         return "oom"
@@ -328,12 +329,12 @@ def status_of(failure: Failure) -> str:
 
 
 def is_of_gpu(error: Error) -> bool:
-    """Return whether the memory that a run was out of is that of a GPU, and not that of its host."""
+    """Return whether a run was out of GPU memory rather than host memory."""
     return error.type == "OutOfMemoryError" or any(name in error.message.lower() for name in _OF_GPU)
 
 
 def is_stop(failure: Failure) -> bool:
-    """Return whether a signal asked the rank to end, which is not a failure of its own."""
+    """Return whether a signal asked the rank to stop, so that the rank itself did not fail."""
     return failure.type in {*STOP_SIGNALS, "Stopped", "SignalException", "KeyboardInterrupt"}
 
 

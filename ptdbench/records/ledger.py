@@ -1,7 +1,7 @@
-"""The request and the jobs of a sweep: ``sweep.json`` in its directory.
+"""The ledger of a sweep: its request and its jobs, in ``sweep.json`` in its directory.
 
-It is written before the first run begins, and each job array is recorded before and after its submission, so that a
-killed process leaves no unknown job.
+It is written before the first run begins. Each job array is recorded before and after its submission, so that a process
+killed in between leaves no unknown job.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ptdbench.records.store import TRIES, Damaged
 
 LEDGER = "sweep.json"
 
-#: The file of what SLURM itself says of a job, beside the jobs' folders: its own may not be there yet.
+#: The log of SLURM's messages about a job, beside the jobs' log folders, as the job's own may not exist yet.
 LOG_OF_SLURM = "%j_slurm.log"
 
 
 class Job(Struct, frozen=True):
-    """One run that was submitted, or was about to be; several of them may share a job of the queue."""
+    """One run that was submitted, or was about to be; several runs may share one SLURM job."""
 
     number: int  #: The run's number in the sweep.
     name: str  #: The unique name of its array in the queue.
@@ -34,9 +34,9 @@ class Job(Struct, frozen=True):
     shape: str  #: Nodes and ranks, as text.
     overrides: list[str]  #: The overrides typed for this run.
     directory: str  #: The run's directory, below the sweep's.
-    log: str  #: Folder of the ranks' output, with ``%j`` for an id that is not known.
-    step: int | None = None  #: The run's place among those of its job; ``None`` where it is the only one.
-    cluster: str | None = None  #: The cluster whose queue it is in, by its name in SLURM; ``None`` if it is not known.
+    log: str  #: Folder of the ranks' output, with ``%j`` for an id that is not known yet.
+    step: int | None = None  #: The run's index among those of its job; ``None`` if it is the only one.
+    cluster: str | None = None  #: SLURM's name of the cluster whose queue it is in; ``None`` if unknown.
 
 
 class Ledger(Struct, frozen=True):
@@ -52,19 +52,19 @@ def with_id(job: Job, identity: str) -> Job:
 
 
 def sweep_of(directory: Path) -> Path | None:
-    """Return the sweep that a run's directory lies in, if it does; a run that only tries a micro-batch is in none."""
+    """Return the sweep that contains a run's directory, if any; short runs that try a micro-batch belong to none."""
     directory = directory.absolute()
     sweep = around(directory.parent)
     return None if sweep and TRIES in directory.relative_to(sweep).parts else sweep
 
 
 def around(folder: Path) -> Path | None:
-    """Return the nearest sweep: a folder, or one around it, as ``hydra.sweep.subdir`` may be nested."""
+    """Return the nearest sweep directory: a folder or one of its parents, as ``hydra.sweep.subdir`` may be nested."""
     return next((one for one in (folder, *folder.parents) if is_ledger(one / LEDGER)), None)
 
 
 def is_ledger(path: Path) -> bool:
-    """Whether a file may be a ledger, if a damaged one: other programs have files of this name, too."""
+    """Return whether a file may be a ledger, perhaps a damaged one: other programs use this file name, too."""
     try:
         found = json.loads(read_bytes(path))
     except FileNotFoundError:
@@ -80,19 +80,19 @@ def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:
 
 
 def add(sweep_directory: Path, jobs: Sequence[Job]) -> None:
-    """Add jobs; those of other runs are kept."""
+    """Add jobs to the ledger; jobs of other runs are kept."""
     known = read(sweep_directory)
     by_directory = {job.directory: job for job in [*known.jobs, *jobs]}
     write(sweep_directory, Ledger(known.overrides, sorted(by_directory.values(), key=lambda job: job.number)))
 
 
 def write(sweep_directory: Path, ledger: Ledger) -> None:
-    """Replace the file; raises OSError."""
+    """Replace the ledger; raises OSError."""
     write_json(sweep_directory / LEDGER, to_builtins(ledger))
 
 
 def read(sweep_directory: Path) -> Ledger:
-    """Read the file; empty if there is none. Raises Damaged."""
+    """Read the ledger; empty if there is none. Raises Damaged."""
     path = sweep_directory / LEDGER
     try:
         return schema.read(read_bytes(path), Ledger)

@@ -1,4 +1,4 @@
-"""Results for programs and notebooks: records, with their series as arrays. Nothing here imports torch."""
+"""The Python interface to results: records, with their series as arrays. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERIES = {
     "slowest_seconds": "slowest_seconds",
 }
 
-#: Steps that a damaged file may have lost, and of which there will be NaN; a record of more is wrong itself.
+#: Steps that a damaged file may have lost, which become NaN; if more are missing, the record itself must be wrong.
 MOST_LOST = 10_000_000
 
 
@@ -38,7 +38,7 @@ class Run(Mapping[str, Any]):
     """A run's record: a mapping of its fields, which ``docs/record.md`` describes, and its series."""
 
     def __init__(self, record: Written, directory: Path) -> None:
-        self.directory = directory  #: Where the run is now; its field ``directory`` says where it was when it ran.
+        self.directory = directory  #: The run's current directory; the field ``directory`` is the one it ran in.
         self._record = record
 
     def __getitem__(self, field: str) -> Any:
@@ -63,19 +63,19 @@ class Run(Mapping[str, Any]):
                 - ``losses``: mean loss of the global batch; NaN if it was not finite;
                 - ``learning_rates``: ``optimizer.lr`` times the factor of the schedule;
                 - ``gradient_norms``: before clipping; NaN without clipping;
-                - ``wait_seconds``: the wait for its batch, 0 if the GPU still had steps to do; maximum over ranks;
+                - ``wait_seconds``: wait for the batch, 0 if the GPU still had steps queued; maximum over ranks;
                 - ``memory_bytes``: memory in use after the step, maximum over ranks;
-                - ``step_seconds``: how long it took each rank, ``[steps, ranks]``; NaN for ranks that were not there;
-                - ``slowest_seconds``: how long it took the slowest rank.
+                - ``step_seconds``: duration on each rank, ``[steps, ranks]``; NaN for absent ranks;
+                - ``slowest_seconds``: duration on the slowest rank.
 
         Returns:
-            ``[steps]``, empty for a workload that does not train. A run that is still running has the steps that
-            its ranks have gathered so far.
+            ``[steps]``, empty for a workload that does not train. A run in progress has the steps that its ranks have
+            gathered so far.
 
         Raises:
             KeyError: There is no series of that name.
             FileNotFoundError: The run has done steps, but the file of its series is missing.
-            ptdbench.records.store.Damaged: The file lacks more steps than a file can have lost.
+            ptdbench.records.store.Damaged: The file lacks more steps than it can have lost.
         """
         if name not in SERIES:
             raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
@@ -90,7 +90,7 @@ class Run(Mapping[str, Any]):
 
 
 class Runs(list[Run]):
-    """Several runs; a slice of them has a table too."""
+    """A list of runs; its slices have :meth:`frame` too."""
 
     @overload
     def __getitem__(self, place: SupportsIndex) -> Run: ...
@@ -100,10 +100,10 @@ class Runs(list[Run]):
         return Runs(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
 
     def frame(self) -> pandas.DataFrame:
-        """A row for each run, and a column for each field of its record by its dotted name.
+        """Return a table with one row per run and one column per record field, by its dotted name.
 
-        Such as ``status``, ``metrics.tokens_per_second``, ``layout.shard`` and ``config.optimizer.lr``; lists stay
-        lists. ``directory`` is where the run is now.
+        For example ``status``, ``metrics.tokens_per_second``, ``layout.shard`` and ``config.optimizer.lr``; lists stay
+        lists. ``directory`` is the run's current directory.
         """
         import pandas
 
@@ -114,9 +114,9 @@ class Runs(list[Run]):
 
 
 def load_telling(path: Path) -> Run | Runs:
-    """Read as :func:`load` does, but tell of damaged records on standard error; each ``directory`` is the place now.
+    """Read like :func:`load`, but report damaged records on standard error; ``directory`` is the current one.
 
-    They are told also if nothing can be read.
+    They are reported even if nothing can be read.
     """
     with warnings.catch_warnings(record=True) as damage:
         warnings.simplefilter("always")
@@ -136,9 +136,9 @@ def load(path: str | Path) -> Run | Runs:
     """Load the records of a run, a sweep, a folder of either, or a ``results.jsonl``.
 
     Returns:
-        One record for the directory of a run; else a list with the runs of a ``results.jsonl`` in the order in which
-        they ended, those of a folder in natural order of their paths; its ``frame()`` returns a pandas DataFrame.
-        Damaged records are skipped with a warning.
+        One record for the directory of a run; otherwise a list of runs, whose ``frame()`` returns a pandas DataFrame:
+        those of a ``results.jsonl`` in the order in which they ended, those of a folder in natural order of their
+        paths. Damaged records are skipped with a warning.
 
     Raises:
         FileNotFoundError: There are no records.
@@ -165,7 +165,7 @@ def _of_results(path: Path) -> Runs:
 
 
 def _of_folder(folder: Path) -> Runs:
-    """Read the runs by their own records, or by a sweep's results where only these were kept."""
+    """Read the runs from their own records, or from a sweep's results if only those were kept."""
     found = {}
     for directory in store.holding(folder, store.RECORD):
         try:
@@ -180,6 +180,6 @@ def _of_folder(folder: Path) -> Runs:
 
 
 def _in_order(path: Path) -> list[tuple[int, str]]:
-    """Sort ``2_toy`` before ``10_toy``."""
+    """Return a sort key that puts ``2_toy`` before ``10_toy``."""
     parts = re.split(r"0*(\d+)", str(path))
     return [(len(part), part) if part.isdecimal() else (-1, part) for part in parts]

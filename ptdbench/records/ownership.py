@@ -5,8 +5,8 @@ node. Each start therefore has a name, the record says which start opened it, an
 write it.
 
 The record names the process that opened it. While it is open, and that process or its job is alive, no other may open
-it: two jobs of one run would overwrite each other's checkpoints. Beside it stands how far the run has come, for those
-who watch from another machine.
+it: two jobs of one run would overwrite each other's checkpoints. Beside the record is the run's progress, to be watched
+from other machines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ptdbench.records import record, schema, store
 from ptdbench.records.schema import Owner, Written
 from ptdbench.terminal import echo
 
-#: Seconds to wait for another process that writes the record: a suspended one must not block the others.
+#: Seconds to wait for another process that is writing the record: a suspended one must not block the others.
 _PATIENCE = 2.0
 
 
@@ -42,7 +42,7 @@ def this_process(launch: str, environ: Mapping[str, str]) -> Owner:
 
 
 def slurm_job(environ: Mapping[str, str]) -> str | None:
-    """Return the SLURM job of an environment, in the form of squeue."""
+    """Return the SLURM job of an environment, as squeue prints it."""
     if array := environ.get("SLURM_ARRAY_JOB_ID"):
         return f"{array}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
     return environ.get("SLURM_JOB_ID") or None
@@ -70,9 +70,9 @@ class Attempt:
     def amend(self, change: Callable[[dict[str, Any]], Written | None], durable: bool = True) -> Written | None:
         """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
-        ``change`` returns the new record for the one on disk, or ``None`` to leave it unchanged; calls of several ranks
-        are serialized. If ``durable``, the new record survives a crash of the machine. Returns the record written, or
-        ``None``.
+        ``change`` maps the record on disk to the new one, or to ``None`` to leave it unchanged; concurrent calls of
+        several ranks are serialized. If ``durable``, the new record survives a crash of the machine. Returns the record
+        written, or ``None``.
 
         Raises:
             OSError: There is no record, or it cannot be written.
@@ -92,9 +92,9 @@ class Attempt:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a directory, if its file system has locks and the holder does not hang.
+    """Hold an exclusive lock on a directory, if its file system supports locks and no other holder hangs.
 
-    The directory itself is locked, which ``filelock`` cannot: a file would have to stay in it.
+    The directory itself is locked, which ``filelock`` cannot do: it would leave a lock file in it.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     until = time.monotonic() + _PATIENCE
@@ -139,7 +139,7 @@ def _goes_on(owner: Mapping[str, Any]) -> bool | None:
     is_here = owner["host"] == socket.gethostname()
     is_in_this_job = owner["job"] == slurm_job(os.environ)
     if owner["job"] and is_in_this_job and not is_here:
-        # An earlier start of this job, which was restarted elsewhere, unless it is a step beside this one.
+        # Either an earlier start of this job, which was requeued to other nodes, or a concurrent step of it.
         restarts = slurm.restarts(os.environ)
         return False if restarts and not owner["launch"].endswith(f"-{restarts}") else None
     if owner["job"] and not is_in_this_job:
@@ -157,7 +157,7 @@ def _goes_on(owner: Mapping[str, Any]) -> bool | None:
 
 PROGRESS = "progress.json"
 
-_PROGRESS_SECONDS = 10.0  # for people who watch a job of a cluster; more often, it shows in make overhead
+_PROGRESS_SECONDS = 10.0  # often enough to watch a cluster job; shorter intervals show up in make overhead
 
 
 class Progress(Struct, frozen=True):
@@ -181,17 +181,17 @@ class ProgressFile:
         self._next = 0.0
 
     def write(self, step: int, steps: int, per_second: float | None, now: float) -> None:
-        """Write it if it is due; ``now`` is in seconds by a clock that never goes back."""
+        """Write the file if it is due; ``now`` is in seconds by a monotonic clock."""
         if now < self._next and step < steps:
             return
         self._next = now + _PROGRESS_SECONDS
         known = to_builtins(Progress(step, steps, self._unit, per_second))
-        with suppress(OSError):  # a run does not fail because its progress cannot be written
+        with suppress(OSError):  # a run must not fail because its progress cannot be written
             write_json(self._path, known, durable=False)
 
 
 def read_progress(directory: Path) -> Progress | None:
-    """Read ``progress.json``; ``None`` before the first time, and where it is damaged."""
+    """Read ``progress.json``; ``None`` if it is not written yet, or damaged."""
     try:
         return schema.read(read_bytes(directory / PROGRESS), Progress)
     except (OSError, ValueError):

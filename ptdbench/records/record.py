@@ -40,8 +40,14 @@ def begin(
     """Return the record of a run before its start: its status is ``failed``, in case nothing can be written later.
 
     It is written before the ranks start, so that every run directory has a record, even if all processes are killed
-    at once. ``config`` is resolved, ``environment`` has versions and hardware; ``overrides`` were typed for the run,
-    and are ``None`` if unknown; ``owner`` starts it, and is ``None`` if it waits to be started.
+    at once.
+
+    Args:
+        config: The resolved configuration.
+        directory: The run's directory.
+        environment: Versions and hardware.
+        overrides: The overrides typed for the run; ``None`` if unknown.
+        owner: The process that starts the run; ``None`` if it is not started yet.
     """
     message = "the run is still running, or was killed before it could record how it ended"
     record: dict[str, Any] = dict.fromkeys(FIELDS) | {"config": strict(config, str)}
@@ -65,14 +71,14 @@ def begin(
 
 
 def configuration(record: Written) -> Mapping[str, Any]:
-    """Return the resolved configuration on record, empty where there is none."""
+    """Return the resolved configuration in a record; empty if there is none."""
     return record.get("config") or {}
 
 
 def option(record: Written, name: str, kind: Any) -> Any:
-    """Return an option of the configuration on record by its dotted name; ``None`` unless it is there and of this type.
+    """Return an option of the recorded configuration by its dotted name; ``None`` if missing or of another type.
 
-    What was refused is on record as it was typed, and a record may come from anybody.
+    Types must be checked: the record of a refused run holds what was typed, and a record may come from anywhere.
     """
     found: Any = configuration(record)
     for key in name.split("."):
@@ -80,7 +86,7 @@ def option(record: Written, name: str, kind: Any) -> Any:
     try:
         msgspec.convert(found, kind)
         return found
-    except ValueError:  # also of text that is not UTF-8
+    except ValueError:  # also raised for text that is not UTF-8
         return None
 
 
@@ -90,14 +96,14 @@ def failed(record: Written, failure: Failure) -> dict[str, Any]:
 
 
 def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
-    """Return the draft of a resumed run, with the results of its earlier starts."""
+    """Return the draft of a resumed run's record, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
     goes_on = same_work(configuration(earlier), configuration(draft))
     return {**draft, "overrides": overrides, **(kept if goes_on else {})}
 
 
-#: What a run that was asked to stop says of its last step, by whether it is saved; ``None`` where a run saves nothing.
+#: How a stopped run continues, by whether its last step was saved; ``None`` if the run saves nothing.
 _HOW_IT_GOES_ON = {
     True: "it has saved",
     False: "this step could not be saved (see remarks), so this goes on from an earlier one",
@@ -112,14 +118,14 @@ def stopped(record: Written, why: str, saved: bool | None = True) -> dict[str, A
 
 
 def how_started(record: Written) -> str:
-    """Return what starts a run again, before its overrides: it resubmits a job, but cannot start the ranks of srun."""
+    """Return the command that restarts a run, without its overrides; for a launcher's ranks it is only a template."""
     launcher = record.get("launcher")
     by_hand = launcher not in (None, "local") and not option(record, "cluster.submit", str)
     return under(str(launcher)) if by_hand else command()
 
 
 def retyped(record: Written) -> str | None:
-    """Return what to type for such a run, wherever and however often it began; ``None``: it is not on record."""
+    """Return the command line for a new run with the same options; ``None`` if the overrides are not recorded."""
     if record.get("overrides") is None:
         return None
     words = [word for word in record["overrides"] if not bears(word.lstrip("+").partition("=")[0], "start")]
@@ -138,9 +144,9 @@ def is_open(record: Written) -> bool:
 
 
 def is_settled(record: Written) -> bool:
-    """Return whether its end was recorded by the queue or by all ranks together, which know more than one rank.
+    """Return whether the run's end was recorded by the queue or by all ranks together, which know more than one rank.
 
-    A rank on a lost node may live on for a while and must not overwrite it. Neither may a failure of a rank during
+    A rank on a lost node may live on for a while and must not overwrite that. Nor may a rank that fails during
     shutdown, after the run was ok.
     """
     error = schema.error(record)
@@ -158,23 +164,23 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
     """Return sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
 
-    An emptied group is not told from none, nor a shape that is not given. Options of the dotted names ``ignored``
-    make no difference, besides those that never do.
+    An empty group equals a missing one, and an unset shape option a missing one. Options with the dotted names
+    ``ignored`` make no difference, in addition to those that never do.
     """
     return _digest({name: value for name, value in _asked(config).items() if name not in ignored})
 
 
 def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a resolved configuration that make its run what it is, by their dotted names."""
+    """Return the options of a resolved configuration that identify its run, by their dotted names."""
     asked = {name: value for name, value in leaves(config) if not bears(name, "nothing", "queue") and value != {}}
     unset = {name for name in bearing("shape") if asked.get(name) is None}
     return {name: value for name, value in asked.items() if name not in unset}
 
 
 def other_work(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describe by which options two resolved configurations are of other runs: ``train.steps=5 (here 7)``.
+    """Describe the options in which two resolved configurations' runs differ: ``train.steps=5 (here 7)``.
 
-    Of many, as where one is of another version of this package, the first three are named.
+    Only the first three are named, as configurations of different package versions may differ in many.
     """
     sides = [{name: as_typed(value) for name, value in _asked(config).items()} for config in (was, now)]
     values = {name: [side.get(name, "not set") for side in sides] for name in sides[0] | sides[1]}
@@ -183,9 +189,9 @@ def other_work(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describe what was trained, if it is another model than now: ``gpt_tiny``, or ``toy with width=64 (here 32)``.
+    """Describe the earlier model if it differs from the current one: ``gpt_tiny``, or ``toy with width=64 (here 32)``.
 
-    Both are options as in ``config.model``; a name is for people and makes no other model.
+    Both arguments are options as in ``config.model``; a different ``name`` alone does not count.
     """
     if was.get("_target_") != now.get("_target_"):
         return str(was.get("name"))
@@ -195,7 +201,7 @@ def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether a run of this configuration has been ok in ``directory``."""
+    """Return whether ``directory`` holds a run of this configuration that ended ok."""
     try:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):
@@ -206,7 +212,7 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Return sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    Options that are no part of the work are ignored, see :mod:`ptdbench.records.bearing`.
+    Options that do not affect the work are ignored, see :mod:`ptdbench.records.bearing`.
     """
     return _digest({name: value for name, value in config.items() if not bears(name, "nothing")})
 
@@ -218,7 +224,7 @@ def _digest(options: Mapping[str, Any]) -> str:
 
 Objective = Literal["throughput", "held_out_loss", "held_out_accuracy"]
 
-#: In which direction each objective is better.
+#: The direction in which each objective improves.
 DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
     "throughput": "maximize",
     "held_out_loss": "minimize",
@@ -227,10 +233,10 @@ DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
 
 
 def objective_value(record: Written, objective: Objective) -> float | None:
-    """Return the figure by which a run is judged; ``None`` for a run that is not ok, or has no such figure.
+    """Return the value of a run's objective; ``None`` if the run is not ok or has no such figure.
 
-    ``throughput``: tokens per second, or samples per second where samples are not tokens. The others are those of the
-    best evaluation.
+    ``throughput`` is in tokens per second, or samples per second if samples are not token sequences. The other
+    objectives are taken from the best evaluation.
     """
     if record["status"] != "ok":
         return None

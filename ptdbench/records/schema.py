@@ -1,8 +1,8 @@
 """The schema of a record, and the validation of records read from files.
 
-A field may be missing: a record is written before its run begins, and a missing field is ``None`` here. A field that is
-present has the type declared here. The tables of ``docs/record.md`` are built from this module
-and :mod:`ptdbench.records.workload_results`: the comment beside or above a field is its description.
+A field may be missing, because a record is written before its run begins: it is ``None`` here. A field that is present
+has the type declared here. The tables of ``docs/record.md`` are built from this module and
+:mod:`ptdbench.records.workload_results`: the comment beside or above a field is its description.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ptdbench.parallel.dims import Dims
 T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
 
-#: A record as it is written, in JSON's types; :func:`part` reads a group of it by its type.
+#: A record as it is written, in JSON types; :func:`part` parses one group of its fields.
 Written = Mapping[str, Any]
 
 #: The schema version that this version writes.
 SCHEMA = 2
 
-#: Numbers within limits: figures made of others would be errors or infinities.
+#: Bounded numbers: beyond these limits, derived figures would overflow.
 Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Degree = Annotated[int, Meta(ge=1, le=2**63 - 1)]
@@ -43,20 +43,21 @@ class Error(Struct):
     rank: Whole  #: The rank that failed first; -1 for the process that starts the ranks.
     type: str  #: The class of the exception, or the name of the signal.
     message: str  #: The error message.
-    #: The traceback as text, of a crash in native code the stack; empty if the process could not write one.
+    #: The traceback as text, or the stack of a crash in native code; empty if the process could not write one.
     traceback: str
-    #: The last frame in the user's code, as in ``mymodels.py:13 in forward``, of a crash else in ptdbench; or empty.
+    #: The last frame in the user's code, such as ``mymodels.py:13 in forward``; failing that, for a crash in native
+    #: code, the last frame in ptdbench; else empty.
     where: str | None = None
 
 
-#: A field for each degree of parallelism, which is described in their table.
+#: A field for each degree of parallelism, described in the table of degrees.
 OfDegrees = msgspec.defstruct("OfDegrees", [(name, Degree | None, None) for name in Dims.rows()], module=__name__)
 
 
 class Layout(OfDegrees):  # type: ignore[valid-type, misc]
     """How the global batch is divided among the ranks."""
 
-    data: Degree | None = None  #: Shares that the global batch is divided into: ``replicate * shard``.
+    data: Degree | None = None  #: Number of parts that the global batch is divided into: ``replicate * shard``.
     global_batch: Degree | None = None  #: Samples of one optimizer step over all ranks.
     micro_batch: Degree | None = None  #: Samples of one forward pass.
     microbatches: Degree | None = None  #: Micro-batches of one pass of the pipeline schedule.
@@ -74,187 +75,187 @@ class StepSeconds(Struct):
 
 
 class Metrics(Struct):
-    """Figures of the timed steps, those after the warm-up; null if unknown."""
+    """Figures of the timed steps, which are those after the warm-up; null if unknown."""
 
     step_seconds: StepSeconds | None = None  #: Statistics of the step times.
-    #: Tokens of all ranks in all timed steps over the seconds of these; null if samples are not token sequences.
+    #: Tokens of all ranks in all timed steps, per second of these steps; null if samples are not token sequences.
     tokens_per_second: Positive | None = None
-    samples_per_second: Positive | None = None  #: Samples of all ranks in all timed steps over the seconds of these.
-    tokens_per_second_per_device: Positive | None = None  #: The same for one device.
-    samples_per_second_per_device: Positive | None = None  #: The same for one device.
-    #: FLOP/s of all devices by the model's formula, attention in full; recomputation does not count.
+    samples_per_second: Positive | None = None  #: Samples of all ranks in all timed steps, per second of these steps.
+    tokens_per_second_per_device: Positive | None = None  #: The same per device.
+    samples_per_second_per_device: Positive | None = None  #: The same per device.
+    #: FLOP/s of all devices by the model's formula, with full (not causal) attention and without recomputation.
     model_flops_per_second: Quantity | None = None
-    mfu: Quantity | None = None  #: Model FLOP/s of a device over its dense peak by the data sheet.
+    mfu: Quantity | None = None  #: Model FLOP/s of a device over its dense peak from the data sheet.
     mfu_reason: str | None = None  #: Why there is no ``mfu``.
-    #: In fp8, model FLOP/s of a device over its bf16 peak, to compare with runs in bf16.
+    #: In fp8, model FLOP/s of a device over its bf16 peak, for comparison with bf16 runs.
     mfu_of_bf16: Quantity | None = None
     #: FLOP/s that ``workload=matmul`` measured on this device in this arithmetic.
     ceiling_flops_per_second: Positive | None = None
-    #: Whether other processes used the device while that was measured, so that it may be too low; null if unknown.
+    #: Whether other processes used the device during that measurement, so that it may be too low; null if unknown.
     ceiling_beside_load: bool | None = None
-    #: Model FLOP/s of a device over that ceiling; ``remarks.ceiling`` says why where it is above 1.
+    #: Model FLOP/s of a device over that ceiling; if it is above 1, ``remarks.ceiling`` says why.
     share_of_ceiling: Quantity | None = None
     ceiling_reason: str | None = None  #: Why there is no ceiling.
-    #: Share of the timed steps' seconds spent waiting for batches; on a GPU by waits at whose end it had nothing to do.
+    #: Share of the timed steps spent waiting for batches; on a GPU only waits that left the device idle count.
     data_wait_share: Quantity | None = None
-    #: Peak memory, the maximum over ranks: what torch allocated on the device, or of the process on a CPU.
+    #: Peak memory, maximum over ranks: allocated by torch on the device; on a CPU, of the process.
     peak_memory_bytes: Count | None = None
-    #: Peak of what torch's allocator took from the device, the maximum over ranks: with what it keeps for later, which
-    #: decides whether a run fits; null on a CPU.
+    #: Peak memory that torch's allocator reserved on the device, its cache included, maximum over ranks. It decides
+    #: whether a run fits; null on a CPU.
     peak_reserved_bytes: Count | None = None
-    #: What was taken of a GPU beside torch's allocator after the last step, the maximum over ranks: the context, the
-    #: buffers of NCCL, and other processes; null on a CPU.
+    #: GPU memory in use outside torch's allocator after the last step, maximum over ranks: the CUDA context, NCCL
+    #: buffers and other processes; null on a CPU.
     outside_memory_bytes: Count | None = None
-    device_memory_bytes: Count | None = None  #: Memory of a GPU, the minimum over ranks; null on a CPU.
+    device_memory_bytes: Count | None = None  #: Memory of a GPU, minimum over ranks; null on a CPU.
     #: Seconds from "ready to start" to the end of the first step on all ranks.
     first_step_seconds: Amount | None = None
-    #: These by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``.
+    #: These seconds by phase: ``import``, ``config``, ``rendezvous``, ``check``, ``build``, ``first_step``.
     startup_seconds: dict[str, Amount] | None = None
-    #: ``model_flops_per_second`` with causal attention by half, as far as it is not masked; null if unknown.
+    #: ``model_flops_per_second`` without what causal attention masks; null if unknown.
     causal_flops_per_second: Quantity | None = None
-    mfu_causal: Quantity | None = None  #: The MFU by these FLOP/s.
+    mfu_causal: Quantity | None = None  #: The MFU from these FLOP/s.
 
 
 class Communication(Struct):
-    """What ranks send with one operation, such as ``all_reduce``, in one step: the mean over ranks.
+    """One communication operation, such as ``all_reduce``, in one step: mean over ranks.
 
-    ``dispatch`` is what goes to the ranks with the experts of tokens, and ``combine`` what comes back, in both passes.
+    ``dispatch`` sends tokens to the ranks of their experts and ``combine`` returns the results, in both passes.
     """
 
-    calls: Amount  #: How often a rank calls it.
-    bytes: Amount  #: Size of what a rank hands over, or receives where that is larger.
-    #: Seconds in which it was under way, counted from when the last rank called it; overlapping calls count once. A
-    #: message of gloo whose end was not noted in time counts as the others; 0 if that is unknown of all.
+    calls: Amount  #: Number of calls per rank.
+    bytes: Amount  #: Size of a rank's input, or of its output if that is larger.
+    #: Seconds in flight, from when the last rank called it; overlapping calls count once. A gloo message whose end was
+    #: not noted in time counts as the average of the others; 0 if no end was noted.
     seconds: Amount
-    #: The part of them in which the rank computed nothing: a share of the phase ``communication``.
+    #: The exposed part of ``seconds``, in which the rank computed nothing: a share of the phase ``communication``.
     exposed_seconds: Amount
     #: What ``bytes`` should be for this layout, without messages of a single number; null if no exact formula is known.
     formula_bytes: Amount | None = None
-    #: The least and the most that ``bytes`` can be, where what is sent is in the data; null otherwise.
+    #: The minimum and maximum of ``bytes`` if the size depends on the data; otherwise null.
     formula_range: list[Amount] | None = None
-    #: What ``calls`` with ``bytes`` take by the line that ``workload=collectives`` last fitted on these ranks, with
-    #: this backend and torch; null if it did not, or the operation is not one of all ranks.
+    #: Predicted seconds of ``calls`` with ``bytes``, from the line that ``workload=collectives`` last fitted on these
+    #: ranks with this backend and torch; null if there is none, or the operation does not involve all ranks.
     fit_seconds: Amount | None = None
 
 
 class Phases(Struct):
-    """Where the time of a step went, from a few profiled steps after the timed ones (``profile.steps``).
+    """Breakdown of a step's time, from a few profiled steps after the timed ones (``profile.steps``).
 
-    The profiler slows steps down: seconds are those of the profiled steps, scaled to the mean timed step.
+    Since the profiler slows steps down, the seconds of the profiled steps are scaled to the mean timed step.
     """
 
     steps: Count | None = None  #: Number of profiled steps; 0 if there are no phases.
     reason: str | None = None  #: Why there are no phases.
-    profiled_step_seconds: Amount | None = None  #: Mean duration of a profiled step, of the slowest rank.
-    #: Mean duration of a timed step, to which all seconds are scaled; of a profiled one if no step was timed.
+    profiled_step_seconds: Amount | None = None  #: Mean duration of a profiled step on the slowest rank.
+    #: Mean duration of a timed step, to which all seconds are scaled; of a profiled step if none was timed.
     step_seconds: Positive | None = None
-    #: Seconds of a step by phase, one number for each rank; the phases of a rank add up to its step. ``data``: waiting
-    #: for the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of
-    #: ``backward``. ``communication``: exposed, the rank computed nothing meanwhile. ``stragglers``: waiting until the
-    #: last rank of a collective operation had called it. ``experts``: waiting until the last rank had computed its
-    #: experts of a layer. ``bubble``: waiting until another stage of the pipeline had called its side of a message.
-    #: ``host``: a GPU waited for its host to launch the next kernel. ``optimizer``: clipping, the optimizer, loss
-    #: scaling. ``other``: all else.
+    #: Seconds of a step by phase, one number per rank; the phases of a rank add up to its step. ``data``: waiting for
+    #: the batch. ``forward``, ``backward``: these passes without the waiting below; recomputation is part of
+    #: ``backward``. ``communication``: exposed communication, during which the rank computed nothing. ``stragglers``:
+    #: waiting for the last rank to call a collective. ``experts``: waiting for the last rank to compute its experts of
+    #: a layer. ``bubble``: waiting for another pipeline stage to call its side of a message. ``host``: a GPU waiting
+    #: for its host to launch the next kernel. ``optimizer``: clipping, the optimizer, loss scaling. ``other``:
+    #: everything else.
     ranks: dict[str, list[Amount]] | None = None
-    communication: dict[str, Communication] | None = None  #: The operations of communication.
-    #: For each rank the seconds of a step in which others waited for it: the mean over the others.
+    communication: dict[str, Communication] | None = None  #: The communication operations.
+    #: For each rank, the seconds of a step in which the others waited for it: mean over the others.
     waited_for: list[Amount] | None = None
-    #: For each profiled step the rank that the others waited for longest; null if they waited for none.
+    #: For each profiled step, the rank that the others waited for longest; null if they waited for none.
     waited_for_most: list[Count | None] | None = None
-    stages: list[list[Count]] | None = None  #: The pipeline's stages on each rank; null without a pipeline.
-    #: The bubble's share of a step by the formula of the schedule, for stages that take equally long; null without a
+    stages: list[list[Count]] | None = None  #: The pipeline stages of each rank; null without a pipeline.
+    #: The bubble's share of a step by the schedule's formula, assuming stages of equal duration; null without a
     #: pipeline.
     bubble_formula: Amount | None = None
-    #: For each stage the names of the parts that it holds besides repeated layers, such as ``embedding`` and ``head``;
-    #: null without a pipeline.
+    #: For each stage, the names of its parts other than repeated layers, such as ``embedding`` and ``head``; null
+    #: without a pipeline.
     stage_parts: list[list[str]] | None = None
-    pass_seconds: Amount | None = None  #: What profiling took, from the first profiled step to the last figure.
-    #: How messages between stages go: ``directions``: through one NCCL communicator for activations and one for
-    #: gradients. ``one``: through one, in the order of its calls, as torch before 2.14 has no other. ``messages``: each
-    #: by itself, over gloo. Null without a pipeline.
+    pass_seconds: Amount | None = None  #: Duration of profiling, from the first profiled step to the last figure.
+    #: How messages between stages are sent. ``directions``: over one NCCL communicator for activations and one for
+    #: gradients. ``one``: over a single communicator, in call order: the only way before torch 2.14. ``messages``: each
+    #: independently, over gloo. Null without a pipeline.
     stage_links: str | None = None
 
 
 class Memory(Struct):
-    """What the memory is for when a step takes the most, on each rank; from a step after the timed ones.
+    """Breakdown of each rank's memory at the peak of a step, from a step after the timed ones.
 
     It counts what torch allocates on the rank's device: on a CPU without Python and libraries, on a GPU without the
-    context and the buffers of NCCL.
+    CUDA context and NCCL buffers.
     """
 
     reason: str | None = None  #: Why there are no figures.
-    #: Bytes by kind, one number for each rank; those of a rank add up to its peak. ``weights``: parameters and buffers,
-    #: of which a rank may have shards. ``gradients``: also those of whole weights that FSDP has not reduced yet.
-    #: ``optimizer``: its state, moving averages of weights included. ``activations``: what else the forward and the
-    #: backward pass allocate. ``communication``: what is sent and received, and the weights that FSDP has gathered.
-    #: ``other``: the batch, what an update needs for a moment, and on a GPU what was there before for another reason,
-    #: such as workspaces of libraries, and what the allocator rounds sizes up by.
+    #: Bytes by kind, one number per rank; the kinds of a rank add up to its peak. ``weights``: parameters and buffers,
+    #: or the rank's shards. ``gradients``: unsharded ones that FSDP has not reduced yet included. ``optimizer``: its
+    #: state, moving averages of weights included. ``activations``: all other allocations of the forward and the
+    #: backward pass. ``communication``: send and receive buffers, and weights that FSDP has all-gathered. ``other``:
+    #: the batch, temporaries of the update, and on a GPU allocations from before the step, such as library workspaces,
+    #: and the allocator's rounding.
     ranks: dict[str, list[Whole]] | None = None
-    #: In which part of the step each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer`` or
+    #: The part of the step in which each rank had its peak: ``data``, ``forward``, ``backward``, ``optimizer`` or
     #: ``other``.
     moments: list[str] | None = None
-    pass_seconds: Amount | None = None  #: What finding this out took.
+    pass_seconds: Amount | None = None  #: Duration of the memory analysis.
 
 
 class Messages(Struct):
-    """What a rank hands over with one operation in a step: the mean over the ranks that were carried out.
+    """Messages of one operation in a step: mean over the ranks that were run.
 
-    In a plan each of these counts for all the ranks that it stands for.
+    In a plan, each of these ranks is weighted by the number of ranks that it stands for.
     """
 
-    calls: Amount  #: How often it calls the operation.
-    #: Size of what it hands over, or receives where that is larger; null where the trace does not tell.
+    calls: Amount  #: Number of calls per rank.
+    #: Size of a rank's input, or of its output if that is larger; null if the trace does not contain it.
     bytes: Amount | None = None
     formula_bytes: Amount | None = None  #: What ``bytes`` should be for this layout; null if no exact formula is known.
 
 
 class Virtual(Struct):
-    """What a run on virtual GPUs tells. These compute nothing: no times, no rates and no loss are known.
+    """Results of a run on virtual GPUs. These compute nothing, so times, rates and losses are unknown.
 
     Each list has one number for each of ``ranks``.
     """
 
     device: str | None = None  #: The name of the GPUs, which begins with ``virtual``.
-    real_time: bool | None = None  #: Whether they took their time, by a crude model.
-    ranks: list[Count] | None = None  #: The ranks that were carried out.
+    real_time: bool | None = None  #: Whether kernels took time, by a crude model.
+    ranks: list[Count] | None = None  #: The ranks that were run.
     allocated_bytes: list[Count] | None = None  #: Peak memory allocated by PyTorch.
-    #: Peak of what torch's allocator took from the device: with what it keeps for later.
+    #: Peak memory that torch's allocator reserved on the device, its cache included.
     reserved_bytes: list[Count] | None = None
-    #: What the CUDA context takes beside it, by the figure in ``conf/virtual``, an estimate. Workspaces of cuBLAS are
-    #: torch's own, and in the peaks; those of cuDNN would be, and are empty here. NCCL's buffers are not counted.
+    #: Memory of the CUDA context outside the allocator, as estimated in ``conf/virtual``. The peaks include cuBLAS
+    #: workspaces, which torch allocates; cuDNN workspaces are empty here. NCCL buffers are not counted.
     context_bytes: Count | None = None
-    communicators: list[Count] | None = None  #: Process groups, each of which has an NCCL communicator with buffers.
-    #: Seconds in which the host had launched a step: of this machine, beside the other ranks on it; null with
+    communicators: list[Count] | None = None  #: Process groups, each with an NCCL communicator and its buffers.
+    #: Seconds that the host took to launch a step, on this machine and sharing it with the other ranks; null with
     #: ``profile.steps=0``.
     host_seconds: list[Amount] | None = None
     #: Kernels of a step by kind: ``product``, ``attention``, ``convolution``, ``compiled`` (by Triton), ``copy`` (casts
     #: included), ``elementwise``, ``reduction``, ``norm``, ``optimizer``, ``communication`` and ``other``.
     kernels: dict[str, list[Count]] | None = None
     messages: dict[str, Messages] | None = None  #: The messages of a step by operation.
-    reason: str | None = None  #: Why kernels and messages are not known.
+    reason: str | None = None  #: Why kernels and messages are unknown.
 
 
 class Try(Struct):
-    """A short run of one micro-batch, to find the one that was asked for."""
+    """A short run with one micro-batch, in search of the requested one."""
 
     micro_batch: Degree  #: Samples of one forward and backward pass of a rank.
     status: str  #: How it ended: ``ok``, ``oom``, ...
-    #: What it needed of the memory that it must fit into; null if it ended before that was known.
+    #: Memory that it needed, of the kind that it must fit into; null if it ended before that was known.
     needed_bytes: Count | None = None
-    fits: bool | None = None  #: Whether it ended well and fitted.
-    seconds: Amount | None = None  #: What it took.
-    #: Under ``train.micro_batch=best``, samples a second of its steps, one number for each repeat.
+    fits: bool | None = None  #: Whether it succeeded and fitted.
+    seconds: Amount | None = None  #: Its duration.
+    #: Under ``train.micro_batch=best``, samples per second of its steps, one number per repeat.
     rates: list[Quantity] | None = None
 
 
 class MicroBatch(Struct):
-    """How a micro-batch that was not given was found."""
+    """The search for a micro-batch that was not given as a number."""
 
     asked: str | None = None  #: ``max``: the largest that fits; ``best``: the fastest of those that fit.
     found: Degree | None = None  #: The micro-batch of the run; null if none fits.
-    #: The memory that it must fit into, without ``memory_reserve``: of a GPU, or of a machine for all its ranks.
+    #: The memory that it must fit into, less ``memory_reserve``: of a GPU, or of a machine for all its ranks.
     room_bytes: Count | None = None
-    tries: list[Try] | None = None  #: What was tried, in that order.
+    tries: list[Try] | None = None  #: The micro-batches tried, in order.
 
 
 class Footprint(Struct):
@@ -268,50 +269,51 @@ class Footprint(Struct):
 class Plan(Struct):
     """What a run will need of memory, by ``ptdbench plan``; nothing of it was measured on its devices."""
 
-    capacity_bytes: Count | None = None  #: Memory of a GPU, or of this machine for all ranks on it.
-    capacity_of: str | None = None  #: Whose memory that is.
-    room_bytes: Count | None = None  #: What of it may be used: without ``memory_reserve``.
-    #: The training state of a rank of each stage of the pipeline; of one without a pipeline that of a rank.
+    capacity_bytes: Count | None = None  #: Memory of a GPU, or of this machine for all its ranks.
+    capacity_of: str | None = None  #: The device or machine with that memory.
+    room_bytes: Count | None = None  #: The part of it that may be used: all but ``memory_reserve``.
+    #: The training state of a rank of each pipeline stage; without a pipeline, of one rank.
     state: list[Footprint] | None = None
-    stands_for: list[Count] | None = None  #: For each of ``virtual.ranks`` how many ranks do the same, itself included.
+    stands_for: list[Count] | None = None  #: For each of ``virtual.ranks``, how many ranks it stands for, itself too.
     rank: Count | None = None  #: The rank that needs most.
-    allocated_bytes: Count | None = None  #: Peak of what torch's allocator hands out there.
-    reserved_bytes: Count | None = None  #: Peak of what it takes from the device there; null on a CPU.
-    #: Bytes that lie beside torch's allocator by what takes them, as far as they are known.
+    allocated_bytes: Count | None = None  #: Peak memory allocated by torch on that rank.
+    reserved_bytes: Count | None = None  #: Peak memory reserved by torch's allocator on that rank; null on a CPU.
+    #: Bytes outside torch's allocator by purpose, as far as they are known.
     outside: dict[str, Count] | None = None
-    sources: dict[str, str] | None = None  #: Where each of these figures comes from.
-    #: What the rank that needs most takes of its device, on CPUs all ranks of this machine; null if unknown.
+    sources: dict[str, str] | None = None  #: The source of each of these figures.
+    #: Memory needed on the device of the rank that needs most, or by all ranks on this machine's CPUs; null if unknown.
     needed_bytes: Count | None = None
     #: Whether that is at most ``room_bytes``; null if only the training state is known, and it fits.
     fits: bool | None = None
     #: The largest micro-batch that fits with this global batch; 0 if none does, null if unknown.
     largest_micro_batch: Count | None = None
-    tries: list[Try] | None = None  #: The micro-batches that were carried out for that.
-    #: Passes of a step whose gradients were accumulated for these figures; more only have more ``outside.samples``.
+    tries: list[Try] | None = None  #: The micro-batches tried in that search.
+    #: Passes of a step over which gradients were accumulated for these figures; more passes add only to
+    #: ``outside.samples``.
     accumulation: Degree | None = None
-    reason: str | None = None  #: Why there are no more figures than those of the training state.
+    reason: str | None = None  #: Why only the training state is known.
 
 
 class Experts(Struct):
-    """How routers spread the tokens of a run over their experts, evaluation and profiling left out."""
+    """Distribution of a run's tokens over the experts, without evaluation and profiling."""
 
     tokens: dict[str, list[Count]] | None = None  #: How often each expert was chosen, by the name of its router.
-    dropped: Count | None = None  #: How many of these choices were dropped, because an expert was full.
-    #: Tokens that the fullest rank computed over those of the mean rank: 1 if all have equally many; the mean over
-    #: steps and layers. Null where no ranks share experts.
+    dropped: Count | None = None  #: How many of these choices were dropped because an expert was full.
+    #: Tokens computed by the fullest rank over the mean of all ranks, averaged over steps and layers; 1 if perfectly
+    #: balanced, null if no ranks share experts.
     fullest_rank: Amount | None = None
 
 
 class Energy(Struct):
-    """Energy that devices took while the run did steps after the first ``train.warmup_steps`` ones.
+    """Energy consumed by devices during steps, except the first ``train.warmup_steps``.
 
-    Evaluations, checkpoints and all else that interrupts steps is left out. Null with a ``reason`` if it is not known
-    of all devices.
+    Evaluations, checkpoints and other interruptions of steps are excluded. Null with a ``reason`` if unknown for some
+    device.
     """
 
-    source: str | None = None  #: Whose counters were read: ``NVML`` or ``RAPL``.
-    steps: Count | None = None  #: Number of steps during which it was metered; the fewest of a device.
-    seconds: Amount | None = None  #: Their duration; the shortest of a device.
+    source: str | None = None  #: The counters that were read: ``NVML`` or ``RAPL``.
+    steps: Count | None = None  #: Number of steps during which energy was metered; minimum over devices.
+    seconds: Amount | None = None  #: Their duration; minimum over devices.
     watts: Amount | None = None  #: Mean power of all devices together.
     joules_per_step: Amount | None = None  #: Energy of all devices in one step.
     joules_per_sample: Amount | None = None  #: The same over the samples of the global batch.
@@ -320,14 +322,14 @@ class Energy(Struct):
 
 
 class Clocks(Struct):
-    """The clocks of one rank's GPU while the run did steps; null if NVML does not tell."""
+    """The clocks of one rank's GPU during steps; null if NVML does not report them."""
 
     rank: Count  #: The rank.
-    sm_clock_mhz: Count | None  #: Clock of its multiprocessors in the last steps.
-    #: The lowest that was seen; it is looked at whenever steps are interrupted, about every 10 seconds.
+    sm_clock_mhz: Count | None  #: SM clock in the last steps.
+    #: The lowest SM clock observed; it is sampled whenever steps are interrupted, about every 10 seconds.
     sm_clock_least_mhz: Count | None
-    sm_clock_most_mhz: Count | None  #: The highest that the GPU has.
-    #: Why it did not run at its highest clock when it was looked at: ``power cap``, ``too hot (hardware)``, ...
+    sm_clock_most_mhz: Count | None  #: The maximum SM clock of the GPU.
+    #: Why it was below its maximum clock when sampled: ``power cap``, ``too hot (hardware)``, ...
     clock_reasons: list[str] | None
     #: Share of the time in which clocks were held below the application clocks, by cause: ``power limit``,
     #: ``temperature limit``, ``sync boost``, ``board limit``, ``reliability limit``, as far as the driver counts them.
@@ -336,12 +338,12 @@ class Clocks(Struct):
 
 
 class Hardware(Struct):
-    """The hardware while the last start of the run did steps: energy, clocks, and what held these back."""
+    """The hardware during the steps of the run's last start: energy, clocks, and what limited the clocks."""
 
-    #: All CPU packages of the machines that the ranks ran on, without memory modules. A package does not tell whose
-    #: work it does: the energy is that of everything that ran there.
+    #: All CPU packages of the ranks' machines, without memory modules. The counters do not distinguish processes: this
+    #: is the energy of everything that ran there.
     cpu: Energy | None = None
-    gpu: Energy | None = None  #: The ranks' GPUs with their memory, all that ran on them included.
+    gpu: Energy | None = None  #: The ranks' GPUs with their memory, including everything else that ran on them.
     clocks: list[Clocks] | None = None  #: One for each rank that has a GPU.
 
 
@@ -351,7 +353,7 @@ class Evaluation(Struct):
     step: Count  #: Number of optimizer steps done before it.
     samples: Count  #: Samples of the held-out part, each counted once.
     loss: float | None  #: The model's mean loss per target, in evaluation mode; null if it was not finite.
-    top1: Amount | None  #: Top-1 accuracy, 0 to 1; null if samples have no classes, or outputs are not one for each.
+    top1: Amount | None  #: Top-1 accuracy, 0 to 1; null if samples have no classes, or outputs are not one per class.
     top5: Amount | None  #: Top-5 accuracy, 0 to 1.
     bits_per_byte: Amount | None  #: Loss in bits per byte of text; null if samples are not text.
     seconds: Amount  #: Duration.
@@ -365,7 +367,7 @@ class Evaluation(Struct):
         return self.loss < other.loss
 
     def __str__(self) -> str:
-        """The main figure, as in ``held-out 97.2 %``."""
+        """Return the main figure, such as ``held-out 97.2 %``."""
         if self.top1 is not None:
             return f"held-out {100 * self.top1:.1f} %"
         if self.bits_per_byte is not None:
@@ -374,20 +376,20 @@ class Evaluation(Struct):
 
 
 class SegmentLayout(Layout):
-    """What must be equal for the times of steps to be comparable: the layout, the work, the launcher and the nodes."""
+    """What must be equal for step times to be comparable: the layout, the work, the launcher and the nodes."""
 
     parallel: dict[str, Any] | None = None  #: The options of ``parallel``.
     launcher: str | None = None  #: The launcher.
     nodes: list[str] | None = None  #: The nodes, sorted.
-    work: str | None = None  #: A digest of all options that a step may take longer by, such as ``compile``.
+    work: str | None = None  #: A digest of all options that may affect step times, such as ``compile``.
 
 
 class Segment(Struct):
-    """One start of the run, whose times are not mixed with those of other starts."""
+    """One start of the run, whose times are kept apart from those of other starts."""
 
     first_step: Count  #: The number of its first step.
-    steps: Count  #: Number of steps that it has done.
-    #: What its times depend on. ``metrics`` includes the timed steps of all starts with the same layout.
+    steps: Count  #: Number of steps done.
+    #: What its step times depend on. ``metrics`` includes the timed steps of all starts with the same layout.
     layout: SegmentLayout
     startup_seconds: dict[str, Amount]  #: Seconds until the end of its first step, by phase.
     warmup_steps: Count  #: Number of untimed steps at its beginning.
@@ -397,13 +399,13 @@ class Remarks(Struct):
     """Remarks on a run."""
 
     check: str | None = None  #: What the check before the run (``check=true``) found unsound.
-    ceiling: str | None = None  #: That the run passed the ceiling, which was measured again, and what came of it.
-    cut_short: str | None = None  #: Why there were fewer steps than asked for.
-    #: The step and the checkpoint that the run resumed from, and how its ranks or its layout have changed since.
+    ceiling: str | None = None  #: That the run exceeded the ceiling, and the result of measuring the ceiling again.
+    cut_short: str | None = None  #: Why there were fewer steps than requested.
+    #: The step and the checkpoint from which the run resumed, and how its ranks or its layout changed since then.
     resumed: str | None = None
     #: Checkpoints that were skipped or could not be written, and steps whose numbers are lost.
     checkpoints: list[str] | None = None
-    leaving: list[str] | None = None  #: Ranks that had to be ended after their work was done.
+    leaving: list[str] | None = None  #: Ranks that had to be forced to exit after their work was done.
 
 
 class Owner(Struct):
@@ -412,8 +414,8 @@ class Owner(Struct):
     launch: str  #: The name of its start of the run.
     host: str  #: Its machine.
     pid: Whole  #: Its process id there.
-    started: float  #: When it was created, in seconds since the epoch: process ids are reused.
-    job: str | None  #: Its SLURM job in the form of squeue; null outside a job.
+    started: float  #: When the process was created, in seconds since the epoch, because process ids are reused.
+    job: str | None  #: Its SLURM job, as squeue prints it; null outside a job.
 
 
 class Environment(Struct):
@@ -424,8 +426,8 @@ class Environment(Struct):
     torch: str | None = None  #: Version of PyTorch.
     torchvision: str | None = None  #: Version of torchvision.
     numpy: str | None = None  #: Version of NumPy.
-    cuda: str | None = None  #: Version of CUDA that torch was built for.
-    rocm: str | None = None  #: Version of ROCm that torch was built for; null in other builds.
+    cuda: str | None = None  #: CUDA version that torch was built for.
+    rocm: str | None = None  #: ROCm version that torch was built for; null in other builds.
     tf32: bool | None = None  #: Whether matrix products or convolutions of fp32 tensors may run in TF32; null on a CPU.
     cudnn: Count | None = None  #: Version of cuDNN; null on a CPU.
     nccl: str | None = None  #: Version of NCCL; null on a CPU.
@@ -443,7 +445,7 @@ class Environment(Struct):
 class Identity(Struct):
     """The fields of every record."""
 
-    #: ``ok``, or how it failed: ``failed``, ``oom``, ``diverged``, ``timeout`` or ``preempted`` (can be resumed).
+    #: ``ok``, or how the run failed: ``failed``, ``oom``, ``diverged``, ``timeout`` or ``preempted`` (can be resumed).
     status: str
     #: The workload: ``train``, ``hello``, ``matmul``, ``p2p``, ``collectives``, ``check`` or one of your own.
     workload: str
@@ -455,7 +457,7 @@ class Identity(Struct):
 class Record(Identity):
     """``record.json`` of a run, and its line in the ``results.jsonl`` of its sweep."""
 
-    #: The choice of ``model``; null for a workload that does not train, as are all fields of training.
+    #: The choice of ``model``; null, as are all training fields, for a workload that does not train.
     model: str | None = None
     parallel: str | None = None  #: The choice of ``parallel``.
     world_size: Degree | None = None  #: Ranks, one device each.
@@ -464,43 +466,43 @@ class Record(Identity):
     precision: str | None = None  #: ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8`` or ``fp8_tensorwise``.
     parameters: Count | None = None  #: Parameters of the whole model; tied ones count once.
     overrides: list[str] | None = None  #: The overrides typed for the run; null if unknown.
-    started: str | None = None  #: When the run started, in UTC: ISO 8601.
-    owner: Owner | None = None  #: The process that opened the record; null if the run waited to be started.
+    started: str | None = None  #: When the run started, in UTC, as ISO 8601.
+    owner: Owner | None = None  #: The process that opened the record; null if the run has not been started.
     launcher: str | None = None  #: The launcher: ``local``, ``torchrun``, ``srun``, ...
     nodes: list[str] | None = None  #: The nodes, in the order of the ranks.
     layout: Layout | None = None  #: How the global batch was divided among the ranks.
-    warmup_steps: Count | None = None  #: Number of untimed steps of the last start of the run.
-    metrics: Metrics | None = None  #: Figures of the timed steps; those until it ended for a run that did not finish.
-    phases: Phases | None = None  #: Where the time of a step went; null for a run that was not profiled.
-    memory: Memory | None = None  #: What the memory of a step is for; null for a run that was not profiled.
-    #: Energy and clocks of the hardware; null for a run that did not train to its end.
+    warmup_steps: Count | None = None  #: Number of untimed steps of the run's last start.
+    metrics: Metrics | None = None  #: Figures of the timed steps, also if the run did not finish.
+    phases: Phases | None = None  #: Breakdown of a step's time; null for a run that was not profiled.
+    memory: Memory | None = None  #: Breakdown of a step's memory; null for a run that was not profiled.
+    #: Energy and clocks of the hardware; null for a run that did not finish training.
     hardware: Hardware | None = None
     error: Error | None = None  #: Why the run did not end well; null if it did.
     remarks: Remarks | None = None  #: Remarks.
     environment: Environment | None = None  #: Versions and hardware.
-    #: The resolved configuration: every option, as ``conf/`` describes them; that of a refused run as it was typed.
-    #: Numbers that JSON has not are text, such as ``"inf"``.
+    #: The resolved configuration, with every option that ``conf/`` describes; for a refused run, as it was typed.
+    #: Numbers that JSON cannot represent are text, such as ``"inf"``.
     config: dict[str, Any] | None = None
-    #: Number of optimizer steps done, including those before a checkpoint: the number of rows of ``series.npy``.
+    #: Number of optimizer steps done, those before a resume included: the number of rows of ``series.npy``.
     steps: Count | None = None
     final_loss: float | None = None  #: Loss of the last step; null if it was not finite.
     evaluations: list[Evaluation] | None = None  #: The evaluations on the held-out part, in the order of steps.
     segments: list[Segment] | None = None  #: One for each start of the run.
-    #: ``virtual``: on GPUs that are not there; ``planned``: by ``ptdbench plan``; null: measured.
+    #: ``virtual``: run on virtual GPUs; ``planned``: by ``ptdbench plan``; null: measured.
     kind: str | None = None
-    virtual: Virtual | None = None  #: What a run on virtual GPUs tells; null for any other run.
-    micro_batch: MicroBatch | None = None  #: How the micro-batch was found; null where it was given.
-    plan: Plan | None = None  #: What the run will need; null for a run that was carried out.
-    experts: Experts | None = None  #: Who got how many tokens; null for a model without experts, and on virtual GPUs.
+    virtual: Virtual | None = None  #: Results of a run on virtual GPUs; null for any other run.
+    micro_batch: MicroBatch | None = None  #: How the micro-batch was found; null if it was given.
+    plan: Plan | None = None  #: What the run will need; null unless it was only planned.
+    experts: Experts | None = None  #: Tokens by expert; null for a model without experts, and on virtual GPUs.
 
 
-#: Mappings and lists within each other: more would be too many for what reads a record.
+#: The maximum nesting depth of mappings and lists: deeper ones would overwhelm readers of a record.
 _DEEPEST = 50
 _TOO_DEEP = "not JSON of this program (nested too deeply)"
 
 
 def record(text: bytes) -> dict[str, Any]:
-    """Parse a record; raises ValueError if it is none, or one of another version of the schema."""
+    """Parse a record; raises ValueError if it is not one, or has another schema version."""
     value = parse(text)
     version = msgspec.convert(value, Identity).schema
     if version != SCHEMA:
@@ -517,20 +519,20 @@ NO_ERROR = {"rank": -1, "type": "", "message": "", "traceback": ""}
 
 
 def part(record: Written, kind: type[S]) -> S:
-    """Return a group of a record's fields, such as :class:`Metrics`; all are ``None`` where the record has none.
+    """Return a group of a record's fields, such as :class:`Metrics`; all are ``None`` if the record lacks the group.
 
-    Of a record as it is read: what a run has in hand may be numbers of NumPy, or none of JSON's.
+    Only for a record read from a file: in memory it may contain NumPy numbers, or numbers that JSON cannot represent.
     """
     return msgspec.convert(record.get(re.sub(r"(?<=.)(?=[A-Z])", "_", kind.__name__).lower()) or {}, kind)
 
 
 def error(record: Written) -> Error:
-    """Return why a run did not end well; of one that did an error without a type."""
+    """Return why a run did not end well; if it did, an error without a type."""
     return msgspec.convert(NO_ERROR | (record.get("error") or {}), Error)
 
 
 def parse(text: bytes) -> Any:
-    """Parse strict JSON; ``msgspec`` refuses text that is not UTF-8, such as that of a path in an error message.
+    """Parse strict JSON, but not with ``msgspec``, which rejects non-UTF-8 text such as a path in an error message.
 
     Raises:
         ValueError: It is not JSON, or nested too deeply.
@@ -551,12 +553,12 @@ def parse(text: bytes) -> Any:
 
 
 def read(text: bytes, kind: type[T]) -> T:
-    """Parse strict JSON of a type; raises ValueError."""
+    """Parse strict JSON as a type; raises ValueError."""
     return msgspec.convert(parse(text), kind)
 
 
 def is_path(text: str) -> bool:
-    """Return whether a file may have this name; asking a file system for another one is an error."""
+    """Return whether this can be a path: file systems raise an error when asked for an invalid one."""
     try:
         name = os.fsencode(text)
     except UnicodeEncodeError:
@@ -573,5 +575,5 @@ def _is_too_deep(value: Any) -> bool:
 
 
 def json_schema() -> bytes:
-    """Return the JSON Schema of a record, as docs and wheel have it."""
+    """Return the JSON Schema of a record, as published in the docs and the wheel."""
     return msgspec.json.format(msgspec.json.encode(msgspec.json.schema(Record)))

@@ -28,13 +28,13 @@ NUMBERS = ("loss", "learning_rate", "gradient_norm", "wait_seconds", "memory_byt
 def unknown(steps: int, ranks: int = 1) -> np.ndarray:
     """Return ``[steps]`` rows of NaN, to be filled in.
 
-    The columns are those of :data:`NUMBERS` and ``step_seconds``, ``[ranks]`` in each row; all of them float64.
+    The columns are those of :data:`NUMBERS`, and ``step_seconds`` with ``[ranks]`` in each row; all are float64.
     """
     return np.full(steps, np.nan, _dtype(ranks))
 
 
 def append(path: Path, rows: np.ndarray) -> None:
-    """Append a block to a file of complete ones, and sync it; on OSError the file is as it was before."""
+    """Append a block to a file of complete blocks, and sync it; on OSError the file is left unchanged."""
     with path.open("ab") as file:
         end = file.tell()
         try:
@@ -47,7 +47,7 @@ def append(path: Path, rows: np.ndarray) -> None:
 
 
 def keep(path: Path, steps: int) -> int:
-    """Truncate a file to its first ``steps`` steps; return how many of them it holds."""
+    """Truncate a file to its first ``steps`` steps; return how many of them it has."""
     kept = 0
     with path.open("a+b") as file:
         file.seek(0)
@@ -71,14 +71,14 @@ def copy(source: Path, target: Path, steps: int) -> int:
 
 
 def write(path: Path, content: Iterable[np.ndarray]) -> None:
-    """Replace a file by one with these blocks."""
+    """Replace a file with these blocks."""
     with path.open("wb") as file:
         for rows in content:
             file.write(_block(rows))
 
 
 def blocks(path: Path) -> Iterator[np.ndarray]:
-    """Yield the blocks of a file, one in memory at a time; none if it is missing."""
+    """Yield the blocks of a file, holding one in memory at a time; none if the file is missing."""
     if not path.is_file():
         return
     with opened(path) as file:
@@ -87,9 +87,9 @@ def blocks(path: Path) -> Iterator[np.ndarray]:
 
 
 def column(content: Iterable[np.ndarray], name: str) -> np.ndarray:
-    """Return a column of all blocks: ``[steps]``, or ``[steps, ranks]`` of ``step_seconds``.
+    """Return a column of all blocks: ``[steps]``, or ``[steps, ranks]`` for ``step_seconds``.
 
-    ``slowest_seconds`` are those of each step's slowest rank. Ranks that did not take part in a step are NaN.
+    ``slowest_seconds`` are the seconds of each step's slowest rank. Ranks absent from a step are NaN.
     """
     parts = [slowest(rows) if name == "slowest_seconds" else rows[name] for rows in content]
     if name == "step_seconds":
@@ -115,7 +115,7 @@ def _block(rows: np.ndarray) -> bytes:
 
 
 def _read(file: BinaryIO) -> np.ndarray | None:
-    """Return the block that begins here; ``None`` if it is not complete."""
+    """Return the block that begins here; ``None`` if it is incomplete."""
     try:
         if npy.read_magic(file) != (1, 0):
             return None

@@ -1,9 +1,9 @@
 """Records on disk: ``record.json`` in a run's directory, and a line of ``results.jsonl`` in its sweep's.
 
-See :mod:`ptdbench.files` for how they are written. Locks are taken by hand: ``filelock`` leaves a lock file
-behind, where here the results themselves are locked; it raises one error for a file system without locks and for a
-folder that is not writable; and its lock ends with a Python object, where a directory stays locked until the process
-ends.
+See :mod:`ptdbench.files` for how they are written. Locks use ``fcntl`` directly, not ``filelock``, which leaves a lock
+file behind, where here the results themselves are locked; raises the same error for a file system without locks and
+for a folder that is not writable; and releases its lock with a Python object, where a directory stays locked until the
+process ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ptdbench.terminal import echo
 RECORD = "record.json"
 RESULTS = "results.jsonl"
 
-#: The folder in a run's directory of short runs that found its micro-batch: no runs that anybody asked for.
+#: The folder, in a run's directory, of the short runs that found its micro-batch, which nobody requested.
 TRIES = "tries"
 
 LOCK = ".lock"
@@ -42,7 +42,7 @@ OF_SWEEPS = (RESULTS, "sweep.json", "multirun.yaml")
 
 
 def is_sweep(directory: Path) -> bool:
-    """Return whether a directory is that of a sweep."""
+    """Return whether a directory belongs to a sweep as a whole."""
     return any((directory / name).exists() for name in OF_SWEEPS)
 
 
@@ -51,7 +51,7 @@ class Damaged(ValueError):
 
 
 def write_record(directory: Path, record: Written, durable: bool = True) -> None:
-    """Write a run's record, atomically and if ``durable`` synced to disk, over an older one."""
+    """Write or replace a run's record atomically; if ``durable``, sync it to disk."""
     write_json(directory / RECORD, record, durable)
 
 
@@ -63,15 +63,15 @@ def load_record(directory: Path) -> dict[str, Any]:
     except ValueError as error:
         raise Damaged(f"{path} is damaged: {error}") from None
     except OSError as error:
-        if not os.path.lexists(path) or path.is_file():  # what cannot be read today is not damaged
+        if not os.path.lexists(path) or path.is_file():  # a file that cannot be read at the moment is not damaged
             raise
         raise Damaged(f"{path} is damaged: {error.strerror}") from None
 
 
 def earlier_record(directory: Path) -> dict[str, Any] | None:
-    """Return the record of an earlier start of the run, read before it is replaced.
+    """Return the record of an earlier start of the run; call this before replacing it.
 
-    A damaged one is ignored, and kept as ``record.json.damaged``.
+    A damaged record is ignored, and kept as ``record.json.damaged``.
     """
     try:
         return load_record(directory)
@@ -88,18 +88,18 @@ def earlier_record(directory: Path) -> dict[str, Any] | None:
 def append_result(sweep_directory: Path, record: Written) -> None:
     """Add a record to the results of a sweep, whose runs may end at the same time in several processes.
 
-    A run has one line: an older one of it, from before it was resumed, is replaced atomically. A partial line, left by
+    A run has one line: an older line, from before the run was resumed, is replaced atomically. A partial line, left by
     a killed writer, is removed: its run still has its own record.
 
     Raises:
-        OSError: The line could not be written; the file is as it was before.
+        OSError: The line could not be written; the file is left unchanged.
     """
     path, name = sweep_directory / RESULTS, below(sweep_directory, record["directory"])
     line = (json.dumps(strict(record), allow_nan=False) + "\n").encode()
     with _locked_results(path) as descriptor:
         end = _cut_torn_line(descriptor)
         data = os.pread(descriptor, end, 0)
-        # A run that is new here, as all are in most sweeps, is seen without looking at each line.
+        # The common case, a run without an older line, needs no look at each line.
         written = data.splitlines(keepends=True) if _last_part(name) in data else []
         kept = [one for one in written if not _is_of(one, sweep_directory, name)]
         if len(kept) < len(written):
@@ -115,7 +115,7 @@ def _locked_results(path: Path) -> Iterator[int]:
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         try:
-            with suppress(OSError):  # on file systems without locks, a single appending write is the best option
+            with suppress(OSError):  # without locks, a single appending write is the best that can be done
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if _is_at(path, descriptor):
                 yield descriptor
@@ -133,7 +133,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
-    """Return whether a line of results is of the run in the directory ``name`` below the sweep's."""
+    """Return whether a line of results belongs to the run in the directory ``name`` below the sweep's."""
     if _last_part(name) not in line:  # saves parsing the lines of all other runs
         return False
     try:
@@ -143,16 +143,16 @@ def _is_of(line: bytes, sweep_directory: Path, name: str) -> bool:
 
 
 def _last_part(name: str) -> bytes:
-    """Return the last part of a run's directory, as it stands in a line of results."""
+    """Return the last part of a run's directory, as it is written in a line of results."""
     return json.dumps(Path(name).name)[1:-1].encode()
 
 
 def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
     """Return the records of a sweep in the order in which its runs ended.
 
-    If a run has several, as earlier versions left after a resume, the last one counts. ``tell`` gets a message for each
-    damaged line, which is skipped, and for a file that cannot be read. A partial last line, left by a killed writer, is
-    ignored: its run has its own record.
+    If a run has several records, as earlier versions left after a resume, the last one counts. ``tell`` is called with
+    a message for each damaged line, which is skipped, and for a file that cannot be read. A partial last line, left by
+    a killed writer, is ignored: its run has its own record.
     """
     path = sweep_directory / RESULTS
     try:
@@ -177,10 +177,10 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
 
 
 def holding(folder: Path, *names: str) -> list[Path]:
-    """Return the directories with a file of one of these names, a folder and all below it, sorted.
+    """Return the directories at or below a folder that contain a file with one of these names, sorted.
 
-    Those of runs that only try a micro-batch are none. What goes while this looks, such as an old checkpoint or a
-    directory that is being made, is passed over, which :meth:`pathlib.Path.rglob` does only since Python 3.13.
+    Short runs that try a micro-batch are left out. Directories that vanish during the search, such as an old checkpoint
+    or one being created, are skipped, which :meth:`pathlib.Path.rglob` does only since Python 3.13.
     """
     found = []
     for place, folders, files in os.walk(folder):
@@ -202,10 +202,13 @@ def below(sweep_directory: Path, path: str) -> str:
 
 
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:
-    """Lock a directory, which may hold other things, until this process ends, and write its first files.
+    """Lock a directory, which may contain other files, until this process ends, and write its first files.
 
-    ``option`` is where it came from, for the message; ``fill`` is as for :func:`claim_directory`. Existing results are
-    refused unless they are continued ``again``.
+    Args:
+        directory: The directory, created if it is missing.
+        option: The option that named the directory, for messages.
+        fill: As for :func:`claim_directory`.
+        again: Whether to accept existing results, which will be continued.
 
     Raises:
         ConfigError: Another process is writing there, it is not writable, or it holds results.
@@ -223,7 +226,7 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
 
 
 def lock(directory: Path, option: str) -> None:
-    """Lock a directory until this process ends; ``option`` is where it came from, for the message.
+    """Lock a directory until this process ends; ``option`` is the option that named it, for the message.
 
     Raises:
         ConfigError: Another process is writing there, or it is not writable.
@@ -237,7 +240,7 @@ def lock(directory: Path, option: str) -> None:
 
 
 def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Return whether a lock was taken, or cannot be, as some cluster file systems have none."""
+    """Try to take a lock; return ``True`` also if the file system has no locks, as on some clusters."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -248,8 +251,8 @@ def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process that has locked a directory goes on, as far as can be seen from here."""
-    with suppress(OSError):  # nobody ever has
+    """Return whether a running process has locked a directory, as far as can be seen from here."""
+    with suppress(OSError):  # it was never locked
         descriptor = os.open(directory / LOCK, os.O_RDONLY)
         try:
             return not try_lock(descriptor, fcntl.LOCK_SH)
@@ -259,14 +262,18 @@ def is_locked(directory: Path) -> bool:
 
 
 def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, Path], None]) -> Path:
-    """Create a directory of this process alone: ``name``, else ``name-2``, ``name-3``, ...
+    """Create a new directory for this process: ``name``, or else ``name-2``, ``name-3``, ...
 
-    It appears with its first files in it, so that a killed process never leaves an unidentified directory. ``parent``
-    is created if missing; ``option`` is where it came from, for the message. ``fill`` is called with a folder to write
-    the first files into, at least one, and the path that it will have.
+    It appears together with its first files, so that a killed process never leaves an unidentified directory.
+
+    Args:
+        parent: The folder to create it in, itself created if missing.
+        name: The preferred name.
+        option: The option that named the directory, for messages.
+        fill: Called with a folder to write at least one file into, and the path that this folder will have.
 
     Raises:
-        ConfigError: It is not writable.
+        ConfigError: The parent is not writable.
     """
     stem = file_name(name).strip("-.") or "run"
     with _writable(parent, option):
@@ -274,14 +281,14 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
 
 
 def file_name(text: object) -> str:
-    """Return the name of a directory made of any text: what needs quoting in a shell or an override becomes ``-``."""
+    """Turn any text into a directory name: characters that need quoting in a shell or an override become ``-``."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", str(text))[:200]
 
 
 def point_latest(directory: Path) -> None:
-    """Let the link ``latest`` beside a sweep's directory point to it; of sweeps that begin together to the last one.
+    """Point the link ``latest`` beside a sweep's directory to it; of sweeps that begin together, the last one wins.
 
-    There is none on file systems without links, and nothing else of that name is touched.
+    There is no link on file systems without links. Anything else of that name is left alone.
     """
     link = directory.with_name(LATEST)
     if os.path.lexists(link) and not link.is_symlink():

@@ -1,4 +1,4 @@
-"""Results of workloads that do not train, each stored in the record's field of the workload's name.
+"""Results of workloads that do not train, each stored in the record field named after the workload.
 
 These types are documentation; records are not checked against them, since a custom workload may store anything.
 """
@@ -42,7 +42,7 @@ class Copy(Struct):
     """A copy of memory; rates in bytes/s."""
 
     kind: str  #: Source and target.
-    bytes: int  #: Its size.
+    bytes: int  #: Size of the copy.
     repetitions: int  #: How often it was timed.
     mean: float  #: The mean rate.
     median: float  #: The median rate.
@@ -63,8 +63,8 @@ class Matmul(Struct):
 
     ranks: list[RankProducts]  #: Every rank, in order.
     ceilings: list[Ceiling]  #: One for each kind of device and arithmetic.
-    other_load: list[OtherLoad]  #: What other processes took of each node meanwhile.
-    kept: str | None = None  #: Why ceilings were not stored for later runs; null if all are.
+    other_load: list[OtherLoad]  #: Load by other processes on each node during the measurement.
+    kept: str | None = None  #: Why ceilings were not cached for later runs; null if all were.
 
 
 class Cut(Struct):
@@ -82,11 +82,11 @@ class Cut(Struct):
 
 
 class CollectiveFit(Fit, frozen=True):
-    """The line of a collective."""
+    """The line fitted to a collective."""
 
     op: str  #: The collective.
     dtype: str | None  #: The dtype; null for a barrier.
-    reduction: str | None  #: The reduction, of those that reduce.
+    reduction: str | None  #: The reduction; null if the collective does not reduce.
     mode: str  #: How it was called.
 
 
@@ -96,26 +96,26 @@ class MessageSize(Struct):
     bytes: int | None = None  #: The size.
     repetitions: int | None = None  #: How often it was timed.
     seconds: StepSeconds | None = None  #: Time of the round trip, or of the exchange in both directions.
-    one_way: float | None = None  #: Seconds of the message without its answer, for a link in one direction.
-    bandwidth: float | None = None  #: Bytes a second.
+    one_way: float | None = None  #: Seconds of the message without its reply, for a link in one direction.
+    bandwidth: float | None = None  #: Bytes per second.
 
 
 class Pair(Struct):
     """A link from one rank to another."""
 
-    source: int  #: The rank that sends.
+    source: int  #: The sending rank.
     target: int  #: The receiving rank.
-    latency: float | None  #: One-way latency in seconds; null if that took too long.
-    bandwidth: float | None  #: Bytes a second at the largest size.
-    fit: Fit | None  #: The line through all sizes; null if there are too few.
-    sizes: list[MessageSize]  #: What was measured.
+    latency: float | None  #: One-way latency in seconds; null if measuring it would have taken too long.
+    bandwidth: float | None  #: Bytes per second at the largest size.
+    fit: Fit | None  #: The line fitted to all sizes; null if there are too few.
+    sizes: list[MessageSize]  #: The measurements, by size.
 
 
 class BothWays(Struct):
     """Two ranks that send to each other at once."""
 
-    ranks: list[int]  #: The two.
-    sizes: list[MessageSize]  #: What was measured; the bandwidth is that of both directions together.
+    ranks: list[int]  #: The two ranks.
+    sizes: list[MessageSize]  #: The measurements, by size; bandwidths are the sum of both directions.
 
 
 class Overlap(Struct):
@@ -126,7 +126,7 @@ class Overlap(Struct):
     communication: float  #: Seconds of the message alone.
     computation: float  #: Seconds of the computation alone.
     together: float  #: Seconds of both at once.
-    hidden: float  #: Share of the shorter one that was overlapped.
+    hidden: float  #: Share of the shorter of the two that was overlapped.
 
 
 class P2P(Struct):
@@ -143,13 +143,13 @@ class CollectiveResult(Struct):
 
     op: str  #: The collective.
     dtype: str | None  #: The dtype; null for a barrier.
-    reduction: str | None  #: The reduction, of those that reduce.
+    reduction: str | None  #: The reduction; null if the collective does not reduce.
     mode: str  #: How it was called: ``blocking`` or ``async``.
     bytes: int  #: The size, as nccl-tests defines it.
-    ranks: int  #: Ranks of a group.
+    ranks: int  #: Ranks per group.
     repetitions: int  #: How often it was timed.
     seconds: StepSeconds  #: Its time on the slowest rank.
-    post_seconds: float | None  #: Median seconds for the host to start it, in ``async``.
+    post_seconds: float | None  #: In mode ``async``, median seconds that the host took to launch it.
     algbw: float | None  #: Bytes over median seconds; null for a barrier.
     busbw: float | None  #: ``algbw`` times the factor of ``definitions``: the rate of the links.
 
@@ -158,14 +158,14 @@ class Collectives(Struct):
     """Collectives (``workload=collectives``)."""
 
     group: str  #: The requested groups.
-    groups: list[list[int]]  #: The ranks of each group; all groups work at the same time.
+    groups: list[list[int]]  #: The ranks of each group; all groups run concurrently.
     definitions: dict[str, Any]  #: How ``algbw`` and ``busbw`` are computed.
     results: list[CollectiveResult]  #: One for each collective, dtype, mode and size.
     fits: list[CollectiveFit]  #: One for each collective, dtype, reduction and mode with enough sizes.
     cut: list[Cut]  #: Skipped sizes.
     left_out: list[str]  #: Collectives that the backend does not support.
 
-    #: Why ``fits`` could not be kept for the ``phases`` of later runs; null if they are, or are not of all ranks.
+    #: Why ``fits`` could not be cached for the ``phases`` of later runs; null if they were, or do not cover all ranks.
     kept: str | None = None
 
 
@@ -174,18 +174,18 @@ class Check(Struct):
 
     sound: bool  #: Whether there are no findings.
     verdict: str  #: ``sound``, ``busy`` (other load may be the cause of every finding) or ``unsound``.
-    busy: str | None  #: What other processes took of the nodes; null if the verdict is another.
-    findings: list[Finding]  #: What is wrong.
+    busy: str | None  #: Load by other processes on the nodes; null unless the verdict is ``busy``.
+    findings: list[Finding]  #: The faults found.
     remarks: list[str]  #: Remarks that do not make the cluster unsound.
     tolerance: float  #: How far below the median of its peers a rank or link may be, as a share of the median.
     attempts: dict[str, int]  #: How often each workload was repeated because something looked slow.
-    #: What other processes took of each node while products (``matmul``) and links (``p2p``) were measured.
+    #: Load by other processes on each node while products (``matmul``) and links (``p2p``) were measured.
     other_load: dict[str, list[OtherLoad]]
     hello: Hello  #: The ranks.
     versions: dict[str, Any]  #: Versions of rank 0.
-    gpus: list[Any]  #: State of each rank's GPU by NVML; null on a CPU.
+    gpus: list[Any]  #: State of each rank's GPU, from NVML; null on a CPU.
     links: dict[str, Any]  #: How the ranks of each node are connected.
-    matmul: Matmul  #: What the devices reach.
+    matmul: Matmul  #: Rates of the devices.
     p2p: P2P | None  #: Links; null for one rank.
     collectives: Collectives | None  #: A few collectives; null for one rank.
 
@@ -194,7 +194,7 @@ class Findings(Struct):
     """Fields of a record that only some workloads have."""
 
     hello: Hello | None = None  #: The ranks.
-    matmul: Matmul | None = None  #: What the devices reach.
+    matmul: Matmul | None = None  #: Rates of the devices.
     p2p: P2P | None = None  #: Links between ranks.
     collectives: Collectives | None = None  #: Collectives.
     check: Check | None = None  #: Whether the cluster is sound.
