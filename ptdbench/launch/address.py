@@ -1,4 +1,4 @@
-"""Address of the rendezvous: a host and a port that each rank finds without asking another."""
+"""Address of the rendezvous: a host and a port that each rank determines without asking another."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from ptdbench.problems import ConfigError, Problem
 #: This machine, for ranks that are all on it.
 HERE = "127.0.0.1"
 
-#: torch's own port for ranks that meet, where nothing tells one launch from another.
+#: torch's default rendezvous port, for launches that nothing identifies.
 FALLBACK_PORT = 29500
 
-#: Ports below this one are where services usually are.
+#: Services usually use ports below this one.
 _FIRST_PORT = 10000
-#: From which port on the kernel gives ports to whoever asks for any; its second number is the last of them.
+#: The kernel's range of ephemeral ports: the first and the last.
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-#: Where Linux lets that range begin unless told otherwise.
+#: Linux's default for the first ephemeral port.
 _FIRST_EPHEMERAL = 32768
 
-#: What names the job, where the launcher's own variables are not set. No SLURM step: each node's helper is in one.
+#: Variables that identify the job if the launcher's own are unset. Not the SLURM step: each node's helper has its own.
 _JOB_IDS = (("SLURM_JOB_ID",), ("LSB_JOBID", "LSB_JOBINDEX"), ("PBS_JOBID",))
 
 
 def listen(host: str, port: int) -> tuple[int, int]:
-    """Open a port for the ranks on the address that they will come to, and on no other; port 0 is any that is free.
+    """Listen for the ranks on the address that they will connect to, and on no other; port 0 picks any free port.
 
     Returns:
-        ``(port, descriptor)`` of a listening socket, which belongs to the caller.
+        ``(port, descriptor)`` of the listening socket, which the caller owns.
 
     Raises:
         OSError: The port is taken, or the host is not this machine.
@@ -41,7 +41,7 @@ def listen(host: str, port: int) -> tuple[int, int]:
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     address = str(place[0])
     if host not in ("localhost", HERE) and ip_address(address).is_loopback:
-        # Debian lets a machine's own name be 127.0.1.1, where no other machine can come to.
+        # Debian resolves a machine's own name to 127.0.1.1, which no other machine can reach.
         family, address = socket.AF_INET, "0.0.0.0"
     with socket.socket(family, socket.SOCK_STREAM) as opened:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -51,10 +51,10 @@ def listen(host: str, port: int) -> tuple[int, int]:
 
 
 def meeting_point(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return host and port of rank 0; ``MASTER_ADDR`` and ``MASTER_PORT`` win where set, as torchrun sets them.
+    """Return host and port of rank 0; ``MASTER_ADDR`` and ``MASTER_PORT``, as torchrun sets them, take precedence.
 
     Raises:
-        ConfigError: The host of rank 0 cannot be known from here, or ``MASTER_PORT`` is no port.
+        ConfigError: The host of rank 0 cannot be determined from here, or ``MASTER_PORT`` is invalid.
     """
     host, preset = _host(world, environ), environ.get("MASTER_PORT")
     if not preset:
@@ -66,7 +66,7 @@ def meeting_point(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
 
 
 def launch_id(world: World, environ: Mapping[str, str]) -> str:
-    """Return what the ranks of this launch share with no other launch; empty if there is no such thing."""
+    """Return an identifier of this launch, known to all its ranks; empty if there is none."""
     for names in (*world.started_by.names, *_JOB_IDS):
         if environ.get(names[0]):
             return " ".join(f"{name}={environ.get(name, '')}" for name in names)
@@ -87,7 +87,7 @@ def _host(world: World, environ: Mapping[str, str]) -> str:
 
 
 def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return the first node of srun's step; for an mpirun, whose own step may lack the node it runs on, of the job."""
+    """Return the first node of srun's step; under mpirun, whose step may lack the node it runs on, of the job."""
     name = "SLURM_STEP_NODELIST" if world.started_by.has_step else "SLURM_JOB_NODELIST"
     listed = environ.get(name, "")
     try:
@@ -98,9 +98,9 @@ def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
 
 
 def _derived_port(identity: str) -> int:
-    """Return a port from a hash that is the same in every process, unlike Python's own.
+    """Return a port derived from a hash that, unlike Python's own, is the same in every process.
 
-    Below the ports that the kernel gives to any connection, unless this machine gives out nearly all of them.
+    It is below the ephemeral ports, unless these are nearly all ports of this machine.
     """
     if not identity:
         return FALLBACK_PORT

@@ -1,4 +1,4 @@
-"""Control groups of this process, by which a container or a job limits it (cgroups(7)), v1 or v2."""
+"""Control groups of this process, with which a container or a job limits it (cgroups(7)), v1 or v2."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ ROOT, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def groups(controller: str) -> Iterator[Path]:
-    """Yield the folders of the groups that a controller may limit this process by, its own first.
+    """Yield the folders of the groups in which a controller may limit this process, its own group first.
 
-    A container may not see those above its own. Elsewhere than on Linux there are none.
+    A container may not see the groups above its own. There are none outside Linux.
     """
     try:
         lines = [line.split(":", 2) for line in MEMBERSHIP.read_text().splitlines()]
@@ -31,10 +31,10 @@ def groups(controller: str) -> Iterator[Path]:
 
 
 def cpus() -> float:
-    """Return how many cores' time this process and all others of its groups get; infinity without a quota.
+    """Return the CPU quota, in cores, that this process shares with others of its groups; infinity without a quota.
 
-    ``docker run --cpus=2`` and the limits of Kubernetes are quotas: all cores are there, and who computes on more of
-    them is stopped for the rest of each tenth of a second.
+    ``docker run --cpus=2`` and Kubernetes limits are quotas: all cores are visible, but a process that uses more of
+    them is throttled for the rest of each 100 ms.
     """
     found = math.inf
     for group in groups("cpu"):

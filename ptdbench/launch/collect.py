@@ -1,7 +1,6 @@
 """Small collectives on the host: objects, a few numbers, and a barrier.
 
-Never through device memory, where it would have to wait for the steps in the device's queue, and take memory that is
-the model's.
+Never through device memory, where they would wait for the steps in the device's queue and take memory from the model.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from torch import Tensor
 
 
 class Circle:
-    """The ranks of a run, all of them, reach each other through a process group on the CPU; ``None``: the default one.
+    """Collectives over all ranks of a run, through a CPU process group; ``None`` is the default group.
 
-    Each method is called on all ranks that are there.
+    Each method is called on all ranks present.
     """
 
-    is_complete = True  #: Whether every rank is there.
+    is_complete = True  #: Whether all ranks are present.
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -33,7 +32,7 @@ class Circle:
         return values
 
     def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        """Return the elementwise sum or maximum, in place."""
+        """Return the elementwise sum or maximum over ranks, in place."""
         dist.all_reduce(numbers, how, group=self._group)
         return numbers
 
@@ -42,13 +41,13 @@ class Circle:
         dist.barrier(group=self._group)
 
 
-#: The last one is that of the run that this process takes part in.
+#: The last one belongs to the run that this process takes part in.
 _circles = [Circle()]
 
 
 @contextmanager
 def through(circle: Circle) -> Iterator[None]:
-    """Let the ranks reach each other so meanwhile."""
+    """Use this circle for the collectives below within the context."""
     _circles.append(circle)
     try:
         yield
@@ -57,25 +56,25 @@ def through(circle: Circle) -> Iterator[None]:
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return every rank's ``value``, by rank; through a ``group`` of all ranks on the CPU where one is given."""
+    """Return every rank's ``value``, by rank; through ``group``, a CPU group of all ranks, if one is given."""
     return (Circle(group) if group else _circles[-1]).gather(value)
 
 
 def most(*numbers: float) -> list[float]:
-    """Return the elementwise maximum over ranks, each of which has as many numbers."""
+    """Return the elementwise maximum over ranks; each rank passes the same number of values."""
     return _circles[-1].reduce(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
 
 
 def total(numbers: Tensor) -> Tensor:
-    """Return the elementwise sum over ranks of a tensor on the CPU, in place where all are there."""
+    """Return the elementwise sum over ranks of a CPU tensor, in place if all ranks are present."""
     return _circles[-1].reduce(numbers, dist.ReduceOp.SUM)
 
 
 def are_all_there() -> bool:
-    """Return whether every rank of the run is carried out."""
+    """Return whether all ranks of the run are present."""
     return _circles[-1].is_complete
 
 
 def barrier() -> None:
-    """Wait until every rank has come here; on a GPU not for its queue."""
+    """Wait until every rank has called this; does not wait for a GPU's queue."""
     _circles[-1].barrier()

@@ -1,4 +1,4 @@
-"""Stacks of a process that native code ended: by SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL."""
+"""Stacks of a process that crashed in native code: by SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-#: The signals in faulthandler's words.
+#: The signals, by faulthandler's names for them.
 _SIGNALS = {
     "Segmentation fault": "SIGSEGV",
     "Bus error": "SIGBUS",
@@ -22,17 +22,17 @@ _SIGNALS = {
 
 _STDERR = 2
 
-#: For each file that is kept, whether stacks went to stderr before.
+#: For each :func:`kept` context, whether stacks went to stderr before.
 _before: list[bool] = []
 
 
 @contextmanager
 def kept(path: Path) -> Iterator[None]:
-    """Meanwhile a signal by which native code ends this process leaves its stacks in a file.
+    """Within the context, write the stacks of a crash in native code to a file.
 
-    The signal comes too late to create the file: it is there from the start, and removed if nothing has happened.
-    Stacks that went to stderr before, as torchrun asks for, go there again afterwards, and in a forked child.
-    Where the file cannot be created nothing changes.
+    A signal handler cannot create the file: it exists from the start, and is removed if there was no crash. If stacks
+    went to stderr before, as torchrun requests, they do so again afterwards, and in a forked child. If the file cannot
+    be created, nothing changes.
     """
     file = None
     with suppress(OSError):
@@ -63,11 +63,11 @@ def _restore() -> None:
         faulthandler.disable()
 
 
-os.register_at_fork(after_in_child=_restore)  # a worker that a rank has forked is not the rank
+os.register_at_fork(after_in_child=_restore)  # a worker process forked by a rank is not the rank
 
 
 def discard_empty(path: Path) -> None:
-    """Remove a file in which nothing was written, and the two folders that it lies in where nothing else does."""
+    """Remove a file if it is empty, and its two parent folders if they contain nothing else."""
     with suppress(OSError):
         if path.stat().st_size == 0:
             path.unlink()
@@ -80,14 +80,14 @@ class Crash:
     """A crash of a process in native code."""
 
     signal: str  #: The name of the signal.
-    #: The stack of the thread that it hit, innermost call first; of all threads if that one was not Python's.
+    #: The stack of the crashed thread, innermost call first; of all threads if that was not a Python thread.
     stack: str
-    #: File, line and function of each call of that thread, innermost first; else of the main thread.
+    #: File, line and function of each call of that thread, innermost first; otherwise of the main thread.
     calls: list[tuple[str, int, str]]
 
 
 def read(text: str) -> Crash | None:
-    """Parse a file of :func:`kept`; ``None`` if nothing has happened."""
+    """Parse a file written by :func:`kept`; ``None`` if there was no crash."""
     said = re.match(r"Fatal Python error: (.*)", text)
     if said is None:
         return None

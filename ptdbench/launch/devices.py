@@ -1,8 +1,8 @@
-"""Devices of the ranks of a launch, agreed on before anything else.
+"""Devices of a launch's ranks, agreed on before anything else.
 
-A rank chooses its device by what torch finds on its node. Where a driver is broken torch finds no GPU: that rank would
-meet its peers over gloo while they wait for it over NCCL. And where a launcher has started more ranks than there are
-GPUs, some of them have none.
+A rank chooses its device by what torch finds on its node. With a broken driver, torch finds no GPU: that rank would
+join its peers over gloo while they wait for it over NCCL. And if a launcher starts more ranks than there are GPUs, some
+ranks have none.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class Sight:
 
     rank: int  #: The rank.
     node: str  #: Its node.
-    local_size: int  #: Ranks of its node.
-    gpus: int  #: How many it sees.
-    uuid: str = ""  #: Which one, where it sees only one; ranks of a node may each be given their own.
+    local_size: int  #: Number of ranks on its node.
+    gpus: int  #: Number of GPUs that it sees.
+    uuid: str = ""  #: The UUID of its GPU, if it sees only one of the node's; each rank may have been given its own.
     reason: str = ""  #: Why torch sees none.
 
 
 def check(world: World, device: str, backend: str) -> None:
     """Refuse a run whose ranks cannot all have a device of the same kind; every rank raises the same error.
 
-    Ranks that share one GPU are left to ``backend=gloo``: NCCL refuses two ranks on one GPU.
+    Ranks may share one GPU only with ``backend=gloo``: NCCL refuses two ranks on one GPU.
 
     Raises:
-        ConfigError: The ranks that do not fit in are named.
+        ConfigError: Names the ranks with a different device.
     """
-    if device == "cpu" or world.size == 1 or world.started_by.has_parent:  # ranks of one parent have one machine
+    if device == "cpu" or world.size == 1 or world.started_by.has_parent:  # ranks of one parent share a machine
         return
     seen = _survey(world)
     require(_mixed(seen, device) or _too_many(seen, device, backend, world.launcher))
@@ -53,7 +53,7 @@ def check(world: World, device: str, backend: str) -> None:
 
 @cache
 def _survey(world: World) -> list[Sight]:
-    """Gather what every rank sees, by rank; each tells rank 0, which tells all."""
+    """Return what every rank sees, by rank; rank 0 gathers and broadcasts it."""
     own = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
     own.set(str(world.rank), json.dumps(asdict(_look(world))))
     if world.rank == 0:
@@ -88,7 +88,7 @@ def _look(world: World) -> Sight:
 
 
 def _mixed(seen: Sequence[Sight], device: str) -> Problem | None:
-    """Some ranks have GPUs and some have none: those in the minority are named."""
+    """Find a mix of ranks with and without GPUs, and name the minority."""
     sides = [[sight for sight in seen if sight.gpus], [sight for sight in seen if not sight.gpus]]
     if not all(sides):
         return None
@@ -99,7 +99,7 @@ def _mixed(seen: Sequence[Sight], device: str) -> Problem | None:
 
 
 def _finds(ranks: Sequence[Sight]) -> str:
-    """Say who finds what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
+    """Describe which ranks find what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
     nodes = ", ".join(dict.fromkeys(sight.node for sight in ranks))
     counts = sorted({sight.gpus for sight in ranks})
     what = " or ".join(plural(count, "GPU") for count in counts) if counts[0] else "no GPU"
@@ -109,7 +109,7 @@ def _finds(ranks: Sequence[Sight]) -> str:
 
 
 def _too_many(seen: Sequence[Sight], device: str, backend: str, launcher: str) -> Problem | None:
-    """A node has more ranks than GPUs, or ranks of it were given the same one."""
+    """Find a node with more ranks than GPUs, or whose ranks were given the same GPU."""
     for sight in seen:
         if 1 < sight.gpus < sight.local_size:
             rule = f"{launcher} started {sight.local_size} ranks on {sight.node}, and each sees {sight.gpus} GPUs there"

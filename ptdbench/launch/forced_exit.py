@@ -1,8 +1,7 @@
-"""A process whose work is done ends within seconds, whatever a model of the user's own has left running in it.
+"""Forced exit: a process whose work is done ends within seconds, whatever a user's model has left running in it.
 
-Python waits for threads that are no daemons, and for what is registered to run at exit, without a limit. And it
-destroys what is left of torch's process groups: the destructor of an NCCL group aborts its communicators, which may
-wait for a kernel that waits for a peer that has failed.
+Python waits indefinitely for non-daemon threads and exit handlers. It also destroys torch's remaining process groups:
+the destructor of an NCCL group aborts its communicators, which may wait for a kernel that waits for a failed peer.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 
-#: Seconds that threads and what runs at exit have.
+#: Seconds that threads and exit handlers have.
 SECONDS = 5.0
 
 _listeners: list[Callable[[str], None]] = []
 
 
 def on_forced_exit(listener: Callable[[str], None]) -> None:
-    """Call ``listener`` from now on with the reason why this process had to be ended, if it had to be."""
+    """Register the function to call with the reason if this process has to be forced to exit."""
     _listeners[:] = [listener]
 
 
 def exit_soon() -> None:
-    """End this process a few seconds from now, if it still lives then; call it where nothing is left to do.
+    """Force this process to exit a few seconds from now, unless it does so itself; call it when no work is left.
 
-    At once where it fails while it has a process group: only a run that ends well destroys it. The exit status is that
-    of the exception in flight: call it in a ``finally``.
+    It exits at once if it fails while it has a process group: only a successful run destroys its group. The exit status
+    follows from the exception in flight: call this in a ``finally``.
     """
     error = sys.exc_info()[1]
     status = _status(error)
@@ -46,7 +45,7 @@ def exit_soon() -> None:
 
 
 def _status(error: BaseException | None) -> int:
-    """Return what Python would end with."""
+    """Return the exit status that Python would use."""
     if not isinstance(error, SystemExit):
         return int(error is not None)
     return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -74,7 +73,7 @@ def _explain() -> None:
 
 
 def _flush() -> None:
-    """Write out what Python would have written out when it ends."""
+    """Flush the streams, as Python would at exit."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed
             stream.flush()

@@ -1,7 +1,7 @@
-"""SLURM's shorthand for many nodes: lists of host names, and of how many tasks each node has.
+"""SLURM's shorthand for many nodes: lists of host names, and of the number of tasks on each node.
 
-By hand: ``python-hostlist`` is under the GPL, ClusterShell reads no counts such as ``2(x3)``, and ``scontrol show
-hostnames`` is one more process for every rank and often missing in a job's container.
+No library is used: ``python-hostlist`` is under the GPL, ClusterShell does not parse counts such as ``2(x3)``, and
+``scontrol show hostnames`` is one more process for every rank and often missing in a job's container.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from itertools import product
 
-#: Between two entries; a comma inside brackets is followed by their end with no beginning in between.
+#: The separator of two entries; a comma inside brackets is followed by ``]`` with no ``[`` in between.
 _SEPARATOR = re.compile(r"[,\s]+(?![^\[]*\])")
 _BRACKETS = re.compile(r"\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
@@ -20,16 +20,16 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
 def expand(text: str) -> list[str]:
     """Return the names that ``gpu[01-03,7]-ib,login`` stands for, in the order of ``scontrol show hostnames``.
 
-    A name may also go on after its brackets, which scontrol 22.05 refuses.
+    A name may also continue after its brackets, which scontrol 22.05 refuses.
 
     Raises:
-        ValueError: Brackets that do not match, or a range that counts down or is none.
+        ValueError: The brackets do not match, or a range is malformed or counts down.
     """
     return [host for entry in _SEPARATOR.split(text) if entry for host in _hosts(entry)]
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Parse the number of tasks of each node, ``2(x3),1`` as ``[2, 2, 2, 1]``; raises ValueError for no such list."""
+    """Parse the number of tasks of each node, ``2(x3),1`` as ``[2, 2, 2, 1]``; raises ValueError if malformed."""
     counts: list[int] = []
     for part in text.split(","):
         match = _TASKS.fullmatch(part)
@@ -40,7 +40,7 @@ def tasks_per_node(text: str) -> list[int]:
 
 
 def _hosts(entry: str) -> Iterator[str]:
-    """One entry of a list: fixed text and brackets by turns."""
+    """Expand one entry of a list: fixed text and brackets in alternation."""
     parts = _BRACKETS.split(entry)
     fixed, brackets = parts[::2], [_numbers(part) for part in parts[1::2]]
     if any("[" in text or "]" in text for text in fixed):
@@ -55,7 +55,7 @@ def _hosts(entry: str) -> Iterator[str]:
 
 
 def _numbers(ranges: str) -> list[str]:
-    """``01-03,7`` becomes 01, 02, 03 and 7: as wide as a range's first number is written."""
+    """Expand ``01-03,7`` to 01, 02, 03 and 7, zero-padded to the width of a range's first number."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)

@@ -38,37 +38,37 @@ from ptdbench.terminal import echo
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-#: Signals that end a run from outside. USR2 is the one that submitit and SLURM send ahead of a time limit.
+#: Signals that stop a run from outside. SIGUSR2 is the one that submitit and SLURM send ahead of a time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
 
-#: How long ranks that were told to end have for it before they are killed: to write their reports, and to wait for
-#: that of the rank that failed first.
+#: Seconds that ranks have, once told to stop, before they are killed: to write their reports, and to wait for the
+#: report of the rank that failed first.
 END_SECONDS = 5.0
 
-#: How long ranks that were killed are waited for: they end at once, unless the machine is busy or a device holds them.
+#: Seconds to wait for killed ranks: they exit at once, unless the machine is busy or a device driver holds them.
 KILLED_SECONDS = 5.0
 
-#: Seconds between two looks at the ranks, at most: the end of a rank is seen at once.
+#: Maximum seconds between two looks at the ranks; the exit of a rank is noticed at once.
 INTERVAL = 0.05
 
-#: How long processes that ranks have left behind are given to end by themselves, and once more after SIGTERM.
+#: Seconds that orphans of ranks have to exit by themselves, and again after SIGTERM.
 ORPHAN_SECONDS = 2.0
 
-#: How long to wait, where a stop signal has ended a rank, for the same to happen to others: who sends it to all sends
-#: it to one after the other.
+#: Seconds to wait, once a stop signal has ended a rank, for it to reach the others: a signal to all ranks is sent to
+#: one after another.
 _MOMENT = 0.5
 
-#: So many times Ctrl-C, and a person does not want to wait for the ranks any longer.
+#: Number of Ctrl-C presses after which the ranks are not waited for any longer.
 _INSISTS = 3
 
-#: How long the name of a Unix socket may be, and how much of it multiprocessing appends to the folder.
+#: Maximum length of a Unix socket's name, and the part of it that multiprocessing appends to the folder.
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 _SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 
 #: Bytes: torch 2.14 for CUDA cannot be imported with 2.9 GiB of address space, and with 3.4 GiB ranks do not start.
 _ADDRESS_SPACE = 4 << 30
 
-#: What the fork server imports, beside what it always does, and the variables of the dynamic linker that it has.
+#: The fork server's additional imports, and the dynamic linker's variables that it was started with.
 _modules: dict[str, None] = {}
 _loading: dict[str, str] = {}
 
@@ -78,7 +78,7 @@ _SERVER_ENDED = "the fork server, which makes their processes, has ended (it was
 
 
 class Stopped(BaseException):
-    """A signal asked this process to end; no handler of ordinary errors may swallow it."""
+    """A signal asked this process to stop; not an ``Exception``, so that no handler of errors swallows it."""
 
     def __init__(self, number: int) -> None:
         self.signal = signal.Signals(number)
@@ -87,10 +87,10 @@ class Stopped(BaseException):
 
 @dataclass(eq=False)  # not frozen: Python writes tracebacks into exceptions
 class RankDied(Exception):
-    """A local rank ended without success."""
+    """A local rank failed."""
 
-    #: Of the ranks that had ended by themselves when that was seen, in order; ``-n`` when signal ``n`` killed one. The
-    #: others have been ended since.
+    #: By rank, in order, of the ranks that had already exited when the failure was noticed; ``-n`` if signal ``n``
+    #: killed one. The others have been ended since.
     exit_codes: Mapping[int, int]
 
     def __str__(self) -> str:
@@ -99,14 +99,14 @@ class RankDied(Exception):
 
 
 class LaunchError(Exception):
-    """The ranks could not be started, or what they depend on was gone. None of them is left."""
+    """The ranks could not be started, or lost the fork server that they depend on. None of them is left running."""
 
 
 def check_sockets() -> None:
-    """Raise ConfigError if no folder takes temporary files, or its name is too long for the fork server's socket."""
+    """Raise ConfigError if no temporary folder is usable, or its name is too long for the fork server's socket."""
     try:
         folder = tempfile.gettempdir()
-    except FileNotFoundError as error:  # read-only or full, all that Python has tried
+    except FileNotFoundError as error:  # all folders that Python tried are read-only or full
         given, remedy = os.environ.get("TMPDIR", "(not set)"), "make room, or set it to a folder that can be written to"
         raise ConfigError([Problem("TMPDIR", given, str(error.strerror), remedy)]) from None
     spare = _SOCKET_BYTES - len(os.fsencode(folder))
@@ -116,7 +116,7 @@ def check_sockets() -> None:
 
 
 def check_address_space() -> None:
-    """Raise ConfigError if ``ulimit -v`` leaves less than the import of torch for CUDA maps, which would abort it."""
+    """Raise ConfigError if ``ulimit -v`` is below what importing a CUDA build of torch maps: the import would abort."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if 0 <= limit < _ADDRESS_SPACE and _is_torch_for_cuda():  # below 0: none
         rule = f"must be at least {_ADDRESS_SPACE >> 30} GiB: importing torch takes nearly as much address space"
@@ -124,19 +124,19 @@ def check_address_space() -> None:
 
 
 def _is_torch_for_cuda() -> bool:
-    """Return whether the installed torch is a build for CUDA, whose libraries are larger, without importing it."""
+    """Return whether the installed torch is a CUDA build, whose libraries are larger, without importing it."""
     torch = importlib.util.find_spec("torch")
     return bool(torch and torch.origin and (Path(torch.origin).parent / "lib" / "libtorch_cuda.so").exists())
 
 
 def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = None) -> None:
-    """Start the fork server in the background, so that it imports while this process goes on.
+    """Start the fork server, so that it imports in the background.
 
     Args:
-        modules: What the ranks will need beside torch and the package's own modules; remembered, for a server that has
-            to be started again.
-        loading: Variables by which the dynamic linker loads something else into the ranks. They work in a process
-            that is started with them: a server that was not is replaced.
+        modules: Modules that the ranks will need besides torch and this package; remembered in case the server must be
+            started again.
+        loading: Variables by which the dynamic linker loads other libraries into the ranks. They only take effect at
+            process start: a server started without them is replaced.
 
     Raises:
         ConfigError: See :func:`check_sockets`.
@@ -150,7 +150,7 @@ def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = Non
         server._stop()
     _loading.clear()
     _loading.update(loading)
-    multiprocessing.resource_tracker.ensure_running()  # without them
+    multiprocessing.resource_tracker.ensure_running()  # without these variables
     with added(loading):
         multiprocessing.forkserver.ensure_running()
 
@@ -160,22 +160,22 @@ def start(
 ) -> None:
     """Run ``entry(environ, *arguments)`` in ``size`` fresh processes and wait for all of them.
 
-    The ranks find their place in the environment, as under torchrun. The fork server may be older than
-    the present environment, so the present one travels as the first argument. This process serves their store.
+    The ranks find their place in the environment, as under torchrun. The fork server's environment may be outdated, so
+    the current one is passed as the first argument. This process serves their store.
 
     Args:
         entry: A function that can be pickled.
-        size: How many ranks.
-        arguments: Can be pickled too.
-        grace: Seconds that the ranks have to save and to end by themselves after a stop signal, which is passed on to
-            them once; a third Ctrl-C takes it away. Without it they are ended at once.
-        where: Where they take themselves to be.
+        size: Number of ranks.
+        arguments: Arguments of ``entry``, which must be picklable too.
+        grace: Seconds that the ranks have to save and exit after a stop signal, which is forwarded to them once; a
+            third Ctrl-C cuts it short. If 0, they are ended at once.
+        where: Their pretended place.
 
     Raises:
         RankDied: A rank failed; its peers have been ended.
         LaunchError: There were not enough processes or memory to start them, or the fork server ended; the next call
             starts another one.
-        Stopped: A signal arrived; the ranks have ended or been ended, whatever else happened to them meanwhile.
+        Stopped: A signal arrived; the ranks have exited or been ended, whatever else happened to them meanwhile.
     """
     overseer = _Overseer(grace, where.ranks(size))
     context = multiprocessing.get_context("forkserver")
@@ -196,7 +196,7 @@ def start(
             _end(ranks, signal.SIGKILL)
             overseer.raise_if_stopped()
             reason = f"{type(error).__name__}: {error}"
-            if isinstance(error, EOFError | ConnectionError):  # it was to answer which process it has forked
+            if isinstance(error, EOFError | ConnectionError):  # the server did not report the forked process
                 reason = _SERVER_ENDED
             elif isinstance(error, OSError):
                 reason = error.strerror or str(error)
@@ -205,7 +205,7 @@ def start(
 
 
 def _heard() -> list[int]:
-    """The stop signals, but a SIGHUP that is ignored, for which ``nohup`` asks."""
+    """Return the stop signals to handle: all but a SIGHUP that is ignored, as under ``nohup``."""
     return [
         number for number in _STOP_NUMBERS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
     ]
@@ -213,19 +213,19 @@ def _heard() -> list[int]:
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Send all stop signals to ``handler`` for a time, then to what was there before; in the main thread only."""
+    """Handle all stop signals with ``handler`` within the context; only in the main thread."""
     before = {number: signal.signal(number, handler) for number in _heard()}
     try:
         yield
     finally:
         for number, previous in before.items():
-            # None is a handler that was not set from Python, which cannot be set again from here.
+            # None stands for a handler not installed from Python, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if previous is None else previous)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Raise a stop signal that arrives meanwhile as :class:`Stopped` only at the end."""
+    """Defer stop signals: one that arrives within the context raises :class:`Stopped` at its end."""
     noted: list[int] = []
     with handling(lambda number, _: noted.append(number)):
         yield
@@ -234,30 +234,30 @@ def deferred() -> Iterator[None]:
 
 
 def let_go_at_once() -> None:
-    """From now on let a stop signal end this process as the kernel does: a rank has nothing to tidy up."""
+    """From now on, let the kernel end this process on a stop signal: a rank has nothing to clean up."""
     for number in _heard():
         signal.signal(number, signal.SIG_DFL)
 
 
 def ignore_signals() -> None:
-    """From now on let no stop signal keep this process from what it still has to write."""
+    """From now on, ignore stop signals, so that they do not interrupt what this process still has to write."""
     for number in _STOP_NUMBERS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def stop_on_signals() -> None:
-    """From now on raise :class:`Stopped` in the main thread on a stop signal, instead of being killed by it."""
+    """From now on, raise :class:`Stopped` in the main thread on a stop signal, instead of being killed by it."""
     for number in _heard():
         signal.signal(number, _stop)
 
 
 def stopping() -> AbstractContextManager[None]:
-    """Raise :class:`Stopped` in the main thread on a stop signal meanwhile, instead of being killed by it."""
+    """Within the context, raise :class:`Stopped` in the main thread on a stop signal, instead of being killed by it."""
     return handling(_stop)
 
 
 def stops(number: int) -> bool:
-    """Return whether the signal of this number raises :class:`Stopped` as things are."""
+    """Return whether this signal currently raises :class:`Stopped`."""
     return signal.getsignal(number) is _stop
 
 
@@ -275,21 +275,21 @@ class _Overseer:
         self._grace_ends: float | None = None
 
     def note(self, number: int, _: Any) -> None:
-        """Remember a signal; the next look deals with it."""
+        """Record a signal; the next :meth:`look` acts on it."""
         self._signals.append(number)
 
     def raise_if_stopped(self) -> None:
-        """Say that we were asked to stop; the first signal counts."""
+        """Raise :class:`Stopped` for the first signal, if there was one."""
         if self._signals:
             raise Stopped(self._signals[0])
 
     def look(self, ranks: Sequence[BaseProcess]) -> bool:
-        """See to it that the ranks end where one has failed, or where they were asked to.
+        """End the ranks if one has failed, or if a signal asked them to stop.
 
-        A checkpoint needs all ranks: once one has failed in the grace, the others have nothing left to save.
+        A checkpoint needs all ranks: once one fails in the grace period, the others can no longer save.
 
         Returns:
-            Whether all have ended, and well.
+            Whether all ranks have exited successfully.
         """
         if any(rank.exitcode for rank in ranks):
             exit_codes = self._await_others(ranks)
@@ -304,7 +304,7 @@ class _Overseer:
         return all(rank.exitcode == 0 for rank in ranks)
 
     def _await_others(self, ranks: Sequence[BaseProcess]) -> dict[int, int]:
-        """Return the exit codes of the ranks that have ended; wait for all where a signal seems to have gone to all."""
+        """Return the exit codes of the ranks that have exited; if a stop signal ended one, wait a bit for the rest."""
         until = time.monotonic() + _MOMENT
         while True:
             codes = {rank: process.exitcode for rank, process in enumerate(ranks)}
@@ -327,7 +327,7 @@ class _Overseer:
 
 
 def _served_store() -> TCPStore:
-    """Serve the ranks' store on a port that the kernel chooses, so that nobody can take it before a rank does."""
+    """Serve the ranks' store on a port that the kernel chooses, so that no other process can take it first."""
     from torch.distributed import TCPStore
 
     port, descriptor = listen(HERE, 0)
@@ -335,7 +335,7 @@ def _served_store() -> TCPStore:
 
 
 def _await_end(ranks: Sequence[BaseProcess]) -> None:
-    """Wait until a rank ends, for a short time; where one has failed, for as long for others to fail with it."""
+    """Wait briefly for a rank to exit; if one has failed, wait as long again for others to fail with it."""
     if running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
         connection.wait(running, INTERVAL)
     if any(rank.exitcode for rank in ranks):
@@ -343,11 +343,11 @@ def _await_end(ranks: Sequence[BaseProcess]) -> None:
 
 
 def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable[..., Any], *arguments: Any) -> None:
-    """Run ``entry`` in a rank, and let the rank neither outlive the run nor what started it."""
+    """Run ``entry`` in a rank that outlives neither the run nor the process that started it."""
     _die_with_server()
-    faulthandler.enable(2)  # stacks on stderr where native code ends it
-    os.environ.update({**environ, **place})  # the server may be older than the one, and knows nothing of the other
-    gc.freeze()  # what the server has imported is no garbage: looking through it would copy all of its memory
+    faulthandler.enable(2)  # print stacks on stderr if native code crashes
+    os.environ.update({**environ, **place})  # the server's environment may be outdated, and lacks the rank's place
+    gc.freeze()  # scanning the server's imports for garbage would copy all their pages
     try:
         entry(environ, *arguments)
     finally:
@@ -355,12 +355,12 @@ def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable
 
 
 def _die_with_server() -> None:
-    """Let the kernel kill this rank when the fork server ends, which ends with the process that started it.
+    """Have the kernel kill this rank when the fork server ends, which itself ends with the process that started it.
 
-    A parent that ended before this call is not reported: the server, or its starter before the server itself could ask.
+    The kernel does not report the server, or the server's parent, if it ended before asking: this is checked here.
     """
     die_with_parent()
-    preload = sys.modules.get("ptdbench.launch.preload")  # absent where the server could not import it
+    preload = sys.modules.get("ptdbench.launch.preload")  # absent if the server could not import it
     starter = multiprocessing.parent_process()
     if (preload and os.getppid() != preload.SERVER) or not (starter and starter.is_alive()):
         os._exit(1)
@@ -368,7 +368,7 @@ def _die_with_server() -> None:
 
 @contextmanager
 def _ending_orphans() -> Iterator[None]:
-    """End, after this, what a rank has started and left: it would take cores, memory and ports from the next run.
+    """On exit, end processes that ranks left behind: they would take cores, memory and ports from the next run.
 
     Orphans of ranks become children of the fork server, see :mod:`ptdbench.launch.preload`.
     """
@@ -399,7 +399,7 @@ def _orphans() -> list[psutil.Process]:
 
 
 def _server_has_ended() -> bool:
-    """Return whether the fork server, which was there, is no more; the next :func:`start` will start another one."""
+    """Return whether the fork server, once started, has ended; the next :func:`start` will start another one."""
     pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     with suppress(ChildProcessError):
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None  # left to multiprocessing
@@ -414,7 +414,7 @@ def _send(ranks: Sequence[BaseProcess], number: int) -> None:
 
 
 def _end(ranks: Sequence[BaseProcess], number: int) -> None:
-    """Ask the ranks to end, and kill those that do not: a rank stopped by SIGSTOP hears nothing but SIGKILL."""
+    """Signal the ranks to stop, and kill those that do not: a rank suspended by SIGSTOP reacts only to SIGKILL."""
     for sent, seconds in ((number, END_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
         _send(ranks, sent)
         until = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""Facts that every rank tells the others about itself, once they can talk."""
+"""The description of itself that every rank shares with the others after the rendezvous."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Peer(Struct, frozen=True):
     rank: int  #: Its global rank.
     local_rank: int  #: Its local rank.
     local_size: int  #: Ranks on its node.
-    node: str  #: The cluster's name of the node.
+    node: str  #: The cluster's name for the node.
     host: str  #: The host name.
     device: str  #: ``cpu``, or the GPU with its name.
-    cores: list[int]  #: The CPU cores that it may use, by their numbers.
+    cores: list[int]  #: The numbers of the CPU cores that it may use.
     threads: int  #: Number of compute threads.
     settings: dict[str, str]  #: Environment variables that change results or speed.
 
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
-    """Tell the others who this is, bind this rank to its share of the node's cores, and return every rank, in order."""
+    """Bind this rank to its share of the node's cores, and return the description of every rank, in order."""
     here = node(os.environ), booted()  # several virtual machines may be called localhost
     on_node: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
     neighbors = [rank for rank, (where, _) in enumerate(on_node) if where == here]
@@ -54,17 +54,17 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
 
 
 def node(environ: Mapping[str, str]) -> str:
-    """Return the name that the cluster has for this node, else the machine's name."""
+    """Return the cluster's name for this node, or else the host name."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def machine() -> str:
-    """Return what only this machine is called, in all of its containers: several machines may be named localhost."""
+    """Return an identifier of this machine, the same in all its containers: several hosts may be named localhost."""
     return booted() or socket.gethostname()
 
 
 def booted() -> str:
-    """Return what only this start of this machine's kernel is called; empty where that cannot be read."""
+    """Return the identifier of this boot of this machine's kernel; empty if it cannot be read."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     return ""

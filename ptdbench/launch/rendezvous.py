@@ -1,8 +1,9 @@
-"""Rendezvous of the ranks of one launch: a store they share, process groups, and answers for ranks that are absent.
+"""Rendezvous of a launch's ranks: a shared store, process groups, and answers on behalf of absent ranks.
 
-A rank asks others for three things. Objects, small figures and barriers: :class:`Some` has each absent rank say what
-the last one before it says that is there. Keys of a store, by which process groups are made: :class:`Answers` has
-them. Messages of device memory: the virtual GPU lets them go nowhere, see :mod:`ptdbench.virtual.library`.
+On virtual GPUs, some ranks may be absent. The others need three things of them. Objects, small figures and barriers:
+:class:`Some` answers with the value of the last present rank before the absent one. Store keys, from which process
+groups are made: :class:`Answers` has them. Messages of device memory: the virtual GPU discards them, see
+:mod:`ptdbench.virtual.library`.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, restarts, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
 
-#: How long a rank waits for its peers in every collective beyond what the watchdog lets a step take, and under torchrun
-#: at the rendezvous.
+#: Timeout of collectives, in addition to the watchdog's limit of a step; under torchrun also of the rendezvous.
 PATIENCE = timedelta(minutes=30)
 
-#: The same where the watchdog lets a step take any time.
+#: Timeout of collectives if the watchdog has no limit.
 ENDLESS = timedelta(days=1)
 
-#: How long it waits for its peers to come. srun and mpirun start all ranks within seconds, but hundreds that import
-#: torch from one cold file system do not get it at the same time. Who waits longer waits for somebody who has died or
-#: cannot be reached, and those who pay for the nodes should know soon.
+#: Timeout of the rendezvous. srun and mpirun start all ranks within seconds, but hundreds of ranks that import torch
+#: from one cold file system finish at different times. Beyond this, a peer has probably died or is unreachable, and
+#: whoever pays for the nodes should know soon.
 ARRIVAL = timedelta(minutes=2)
 
-#: Seconds that rank 0 waits until all ranks have heard that one is refused.
+#: Seconds that rank 0 waits for all ranks to learn that one is refused.
 HEARD = 5.0
 
 
-#: Stores of Python's, which torch does not hold, while a thread of NCCL's asks them until the process ends.
+#: Keeps stores implemented in Python alive: torch holds no reference, but an NCCL thread uses them until the process
+#: ends.
 _MEETINGS: list[Answers] = []
 
 
 class NotMet(ConfigError):
-    """The ranks do not find each other; every rank knows only its own side of it."""
+    """The ranks do not find each other; each rank knows only its own side of the problem."""
 
 
 _REACHABLE = "set MASTER_ADDR to an address of rank 0's host that all nodes reach, or see why other ranks have ended"
@@ -70,12 +71,12 @@ def meet(environ: MutableMapping[str, str]) -> dist.Store:
     """Open the launch's key-value store. From then on ``environ`` describes the rank as torchrun would.
 
     Raises:
-        ConfigError: The ranks do not find each other where they should meet.
+        ConfigError: The ranks do not find each other at the rendezvous.
     """
     world = discover(environ)
-    if world is None or world.started_by.has_store:  # the store's place is the launcher's choice, even its own
+    if world is None or world.started_by.has_store:  # the launcher chooses where the store is
         found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
-        return dist.PrefixStore(f"start {restarts(environ)}", found)  # torchrun may serve the same one to all of them
+        return dist.PrefixStore(f"start {restarts(environ)}", found)  # torchrun may serve all restarts with one store
     host, port = address.meeting_point(world, environ)
     opened = _open(world, host, port)
     _await_all(opened, world, f"{host}:{port}", address.launch_id(world, environ))
@@ -84,13 +85,13 @@ def meet(environ: MutableMapping[str, str]) -> dist.Store:
 
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
-    """Tell libraries and models of other people what torchrun would tell them; stale values give way."""
+    """Set the variables that torchrun would set, for libraries and users' models; stale values are replaced."""
     if not world.started_by.has_store:
         environ.update(torchrun_variables(world, *address.meeting_point(world, environ)))
 
 
 def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError | None = None) -> str:
-    """Broadcast what rank 0 finds, unless a rank is ``refused``: then rank 0 tells why, and no rank waits for another.
+    """Broadcast what rank 0 finds, unless a rank is ``refused``: then rank 0 reports why, and no rank waits.
 
     Raises:
         ConfigError: This rank or another one is refused, or ``find`` raises it.
@@ -122,9 +123,9 @@ def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError 
 
 @cache
 def launch_name(world: World) -> str:
-    """Return a name that all ranks of this launch share with no other launch, fit to be a file's name.
+    """Return a unique name of this launch, the same on all its ranks and valid as a file name.
 
-    SLURM says enough for a rank to know it alone. Other launchers do not always: then rank 0 makes it up.
+    Under SLURM it follows from the environment. Under other launchers, rank 0 makes it up and broadcasts it.
     """
     if world.started_by.has_step:
         step = f"{os.environ.get('SLURM_JOB_ID', '')}.{os.environ.get('SLURM_STEP_ID', '')}"
@@ -133,7 +134,7 @@ def launch_name(world: World) -> str:
 
 
 def own_store(key: str) -> dist.Store:
-    """Return the part of the launch's store that belongs to one run, whose key is unique in the launch."""
+    """Return the part of the launch's store that belongs to one run; ``key`` must be unique in the launch."""
     return dist.PrefixStore(key, store())
 
 
@@ -146,15 +147,15 @@ def process_group(
     limited: Callable[[str], AbstractContextManager[object]] = nullcontext,
     patience: timedelta = PATIENCE,
 ) -> Iterator[dist.Store]:
-    """Make the default process group for the time of one run; yields a store that belongs to the run alone.
+    """Create the default process group for the duration of one run; yields a store that belongs to the run alone.
 
     Args:
         world: This rank's place.
         backend: ``gloo``, ``nccl``, or both, each with its kind of device.
         device: This rank's device.
         key: See :func:`own_store`.
-        limited: A context for what ranks do together here and may wait in, :meth:`Watchdog.limited`.
-        patience: How long a rank waits for its peers in a collective, see :func:`patience_for`.
+        limited: A context for the collective work here, in which ranks may wait: :meth:`Watchdog.limited`.
+        patience: Timeout of collectives, see :func:`patience_for`.
     """
     gloo.give_one_thread()
     own = own_store(key)
@@ -162,7 +163,7 @@ def process_group(
     if world.present:
         _MEETINGS.append(Answers(world.size))
         meeting = _MEETINGS[-1]
-        if "gloo" in backend:  # torch itself lets the host's messages go nowhere, and a virtual GPU its own
+        if "gloo" in backend:  # torch's fake backend discards messages on the host; virtual GPUs discard theirs
             import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers it
 
             backend = backend.replace("gloo", "fake")
@@ -173,46 +174,46 @@ def process_group(
             rank=world.rank,
             world_size=world.size,
             timeout=patience,
-            # Not to gloo: torch 2.11 would split its groups, which only NCCL's can be.
+            # Not for gloo: torch 2.11 would try to split its groups, which only NCCL supports.
             device_id=device if "nccl" in backend else None,
         )
     if world.present and "nccl" in backend:
-        # Or it would split the group, of which only those that are there would be in a part, and count on the others.
+        # Otherwise torch would split the group, and wait for absent ranks in each part.
         dist.distributed_c10d._get_default_group().bound_device_id = None
     with through(_circle(world, backend, own, patience)):
         yield own
-    # Only after success: a group whose peer has died may wait for it for ever.
+    # Only after success: destroying a group whose peer has died may wait for it forever.
     with limited(LEFT):
         dist.destroy_process_group()
 
 
 def is_watched(group: dist.ProcessGroup) -> bool:
-    """Whether a group's NCCL is that of torch up to 2.14, whose watchdog holds what was sent until it has looked."""
+    """Return whether a group uses the NCCL of torch up to 2.14, whose watchdog holds sent tensors until it polls."""
     return isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupNCCL)
 
 
 def patience_for(step_minutes: float | None) -> timedelta:
-    """Return the timeout of collectives: longer than the watchdog's, which can say who is missing.
+    """Return the timeout of collectives: longer than the watchdog's, which can name the missing rank.
 
-    The watchdog lets a step take ``step_minutes``, or any time if that is ``None``.
+    ``step_minutes`` is the watchdog's limit of a step; ``None`` is no limit.
     """
     return ENDLESS if step_minutes is None else FIRST_STEP * timedelta(minutes=step_minutes) + PATIENCE
 
 
 def be_patient(patience: timedelta) -> None:
-    """Let every group of this rank wait so long for its peers: torch gives those of a mesh 10 minutes with NCCL."""
+    """Set the timeout of all process groups of this rank: with NCCL, torch gives a mesh's groups only 10 minutes."""
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout  # before torch 2.14
     for group, (backend, _) in list(dist.distributed_c10d._world.pg_map.items()):
         if "fake" not in backend:
             set_timeout(patience, group)
 
 
-#: Bytes of the largest value that a process group reads from a store: NCCL's name of a communicator.
+#: Bytes of the largest value that a process group reads from a store: NCCL's unique id of a communicator.
 _NAME_BYTES = 128
 
 
 class Some(Circle):
-    """The ranks ``present``, in ascending order, reach each other through a store, and answer for the others."""
+    """Collectives of the ranks ``present``, in ascending order, through a store; they also answer for the others."""
 
     is_complete = False
 
@@ -223,30 +224,30 @@ class Some(Circle):
         self._number = 0
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what each rank says, or who answers for it."""
+        """Return each rank's value; for an absent rank, that of the rank that answers for it."""
         said = self._say(value)
         return [said[rank] for rank in self._answers_for]
 
     def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
-        """Return the sum or the maximum over the ranks that are there."""
+        """Return the sum or the maximum over the ranks present."""
         said = torch.stack(list(self._say(numbers).values()))
         return said.sum(0) if how == dist.ReduceOp.SUM else said.amax(0)
 
     def barrier(self) -> None:
-        """Wait for the ranks that are there."""
+        """Wait for the ranks present."""
         self._say(None)
 
     def _say(self, value: Any) -> dict[int, Any]:
-        """Return what each rank that is there says; all of them ask in the same order."""
+        """Return the value of each rank present; all of them must call this in the same order."""
         self._number += 1
         self._store.set(f"said {self._number} {self._rank}", pickle.dumps(value))  # type: ignore[arg-type] # also bytes
         return {rank: pickle.loads(self._store.get(f"said {self._number} {rank}")) for rank in self._present}
 
 
 class Answers(dist.Store):
-    """A store in which every rank has been already: nobody waits, and a value that nobody has set is zeros.
+    """A store as if every rank had already arrived: no call waits, and a value that was never set is zeros.
 
-    As many as the run's ``size`` have added to each counter.
+    Every counter is at least ``size``, as if all ranks of the run had added to it.
     """
 
     def __init__(self, size: int) -> None:
@@ -263,7 +264,7 @@ class Answers(dist.Store):
         return self._values.get(key, bytes(_NAME_BYTES))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, to which all others have added."""
+        """Add to a counter, as if all other ranks had done so."""
         self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
         return max(int(self._values[key]), self._size)
 
@@ -273,14 +274,14 @@ class Answers(dist.Store):
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return: there is nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether there are values; NCCL's watchdog looks for one that says that a rank has failed."""
+        """Return whether all keys are set; NCCL's watchdog looks for a key that reports a failed rank."""
         return all(key in self._values for key in keys)
 
     def clone(self) -> Answers:
-        """Return the store for another thread or group: the same."""
+        """Return the same store for another thread or group."""
         return self
 
     def delete_key(self, key: str) -> bool:
@@ -288,32 +289,32 @@ class Answers(dist.Store):
         return self._values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Return: there is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
 
 def _circle(world: World, backend: str, own: dist.Store, patience: timedelta) -> Circle:
-    """Return how the ranks reach each other beside their work: not through device memory."""
+    """Return the ranks' circle for small collectives, which do not go through device memory."""
     if world.present:
         return Some(world.present, world.rank, world.size, own)
     if "nccl" not in backend:
         return Circle()
     beside = dist.new_group(backend="gloo", timeout=patience)
     assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
-    beside.bound_device_id = None  # where torch 2.11 would keep a number for each barrier
+    beside.bound_device_id = None  # otherwise torch 2.11 would keep a number on that device for each barrier
     return Circle(beside)
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:
     """Open the store that rank 0 serves.
 
-    In a thread that may be left behind: a stranger on that port who accepts and never answers keeps torch waiting
-    without a limit, and the main thread has signals to listen to.
+    In a thread that may be abandoned: a foreign server on that port that accepts but never answers would block torch
+    forever, and the main thread must handle signals.
     """
     outcome: Future[dist.TCPStore] = Future()
 
     def attempt() -> None:
         try:
-            socket.getaddrinfo(host, port)  # torch asks for minutes, and says little
+            socket.getaddrinfo(host, port)  # torch would retry for minutes, with a poor message
             opened = dist.TCPStore(
                 host,
                 port,
@@ -322,7 +323,7 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
                 timeout=PATIENCE,
                 wait_for_workers=False,
                 master_listen_fd=address.listen(host, port)[1] if world.rank == 0 else None,
-                multi_tenant=True,  # so that init_process_group("env://") in a stranger's model gets a store of its own
+                multi_tenant=True,  # so that init_process_group("env://") in a third-party model gets its own store
             )
         except Exception as error:
             outcome.set_exception(error)
@@ -342,13 +343,13 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
         if world.rank:
             raise
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        reason = "the port is taken" if taken else str(error)  # without torch's account of sockets
+        reason = "the port is taken" if taken else str(error)  # without torch's details of sockets
         rule = f"rank 0 cannot listen on {host}:{port}: {reason}"
         raise NotMet([Problem("MASTER_PORT", port, rule, _OTHER_PORT)]) from None
 
 
 def _await_all(opened: dist.TCPStore, world: World, place: str, identity: str) -> None:
-    """Wait until every rank is there, each under the launch's name: another launch may serve the same port."""
+    """Wait until every rank has arrived, under the launch's name, as another launch may serve the same port."""
     arrived, complete = f"ptdbench {identity} arrived", f"ptdbench {identity} complete"
     count = opened.add(arrived, 1)
     if count == world.size:

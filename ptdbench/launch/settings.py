@@ -1,4 +1,4 @@
-"""What changes results or the speed of a process: environment variables, set here or for a run, and its CPU cores."""
+"""Settings that affect the results or the speed of a process: environment variables and CPU cores."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-#: How their names begin: of torch and its compiler, of the libraries below it, of communication
-#: and threads, and the container.
+#: Prefixes of such variables: of torch and its compiler, the libraries below it, communication, threads, and the
+#: container.
 PREFIXES = (
     "PYTORCH_", "TORCH_", "TORCHINDUCTOR_", "TORCHDYNAMO_", "TRITON_", "CUDA_", "CUBLAS_", "CUBLASLT_", "CUDNN_",
     "NVIDIA_TF32_OVERRIDE", "NCCL_", "RCCL_", "GLOO_", "HIP_", "HSA_", "ROCR_", "MIOPEN_", "TP_", "UCX_", "FI_",
     "OMP_", "KMP_", "MKL_", "PTDBENCH_CONTAINER",
 )  # fmt: skip
 
-#: Parts of names that such a variable does not have.
+#: Names that may hold secrets, which are never recorded.
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
-#: The variables that torch reads the allocator's options from, in this order in torch 2.11 to 2.15, when it first
-#: allocates. The second is that of ROCm.
+#: The variables from which torch reads the allocator's options at its first allocation, in the order of torch 2.11 to
+#: 2.15. The second is for ROCm.
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-#: What torch reads when it is imported, and what stands for it until a rank is there.
+#: The variable that torch reads at import, and the one that holds its value until a rank starts.
 _SANITIZER, _HIDDEN = "TORCH_CUDA_SANITIZER", "PTDBENCH_CUDA_SANITIZER"
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set, by name; of a path only the last part, as the others are of the machine."""
+    """Return the variables that are set, by name; paths are cut to their last part, as the rest is machine-specific."""
     names = (name for name in sorted(environ) if name.startswith(PREFIXES) and not _SECRET.search(name))
     return {
         name: f"…/{PurePosixPath(value).name}" if (value := environ[name]).startswith(("/", "~")) else value
@@ -43,11 +43,10 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def let_segments_grow(environ: MutableMapping[str, str]) -> None:
-    """Let torch's allocator of GPU memory map more pages to a segment instead of reserving another one.
+    """Enable expandable segments: torch's GPU allocator then maps more pages to a segment instead of reserving another.
 
-    Activations of different sizes then leave fewer gaps that nothing fits into. Where a person has set one of the
-    allocator's variables it stays as it is; not with ROCm, which does not support this everywhere, nor without a GPU.
-    Call this before the process uses CUDA.
+    This reduces fragmentation by activations of different sizes. Allocator variables set by the user are respected. Not
+    with ROCm, which does not support this everywhere, nor without a GPU. Call this before the process uses CUDA.
     """
     import torch
 
@@ -57,17 +56,17 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
 
 
 def leave_sanitizer_to_ranks(environ: MutableMapping[str, str]) -> None:
-    """Hide that torch's sanitizer is asked for: with it every operation, also on the CPU, uses CUDA.
+    """Hide the request for torch's CUDA sanitizer, with which every operation, even on the CPU, uses CUDA.
 
-    The process that starts ranks has no business there, nor has the fork server, whose forks could not use CUDA then.
-    Call this before torch is imported.
+    The process that starts ranks must not use CUDA, nor the fork server, whose forks could not use it then. Call this
+    before torch is imported.
     """
     if _SANITIZER in environ:
         environ[_HIDDEN] = environ.pop(_SANITIZER)
 
 
 def enable_sanitizer(environ: MutableMapping[str, str]) -> None:
-    """Look for races on the device, if a person asks for it, as torch does when it is imported."""
+    """Enable torch's CUDA sanitizer, which finds data races, if the user requested it, as torch does at import."""
     if _HIDDEN not in environ:
         return
     environ[_SANITIZER] = environ.pop(_HIDDEN)
@@ -77,18 +76,18 @@ def enable_sanitizer(environ: MutableMapping[str, str]) -> None:
 
 
 def log_errors_only(environ: Mapping[str, str]) -> None:
-    """Let torch's C++ log errors only, where a person has not set ``TORCH_CPP_LOG_LEVEL``.
+    """Make torch's C++ code log only errors, unless the user has set ``TORCH_CPP_LOG_LEVEL``.
 
-    What it warns of is no news, and stands in the middle of what is shown live: that messages between two stages keep
-    their order, that memory is at its end, that a block is older than the profiler.
+    Its warnings tell nothing new and disrupt the live display: that messages between two stages keep their order, that
+    memory is exhausted, that a block is older than the profiler.
     """
     import torch
 
     if "TORCH_CPP_LOG_LEVEL" in environ:
         return
-    with suppress(OSError, ValueError):  # another platform, or another name in another version: then it warns
+    with suppress(OSError, ValueError):  # another platform or version: keep the warnings
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
-        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2  # errors, as glog counts
+        ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2  # glog's level of errors
 
 
 def here() -> dict[str, str]:
@@ -98,7 +97,7 @@ def here() -> dict[str, str]:
 
 @contextmanager
 def added(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables meanwhile."""
+    """Set environment variables within the context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -121,18 +120,18 @@ def own_cores() -> Cores:
 def share_cores(
     of_ranks: Sequence[Cores], local_rank: int, wanted: int | Literal["auto"], quota: float = math.inf
 ) -> tuple[int, Cores | None]:
-    """Return the threads of a rank, and the cores to bind it to.
+    """Return the number of threads of a rank, and the cores to bind it to.
 
     Args:
-        of_ranks: The cores that each rank of the node may run on, by local rank. Ranks that a launcher has bound
-            have cores of their own; the others share all that there are.
-        local_rank: Which of the ranks.
-        wanted: Cores for each rank, or ``auto`` for an equal share.
-        quota: How many cores' time all these ranks get together.
+        of_ranks: The cores that each rank of the node may run on, by local rank. Ranks that a launcher has bound have
+            their own cores; the others share all cores of the node.
+        local_rank: The rank in question.
+        wanted: Number of cores for each rank, or ``auto`` for an equal share.
+        quota: CPU quota of all these ranks together, in cores.
 
     Returns:
-        ``(threads, cores)``; the cores are ``None`` where the rank stays as it is: no number was asked for, or there
-        are not as many for every rank.
+        ``(threads, cores)``; the cores are ``None`` if the rank's binding stays as it is: no number was requested, or
+        there are not enough cores for every rank.
     """
     own = of_ranks[local_rank]
     sharing = [rank for rank, cores in enumerate(of_ranks) if cores & own]
@@ -146,26 +145,26 @@ def share_cores(
 
 
 def bind_cores(threads: int, cores: Cores | None) -> None:
-    """Keep this process to ``threads`` threads, and to ``cores`` if there are any."""
+    """Limit this process to ``threads`` threads, and bind it to ``cores`` unless ``None``."""
     import torch
 
     _given()
-    # Both: torch may have fixed its number when it was imported, and other libraries read the variable.
+    # Both: torch may have fixed its number at import, and other libraries read the variable.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     if cores and hasattr(os, "sched_setaffinity"):
-        # Every thread: one that runs already does not follow the main thread to other cores.
+        # Every thread: those already running do not follow the main thread to other cores.
         threads_now = Path("/proc/self/task")
         for thread in [int(path.name) for path in threads_now.iterdir()] if threads_now.exists() else [0]:
-            # One that ended since it was listed has nothing left to bind.
+            # A thread may have ended since it was listed.
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(thread, cores)
 
 
 def unbind_thread() -> None:
-    """Let the calling thread run on all cores that this process was given, also on those that :func:`bind_cores` took.
+    """Let the calling thread run on all cores that this process had before :func:`bind_cores`.
 
-    For work beside the steps, which would otherwise take its turns on a core that computes while another may be idle.
+    For background work, which would otherwise compete with the steps for a core while another may be idle.
     """
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(threading.get_native_id(), _given())
@@ -173,5 +172,5 @@ def unbind_thread() -> None:
 
 @cache
 def _given() -> Cores:
-    """Return the cores that this process could run on when first asked, as :func:`bind_cores` does before it binds."""
+    """Return the cores that this process could run on at the first call, which :func:`bind_cores` makes beforehand."""
     return own_cores()

@@ -1,7 +1,7 @@
 """SLURM's own commands: partitions, the state of jobs, and whether a job would be accepted.
 
-Each function runs one command, without a shell. Whatever keeps a command from answering is a :class:`SlurmError`
-in SLURM's own words.
+Each function runs one command, without a shell. If the command fails, it raises :class:`SlurmError` with SLURM's own
+message.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from pathlib import Path
 from ptdbench.launch import hostlist, lifetime
 from ptdbench.launch.world import World
 
-#: Seconds that a command may take. A busy controller answers late; one that is down makes some commands wait for ever.
+#: Timeout of a command in seconds. A busy controller answers late; one that is down makes some commands wait forever.
 PATIENCE = 30
 
-#: States that a job does not leave by itself (a requeued one reads PENDING again); after squeue(1), "JOB STATE CODES".
+#: Final states of a job (a requeued job is PENDING again); from squeue(1), "JOB STATE CODES".
 OVER = frozenset([
     "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY", "CANCELLED", "PREEMPTED", "REVOKED", "NODE_FAIL",
     "BOOT_FAIL",
 ])  # fmt: skip
 
-#: How variables begin that describe another job, or are a person's defaults, which could hide partitions and jobs or
-#: take the place of what was asked for: sbatch heeds its variables before the lines of a script.
+#: Prefixes of variables that describe another job or a user's defaults. The defaults could hide partitions and jobs, or
+#: override the requested options: sbatch prefers its variables to the lines of a script.
 _FOREIGN = ("SLURM", "SRUN_", "SBATCH_", "SALLOC_", "SACCT_", "SINFO_", "SQUEUE_", "SCANCEL_", "SUBMITIT_")
-#: What a rank is told, which a job is not.
+#: Variables of a rank, which a job must not inherit.
 _OF_RANKS = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"})
-#: Which cluster, who asks, and a label for accounting; none changes what a job is given.
+#: The cluster, the credentials, and a label for accounting; none affects a job's resources.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_WCKEY")
 
 
-#: What is asked of jobs: that which :func:`_states` reads. A name, which may hold anything, comes last.
+#: Queries of jobs, in the format that :func:`_states` parses. A job's name, which may contain anything, comes last.
 _SQUEUE = ("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r|%j")
 _SACCT = (
     "sacct", "--allocations", "--noheader", "--parsable2",
@@ -45,13 +45,13 @@ _SACCT = (
 )  # fmt: skip
 
 
-#: How the file is called, ahead of the job's id, by which ranks in a container have its script requeue the job: images
-#: have no commands of SLURM.
+#: Prefix, ahead of the job's id, of the file by which ranks in a container ask the job's script to requeue it: images
+#: lack SLURM's commands.
 REQUEUE = ".requeue-"
 
 
 class SlurmError(RuntimeError):
-    """SLURM could not be asked, or said no."""
+    """SLURM could not be reached, or refused."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ class Partition:
     """Nodes that jobs are submitted to."""
 
     name: str  #: As in ``cluster.partition``.
-    is_default: bool  #: Whether it is taken where none is named.
-    nodes: int  #: How many it has, in whatever state.
-    minutes: int | None  #: Its time limit, or ``None`` where it has none.
-    gpus: tuple[int, ...]  #: GPUs of a node: the distinct numbers over its nodes, ascending.
+    is_default: bool  #: Whether it is used if none is named.
+    nodes: int  #: Number of nodes, in any state.
+    minutes: int | None  #: Its time limit, or ``None`` if it has none.
+    gpus: tuple[int, ...]  #: The distinct numbers of GPUs per node, ascending.
     cpus: int  #: CPUs of its largest node, as SLURM counts them.
 
 
@@ -71,14 +71,14 @@ class JobState:
     """The state of a job."""
 
     id: str  #: ``123``, or ``123_0`` for an element of an array.
-    state: str  #: SLURM's word, for example ``PENDING``.
-    elapsed: int | None  #: Seconds that it has run, or ``None`` where SLURM does not say.
-    nodes: str  #: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has any.
-    reason: str  #: Why it waits or why it failed, in SLURM's word; empty where there is none.
+    state: str  #: SLURM's name of the state, for example ``PENDING``.
+    elapsed: int | None  #: Seconds that it has run, or ``None`` if SLURM does not say.
+    nodes: str  #: Its host list as SLURM abbreviates it, ``gpu[01-03]``; empty before it has nodes.
+    reason: str  #: SLURM's reason why it waits or failed; empty if there is none.
 
     @property
     def is_over(self) -> bool:
-        """True if it has ended, well or not."""
+        """True if it has ended, successfully or not."""
         return self.state in OVER
 
 
@@ -88,8 +88,8 @@ def available() -> bool:
 
 
 def partitions() -> list[Partition]:
-    """Return all partitions, the hidden ones too: jobs may be submitted to them; raises SlurmError."""
-    # --exact: one line for each kind of node, instead of one with "2+" CPUs.
+    """Return all partitions, including hidden ones, to which jobs may be submitted too; raises SlurmError."""
+    # --exact: one line per kind of node, instead of one line with "2+" CPUs.
     lines = _output("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format=%P|%l|%D|%c|%G").splitlines()
     found: dict[str, Partition] = {}
     for line in lines:
@@ -109,10 +109,10 @@ def partitions() -> list[Partition]:
 def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     """Return the states of jobs, by id; those that SLURM no longer knows are absent.
 
-    ``123_0`` asks for an element of an array, ``123`` for a job or all elements of one.
+    ``123_0`` is an element of an array, ``123`` a job or all elements of an array.
 
     Raises:
-        SlurmError: The queue cannot be read, or the accounts of jobs that have left it: nobody knows how they ended.
+        SlurmError: The queue cannot be read, or the accounting of jobs that have left it, so their end is unknown.
     """
     asked = set(job_ids)
     if not asked:
@@ -121,17 +121,17 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     try:
         found = _by_id(_SQUEUE, asked)
     except SlurmError as error:
-        if "Invalid job id specified" not in str(error):  # said only where no other job was asked for
+        if "Invalid job id specified" not in str(error):  # raised only if no other job was asked for
             raise
     missing = asked - found.keys() - {_job(identity) for identity in found}
     return found | _by_id(_SACCT, missing) if missing and _keeps_accounts() else found
 
 
 def named(names: Iterable[str], *, ended: bool = True) -> dict[str, dict[int | None, JobState]]:
-    """Return the jobs that bear these names: name, then number in the array (``None`` for a job by itself), then state.
+    """Return the jobs with these names: by name, then by index in the array (``None`` for a single job), their states.
 
-    A job that was submitted by a process that did not live to learn its id is found so; where ``ended`` is false, only
-    if SLURM has not forgotten it. Raises SlurmError.
+    This finds a job whose submitter died before it learned the job's id. If ``ended`` is false, jobs that have left the
+    queue are not looked up. Raises SlurmError.
     """
     if not (asked := sorted(set(names))):
         return {}
@@ -142,31 +142,31 @@ def named(names: Iterable[str], *, ended: bool = True) -> dict[str, dict[int | N
     found: dict[str, dict[int | None, JobState]] = {}
     for name, state in listed:
         element = state.id.partition("_")[2]
-        if name in asked and "..." not in element:  # more elements than SLURM names
+        if name in asked and "..." not in element:  # "...": more elements than SLURM lists
             found.setdefault(name, {})[int(element) if element else None] = state
     return found
 
 
 def test(script: str) -> str:
-    """Ask whether a job with this script would be accepted; nothing is submitted.
+    """Ask SLURM whether it would accept a job with this script; nothing is submitted.
 
     Returns:
-        SLURM's sentence: ``Job 5 to start at 2026-11-21T03:42:21 using 2 processors on nodes n[1-2] in partition gpu``.
+        SLURM's answer: ``Job 5 to start at 2026-11-21T03:42:21 using 2 processors on nodes n[1-2] in partition gpu``.
 
     Raises:
-        SlurmError: It would not.
+        SlurmError: It would not be accepted.
     """
     return _words(_run("sbatch", "--test-only", stdin=script).stderr)
 
 
 def submit(script: str) -> str:
-    """Submit a job or an array of jobs; returns its id.
+    """Submit a job or an array of jobs; return its id.
 
     Raises:
-        SlurmError: SLURM does not take it, or does not answer: then it may have taken it (see :func:`named`).
+        SlurmError: SLURM refuses it, or does not answer, in which case the job may exist (see :func:`named`).
     """
     answer = _run("sbatch", "--parsable", stdin=script).stdout
-    # The cluster's name may follow, and plugins of a site may have said something before.
+    # The cluster's name may follow, and a site's plugins may have printed something before.
     ids = re.findall(r"^(\d+)(?:;.*)?$", answer.rstrip(), re.MULTILINE)
     if not ids:
         raise SlurmError(f"sbatch did not say the id of the job: {_words(answer)}")
@@ -175,7 +175,7 @@ def submit(script: str) -> str:
 
 @cache
 def clusters() -> list[str]:
-    """Return the names of the clusters that commands here ask; raises SlurmError."""
+    """Return the names of the clusters that SLURM's commands address; raises SlurmError."""
     if chosen := os.environ.get("SLURM_CLUSTERS"):
         return chosen.split(",")
     return re.findall(r"^ClusterName\s*=\s*(\S+)", _output("scontrol", "show", "config"), re.MULTILINE)
@@ -183,19 +183,19 @@ def clusters() -> list[str]:
 
 @cache
 def srun_says(flag: str) -> str:
-    """Return what srun prints with ``--version`` or ``--help``: its flags and those of plugins; raises SlurmError."""
+    """Return what srun prints with ``--version`` or ``--help``, which includes plugins' flags; raises SlurmError."""
     return _output("srun", flag)
 
 
 def cancel(job_ids: Iterable[str]) -> None:
-    """End jobs, wherever they stand; those that have ended stay as they are. Raises SlurmError."""
+    """Cancel jobs in any state; those that have ended are unaffected. Raises SlurmError."""
     if ids := list(job_ids):
         _run("scancel", "--quiet", *ids)
 
 
 def cancel_named(names: Iterable[str]) -> list[str]:
-    """End the jobs that bear these names; returns the ids of those that had not ended. Raises SlurmError."""
-    # Not by scancel's --name: it leaves an array that never began without elements (22.05).
+    """Cancel the jobs with these names; return the ids of those that had not ended. Raises SlurmError."""
+    # Not by scancel --name, which leaves an array that never began without elements (22.05).
     states = [
         state for elements in named(names, ended=False).values() for state in elements.values() if not state.is_over
     ]
@@ -204,7 +204,7 @@ def cancel_named(names: Iterable[str]) -> list[str]:
 
 
 def ignored_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a person's variables for sbatch that submissions ignore, as ``NAME=value``."""
+    """Return the user's sbatch variables that submissions ignore, as ``NAME=value``."""
     return [f"{name}={environ[name]}" for name in sorted(environ) if name.startswith("SBATCH_") and name not in _KEPT]
 
 
@@ -214,7 +214,7 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def requeue(job: str) -> None:
-    """Put a job, or an element of an array by the form of squeue, back into the queue, which ends it here.
+    """Requeue a job, or an array element as squeue prints it, which ends it here.
 
     Raises:
         SlurmError: SLURM refuses, or does not answer.
@@ -223,20 +223,20 @@ def requeue(job: str) -> None:
 
 
 def end_step(environ: Mapping[str, str], after: float) -> None:
-    """End all tasks of the SLURM step that this process is one of, ``after`` some seconds; returns at once.
+    """Cancel the SLURM step of this process ``after`` some seconds, with all its tasks; returns at once.
 
-    srun by itself lets the others wait for a task that has failed. Where this process cannot tell SLURM, they will
-    run into the limits of their collectives.
+    srun itself lets the other tasks wait for one that has failed. If SLURM cannot be reached, they will run into the
+    timeouts of their collectives.
     """
     step = f"{environ['SLURM_JOB_ID']}.{environ['SLURM_STEP_ID']}"
     command = ["sh", "-c", f"sleep {after:g}; exec scancel --quiet {step}"]
     with suppress(OSError):
-        quiet = subprocess.DEVNULL  # srun would wait for whoever holds its output
+        quiet = subprocess.DEVNULL  # srun would wait for every process that holds its output open
         subprocess.Popen(command, start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)
 
 
 def options(flags: Mapping[str, str | int | bool]) -> list[str]:
-    """Return flags as sbatch reads them: ``{"ntasks_per_node": 2, "exclusive": True}`` is two words."""
+    """Return flags as command-line words of sbatch: ``{"ntasks_per_node": 2, "exclusive": True}`` becomes two."""
     spelled = {name.replace("_", "-"): value for name, value in flags.items() if value is not False}
     return [f"--{name}" if value is True else f"--{name}={value}" for name, value in spelled.items()]
 
@@ -250,10 +250,10 @@ def gpu_count(gres: str) -> int:
 
 @cache
 def _keeps_accounts() -> bool:
-    """Return whether sacct can be asked here: on a cluster without slurmdbd it would fail each time.
+    """Return whether sacct works here: on a cluster without slurmdbd it always fails.
 
     Raises:
-        SlurmError: It fails this time.
+        SlurmError: It failed for another reason.
     """
     if shutil.which("sacct") is None:
         return False
@@ -267,7 +267,7 @@ def _keeps_accounts() -> bool:
 
 
 def _by_id(command: Sequence[str], asked: set[str]) -> dict[str, JobState]:
-    """Return what a command says of jobs; it is asked of whole jobs, as a thousand elements of one array are one id."""
+    """Return the states that a command lists, by id; it is asked for whole jobs, as an array may have many elements."""
     jobs = f"--jobs={','.join(sorted({_job(identity) for identity in asked}))}"
     return {state.id: state for _, state in _states(*command, jobs) if {state.id, _job(state.id)} & asked}
 
@@ -276,21 +276,21 @@ def _states(*command: str) -> Iterator[tuple[str, JobState]]:
     """Yield the name and the state of each job, or element of an array, that a command lists."""
     for line in _output(*command).splitlines():
         listed, state, elapsed, nodes, reason, name = line.split("|", 5)
-        # ``7_[0-2,5%4]``, elements of an array that never began, are ``7_0``, ``7_1``, ``7_2`` and ``7_5``.
+        # ``7_[0-2,5%4]``, elements of an array that never began, stands for ``7_0``, ``7_1``, ``7_2`` and ``7_5``.
         several = "[" in listed and "..." not in listed
         for identity in hostlist.expand(re.sub(r"%\d+", "", listed)) if several else [listed]:
-            state = state.split()[0]  # sacct says "CANCELLED by 1000"
+            state = state.split()[0]  # sacct prints "CANCELLED by 1000"
             nodes = "" if nodes in ("None assigned", "(null)") else nodes
             yield name, JobState(identity, state, _seconds(elapsed), nodes, "" if reason == "None" else reason)
 
 
 def _job(identity: str) -> str:
-    """Return the job of an array's element: ``123_0`` belongs to ``123``."""
+    """Return the job id of an array element: ``123_0`` belongs to ``123``."""
     return identity.partition("_")[0]
 
 
 def _seconds(text: str) -> int | None:
-    """Parse a time of SLURM: ``5:00``, ``1:00:00`` or ``2-00:00:00``; ``None`` for ``infinite`` and the like."""
+    """Parse a SLURM duration: ``5:00``, ``1:00:00`` or ``2-00:00:00``; ``None`` for ``infinite`` and the like."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not match:
         return None
@@ -316,7 +316,7 @@ def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
             errors="replace",
             timeout=PATIENCE,
             env=environ,
-            # Ctrl-C is for this process, which decides what becomes of a submission under way.
+            # Ctrl-C is for this process only, which decides what to do with a submission in flight.
             start_new_session=True,
         )
     except subprocess.TimeoutExpired as late:
@@ -331,21 +331,21 @@ def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def _words(said: str) -> str:
-    """Return what a command said, without its own name and the rank of the message before every line."""
+    """Return a command's messages, without its name and the severity at the start of each line."""
     lines = [re.sub(r"^(s\w+: )?((error|fatal): )?", "", line).strip() for line in said.splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith('Try "'))
 
 
 @dataclass(frozen=True)
 class JobSteps:
-    """How the script of a job starts its ranks."""
+    """How a batch script starts the ranks of a run: as a job step."""
 
-    world: World  #: The ranks, as the first of them will see them.
-    gpus: int  #: GPUs of a node.
-    command: Sequence[str]  #: What starts them all; the directory of their run is appended.
+    world: World  #: The world as its first rank will see it.
+    gpus: int  #: GPUs per node.
+    command: Sequence[str]  #: The command that starts all ranks; the run's directory is appended.
 
     def start(self, directory: Path) -> int:
-        """Have the ranks carry out the run of a directory, and wait for them; the exit status of srun."""
+        """Have the ranks execute the run of a directory, and wait for them; return srun's exit status."""
         step = subprocess.Popen([*self.command, str(directory)])
         try:
             return lifetime.wait_for(step)

@@ -1,4 +1,4 @@
-"""Stacks of this process's threads: all of them for a person, and the place of the main thread for a verdict."""
+"""Stacks of this process's threads: all of them for the user, and the main thread's place for the watchdog."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 
 _TORCH = Path(torch.__file__).parent
 
-#: Code of torch that waits for other ranks when it does not return: collectives, FSDP and pipeline schedules; the
-#: backward pass, whose hooks reduce gradients; DDP itself; and what waits for the GPU, whose collectives wait.
+#: torch code that is waiting for other ranks if it does not return: collectives, FSDP and pipeline schedules; the
+#: backward pass, whose hooks reduce gradients; DDP itself; and waits for the GPU, whose collectives wait.
 _WAITING = [str(_TORCH / part) for part in ("distributed/", "autograd/", "nn/parallel/", "cuda/")]
 
-#: Code of torch that only passes calls on.
+#: torch code that only forwards calls.
 _PASSING = tuple(str(_TORCH / part) for part in ("_ops.py", "utils/_contextlib.py", "_dynamo/"))
 
 _NAMES = {
@@ -30,23 +30,23 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a thread."""
+    """The place of a thread in the code."""
 
-    function: str  #: The innermost Python function that says something.
-    line: str  #: Its file's name and line.
-    waits: bool  #: Whether it is one that waits for other ranks.
+    function: str  #: The innermost informative Python function.
+    line: str  #: Its file name and line.
+    waits: bool  #: Whether the function waits for other ranks.
 
     def __str__(self) -> str:
         return self.function if self.waits else f"{self.function} ({self.line})"
 
 
 def waits_in(file: str) -> None:
-    """Have code of this file count as waiting, which asks the GPU what a collective has brought."""
+    """Count the code of this file as waiting: it reads the result of a collective from the GPU."""
     _WAITING.append(file)
 
 
 def main_thread() -> Place:
-    """Return the place of the main thread at this moment."""
+    """Return the current place of the main thread."""
     return place(sys._current_frames()[threading.main_thread().ident or 0])
 
 
@@ -59,7 +59,7 @@ def place(frame: FrameType) -> Place:
 
 
 def text() -> str:
-    """The stacks of all threads, innermost call last, as in a traceback."""
+    """Return the stacks of all threads, innermost call last, as in a traceback."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = (
         f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -69,7 +69,7 @@ def text() -> str:
 
 
 def write(path: Path) -> None:
-    """Write the stacks to a file: as Python sees them, and as the interpreter does, which tells who holds its lock."""
+    """Write the stacks to a file: as Python sees them, and by faulthandler, which shows which thread holds the GIL."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         file.write(f"{text()}\n")

@@ -1,7 +1,7 @@
-"""Stop signals: noted when they arrive; all ranks stop after the same step.
+"""Stop signals: noted on arrival; all ranks stop after the same step.
 
-Python runs a handler between two of its instructions, and a rank that waits for a peer in a collective comes to none.
-Where a launcher then kills it, nobody would know that it was asked to stop.
+Python runs a signal handler between two bytecode instructions, which a rank waiting in a collective never reaches. If a
+launcher then killed it, there would be no trace that it had been asked to stop.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ptdbench.launch import collect, local
 
 @contextmanager
 def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call ``note`` in a thread with each signal that will raise :class:`ptdbench.launch.local.Stopped`, meanwhile.
+    """Within the context, call ``note`` in a thread with each signal that will raise a ``Stopped``.
 
-    Signals that have another handler, such as :class:`StopSignal`, stop nothing by themselves and are not noted. To be
-    entered in the main thread.
+    Signals with another handler, such as :class:`StopSignal`, are not noted, as they do not stop the rank themselves.
+    Enter this in the main thread.
     """
     here, there = socket.socketpair()
     there.setblocking(False)
@@ -41,12 +41,12 @@ def noting_stop_signals(note: Callable[[int], None]) -> Iterator[None]:
         yield
     finally:
         signal.set_wakeup_fd(before)
-        there.close()  # which ends the thread
+        there.close()  # ends the thread
         thread.join()
         here.close()
 
 
-#: Approximate seconds between two checks: short against a cluster's grace period, long against a step.
+#: Approximate seconds between two checks: short compared with a cluster's grace period, long compared with a step.
 EVERY_SECONDS = 0.5
 
 
@@ -54,14 +54,14 @@ class StopSignal:
     """Records this rank's stop signals, and reports them to all ranks after the same step.
 
     A handler may interrupt the rank anywhere, even inside a collective, so it only records the signal. The ranks
-    compare their signals between two steps, which costs an all-reduce, and therefore about every ``every_seconds``
-    only, or after every step if that is 0. They also agree on the number of steps until the next check: clocks differ,
-    and ranks that decided by themselves would wait for each other in different steps. What takes long between two steps
-    is checked in the same way, by a count of its own.
+    compare their signals between two steps. As that costs an all-reduce, they do so only about every ``every_seconds``,
+    or after every step if that is 0. They also agree on the number of steps until the next check: clocks differ, and
+    ranks that decided on their own would wait for each other in different steps. Long operations between two steps
+    are checked in the same way, with a separate count.
 
-    All ranks enter it, each in its main thread, while the default process group exists. Leaving it restores the
-    previous handlers, or ignores stop signals if it has reported one: a person who presses Ctrl-C reaches the ranks
-    twice, at once and through their launcher.
+    All ranks enter it, each in its main thread, while the default process group exists. On exit it restores the
+    previous handlers, or ignores stop signals if it has reported one: Ctrl-C reaches the ranks twice, directly and
+    through their launcher.
     """
 
     def __init__(self, every_seconds: float = EVERY_SECONDS) -> None:
@@ -81,16 +81,16 @@ class StopSignal:
             local.ignore_signals()
 
     def received(self, done: int) -> str | None:
-        """Return the name of a signal that some rank received, else ``None``; called on every rank between two steps.
+        """Return the name of a signal that some rank received, or ``None``; called on every rank between two steps.
 
-        If no check is due, which costs one comparison of integers, it is ``None`` too. All ranks get the same answer.
+        If no check is due, this costs only an integer comparison and returns ``None``. All ranks get the same answer.
         """
         return self._ask(self._steps, done)
 
     def meanwhile(self) -> Callable[[int], str | None]:
-        """A :meth:`received` for the parts of what is done between two steps, such as the batches of an evaluation.
+        """Return a :meth:`received` for the parts of an operation between two steps, such as an evaluation's batches.
 
-        Once ranks have agreed to stop, each of them says so at once.
+        Once the ranks have agreed to stop, it returns the signal at once on each of them.
         """
         return partial(self._ask, _Pace())
 
@@ -106,7 +106,7 @@ class StopSignal:
 
 
 class _Pace:
-    """The duration of steps, or of other parts of a whole, and after how many of them the next check is due."""
+    """The duration of steps or other units of work, and the number of them until the next check."""
 
     def __init__(self) -> None:
         self.next_check = 0
@@ -114,12 +114,12 @@ class _Pace:
         self._at = time.perf_counter()
 
     def seconds(self, done: int) -> float:
-        """Seconds of each since the last check, on this rank."""
+        """Return this rank's seconds per unit since the last check."""
         return (time.perf_counter() - self._at) / self._since(done)
 
     def checked(self, done: int, seconds: float, every_seconds: float) -> None:
-        """Note a check, in which all ranks have agreed on these ``seconds``."""
-        # On a GPU the first steps seem to take no time, until its queue is full: the distance at most doubles.
+        """Note a check in which all ranks have agreed on these ``seconds``."""
+        # On a GPU the first steps seem to take no time until its queue is full, so the interval at most doubles.
         self.next_check = done + max(1, min(2 * self._since(done), int(every_seconds / max(seconds, 1e-9))))
         self._last, self._at = done, time.perf_counter()
 

@@ -1,9 +1,9 @@
-"""Notices that a run is stuck, names the rank that holds it up, and ends it.
+"""Watchdog: notices that a run is stuck, names the rank that holds it up, and ends the run.
 
-A rank that is stopped, spins or waits for a message that nobody sends keeps all others waiting without an error. Two
-threads in every rank go on meanwhile: one looks at the main thread and judges, the other exchanges what the ranks know
-through the run's key-value store. They are two because the store may live in the very process that is stopped,
-and then a call to it never returns.
+A rank that is suspended, spins or waits for a message that is never sent keeps all others waiting without an error. Two
+threads in every rank keep running: one observes the main thread and judges, the other exchanges the ranks' states
+through the run's key-value store. They are separate because the store may be in the very process that is suspended, so
+that a call to it never returns.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ptdbench.launch import stacks
 from ptdbench.launch.world import World
 from ptdbench.terminal import rank_names
 
-#: How many times the limit the first step may take: it compiles, tunes kernels and opens connections, and a limit that
-#: suits the steps after it would end runs that are well.
+#: Factor on the time limit for the first step: it compiles, tunes kernels and opens connections, so that a limit that
+#: suits later steps would end healthy runs.
 FIRST_STEP = 3
 
-#: Seconds that ranks have for what they do together before and after their work, whatever the limit of a step is:
-#: they do not come to it at the same time.
+#: Time limit in seconds for collective work before and after the steps, whatever the limit of a step: ranks do not
+#: arrive at it at the same time.
 TOGETHER = 600.0
 
-#: What that is, as messages say it: a rank has not ...
+#: The phases of that work, worded for messages: "a rank has not ...".
 JOINED, LEFT = "joined the others", "left the process group"
 
-#: Where a person finds the stacks, as messages say it: below this in the run's directory.
+#: The folder with the stacks, below the run's directory, as messages name it.
 FOLDER = "failures"
 
 
@@ -45,48 +45,48 @@ FOLDER = "failures"
 class State:
     """The state that a rank publishes."""
 
-    tick: int = 0  #: Grows from each telling to the next; clocks of other machines would say nothing here.
-    #: How many steps it has finished, which is also the number of the one it is in; ``None`` before the first. On a GPU
-    #: these are those that the device has finished.
+    tick: int = 0  #: Incremented with each post, as clocks of different machines cannot be compared.
+    #: Number of steps finished, on a GPU by the device; this is also the number of the current step. ``None`` before
+    #: the first.
     step: int | None = None
-    begun: int | None = None  #: How many steps its host is through with, which on a GPU runs ahead of the device.
-    phase: str = ""  #: What it does that is no step: :data:`JOINED`, :data:`LEFT`, or nothing.
-    #: Seconds until it is overdue, at most 0 if it is; ``None`` while it is busy with something that has no limit, such
-    #: as saving a checkpoint.
+    begun: int | None = None  #: Number of steps finished by its host, which on a GPU runs ahead of the device.
+    phase: str = ""  #: Work other than a step: :data:`JOINED`, :data:`LEFT`, or empty.
+    #: Seconds until it is overdue, at most 0 if it is; ``None`` during work without a limit, such as saving a
+    #: checkpoint.
     patience: float | None = None
     place: str = ""  #: Where its main thread is.
-    waits: bool = False  #: Whether that is a place where one waits for other ranks.
-    dumped: bool = False  #: Whether it has given up and left its stacks.
+    waits: bool = False  #: Whether the main thread waits for other ranks there.
+    dumped: bool = False  #: Whether it has given up and written its stacks.
     left: bool = False  #: Whether its work is done.
 
     @property
     def reached(self) -> tuple[bool, int, int]:
-        """The point that it has come to, to be compared with that of others."""
+        """Its progress, to be compared with that of other ranks."""
         return self.phase != JOINED, -1 if self.step is None else self.step, -1 if self.begun is None else self.begun
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """The state of another rank as it was posted last, if it was, and when by this rank's clock that was new."""
+    """The last posted state of another rank, if any, and when it was first seen, by this rank's clock."""
 
     state: State | None
     since: float
 
 
 class Watchdog:
-    """Around the work of a rank: ends the process where no rank has finished a step for a while.
+    """Context around the work of a rank: ends the process if no rank has finished a step for too long.
 
-    It does not look at how long steps take, only whether they end: a slow run is never ended. Leaving it stops both
-    threads at once. To be entered by all ranks.
+    It only checks whether steps finish, so a slow run is never ended unless a step exceeds the limit. Exiting the
+    context stops both threads at once. All ranks must enter it.
 
     Args:
         world: This rank's place.
-        store: A store of the run's own.
-        folder: Where the stacks go, ``stacks-rank-N.txt``; made where it is missing.
-        limit_seconds: How long a step may take, the first one :data:`FIRST_STEP` times as long.
-        report: Called in every rank that gives up, in a thread, just before it ends the process with status 1: with
-            the rank to blame (-1: the process that started the ranks), what a person should read, and its stacks, or
-            this rank's if it has left none. All ranks report, since any of them may be the first whose end is seen.
+        store: A store used only by this run.
+        folder: Folder for the stacks, ``stacks-rank-N.txt``; created if missing.
+        limit_seconds: Time limit of a step; :data:`FIRST_STEP` times as much for the first one.
+        report: Called, in a thread, in every rank that gives up, just before it exits with status 1: with the rank to
+            blame (-1: the process that started the ranks), a message for the user, and that rank's stacks, or this
+            rank's if it has written none. All ranks report, since the exit of any of them may be seen first.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Watchdog:
         self._limit = limit_seconds
         self._report = report
         self._period = min(2.0, max(0.2, limit_seconds / 20))
-        self._quiet = 5 * self._period + 1  # on a busy node a thread may have to wait for its turn
+        self._quiet = 5 * self._period + 1  # on a busy node a thread may have to wait for a core
         self._board = _Board(world, store, patience=self._quiet)
         self._thread = threading.Thread(target=self._watch, daemon=True, name="watchdog")
         self._over = threading.Event()
@@ -124,14 +124,14 @@ class Watchdog:
         self._board.close(replace(self._mine, tick=self._mine.tick + 1, left=error is None))
 
     def beat(self, step: int) -> None:
-        """Note that so many steps are over."""
+        """Note that ``step`` steps are finished."""
         self._step = step
 
     @contextmanager
     def following(self, device: Callable[[], int]) -> Iterator[None]:
-        """Count a step meanwhile when the device has finished it, and not when its work is queued.
+        """Within the context, count a step when the device has finished it, not when its work is queued.
 
-        ``device`` returns how many steps those are; it is called in a thread, and must not wait.
+        ``device`` returns the number of steps finished by the device; it is called in a thread, and must not block.
         """
         self._device = device
         try:
@@ -141,7 +141,7 @@ class Watchdog:
 
     @contextmanager
     def limited(self, phase: str) -> Iterator[None]:
-        """Give what ranks do together that is no step, :data:`JOINED` or :data:`LEFT`, the limit :data:`TOGETHER`."""
+        """Within the context, apply the limit :data:`TOGETHER`; ``phase`` is :data:`JOINED` or :data:`LEFT`."""
         self._phase = phase
         try:
             yield
@@ -149,12 +149,12 @@ class Watchdog:
             self._phase = ""
 
     def alive(self) -> None:
-        """Note that something is over that is no step of training, such as one size of a message."""
+        """Note that a unit of work other than a training step is finished, such as one message size."""
         self._step = (self._step or 0) + 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Have no limit meanwhile, for work between two steps such as saving a checkpoint or an evaluation."""
+        """Within the context, apply no limit: for work between two steps, such as a checkpoint or an evaluation."""
         self._pauses += 1
         try:
             yield
@@ -169,9 +169,9 @@ class Watchdog:
                 self._give_up(*found)
 
     def _post(self, now: float) -> None:
-        """Look at the main thread, and let the others know. Who is in time asks nothing about them."""
-        was_asleep = now - self._posted_at > self._quiet  # this very thread: Ctrl-Z or ``scontrol suspend``, for one
-        # The steps that are over; the device is asked from the first one on.
+        """Observe the main thread and post its state; ask for the other ranks' states only if this rank is late."""
+        was_asleep = now - self._posted_at > self._quiet  # this whole process: by Ctrl-Z or ``scontrol suspend``
+        # The finished steps; the device is asked once there is a first one.
         finished = self._device() if self._step is not None and self._device else self._step
         before, place = self._mine, stacks.main_thread()
         self._mine = replace(
@@ -196,7 +196,7 @@ class Watchdog:
         return self._limit * (FIRST_STEP if self._mine.step is None else 1)
 
     def _judge(self, now: float) -> tuple[int, str] | None:
-        """Say whom to blame and why, or ``None`` while somebody still gets on; asked where this rank does not."""
+        """Return the rank to blame and why, or ``None`` while another rank may still progress; this rank does not."""
         if now - self._board.answered > self._quiet:
             return self._silent_store()
         seen = self._board.seen()
@@ -207,7 +207,7 @@ class Watchdog:
             state, age = sighting.state, now - sighting.since
             if state and not state.left:
                 if age > self._quiet:
-                    state = None  # it is gone
+                    state = None  # it no longer answers
                 elif state.patience is None or state.patience > age:
                     return None
             states[rank] = state
@@ -223,9 +223,9 @@ class Watchdog:
         return (-1 if has_store else 0), message
 
     def _give_up(self, culprit: int, message: str) -> None:
-        """Leave the stacks, wait until the others have left theirs, report, and end the process.
+        """Write the stacks, wait until the others have written theirs, report, and end the process.
 
-        The wait is for those who would be ended by the launcher as soon as this rank is gone.
+        Without the wait, the launcher would end the others as soon as this rank exits.
         """
         own = stacks.text()
         with suppress(OSError):
@@ -239,7 +239,7 @@ class Watchdog:
             self._mine = replace(self._mine, tick=self._mine.tick + 1)
             self._board.post(self._mine, asks=True)
             self._over.wait(0.1)
-        if self._over.is_set():  # the main thread goes on after all: a peer that gave up has ended and reported
+        if self._over.is_set():  # the main thread continued after all: a peer that gave up has reported and exited
             return
         try:
             with suppress(OSError):
@@ -248,18 +248,18 @@ class Watchdog:
         except Exception:
             traceback.print_exc()
         finally:
-            os._exit(1)  # the main thread cannot be woken up
+            os._exit(1)  # the main thread cannot be interrupted
 
     def _stacks(self, rank: int) -> Path:
         return self._folder / f"stacks-rank-{rank}.txt"
 
 
 class _Board:
-    """The ranks' states, exchanged through the store by a thread that may be left behind."""
+    """The ranks' states, exchanged through the store by a thread that may be abandoned."""
 
     def __init__(self, world: World, store: dist.Store, patience: float) -> None:
         self._world = world
-        # A connection of its own: the run's may be held by the main thread, which waits for a peer in it.
+        # A separate connection: the main thread may be holding the run's while it waits for a peer.
         self._store = store.clone()
         self._store.set_timeout(timedelta(seconds=patience))
         self._thread = threading.Thread(target=self._exchange, daemon=True, name="watchdog's board")
@@ -270,18 +270,18 @@ class _Board:
         self._seen: dict[int, Sighting] = {}
 
     def start(self) -> None:
-        """Show the other ranks what is posted, from now on."""
+        """Start exchanging posted states with the other ranks."""
         self._thread.start()
 
     def close(self, last: State) -> None:
-        """Post the last state; does not wait long for a store that may be gone."""
+        """Post the last state; waits only briefly, as the store may be gone."""
         self.post(last, asks=False)
         self._closed = True
         self._wake.set()
         self._thread.join(timeout=1.0)
 
     def post(self, state: State, asks: bool) -> None:
-        """Tell the others, and ask about them if this rank ``asks``."""
+        """Post this rank's state; if it ``asks``, also fetch the states of the others."""
         if asks and self._asking_since is None:
             self._asking_since = time.monotonic()
         elif not asks:
@@ -291,11 +291,11 @@ class _Board:
 
     @property
     def answered(self) -> float:
-        """The time when the store last answered, not before it was asked."""
+        """The time of the store's last answer, but no earlier than the current question."""
         return max(self._answered_at, self._asking_since or time.monotonic())
 
     def seen(self) -> dict[int, Sighting]:
-        """The other ranks."""
+        """Return the last sightings of the other ranks."""
         return dict(self._seen)
 
     def _exchange(self) -> None:
@@ -303,7 +303,7 @@ class _Board:
             self._wake.wait()
             self._wake.clear()
             closed, asks = self._closed, self._asking_since is not None
-            with suppress(dist.DistError):  # who is asked for the time of the last answer draws the conclusion
+            with suppress(dist.DistError):  # `answered` tells the watchdog that the store is silent
                 self._store.set(_key(self._world.rank), json.dumps(asdict(self._posted)))
                 if asks:
                     self._ask()
@@ -333,15 +333,15 @@ def _key(rank: int) -> str:
 
 
 def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, str]:
-    """Name the rank to blame for a run in which no rank gets on, and what to tell a person.
+    """Return the rank to blame for a run in which no rank makes progress, and the message for the user.
 
-    In this order: ranks that do not answer, since nobody can run without them; ranks that do something of their own
-    while others wait, and of these the ones that have come least far, as the hosts of their peers go on queueing work
-    for devices that wait; else nobody in particular, as when ranks wait in different collectives.
+    In this order: ranks that do not answer, since none can run without them; ranks that do not wait while others do,
+    and of these the ones furthest behind, as the hosts of their peers continue to queue work for waiting devices; else
+    no particular rank, as when ranks wait in different collectives.
 
     Args:
         states: The last state of each rank; ``None`` for one that does not answer.
-        seconds: How long no step was finished.
+        seconds: Time in which no step was finished.
     """
     present = {rank: state for rank, state in sorted(states.items()) if state and not state.left}
     silent = sorted(rank for rank, state in states.items() if state is None)
@@ -365,18 +365,18 @@ def verdict(states: Mapping[int, State | None], seconds: float) -> tuple[int, st
 
 
 def _last(states: Mapping[int, State]) -> dict[int, State]:
-    """Return those that have come least far."""
+    """Return the ranks that are furthest behind."""
     least = min((state.reached for state in states.values()), default=None)
     return {rank: state for rank, state in states.items() if state.reached == least}
 
 
 def _undone(state: State) -> str:
-    """Say what it has not done: ``finished step 12``."""
+    """Describe what a rank has not done: ``finished step 12``."""
     return state.phase or f"finished {'the first step' if state.step is None else f'step {state.step}'}"
 
 
 def _doing(peers: Mapping[int, State]) -> str:
-    """Say what the culprits' peers do: ``wait in all_reduce``, or ``are in step 15``; empty if it is not known."""
+    """Describe what the culprits' peers do: ``wait in all_reduce``, or ``are in step 15``; empty if unknown."""
     if places := ", ".join(dict.fromkeys(state.place for state in peers.values() if state.waits)):
         return f"wait in {places}"
     begun = max((state.begun for state in peers.values() if state.begun is not None), default=None)
@@ -394,7 +394,7 @@ def _where(state: State, count: int = 1) -> str:
 
 
 def _places(states: Mapping[int, State], together: str) -> str:
-    """Say who is where, those in one place together; ``together`` stands for all of them where they all are in one."""
+    """Describe where ranks are, grouped by place; if all are in one place, ``together`` replaces their names."""
     at: dict[tuple[str, bool], list[int]] = {}
     for rank, state in states.items():
         at.setdefault((state.place, state.waits), []).append(rank)

@@ -1,9 +1,9 @@
-"""World of this process, its place among the ranks: a pure function of the environment that its launcher left.
+"""Rank discovery: the place of this process among the ranks, a pure function of its launcher's environment variables.
 
-No guessing: a launcher is recognized by variables that only it sets, and a process that none of them
-describes is not a rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`). By hand: torch
-reads torchrun's variables only, and Lightning's environments take the first launcher that fits, without a word where
-its variables contradict each other.
+No guessing: a launcher is recognized by variables that only it sets, and a process that no launcher describes is not a
+rank (it starts the local ranks itself, see :mod:`ptdbench.launch.local`). No library is used: torch reads only
+torchrun's variables, and Lightning's environments take the first launcher that fits, silently even if its variables
+contradict each other.
 """
 
 from __future__ import annotations
@@ -18,85 +18,84 @@ from ptdbench.problems import ConfigError, Problem
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place."""
+    """One rank's place among all ranks."""
 
-    rank: int  #: This process, ``0 <= rank < size``.
-    size: int  #: How many ranks there are.
-    local_rank: int  #: This process among those of its node; also the index of its GPU.
-    local_size: int  #: How many ranks this node has.
-    launcher: str  #: Who started the rank, for messages and records.
-    #: How many nodes the ranks are on; ``None`` where the launcher does not tell and the nodes cannot all have as many
-    #: ranks as this one.
+    rank: int  #: This process's rank, ``0 <= rank < size``.
+    size: int  #: Number of ranks.
+    local_rank: int  #: This process's rank within its node; also the index of its GPU.
+    local_size: int  #: Number of ranks on this node.
+    launcher: str  #: What started the rank, for messages and records.
+    #: Number of nodes; ``None`` if the launcher does not tell, and the nodes cannot all have as many ranks as this one.
     nodes: int | None = None
-    #: The ranks that are there, if some are not, which are those of a run on virtual GPUs.
+    #: The ranks that run, if some do not, as is possible on virtual GPUs.
     present: tuple[int, ...] | None = None
 
     @property
     def is_first(self) -> bool:
-        """True if it speaks for all: it is rank 0, or the first that is there."""
+        """True if this rank speaks for all: it is rank 0, or the first rank present."""
         return self.rank == (self.present[0] if self.present else 0)
 
     @property
     def started_by(self) -> Launcher:
-        """The launcher's row."""
+        """The description of the launcher."""
         return KNOWN[self.launcher]
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its place, and what else it does for the ranks."""
+    """A launcher: the variables by which it tells a process its place, and what else it does for the ranks."""
 
-    proof: tuple[str, ...]  #: What only this launcher sets; all of them must be there.
+    proof: tuple[str, ...]  #: Variables that only this launcher sets; all of them must be set.
     rank: str  #: The variable with the rank.
-    size: str  #: That with the number of ranks.
-    local_rank: str  #: That with the rank within the node.
-    local_size: str  #: That with the number of ranks of the node.
-    nodes: str = ""  #: That with the number of nodes, if there is one.
-    #: Where ``local_size`` lists all nodes, as ``2(x3),1`` does: that with this node's place in the list.
+    size: str  #: The variable with the number of ranks.
+    local_rank: str  #: The variable with the rank within the node.
+    local_size: str  #: The variable with the number of ranks on the node.
+    nodes: str = ""  #: The variable with the number of nodes, if there is one.
+    #: If ``local_size`` lists all nodes, as ``2(x3),1`` does, the variable with this node's index in the list.
     node: str = ""
     #: Whether the launcher has started a shell for a person, and no rank.
     is_shell: Callable[[Mapping[str, str]], bool] = lambda environ: False
-    #: Variables that name one launch: the first tuple whose first variable is set, by all of its variables.
+    #: Variables that identify a launch: the first tuple whose first variable is set, all its variables together.
     names: tuple[tuple[str, ...], ...] = ()
-    #: The process that a person started has started the ranks, sees how each ends, and writes it down.
+    #: Whether the process that the user started is the ranks' parent, sees how each one ends, and records it.
     has_parent: bool = False
-    has_store: bool = False  #: What starts the ranks serves their store and tells them where that is.
-    #: The ranks are the tasks of a SLURM step, which lists their nodes and has to be ended if one fails.
+    has_store: bool = False  #: Whether the launcher serves the ranks' store and tells them its address.
+    #: Whether the ranks are the tasks of a SLURM step, which lists their nodes and must be ended if one fails.
     has_step: bool = False
-    #: How long a rank may stay whose failure may follow from another's, so that who watches the ranks sees the culprit
-    #: die first, and that it learns who else was stopped. mpirun sends SIGKILL a second after its SIGTERM.
+    #: How long a rank lingers if its failure may be a consequence of another's, so that the launcher sees the culprit
+    #: die first, and this rank learns which others were stopped. mpirun sends SIGKILL a second after its SIGTERM.
     linger_seconds: float = 0.5
 
     def started(self, environ: Mapping[str, str]) -> bool:
-        """Return whether a process with this environment is one of its ranks."""
+        """Return whether a process with this environment is one of the launcher's ranks."""
         return all(name in environ for name in self.proof) and not self.is_shell(environ)
 
     @property
     def variables(self) -> list[str]:
-        """The names of all that it tells."""
+        """The names of all variables that describe a rank."""
         named = (*self.proof, self.rank, self.size, self.local_rank, self.local_size, self.nodes, self.node)
         return [name for name in dict.fromkeys(named) if name]
 
 
-#: From here on SLURM counts steps that it makes by itself: the shell of ``salloc``, a batch script, and the like.
-#: SLURM_INTERACTIVE_STEP in <slurm/slurm.h>.
+#: The lowest id of SLURM's own steps, such as the shell of ``salloc`` or a batch script: SLURM_INTERACTIVE_STEP in
+#: <slurm/slurm.h>.
 _FIRST_STEP_OF_SLURM = 0xFFFFFFFA
 
 
 def _is_slurm_shell(environ: Mapping[str, str]) -> bool:
-    """Return whether a SLURM step is the terminal of a person.
+    """Return whether a SLURM step is a user's terminal.
 
-    A step that is started in such a terminal inherits the variable of ``srun --pty``, so that it proves something
-    only where there are no other tasks.
+    A step started from such a terminal inherits the variable of ``srun --pty``, so the variable is conclusive only if
+    the step has no other tasks.
     """
     step = environ.get("SLURM_STEP_ID", "")
     of_slurm = step.isdecimal() and int(step) >= _FIRST_STEP_OF_SLURM
     return of_slurm or ("SLURM_PTY_PORT" in environ and environ.get("SLURM_STEP_NUM_TASKS") == "1")
 
 
-#: Where several have left their mark the first one is right: torchrun runs inside of steps and under mpirun, and
-#: mpirun starts its helpers as a SLURM step, whose variables the ranks inherit. ``srun --mpi=pmi2`` sets
-#: ``PMI_RANK`` as MPICH does, and no ``MPI_LOCALRANKID``.
+#: In order of precedence: torchrun runs inside SLURM steps and under mpirun, and mpirun starts its helpers as a SLURM
+#: step, whose variables the ranks inherit. ``srun --mpi=pmi2`` sets ``PMI_RANK`` as MPICH does, but not
+#: ``MPI_LOCALRANKID``.
 LAUNCHERS: dict[str, Launcher] = {
     "torchrun": Launcher(
         proof=("TORCHELASTIC_RUN_ID",),
@@ -138,30 +137,30 @@ LAUNCHERS: dict[str, Launcher] = {
     ),
 }
 
-#: Seconds that a refused rank waits for rank 0 to say why: mpirun and torchrun end all ranks as soon as one has failed,
-#: and rank 0 may have started later. When rank 0 has failed, they end the ranks that wait.
+#: Seconds that a refused rank waits for rank 0 to report why: mpirun and torchrun end all ranks as soon as one fails,
+#: and rank 0 may have started later. When rank 0 fails, they end the waiting ranks.
 REFUSED_WAIT = 30.0
 
-#: The ranks that are there, of a launch of this package that starts not all of them: ``0,131,255``.
+#: The variable with the ranks that run, if this package starts only some of them: ``0,131,255``.
 PRESENT = "PTDBENCH_RANKS"
 
-#: With the launcher of this package, which starts ranks on one machine with the environment of torchrun's.
+#: All launchers, including this package, which starts ranks on one machine with torchrun's environment.
 KNOWN = {"local": replace(LAUNCHERS["torchrun"], has_parent=True), **LAUNCHERS}
 
-#: What ``init_process_group("env://")`` reads: a rank started by hand, or the leftovers of one.
+#: The variables of ``init_process_group("env://")``: set for a rank started by hand, or stale.
 _NAMELESS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-#: The number of ranks, of launchers that do not tell all that is needed, or whose words nobody here could try: Cray's
-#: PALS and other PMI, LSF's jsrun, flux run, and mpirun_rsh of MVAPICH2.
+#: The number of ranks under launchers that do not tell enough, or that could not be tested: Cray's PALS and other PMI,
+#: LSF's jsrun, flux run, and mpirun_rsh of MVAPICH2.
 _SIZES = ("PMI_SIZE", "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def discover(environ: Mapping[str, str]) -> World | None:
-    """Return the place that the environment describes, or ``None`` where no launcher started this process.
+    """Return the place that the environment describes, or ``None`` if no launcher started this process.
 
     Raises:
-        ConfigError: A launcher's mark is there, but what it says is incomplete or contradicts itself; or the
-            environment describes a rank of several that no launcher claims.
+        ConfigError: A launcher's variables are set, but are incomplete or contradictory; or the environment describes
+            one rank of several that no known launcher started.
     """
     for name, launcher in LAUNCHERS.items():
         if launcher.started(environ):
@@ -184,7 +183,7 @@ def _is_several(environ: Mapping[str, str], name: str) -> bool:
 
 
 def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
-    """Return a rank's place and that of its store, in the variables that torch and other libraries read."""
+    """Return a rank's place and its store's address as the variables that torch and other libraries read."""
     told = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -198,32 +197,32 @@ def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Place:
-    """The place that local ranks take themselves to have, if not on this machine as it is."""
+    """The pretended place of local ranks on virtual GPUs."""
 
-    nodes: int = 1  #: Nodes that the ranks are divided over, equally many on each.
-    present: Sequence[int] | None = None  #: The ranks that are started; ``None`` for all.
-    environ: Mapping[str, str] = field(default_factory=dict)  #: Variables that their processes have to be started with.
+    nodes: int = 1  #: Number of nodes, each with the same number of ranks.
+    present: Sequence[int] | None = None  #: The ranks to start; ``None`` for all.
+    environ: Mapping[str, str] = field(default_factory=dict)  #: Variables to start their processes with.
 
     @property
     def loading(self) -> dict[str, str]:
-        """Those of the variables that the dynamic linker reads."""
+        """The variables that the dynamic linker reads."""
         return {name: value for name, value in self.environ.items() if name.startswith("LD_")}
 
     def ranks(self, size: int) -> Sequence[int]:
-        """The ranks that are started, of so many."""
+        """Return the ranks to start, out of ``size``."""
         return range(size) if self.present is None else self.present
 
 
-#: Where ranks are as a rule.
+#: The default place: this machine as it is.
 THIS_MACHINE = Place()
 
 
 def local_environments(
     size: int, host: str, port: int, environ: Mapping[str, str], where: Place = THIS_MACHINE
 ) -> Iterator[dict[str, str]]:
-    """Yield torchrun's variables for each rank of a launch on this machine alone, whose starter serves the store.
+    """Yield torchrun's variables for each rank of a launch on this machine, whose parent serves the store.
 
-    Settings of these variables in the starter's ``environ`` win.
+    Settings in the parent's ``environ`` take precedence.
     """
     defaults = {"OMP_NUM_THREADS": None, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     settings = {name: value for name, default in defaults.items() if (value := environ.get(name, default))}
@@ -251,7 +250,7 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def is_first_rank(environ: Mapping[str, str]) -> bool:
-    """Return whether this process speaks for all ranks: it is rank 0, or no rank at all."""
+    """Return whether this process speaks for all ranks: it is the first rank, or no rank at all."""
     try:
         world = discover(environ)
     except ConfigError:
@@ -297,7 +296,7 @@ def _number(environ: Mapping[str, str], variable: str, name: str) -> int:
 
 
 def _refusal(environ: Mapping[str, str], option: str, value: str, rule: str) -> ConfigError:
-    """Say what is wrong, and all that the environment says, for somebody who has to find out what is stale."""
+    """Return the error, with all that the environment says, so that a user can tell which variables are stale."""
     sources = "".join(
         f"\n  {name}: {_said(environ, launcher.variables)}"
         for name, launcher in LAUNCHERS.items()
