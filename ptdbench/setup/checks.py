@@ -1,4 +1,4 @@
-"""Checks of a run against its devices: formats of arithmetic, and whether the training state fits into memory."""
+"""Checks of a run against its devices: supported precisions, and whether the training state fits into memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
 from ptdbench.virtual.device import Device
 
-#: NVIDIA's libraries read it before what torch asks of them: 0: never TF32.
+#: In NVIDIA's libraries this variable overrides torch's settings; 0 disables TF32.
 TF32_OVERRIDE = "NVIDIA_TF32_OVERRIDE"
 
-#: The lowest compute capability with units for a format, and what to try below.
+#: The lowest compute capability with hardware support for a format, and what to try below it.
 _SINCE = {"tf32": (8, 0), "bf16": (8, 0)} | dict.fromkeys(fp8.RECIPES, (8, 9))
 _OTHERS = {"tf32": ("fp32", "fp16"), "bf16": ("fp16",)} | dict.fromkeys(fp8.RECIPES, ("fp16", "bf16"))
 
@@ -46,11 +46,11 @@ def check_precision(precision: object, device_type: str) -> None:
 
 
 def check_gpu_precision(precision: str, device: torch.device) -> None:
-    """Raise ConfigError for a precision that this GPU lacks; asking initializes CUDA."""
+    """Raise ConfigError for a precision that this GPU lacks; initializes CUDA."""
     if device.type == "cpu":
         return
     name = torch.cuda.get_device_name(device)
-    if torch.version.hip:  # capabilities are other numbers there
+    if torch.version.hip:  # ROCm numbers capabilities differently
         properties: Any = torch.cuda.get_device_properties(device) if precision in fp8.RECIPES else None
         if properties and not properties.gcnArchName.startswith(("gfx94", "gfx95")):
             require(Problem("precision", precision, f"{name} has no FP8 units", "try bf16"))
@@ -68,28 +68,28 @@ def check_capability(precision: object, name: str, capability: tuple[int, int]) 
     require(Problem("precision", precision, rule, try_these(_OTHERS[precision])))
 
 
-#: Above this part of the memory a run is warned about: activations need memory too.
+#: A run whose training state exceeds this fraction of the memory gets a warning: activations need memory too.
 _CLOSE = 0.8
 
-#: No optimizer in use takes more than this many fp32 numbers a weight, the weight and its gradient included.
+#: Upper bound of the fp32 numbers per weight over all optimizers, the weight and its gradient included.
 _MOST_COPIES = 8
 
 
 @dataclass(frozen=True)
 class Room:
-    """Memory that training state may take."""
+    """Memory available for training state."""
 
     size: int  #: Bytes.
     ranks: int  #: Ranks that share it.
-    owner: str  #: Where it is, for people: ``this machine``.
-    more: str  #: Several of them, for people: ``machines``.
-    origin: str  #: Where the size comes from, for people.
+    owner: str  #: Its owner, for messages: ``this machine``.
+    more: str  #: Plural of the owner, for messages: ``such machines``.
+    origin: str  #: How the size was determined, for messages.
 
 
 def on_host(ranks: int, reserve: float, running: bool) -> Room:
-    """Return the memory of this host for its ranks, without the fraction to leave free.
+    """Return the memory of this host for its ranks, less the fraction ``reserve``.
 
-    Ranks that run already have taken a part of what was available.
+    If the ranks are already ``running``, they use part of what was available, so the host's total counts.
     """
     memory = host_memory()
     size = memory.total if running else memory.available
@@ -100,17 +100,17 @@ def on_host(ranks: int, reserve: float, running: bool) -> Room:
 
 
 def on_gpu(device: torch.device, reserve: float, buffers: int) -> Room:
-    """Return the memory of a rank's GPU, without the part to leave; initializes CUDA, whose context is not free then.
+    """Return the memory of a rank's GPU, less the fraction ``reserve`` and NCCL's ``buffers`` in bytes.
 
-    NCCL's ``buffers``, in bytes, come on top.
+    This initializes CUDA, whose context then counts as used.
     """
     free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device)  # by the run before, which makes room for this one
+    free += torch.cuda.memory_reserved(device)  # by the previous run, which frees it for this one
     return _on_gpu(free, total, reserve, buffers, torch.cuda.get_device_properties(device).name)
 
 
 def on_virtual(gpu: Device, reserve: float, buffers: int) -> Room:
-    """Return the memory of a rank's GPU that is not there."""
+    """Return the memory of a rank's virtual GPU, less the fraction ``reserve`` and NCCL's ``buffers`` in bytes."""
     return _on_gpu(gpu.memory - gpu.context, gpu.memory, reserve, buffers, f"virtual {gpu.name}")
 
 
@@ -123,7 +123,7 @@ def _on_gpu(free: int, total: int, reserve: float, buffers: int, name: str) -> R
 
 
 def in_job(cluster: Slurm, ranks: int) -> Room | None:
-    """Return the memory that is asked for each node of a job, if it is."""
+    """Return the memory requested for each node of a job; ``None`` if none was."""
     if cluster.mem_gb is None:
         return None
     size = int(cluster.mem_gb * 2**30)
@@ -131,10 +131,10 @@ def in_job(cluster: Slurm, ranks: int) -> Room | None:
 
 
 def check_memory(training: TrainingSpec, room: Room) -> str | None:
-    """Return a warning if the training state of a run takes most of the memory for it.
+    """Return a warning if the training state of a run takes most of the available memory.
 
     Raises:
-        ConfigError: It does not fit; with figures, and what to try.
+        ConfigError: The training state does not fit; with figures, and what to try.
     """
     dims, model = training.layout.dims, training.config.call("model").name
     weights = 4 * parameter_count(module_of(training.model))
@@ -161,7 +161,7 @@ def _state(by_stage: list[int], room: Room, need: int) -> str:
 
 
 def remedy(training: TrainingSpec, room: Room) -> str:
-    """Name the least number of such places over which the sharded training state fits."""
+    """Name the minimum number of such machines or GPUs over which the sharded training state fits."""
     if not room.size:
         return "end other programs"
     average = training.config.train.ema is not None

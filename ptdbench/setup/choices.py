@@ -1,4 +1,4 @@
-"""The object that a config group's choice describes: ``_target_`` called with the options beside it."""
+"""Builds the object that a config group's choice describes: ``_target_`` called with the options beside it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ptdbench.virtual.machine import Machine
 T = TypeVar("T")
 P = ParamSpec("P")
 
-#: What Hydra has of its own among the options, and does not pass on by name.
+#: Hydra's own keywords among the options, which it does not pass on by name.
 _OF_HYDRA = ("_args_", "_convert_", "_recursive_")
 
-# Hydra logs what it cannot import; the problem that is raised here says it better, and once.
+# Hydra logs failed imports; the problem raised here is clearer, and reported once.
 logging.getLogger("hydra.utils").disabled = True
 
-# Importing torchao, as transformers does, makes torch warn twice in each process of what only torchao can change.
+# Importing torchao, as transformers does, makes torch warn twice per process about something only torchao can change.
 logging.getLogger("torch.utils._pytree").addFilter(lambda told: "register_constant() on Enum" not in told.getMessage())
 
 
@@ -36,7 +36,7 @@ def build(config: Config, group: str) -> Any:
 
 
 def virtual(config: Config) -> Machine | None:
-    """Return the machine whose GPUs are not there, if the run has such; one of an earlier version has none."""
+    """Return the machine with virtual GPUs, if the run uses any; records of earlier versions lack the group."""
     found: Machine | None = build(config, "virtual") if "virtual" in config.resolved else None
     return found
 
@@ -50,10 +50,10 @@ def bound(config: Config, group: str, *given: str) -> Callable[..., Any]:
 
 
 def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
-    """Find what a group's choice calls, if Hydra lets a configuration call it, and hold its options against it."""
+    """Return the callable of a group's choice, if Hydra allows it, after checking the options against its signature."""
     try:
         target: Callable[..., Any] = instantiate({"_target_": call.target, "_partial_": True}).func
-    except Exception as error:  # whatever an import may raise
+    except Exception as error:  # an import may raise anything
         raise ConfigError([_not_found(f"{group}._target_", call.target, error)]) from None
     takes = signature.parameters(target)
     args, in_order = call.options.get("_args_"), [name for name, one in takes.items() if one.kind in signature.IN_ORDER]
@@ -68,7 +68,7 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
 
 
 def _held_back(call: Call, takes: Mapping[str, inspect.Parameter]) -> list[Problem]:
-    """Find parameters that have the names of what a choice is called by, and are given or must be."""
+    """Find parameters named ``name`` or ``label``, which identify a choice, that are given or required."""
     rule = "is what ptdbench calls the choice, and is not passed on"
     remedy = "wrap the callable in a function with another argument name"
     words = {"name": (call.name, not call.is_custom), "label": (call.label or "(not set)", call.label is not None)}
@@ -80,7 +80,7 @@ def _held_back(call: Call, takes: Mapping[str, inspect.Parameter]) -> list[Probl
 
 
 def _not_found(option: str, target: str, error: Exception) -> Problem:
-    """Say why a target is not to be had: it raises when imported, is not callable, or is on Hydra's list."""
+    """Explain why a target is unavailable: its import raises, it is not callable, or it is on Hydra's blocklist."""
     if isinstance(error, InstantiationException) and error.__cause__ is None:
         refused = str(error).startswith("Expected a callable")
         rule = "must be a class or a function" if refused else f"Hydra refuses it: {' '.join(str(error).split())}"
@@ -92,10 +92,10 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
 
 
 def guarded(group: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Make something, and say of whatever is raised which group it came from."""
+    """Call ``make``; if it raises, raise a ConfigError that names the group."""
     try:
         return make(*args, **kwargs)
-    except Exception as error:  # a constructor of somebody else's may raise anything
+    except Exception as error:  # a third-party constructor may raise anything
         cause = error.__cause__ if isinstance(error, InstantiationException) and error.__cause__ else error
         if isinstance(cause, ConfigError):
             raise cause.under(group) from None

@@ -1,7 +1,6 @@
-"""The command line, as Hydra reads it, in full where it has something in short.
+"""The command line as Hydra reads it, with shorthands expanded.
 
-This file has all that is used of Hydra and is internal to it: the grammar of its flags, and how ``--config-dir`` takes
-effect.
+This file contains all uses of Hydra's internals: the grammar of its flags, and how ``--config-dir`` takes effect.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
-from hydra._internal.utils import get_args_parser  # none is public: pyproject.toml keeps to tested versions
+from hydra._internal.utils import get_args_parser  # there is no public parser: pyproject.toml pins tested versions
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 
@@ -25,20 +24,20 @@ SWEEPER = "hydra/sweeper"
 
 
 def option(override: str) -> str:
-    """Return the option that an override is about: ``++cluster.extra.nice=100`` is about ``cluster.extra.nice``.
+    """Return the option that an override sets: ``cluster.extra.nice`` for ``++cluster.extra.nice=100``.
 
-    ``cluster@other=x`` is about ``cluster``.
+    For ``cluster@other=x`` it is ``cluster``.
     """
     return override.lstrip("+~").partition("=")[0].partition("@")[0]
 
 
 def values(overrides: Iterable[str]) -> dict[str, str]:
-    """Return the value of each option that overrides are about, as it is typed; of one given twice the last."""
+    """Return the value of each option that overrides set, as it is typed; the last one wins."""
     return {option(override): override.partition("=")[2] for override in overrides}
 
 
 def search_in(folder: Path) -> None:
-    """Let Hydra look for choices in one more folder, at the place in the order where it puts ``--config-dir``."""
+    """Add a folder to Hydra's search path, at the position of ``--config-dir``."""
     loader = GlobalHydra.instance().config_loader()
     search = loader.get_search_path()
     search.prepend("command-line", f"file://{folder}", SearchPathQuery(provider="schema"))
@@ -46,13 +45,13 @@ def search_in(folder: Path) -> None:
 
 
 def quoted(text: str) -> str:
-    """Quote a value as Hydra reads it: there a backslash escapes a quote, and itself only ahead of one."""
+    """Quote a value for Hydra, where a backslash escapes a quote, and itself only in front of a quote."""
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
     return f"'{escaped}'"
 
 
 def is_cluster(override: str) -> bool:
-    """Return whether an override says where a run is carried out, which is no part of what it is."""
+    """Return whether an override says where a run is executed, which does not affect its identity."""
     name = option(override)
     return name in ("cluster", LAUNCHER) or name.startswith("cluster.")
 
@@ -76,36 +75,37 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-#: What is short for an option of the group ``profile``, and for one of ``repeat``.
+#: Shorthands for options of the groups ``profile`` and ``repeat``.
 _PROFILE = {"profile=true": "profile.trace=true", "profile=false": "profile.steps=0"}
 _REPEAT = "repeat="
 _RUNS = "repeat.runs"
 
-#: Runs of ``repeat=auto``. Steps of one run say little of the next: many short runs decide sooner than few long ones.
+#: Length of the runs of ``repeat=auto``. Variation between runs dominates, so many short runs decide sooner than few
+#: long ones.
 _SHORT = "train.steps=20"
 
-#: What says how long a run is, or goes on with earlier ones.
+#: Options that set the length of a run, or resume earlier runs.
 _LENGTHS = ("train.steps", "experiment", "resume", "sweep.resume")
 
 
 def in_full(overrides: Iterable[str]) -> list[str]:
-    """Return overrides with their full names for what is typed in short."""
+    """Return overrides with shorthands expanded."""
     words = (_PROFILE.get(override.lower(), override) for override in overrides)
     return [f"{_RUNS}={word.removeprefix(_REPEAT)}" if word.startswith(_REPEAT) else word for word in words]
 
 
 def short_runs(overrides: Iterable[str]) -> list[str]:
-    """Return the length of each run of ``repeat=auto``, unless something typed in full says so."""
+    """Return the override for the length of ``repeat=auto`` runs, unless the overrides set a length."""
     typed = values(overrides)
     return [_SHORT] if typed.get(_RUNS) == "auto" and typed.keys().isdisjoint(_LENGTHS) else []
 
 
 def imply(arguments: argparse.Namespace) -> list[str]:
-    """Return the overrides in full where the command line has them in short, with what a launcher means by itself.
+    """Return the overrides with shorthands expanded and implied overrides added.
 
-    ``submitit_slurm`` is ``cluster=slurm``, and both launchers of submitit sweep: without ``-m`` Hydra would ignore
-    them and run in this process, silently. ``repeat=5`` is a sweep, too, and ``repeat=auto`` one of short runs; other
-    files of configuration have runs of their own length.
+    ``submitit_slurm`` implies ``cluster=slurm``, and both submitit launchers imply a sweep: without ``-m`` Hydra would
+    silently ignore them and run in this process. ``repeat=5`` is a sweep, too, and ``repeat=auto`` a sweep of short
+    runs, except with other configuration files, whose runs have their own length.
     """
     overrides = in_full(arguments.overrides)
     typed, extra = values(overrides), []

@@ -1,7 +1,7 @@
-"""All configurations that one command line asks for, composed before the first of them runs.
+"""All configurations of a command line, composed before the first run starts.
 
-Hydra composes, and ptdbench runs: Hydra by itself would compose each job of a sweep just before it runs it, and answer
-a misspelling in the middle of the sweep. What it refuses is explained with the nearest names.
+Hydra composes, and ptdbench runs: Hydra itself would compose each job of a sweep just before running it, and report a
+misspelling in the middle of the sweep. Its refusals are explained with the nearest names.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, quote
 from ptdbench.setup.config import GROUPS, Config, read
 from ptdbench.terminal import command
 
-#: What Hydra raises for a command line or a file that it cannot use, beside what :func:`_compose` makes the same.
+#: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.
 _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
 
-#: How the options of a launcher, and its choice, begin.
+#: Prefixes of a launcher's choice and options.
 _LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 
-#: What Hydra says where a choice overrides choices in a package of its own, which has none.
+#: Hydra's message if a choice overrides choices inside its own package, which has none.
 _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
 
-#: Lists of a sweep that lie in a file.
+#: Prefix of a sweep's lists that are defined in a file.
 _PARAMS = "hydra.sweeper.params"
 
 
 def conf_folder() -> Path:
-    """Return the folder ``conf``: at the top of a checkout, in the package where a wheel was installed."""
+    """Return the folder ``conf``: at the top of a checkout, or inside the package if installed from a wheel."""
     package = Path(__file__).parents[1]
     shipped = package / "conf"
     return shipped if shipped.is_dir() else package.with_name("conf")
@@ -63,7 +63,7 @@ class Source:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Let Hydra read them meanwhile; raises ConfigError if there is no such folder."""
+        """Let Hydra read the source within the context; raises ConfigError if a folder is missing."""
         with initialize_config_dir(version_base="1.3", config_dir=str(self.conf.resolve()), job_name="train"):
             for flag, given in (("--config-path", self.conf), ("--config-dir", self.extra)):
                 if given is not None and not (folder := Path(given).resolve()).is_dir():
@@ -77,15 +77,15 @@ class Source:
 class Composed:
     """The configurations of a command line."""
 
-    first: DictConfig  #: The first job's configuration with Hydra's own node, which says where the output goes.
-    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; of a search two that
-    #: it may run.
+    first: DictConfig  #: The first job's configuration with Hydra's own node, which contains the output directory.
+    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; for a search, two
+    #: possible runs.
     whole: list[bytes]
-    overrides: list[list[str]]  #: What was typed for each of them, Hydra's own options left out.
+    overrides: list[list[str]]  #: The overrides of each run, without Hydra's own options.
     is_sweep: bool  #: Whether they are a sweep.
-    typed: list[str]  #: What was typed for all of them, Hydra's own options left out except those of its sweeper.
-    source: Source  #: Where they come from.
-    searches: bool  #: Whether Hydra's sweeper chooses the runs as it goes, by the results of the earlier ones.
+    typed: list[str]  #: The overrides typed for all runs, without Hydra's own options except those of its sweeper.
+    source: Source  #: The source that they were composed from.
+    searches: bool  #: Whether Hydra's sweeper chooses each run by the results of the earlier ones.
 
     @cached_property
     def jobs(self) -> list[DictConfig]:
@@ -94,24 +94,23 @@ class Composed:
 
     @cached_property
     def configs(self) -> list[Config]:
-        """The same, to be typed."""
+        """Every run's configuration, as a :class:`Config`."""
         return [read(job) for job in self.jobs]
 
     @property
     def hydras(self) -> list[str]:
-        """What was typed of Hydra's own options."""
+        """The overrides of Hydra's own options."""
         return list(self.first.hydra.overrides.hydra)
 
     @property
     def launcher(self) -> str:
-        """The launcher that carries the runs out: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
+        """The launcher: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
         return str(self.first.hydra.runtime.choices.get(LAUNCHER))
 
     def sweep(self, instead: Sequence[str] = ()) -> DictConfig:
-        """Return the configuration of the sweep as Hydra has it: its runs' lists are among the overrides it names.
+        """Return Hydra's configuration of the whole sweep, whose overrides include the lists of values.
 
-        Only where :meth:`Source.open` is open. ``instead`` are options of Hydra in the place of those of its launcher,
-        which may have others.
+        Only within :meth:`Source.open`. ``instead`` are Hydra options that replace those of the launcher.
         """
         loader = GlobalHydra.instance().config_loader()
         ours = [word for word in self.typed if not word.startswith(("hydra.", "hydra/"))]
@@ -120,10 +119,10 @@ class Composed:
 
 
 def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source | None = None) -> Composed:
-    """Compose every job of a command line without its flags, of which ``-m`` is ``multirun``; from ``conf``, as a rule.
+    """Compose every job of a command line's overrides; ``multirun`` is its flag ``-m``, ``source`` by default ``conf``.
 
     Raises:
-        ConfigError: With every override that cannot stand, or what is wrong with the files.
+        ConfigError: With every invalid override, or with the problem of the files.
     """
     source = source or Source(conf_folder())
     with source.open():
@@ -135,7 +134,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
                 hydras.append("hydra.mode=MULTIRUN")
             ours = [override for override in parsed if not override.is_hydra_override()]
             first = _compose(source.name, [*hydras, *_corner(ours, 0)])
-            if params := first.hydra.sweeper.get("params"):  # a sweep's lists may lie in a file of conf/
+            if params := first.hydra.sweeper.get("params"):  # a file in conf/ may define the lists of a sweep
                 ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
                 first = _compose(source.name, [*hydras, *_corner(ours, 0)])
             require(_lacking(source.name, first, parsed))
@@ -161,7 +160,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
-    """Compose one configuration with Hydra's own node; raises HydraException also for what Hydra lets through."""
+    """Compose one configuration with Hydra's own node; raises HydraException also for errors that Hydra misses."""
     try:
         composed = compose(config_name, list(overrides), return_hydra_config=True)
         require(*_in_packages_of_their_own(composed))
@@ -180,14 +179,14 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def _in_packages_of_their_own(composed: DictConfig) -> Iterator[Problem]:
-    """Yield choices whose options were meant for other groups, and are in one that Hydra has made for them."""
+    """Yield choices whose options were meant for other groups, but ended up in a package that Hydra made for them."""
     for group, choice in composed.hydra.runtime.choices.items():
         if group not in GROUPS and isinstance(composed.get(group), DictConfig):
             yield _of_no_package(group, choice)
 
 
 def _lacking(config_name: str, composed: DictConfig, overrides: Sequence[Override]) -> Problem | None:
-    """Find a configuration of the user's own that does not go by ptdbench's, and so has not all of it."""
+    """Find a user's primary configuration that does not inherit ptdbench's, and therefore lacks groups."""
     lacks = [group for group in GROUPS if group not in composed and group != "virtual"]
     if not lacks or config_name == "config" or any(override.is_delete() for override in overrides):
         return None
@@ -201,7 +200,7 @@ def _of_no_package(group: str, choice: str) -> Problem:
 
 
 def without_hydra(whole: bytes) -> DictConfig:
-    """Return a pickled configuration without Hydra's own node; composing it once more would take as long."""
+    """Return a pickled configuration without Hydra's own node, which is faster than composing it again."""
     job: DictConfig = pickle.loads(whole)
     with open_dict(job):
         del job["hydra"]
@@ -209,7 +208,7 @@ def without_hydra(whole: bytes) -> DictConfig:
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse the overrides as Hydra does; raises ConfigError with those that it cannot read."""
+    """Parse the overrides as Hydra does; raises ConfigError with those that it cannot parse."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     parsed: list[Override] = []
     found = []
@@ -228,12 +227,12 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def _in_shell(word: str) -> str:
-    """Quote a word that has quotes for Hydra, readably where no shell finds anything in it."""
+    """Quote for the shell a word that contains Hydra's quotes: in double quotes, if no character in it is special."""
     return shlex.quote(word) if re.search(r'["$`!]', word) else f'"{word}"'
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
-    """List each option with each of its values, of a range of numbers with its ends; of one given twice the last."""
+    """List each option with each of its values, or with the ends of a range; of an option given twice, the last."""
     found = {}
     for override in overrides:
         name, value = override.get_key_element(), override.value()
@@ -253,12 +252,12 @@ def _jobs(overrides: Sequence[Override]) -> list[list[str]]:
 
 
 def _corner(overrides: Sequence[Override], place: int) -> list[str]:
-    """List the overrides of one run: of each list its first value (``place`` 0) or its last one (-1)."""
+    """List the overrides of one run, taking the first (``place`` 0) or last (-1) value of each list."""
     return [values[place] for values in _values(overrides)]
 
 
 def _line(override: Override) -> str:
-    """Return what was typed."""
+    """Return an override as it was typed."""
     return str(override.input_line)
 
 
@@ -267,23 +266,23 @@ def _typed_value(override: Override) -> str:
 
 
 def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
-    """Yield what Hydra would take, and nobody can want."""
+    """Yield overrides that Hydra accepts but that make no sense."""
     groups = _groups()
     for override in overrides:
         name, value = override.key_or_group, override.value()
-        if isinstance(value, list) and name in groups:  # Hydra would lay the choices over each other
+        if isinstance(value, list) and name in groups:  # Hydra would merge the choices
             remedy = f"try -m {name}={','.join(map(str, value))}"
             yield Problem(name, _typed_value(override), "is more than one choice in one run", remedy)
         if name in ("cluster", LAUNCHER) and override.is_sweep_override():  # a cluster brings its launcher along
             yield Problem(name, _typed_value(override), "one sweep runs on one cluster", "start one sweep for each")
         for group in (LAUNCHER, SWEEPER):
-            # Hydra would use the value in the place of a plugin's options, and fail.
+            # Hydra would replace the plugin's options with the value, and fail.
             if name == group.replace("/", ".") and not isinstance(value, dict):
                 yield Problem(name, _typed_value(override), "is a group of options", f"try {group}=...")
 
 
 def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
-    """Yield the lists of a single run, and ranges, which the basic sweeper has no values of."""
+    """Yield lists given for a single run, and ranges, which the basic sweeper cannot enumerate."""
     for override in overrides:
         if isinstance(override.value(), IntervalSweep):
             rule = "is a range of numbers, of which a sweeper that searches chooses"
@@ -295,7 +294,7 @@ def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
 
 
 def _explain(config_name: str, overrides: Sequence[Override], error: Exception) -> list[Problem]:
-    """Say which overrides Hydra could not use, and what their author may have meant."""
+    """Return a problem for each override that Hydra could not use, with what the user may have meant."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == config_name:
         remedy = try_these(nearest(config_name, _choices("")) or ["config"])
         return [Problem("--config-name", config_name, "there is no such file in the folders of configurations", remedy)]
@@ -321,7 +320,7 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
 
 
 def _unknown_options(config_name: str, overrides: Sequence[Override], whole: DictConfig) -> Iterator[Problem]:
-    """Yield options that a configuration has not, or does not take as they are given."""
+    """Yield options that a configuration lacks, or that are given in the wrong form."""
     options = [*_groups(), *_options(whole)]
     for override in overrides:
         name, typed = override.key_or_group, _typed_value(override)
@@ -332,7 +331,7 @@ def _unknown_options(config_name: str, overrides: Sequence[Override], whole: Dic
             yield Problem(_line(override).partition("=")[0], typed, "it has a choice", f"try {name}={typed}")
         elif name in options or override.is_add():
             continue
-        elif OmegaConf.select(whole, name.rpartition(".")[0]) == {}:  # left to the user, as cluster.extra
+        elif OmegaConf.select(whole, name.rpartition(".")[0]) == {}:  # a group for the user's own keys: cluster.extra
             yield Problem(name, typed, "there is no such option", f"try +{_line(override)}")
         elif not override.is_hydra_override():
             remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
@@ -340,7 +339,7 @@ def _unknown_options(config_name: str, overrides: Sequence[Override], whole: Dic
 
 
 def _reason(error: Exception) -> str:
-    """Return what Hydra says, with what it suggests or what it follows from, without lists of all that there is."""
+    """Return Hydra's message with its suggestion or its cause, but without its lists of everything available."""
     said, *more = str(error).strip().splitlines() or [type(error).__name__]
     if more and more[0].startswith(("Did you mean", "To append")):
         return f"{said} {more[0]}"
@@ -349,13 +348,13 @@ def _reason(error: Exception) -> str:
 
 
 def _owners(config_name: str, option: str) -> str:
-    """Name the choices of its group that have an option the chosen one has not, as pdp has ``parallel.schedule``."""
+    """Name the choices of a group that have an option which the chosen one lacks, as pdp has ``parallel.schedule``."""
     group = option.partition(".")[0]
     if group not in _groups():
         return ""
     names = []
     for choice in _choices(group):
-        with suppress(*_REFUSALS):  # of a file that cannot be read
+        with suppress(*_REFUSALS):  # the file may be unreadable
             if option in _options(_compose(config_name, [f"{group}={choice}"])):
                 names.append(choice)
     return f"it belongs to {group}={','.join(names)}" if names else ""
@@ -379,12 +378,12 @@ def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
 
 
 def _groups() -> list[str]:
-    """List the names of all config groups, Hydra's own left out."""
+    """List the names of all config groups, except Hydra's own."""
     return [name for name in _choices("", ObjectType.GROUP) if name != "hydra"]
 
 
 def _options(config: DictConfig) -> list[str]:
-    """List the dotted names of our options in a configuration, without those that make a group's choice what it is."""
+    """List the dotted names of ptdbench's options in a configuration, without the keys that identify a choice."""
     written = OmegaConf.to_container(config, resolve=False)
     assert isinstance(written, dict)
     del written["hydra"]
@@ -392,9 +391,9 @@ def _options(config: DictConfig) -> list[str]:
 
 
 def _similar(name: str, options: Sequence[str]) -> list[str]:
-    """List options spelled like this one as a whole or in their last part, or with a word in common.
+    """List options spelled like this one, as a whole or in their last part, or that share a word with it.
 
-    ``lr`` may have meant ``optimizer.lr``, ``batch_size`` ``train.global_batch``.
+    ``lr`` may have meant ``optimizer.lr``, and ``batch_size`` may have meant ``train.global_batch``.
     """
 
     def last(option: str) -> str:

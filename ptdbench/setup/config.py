@@ -1,4 +1,4 @@
-"""The options that belong to no group: their names, types and rules."""
+"""The typed configuration of a run: the options of ptdbench's own groups, with their types and limits."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from ptdbench.terminal import command
 
 T = TypeVar("T")
 
-#: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` for people, a workload a
+#: Groups whose choice is a call: ``_target_`` and its arguments. Each also has a ``name`` to display; a workload has a
 #: ``label`` for directories.
 CALLS = ("data", "model", "optimizer", "lr_schedule", "parallel", "activations", "workload", "virtual", "logger")
 GROUPS = ("cluster", "train", "eval", "checkpoint", "profile", "sweep", "repeat", *CALLS)
 
-#: The smallest whole number that an option may be; with its group where that matters.
+#: The minimum of each whole-number option; with its group where the name is ambiguous.
 LEAST = {
     "global_batch": 1, "micro_batch": 1, "steps": 1, "warmup_steps": 0, "nodes": 1, "ranks_per_node": 1,
     "cpus_per_rank": 1, "gpus_per_node": 0, "time_minutes": 1, "max_requeues": 0, "every_steps": 1, "keep": 1,
     "seed": 0, "every": 1, "profile.steps": 0, "runs": 1, "max": 3, "block": 0,
 }  # fmt: skip
 
-#: What else a number must be, in words too, and what to try; NaN is never that.
+#: Ranges of other numbers: a test, which NaN always fails, the rule in words, and what to try.
 RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
     "max_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
     "timeout_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
@@ -46,17 +46,17 @@ RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
     "ema": (lambda decay: 0 < decay < 1, "must be between 0 and 1, or null for no average", "try 0.999"),
 }  # fmt: skip
 
-#: What to do about a choice whose file lacks what makes it one.
+#: The remedy for a choice whose file lacks required keys.
 _INHERIT = "a file that changes another choice of its group begins with defaults: [NAME, _self_]"
 
-#: Ranks on a node without GPUs: the fewest that have something to say to each other.
+#: Default number of ranks on a node without GPUs: the fewest that communicate.
 RANKS_WITHOUT_GPU = 2
 
 
-# What conf/ calls the name of a class: the last word of its path, my_package.Net is Net.
+# Resolver for conf/: the class name is the last part of its path, as Net in my_package.Net.
 OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartition(".")[2], replace=True)
 
-# Names are texts of any kind; a run's directory stays where outputs are.
+# Resolver for conf/: names may be any text, but a run's directory must stay inside the output folder.
 OmegaConf.register_new_resolver("file_name", store.file_name, replace=True)
 
 
@@ -76,7 +76,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Eval:
-    """Options of the evaluation on samples that are not trained on."""
+    """Options of the evaluation on held-out samples."""
 
     every: int | None
     micro_batch: int
@@ -84,7 +84,7 @@ class Eval:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Options of what is kept of a run while it goes on."""
+    """Options of the checkpoints of a run."""
 
     every_steps: int | None
     keep: int
@@ -121,7 +121,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Cluster:
-    """The place of the ranks; ``auto`` is what is found there."""
+    """The placement of the ranks; ``auto`` takes what is available."""
 
     name: str
     nodes: int | Literal["auto"]
@@ -198,37 +198,37 @@ class Call:
 
     @property
     def described(self) -> dict[str, Any]:
-        """It as Hydra takes it."""
+        """The call in Hydra's form."""
         return {"_target_": self.target, "_convert_": "all", **self.options}
 
     @property
     def is_custom(self) -> bool:
-        """True if it is named after what it calls, which somebody gave on the command line."""
+        """True if it is named after its target, which was given on the command line."""
         return self.name == self.target.rpartition(".")[2]
 
 
 def _part(schema: Callable[..., T], group: str) -> cached_property[T]:
-    """A group of a :class:`Config`, typed when it is asked for."""
+    """Return a property for a group of a :class:`Config`, which types the group on first access."""
     return cached_property(lambda config: _typed(schema, group, config._group(group)))
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run's configuration; :mod:`ptdbench.setup.run_spec` checks that its parts fit each other.
+    """One run's configuration; :mod:`ptdbench.setup.run_spec` checks that its parts fit together.
 
-    Each part is typed when it is asked for, and raises a ConfigError with all that is wrong in it, so that the
-    other parts can be judged all the same.
+    Each part is typed on first access, and then raises a ConfigError with all its problems, so that the other parts can
+    be checked regardless.
     """
 
     resolved: Mapping[str, Any]  #: The configuration as plain containers, for the record.
 
     @property
     def label(self) -> str:
-        """The run in a word or two, for people and for the queue; its directory is named after it."""
+        """A short label of the run, for messages and the queue; its directory is named after it."""
         return str(self.resolved["workload"].get("label", "run"))
 
     def changed(self, options: Mapping[str, Any]) -> Config:
-        """Return the same with other values, by the dotted names of options that are there."""
+        """Return a copy with other values of existing options, by their dotted names."""
         resolved = dict(self.resolved)
         for name, value in options.items():
             *groups, last = name.split(".")
@@ -254,7 +254,7 @@ class Config:
 
     @cached_property
     def cluster(self) -> Cluster:
-        """Where the ranks are; a :class:`Slurm` where a job has to be submitted for them."""
+        """The placement of the ranks; a :class:`Slurm` if a job must be submitted for them."""
         options = self._group("cluster")
         if "name" not in options:
             raise ConfigError([Problem("cluster.name", "(not set)", "must be given", _INHERIT)])
@@ -265,7 +265,7 @@ class Config:
         return _typed(Slurm, "cluster", options)
 
     def call(self, group: str) -> Call:
-        """The choice of a group."""
+        """Return the choice of a group; raises ConfigError if its file lacks required keys."""
         options = dict(self._group(group))
         named = "name" in options
         name, target = options.pop("name", None), options.pop("_target_", None)
@@ -291,7 +291,7 @@ class Config:
 
 
 def read(composed: DictConfig) -> Config:
-    """Wrap a composed configuration, to be typed; without the group ``virtual`` where there is nothing virtual."""
+    """Wrap a composed configuration; drop the group ``virtual`` if nothing is virtual."""
     resolved = resolve(composed)
     virtual = resolved.get("virtual")
     if isinstance(virtual, Mapping) and virtual.get("name") == "none":
@@ -299,12 +299,12 @@ def read(composed: DictConfig) -> Config:
     return Config(resolved)
 
 
-#: What options are called in JSON that it has no numbers for.
+#: Numbers that JSON cannot represent, by their text in a record.
 _NOT_FINITE = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def of_record(record: Written) -> Config:
-    """Return the configuration that a record holds."""
+    """Return the configuration in a record."""
 
     def value_of(written: Any) -> Any:
         if isinstance(written, dict):
@@ -319,7 +319,7 @@ def of_record(record: Written) -> Config:
 def resolve(composed: DictConfig) -> dict[str, Any]:
     """Return a composed configuration as plain containers, with interpolations replaced by their values.
 
-    What leads nowhere stays as it is written, ``${model.sequence_length}``: a record must hold it too.
+    An interpolation that cannot be resolved stays as written, ``${model.sequence_length}``, for the record.
     """
     written = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(written, dict)
@@ -337,7 +337,7 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
 
 
 def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Yield a problem for every option without a value: required, or to be taken from where there is none."""
+    """Yield a problem for every option without a value: a required one, or one that refers to a missing option."""
     for option, value in options.items():
         if value == MISSING:
             yield Problem(f"{group}.{option}", value, "must be given")
@@ -347,7 +347,7 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
-    """Return the options as an object of ``schema``; raises ConfigError where names, types or ranges are wrong."""
+    """Return the options as an object of ``schema``; raises ConfigError if names, types or ranges are wrong."""
     found = signature.problems(schema, options, group=group) or _out_of_range(group, options)
     if found:
         raise ConfigError(found).under(group) if group else ConfigError(found)
@@ -355,7 +355,7 @@ def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> 
 
 
 def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
-    """Find numbers that cannot be right, whatever the rest says."""
+    """Find numbers out of range, independently of all other options."""
     found = []
     for option, value in options.items():
         least = LEAST.get(f"{group}.{option}", LEAST.get(option))

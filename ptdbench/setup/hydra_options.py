@@ -1,4 +1,4 @@
-"""Hydra's own options: where runs are carried out, which sweeper chooses them, and what is refused."""
+"""Checks of Hydra's own options: the launcher, the sweeper, and options that would have no effect."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_output import config_of_run
 from ptdbench.terminal import command
 
-#: Options of the launcher that say nothing of resources, and what they are where nobody gives them.
+#: Options of the launcher other than resources, with their defaults.
 OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 
-#: What hydra-submitit-launcher calls the resources of a job, and the options of ``cluster`` that give them.
+#: hydra-submitit-launcher's names for the resources of a job, with the corresponding options of ``cluster``.
 SUBMITIT = {
     "account": "account",
     "additional_parameters": "extra",
@@ -46,12 +46,12 @@ SUBMITIT = {
     "timeout_min": "time_minutes",
 }
 
-#: What carries runs out.
+#: The supported launchers.
 LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
-    """Refuse what would have no effect, a launcher that does not fit, and a search that would lose its way."""
+    """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
     require(*_without_effect(composed.first.hydra), _elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
     if composed.searches:
@@ -61,7 +61,7 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
-    """Yield what Hydra would do in a program that it runs, and cannot here."""
+    """Yield options that have an effect only in a program whose jobs Hydra itself runs."""
     if hydra.callbacks:
         rule, remedy = "ptdbench runs the jobs, not Hydra, so they would never be called", "omit them"
         yield Problem("hydra.callbacks", "{...}", rule, remedy)
@@ -74,7 +74,7 @@ def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
 
 
 def _elsewhere(composed: Composed) -> Problem | None:
-    """Find the directory of a single run that is typed for a sweep, or the other way round."""
+    """Find a single run's directory given for a sweep, or the other way round."""
     other, ours = ("run", "sweep") if composed.is_sweep else ("sweep", "run")
     typed = values(composed.hydras)
     if f"hydra.{other}.dir" not in typed or f"hydra.{ours}.dir" in typed:
@@ -85,7 +85,7 @@ def _elsewhere(composed: Composed) -> Problem | None:
 
 
 def _of_one_directory(composed: Composed) -> Problem | None:
-    """Find runs of a sweep that would write into one directory; of repeats, see ``blocks``."""
+    """Find runs of a sweep that would write into the same directory; for repeats, see ``blocks``."""
     template = str(composed.first.hydra.sweep._get_node("subdir")._value())
     if "job.num" in template:  # as it has by default
         return None
@@ -100,7 +100,7 @@ def _of_one_directory(composed: Composed) -> Problem | None:
 
 
 def _check_launcher(composed: Composed, world: World | None) -> None:
-    """Refuse a launcher that would not do what the cluster says, or would start launchers from ranks."""
+    """Refuse a launcher that contradicts the cluster, or that ranks would start."""
     launcher, cluster = composed.launcher, composed.configs[0].cluster
     submits = isinstance(cluster, Slurm)
     if launcher not in LAUNCHERS:
@@ -122,7 +122,7 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 
 
 def _given_twice(composed: Composed) -> Iterator[Problem]:
-    """Resources are given in one place, the group ``cluster``; each problem names the option there, as it is typed."""
+    """Refuse resources outside the group ``cluster``; each problem names the option there, as it is typed."""
     rule = "the resources of a job are given in the group cluster only"
     for override in composed.hydras:
         group, _, name = option(override).rpartition(".")
@@ -131,7 +131,7 @@ def _given_twice(composed: Composed) -> Iterator[Problem]:
         value = override.partition("=")[2]
         remedy = f"see {command()} cluster=slurm --cfg job --package cluster"
         if known := SUBMITIT.get(name):
-            # Values of another kind or unit: what one rank is given instead of one GPU.
+            # These have another meaning: per GPU or task instead of per rank or node.
             same = name not in ("cpus_per_gpu", "gpus_per_task")
             added = "+" if known.startswith("extra.") else ""
             remedy = f"try {added}cluster.{known}={value}" if same else f"use cluster.{known}"
@@ -139,10 +139,10 @@ def _given_twice(composed: Composed) -> Iterator[Problem]:
 
 
 def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | None) -> Iterator[Problem]:
-    """Yield what would make a search lose its way.
+    """Yield problems that would prevent a search from working.
 
-    The basic sweeper's runs are known when the command line is read. Those of a search are not: two of them stand for
-    all, with the first and with the last value of everything that is searched, and are checked before anything starts.
+    The basic sweeper's runs are known when the command line is read. Those of a search are not: two runs, with the
+    first and with the last value of everything searched, stand for all and are checked before anything starts.
     """
     name = composed.first.hydra.runtime.choices[SWEEPER]
     if world and world.size > 1:
@@ -167,7 +167,7 @@ def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | N
 
 
 def search_overrides(composed: Composed) -> list[str]:
-    """Return what a search needs of its sweeper and nobody typed: the objective's direction, failures as results."""
+    """Return sweeper options that a search needs and nobody typed: the objective's direction, failures as results."""
     sweeper = composed.first.hydra.sweeper
     typed = values(composed.hydras)
     wanted = {"direction": DIRECTIONS[composed.configs[0].general.objective], "max_failure_rate": 1.0}

@@ -1,4 +1,4 @@
-"""The output directory of a command line, and output in Hydra's forms: its files, ``--help``, ``--info``, ``--cfg``."""
+"""The output directory of a command line, and Hydra's kinds of output: its files, ``--help``, ``--info``, ``--cfg``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from ptdbench.terminal import command, echo
 
 
 def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: int | None = None) -> DictConfig:
-    """Return a run's configuration with Hydra's own node, as Hydra has it when it starts the run.
+    """Return a run's configuration with Hydra's own node, as Hydra would have it when it starts the run.
 
-    ``whole`` is one of :attr:`ptdbench.setup.compose.Composed.whole`. A single run has no directory of a sweep, no
-    number in it and no block of repeats.
+    ``whole`` is one of :attr:`ptdbench.setup.compose.Composed.whole`. A single run has no sweep directory, number or
+    block of repeats.
     """
     job: DictConfig = pickle.loads(whole)
     with read_write(job), open_dict(job):
-        if block is not None:  # as with one more override
+        if block is not None:  # as if it were one more override
             job.repeat.block = block
             job.hydra.overrides.task.append(f"repeat.block={block}")
             named = job.hydra.job.config.override_dirname
@@ -47,12 +47,12 @@ def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: i
 
 
 def environment(job: DictConfig) -> dict[str, str]:
-    """Return the variables that ``hydra.job.env_set`` gives a run, ``hydra.job.env_copy`` among them."""
+    """Return the variables that ``hydra.job.env_set`` gives a run, including those of ``hydra.job.env_copy``."""
     return {str(name): str(value) for name, value in job.hydra.job.env_set.items()}
 
 
 def recorded_environment(directory: Path) -> dict[str, str]:
-    """Return the same of a run that was begun before; nothing where Hydra was told to write no files."""
+    """Return the :func:`environment` of an earlier run; empty if Hydra was told to write no files."""
     path = directory / ".hydra" / "hydra.yaml"
     return environment(DictConfig(OmegaConf.load(path))) if path.exists() else {}
 
@@ -76,14 +76,14 @@ def write_files(job: DictConfig, directory: Path) -> None:
 
 
 def write_multirun(sweep: DictConfig, directory: Path) -> None:
-    """Write what a sweep's runs have in common, and what was typed for all of them."""
+    """Write the configuration that a sweep's runs share, with the overrides typed for all of them."""
     with read_write(sweep), open_dict(sweep):
         sweep.hydra.sweep.dir = str(directory)
     OmegaConf.save(sweep, directory / "multirun.yaml")
 
 
 def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
-    """Let Hydra show what was asked for, and return the exit status 0; raises ConfigError with its reason."""
+    """Let Hydra print the requested information; return exit status 0. Raises ConfigError with Hydra's reason."""
     if arguments.config_path and not Path(arguments.config_path).is_absolute():
         rule = "must be absolute where Hydra shows something of it"
         require(Problem("--config-path", arguments.config_path, rule, f"try {conf}"))
@@ -109,7 +109,7 @@ def _line(reason: str) -> Problem:
 
 
 def _as_typed(text: str) -> str:
-    """Put the program that was started into the help of ``python train.py``, which an installed package lacks."""
+    """Replace ``python train.py`` in the help, which an installed package lacks, with the program that was started."""
     typed = command()
     if typed == "python train.py":
         return text
@@ -118,7 +118,7 @@ def _as_typed(text: str) -> str:
 
 
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
-    """Print the configuration of every run as Hydra does, and return 0; raises ConfigError for no such package."""
+    """Print the configuration of every run as Hydra does; return 0. Raises ConfigError for an unknown package."""
     several = composed.is_sweep and len(composed.overrides) > 1
     shown = composed.whole[:1] if composed.searches else composed.whole
     for number, (whole, overrides) in enumerate(zip(shown, composed.overrides, strict=False)):
@@ -129,13 +129,13 @@ def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
 
 
 def _shown(job: Any, arguments: argparse.Namespace) -> str:
-    """Return the part of a configuration that was asked for, as YAML."""
+    """Return the requested part of a configuration as YAML."""
     with read_write(job), open_dict(job):
         if arguments.cfg == "job":
             del job["hydra"]
         elif arguments.cfg == "hydra":
             job = OmegaConf.masked_copy(job, "hydra")
-            with read_write(job.hydra), open_dict(job.hydra):  # they say how to print what is asked for elsewhere
+            with read_write(job.hydra), open_dict(job.hydra):  # templates of the help, which is printed elsewhere
                 del job.hydra["hydra_help"], job.hydra["help"]
         package = None if arguments.package == "_global_" else arguments.package
         found = job if package is None else OmegaConf.select(job, package)
@@ -151,15 +151,15 @@ def _shown(job: Any, arguments: argparse.Namespace) -> str:
         return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)
 
 
-#: What ranks agree on here; one that is refused before says so in its place.
+#: The key under which ranks agree on the directory; a rank that is refused earlier posts its refusal there.
 DIRECTORY = "directory"
 
 
 def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path:
-    """Make the output directory, or occupy the one that was typed, or that of what ``goes_on`` in its place.
+    """Create the output directory, or occupy the one that was typed or of the run or sweep that ``goes_on`` in place.
 
     Raises:
-        ConfigError: It holds results already, or cannot be made.
+        ConfigError: It already holds results, or cannot be created.
     """
     asked = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
     hydra = composed.first.hydra
@@ -171,14 +171,14 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
             store.occupy(wish, asked, fill, bool(again))
             return str(wish)
         claimed = store.claim_directory(wish.parent, wish.name, asked, fill)
-        if composed.launcher != "submitit_slurm":  # who only waits for jobs may be left, and their sweep gone on with
+        if composed.launcher != "submitit_slurm":  # a process that waits for jobs may be killed and the sweep resumed
             store.lock(claimed, asked)
         if composed.is_sweep:
             store.point_latest(claimed)
         return str(claimed)
 
     def fill(folder: Path, directory: Path) -> None:
-        """Write what it is, for whoever finds it after the program was killed."""
+        """Write the file that identifies the directory, in case the program is killed."""
         if composed.is_sweep:
             ledger.begin(folder, composed.typed)
             return
@@ -192,9 +192,9 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
 
 
 def _began(composed: Composed, directory: Path) -> bool:
-    """Tell whether a directory holds what this command line began, and has not ended well.
+    """Return whether a directory contains what this command line began and has not finished.
 
-    torchrun also starts again what was refused because there were other results.
+    This must be checked, as torchrun also restarts a command that was refused because of other results there.
     """
     with suppress(FileNotFoundError, store.Damaged):
         if composed.is_sweep:

@@ -1,4 +1,4 @@
-"""Command lines that go on with what an earlier one began: ``resume=<run>`` and ``sweep.resume=<sweep>``."""
+"""Command lines that resume an earlier one: ``resume=<run>`` and ``sweep.resume=<sweep>``."""
 
 from __future__ import annotations
 
@@ -24,36 +24,39 @@ from ptdbench.setup.config import Config, of_record
 
 RUN, SWEEP = "resume", "sweep.resume"
 
-#: Allows a run that goes on in its place another shape; to be given each time.
+#: Allows a run resumed in place to have another shape; must be given each time.
 RESHAPE = "reshape"
 
 
-#: Hydra's own options that a run by itself goes on with: its variables, and where its choices lie.
+#: Prefixes of Hydra's own options that a resumed run keeps: its environment variables, and the search path.
 _OF_RUNS = ("hydra.job.env_", "hydra.searchpath")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A command line with what it takes over from an earlier one."""
+    """A command line, with the overrides inherited from an earlier one."""
 
     overrides: list[str]  #: All overrides.
-    goes_on: Path | None  #: The directory of the run or sweep that goes on in its place; ``None`` for a new one.
-    only: str | None = None  #: The directory of the one run of that sweep that goes on; ``None`` for all of them.
+    goes_on: Path | None  #: The directory of the run or sweep that is resumed in place; ``None`` for a new one.
+    only: str | None = None  #: The directory of the only run of that sweep to resume; ``None`` for all runs.
 
 
 def command(directory: Path) -> str:
-    """Return what to type to go on with a run or a sweep."""
+    """Return the command that resumes a run or a sweep."""
     return f"{terminal.command()} {shlex.quote(f'{SWEEP if store.is_sweep(directory) else RUN}={directory}')}"
 
 
 def read(typed: Sequence[str], multirun: bool, world: World | None, config_name: str = "config") -> Line:
-    """Expand a command line that goes on with an earlier one.
+    """Expand a command line that may resume an earlier one.
 
-    ``typed`` are its overrides, ``multirun`` says whether it is a sweep; ``world`` is this process's place if it is one
-    of a launcher's ranks, and ``config_name`` the file that is composed.
+    Args:
+        typed: Its overrides.
+        multirun: Whether it has the flag ``-m``.
+        world: This process's place, if it is one of a launcher's ranks.
+        config_name: The primary configuration.
 
     Raises:
-        ConfigError: There is nothing to go on with, not from here, or not with this file.
+        ConfigError: There is nothing to resume, or it cannot be resumed from here or with this configuration.
     """
     given = values(typed)
     others = [override for override in typed if option(override) not in (RUN, SWEEP)]
@@ -67,7 +70,7 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
 
 
 def _require_same_file(asked: str, directory: Path, hydra: str, config_name: str) -> None:
-    """Refuse to go on with what was composed from another file: what was not typed came from there."""
+    """Refuse to resume what was composed from another file, which provided all options that were not typed."""
     was = _of_hydra(directory / hydra, "hydra.job.config_name")
     if was and was != config_name.removesuffix(".yaml"):
         rule = f"was composed from {was}.yaml, and this would be from {config_name}.yaml"
@@ -75,9 +78,9 @@ def _require_same_file(asked: str, directory: Path, hydra: str, config_name: str
 
 
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
-    """Go on in the run's own directory, where it was; elsewhere or with other options it becomes a run of its own."""
+    """Resume in the run's directory if nothing changes; elsewhere or with other options it becomes a new run."""
     written: Written = {}
-    # Where it cannot be read, what was typed stands in Hydra's own file too.
+    # If the record cannot be read, Hydra's file also contains the overrides.
     with suppress(FileNotFoundError, NotADirectoryError, store.Damaged):
         written = store.load_record(directory)
     place = [override for override in others if _is_place(override)]
@@ -100,9 +103,9 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
 
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
-    """Go on with the same sweep in the same directory: runs that are ok will be skipped.
+    """Resume a sweep in its directory: runs that are ok will be skipped.
 
-    How its jobs are queued may change, since one that has reached its time limit must be able to get more.
+    Queue options of its jobs may change, since a job that has reached its time limit must be able to get more.
     """
     task = _asked_of_sweep(directory)
     swept = {option(override) for override in task if "," in override.partition("=")[2]}
@@ -118,22 +121,22 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 
 
 def _hydras(path: Path, others: Iterable[str]) -> list[str]:
-    """Return what was typed of Hydra's own options, by a file of Hydra's, without what the others give."""
+    """Return the overrides of Hydra's own options in one of Hydra's files, except options that the others set."""
     found = _of_hydra(path, "hydra.overrides.hydra")
     words = map(str, found if isinstance(found, ListConfig) else [])
-    # Searches noted down that their runs were handed over to this process, which is no choice that can be typed.
+    # Searches record the internal launcher, which cannot be typed.
     return [word for word in _without(words, others) if word != "hydra/launcher=ptdbench"]
 
 
 def _of_hydra(path: Path, option: str) -> Any:
-    """Return an option in a file of Hydra's, which may have been told to write none."""
-    with suppress(Exception):  # what is damaged is said where it is needed
+    """Return an option in one of Hydra's files; ``None`` if there is no such file, as Hydra may write none."""
+    with suppress(Exception):  # damage is reported where the content is needed
         return OmegaConf.select(OmegaConf.load(path), option)
     return None
 
 
 def _may_change(name: str, swept: set[str]) -> bool:
-    """Return whether a sweep may go on with this option: with more blocks the order of those it has stays."""
+    """Return whether a resumed sweep may change this option: more blocks, for one, keep the order of existing ones."""
     if name.startswith("hydra.") or name == RESHAPE or bears(name, "blocks"):
         return True
     return name.startswith("cluster.") and bears(name, "queue") and name not in swept
@@ -150,7 +153,7 @@ def _asked_of_sweep(directory: Path) -> list[str]:
 
 
 def _ledger(directory: Path) -> ledger.Ledger:
-    """Read what is noted down of a sweep; without it nobody knows which of its jobs are in the queue."""
+    """Read the ledger of a sweep, without which it is unknown which of its jobs are in the queue."""
     try:
         return ledger.read(directory)
     except store.Damaged as damage:
@@ -159,7 +162,7 @@ def _ledger(directory: Path) -> ledger.Ledger:
 
 
 def _earlier(directory: Path, written: Written) -> list[str]:
-    """Return the overrides of a run, as they were typed; it is one of those that its sweep repeats."""
+    """Return the overrides of a run, as they were typed, without those that set the repeats of its sweep."""
     if (typed := written.get("overrides")) is None:
         path = directory / ".hydra" / "overrides.yaml"
         if not path.exists():
@@ -174,11 +177,11 @@ def _no_run(asked: str, directory: Path) -> ConfigError:
 
 
 def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
-    """Return the overrides that ``find`` picks out of a file of Hydra's, as they were typed."""
+    """Return the overrides that ``find`` extracts from one of Hydra's files, as they were typed."""
     found, reason = None, "there are no overrides in it"
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # the parsers of YAML raise more kinds than they say
+    except Exception as error:  # YAML parsers raise more types than they document
         saved, reason = None, " ".join(str(error).split())[:200] or type(error).__name__
     with suppress(LookupError, TypeError):
         found = find(saved)
@@ -193,22 +196,22 @@ def _is_place(override: str) -> bool:
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Return the overrides whose options the others do not give."""
+    """Return the overrides whose options the others do not set."""
     given = values(others)
     return [override for override in overrides if option(override) not in given]
 
 
 def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], world: World | None) -> list[str]:
-    """Return what made the shape of a run, wherever it was said; another cluster has shapes of its own.
+    """Return overrides for the shape of a run, wherever it was set; empty on another cluster, whose shapes differ.
 
-    Of ranks and nodes that a launcher has started only what holds: it is them that the run goes on with.
+    Under a launcher, only what matches its nodes and ranks, which the run will use.
     """
     if (was := record.option(written, "cluster", dict)) is None:
         return [override for override in earlier if bears(option(override), "shape")]
     typed = values(others).get("cluster")
     if typed not in (None, was.get("name")):
         return []
-    of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster it is the machine at hand
+    of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster, this machine's GPUs are used
     kept = {name: was.get(name.removeprefix("cluster.")) for name in bearing("shape") if name not in of_jobs}
     if world:
         here = {"cluster.nodes": world.nodes, "cluster.ranks_per_node": world.local_size}
@@ -217,7 +220,7 @@ def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], worl
 
 
 def _moves(override: str, written: Written) -> bool:
-    """Return whether an override takes a run to another cluster than it was on."""
+    """Return whether an override moves a run to another cluster."""
     name, value = option(override), override.partition("=")[2]
     was = record.option(written, "cluster.name", str)
     return (name == "cluster" and value != was) or (name == "hydra/launcher" and value.startswith("submitit"))
@@ -230,7 +233,7 @@ def _names(override: str, directory: Path) -> bool:
 
 
 def _submitted_by(directory: Path) -> Path | None:
-    """Return the sweep whose job on SLURM the run in a directory is, if it is one."""
+    """Return the sweep that submitted the run in a directory as a SLURM job, if any."""
     place = directory.resolve()
     sweep = ledger.sweep_of(place)
     is_known = sweep and str(place.relative_to(sweep)) in {job.directory for job in _ledger(sweep).jobs}
@@ -238,7 +241,7 @@ def _submitted_by(directory: Path) -> Path | None:
 
 
 def startable(directory: Path, world: World | None) -> Config:
-    """Return the configuration of the run of a directory; raises ConfigError if it is complete or belongs elsewhere."""
+    """Return the configuration of a directory's run; raises ConfigError if it is complete or must run elsewhere."""
     try:
         written = store.load_record(directory)
     except FileNotFoundError:
@@ -253,7 +256,7 @@ def startable(directory: Path, world: World | None) -> Config:
 
 
 def _refuse_elsewhere(directory: Path, written: Written) -> None:
-    """A run of several machines does not go on as processes of this one, which is perhaps a login node."""
+    """Refuse to resume a launcher's run as processes of this machine, which may be a login node."""
     launcher, nodes = written.get("launcher"), written.get("nodes") or []
     here = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     known = KNOWN.get(launcher or "local")
@@ -275,7 +278,7 @@ def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> Non
 
 
 def _path(value: str | None) -> Path | None:
-    """Return the path that was typed, in quotes or not; of a link, such as ``outputs/latest``, what it names now."""
+    """Return a path as typed, without quotes; a link, such as ``outputs/latest``, is resolved."""
     if value in (None, "", "null"):
         return None
     assert value is not None

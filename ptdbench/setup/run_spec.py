@@ -1,7 +1,7 @@
 """Specification of a run: every object that its configuration names, built and checked against the others.
 
-Specifying a run starts no process and writes nothing. The process that a person starts does it once to find what is
-wrong before anything happens, and keeps a :class:`Summary`; every rank does it once to carry the run out.
+Specifying a run starts no process and writes nothing. The process that the user starts does it once, to find all
+problems before anything happens, and keeps a :class:`Summary`; every rank does it once to execute the run.
 """
 
 from __future__ import annotations
@@ -33,50 +33,50 @@ from ptdbench.virtual.machine import Machine
 
 @dataclass(frozen=True)
 class Summary:
-    """A summary of a specified run, which costs nothing to keep."""
+    """A cheap summary of a specified run."""
 
-    world_size: int  #: How many ranks there are.
-    trains: bool  #: Whether it trains, and its data have to be prepared.
-    fields: Mapping[str, Any]  #: What its record gains.
-    warning: str | None = None  #: A remark on its memory, if there is one.
+    world_size: int  #: Number of ranks.
+    trains: bool  #: Whether it trains, so that its data must be prepared.
+    fields: Mapping[str, Any]  #: Fields to add to its record.
+    warning: str | None = None  #: A warning about its memory, if there is one.
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run."""
+    """The specification of one run."""
 
-    config: Config  #: Where it all comes from.
+    config: Config  #: The run's configuration.
     device_type: str  #: ``cpu`` or ``cuda``.
     backend: str  #: ``gloo`` or ``nccl``.
-    world_size: int  #: How many ranks there are.
-    training: TrainingSpec | None  #: What the workload is given to train with; ``None`` for one that does not train.
-    virtual: Machine | None = None  #: The machine whose GPUs are not there; ``None`` for devices that are.
+    world_size: int  #: Number of ranks.
+    training: TrainingSpec | None  #: What the workload trains; ``None`` if it does not train.
+    virtual: Machine | None = None  #: The machine with virtual GPUs; ``None`` for real devices.
 
     @property
     def backends(self) -> str:
-        """The backend by kind of device: NCCL has no way to the norm of gradients that are in host memory."""
+        """The backend by kind of device: NCCL cannot all-reduce the norm of gradients in host memory."""
         offloads = self.config.general.offload != "none"
         return "cpu:gloo,cuda:nccl" if self.backend == "nccl" and offloads else self.backend
 
     @property
     def is_on_host(self) -> bool:
-        """True if the training state is in the memory of hosts."""
+        """True if the training state is in host memory."""
         return self.device_type == "cpu" or self.config.general.offload != "none"
 
     @property
     def nccl_bytes(self) -> int:
-        """Bytes of its GPU that NCCL's buffers take on a rank that trains, by their documented size."""
+        """GPU memory of NCCL's buffers on a training rank, in bytes, by their documented size."""
         return self.training.communicators * NCCL_BUFFERS if self.training and self.backend == "nccl" else 0
 
     def ranks_here(self, world: World | None) -> int:
-        """Return how many ranks are on this machine; those of virtual GPUs all are, whatever their node."""
+        """Return the number of ranks on this machine; with virtual GPUs that is all of them, whatever their node."""
         if self.virtual:
             return len(self.virtual.ranks) if self.virtual.ranks else self.world_size
         return world.local_size if world else self.world_size
 
     @property
     def summary(self) -> Summary:
-        """The part that a process keeps which carries out none of the ranks."""
+        """The summary for a process that is not itself a rank."""
         fields: dict[str, Any] = {"world_size": self.world_size, **({"kind": "virtual"} if self.virtual else {})}
         if (training := self.training) is None:
             fields |= dict.fromkeys(("model", "parallel", "global_batch", "precision"))
@@ -86,7 +86,7 @@ class RunSpec:
         return Summary(self.world_size, trains=training is not None, fields=fields)
 
     def device(self, local_rank: int) -> torch.device:
-        """Return the device of a rank: the GPU of its number, or the only one that its launcher lets it see."""
+        """Return the device of a rank: the GPU with its number, or the only one that its launcher lets it see."""
         if self.device_type == "cpu":
             return torch.device("cpu")
         return torch.device("cuda", 0 if torch.cuda.device_count() == 1 else local_rank)
@@ -95,17 +95,20 @@ class RunSpec:
 def specify(config: Config, world: World | None, gpus: int | None = None) -> RunSpec:
     """Specify a run.
 
-    ``world`` is this process's place among ranks that a launcher started or will start, or ``None`` where the run will
-    start its own. ``gpus`` are those of a node; ``None``: those that torch finds here, or as many virtual ones as fit.
+    Args:
+        config: The run's configuration.
+        world: This process's place among ranks that a launcher started or will start; ``None`` if the run will start
+            its own ranks.
+        gpus: GPUs per node; ``None`` for those that torch finds here, or with virtual GPUs one per rank.
 
     Raises:
-        ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
+        ConfigError: With all problems, as far as one can be checked in the presence of another.
     """
     found = ErrorCollector()
     virtual = found.catch(choices.virtual, config)
     if virtual:
         found.catch(_check_virtual, config, world)
-        ranks = found.catch(lambda: config.cluster.ranks_per_node)  # of a node that has as many GPUs
+        ranks = found.catch(lambda: config.cluster.ranks_per_node)  # a virtual node has one GPU per rank
         gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
     device_type = _device_type(config, gpus)
@@ -125,7 +128,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     if workload and not trains:
         found.catch(_check_check, config)
     found.catch(_check_logger, config, trains)
-    is_tried = world is not None and world.launcher == "local"  # by the process that has started this rank
+    is_tried = world is not None and world.launcher == "local"  # by the process that started this rank
     trained = found.catch(training_spec.specify, config, world_size, is_tried=is_tried) if trains else None
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
     found.catch(_check_sought, config, world, virtual)
@@ -147,7 +150,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 
 
 def place(config: Config, size: int) -> Place:
-    """Return where the local ranks take themselves to be; raises ConfigError if virtual GPUs cannot be built here."""
+    """Return the pretended place of local ranks; raises ConfigError if virtual GPUs cannot be built here."""
     machine = choices.virtual(config)
     if machine is None:
         return THIS_MACHINE
@@ -156,25 +159,25 @@ def place(config: Config, size: int) -> Place:
 
 
 def summarize(config: Config, world: World | None, gpus: int | None = None) -> Summary:
-    """Specify a run, and keep no more than its summary; the arguments and errors are those of :func:`specify`.
+    """Specify a run, and keep only its summary; arguments and errors are those of :func:`specify`.
 
-    The run is refused if its training state cannot fit into memory. A model without ``reset`` was built whole in host
-    memory, which the ranks need, and is gone when this returns.
+    The run is refused if its training state cannot fit into memory. A model without ``reset`` is built whole in host
+    memory, which the ranks need: it is freed when this returns.
     """
     spec = specify(config, world, gpus)
     summary = replace(spec.summary, warning=check_memory(spec, world, is_elsewhere=gpus is not None))
     in_memory = spec.training and any(not p.is_meta for p in module_of(spec.training.model).parameters())
     del spec
     if in_memory:
-        gc.collect()  # such a model may hold references to itself, and this process is about to do nothing but wait
+        gc.collect()  # such a model may contain reference cycles, and this process will only wait from now on
     return summary
 
 
 def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False) -> str | None:
-    """Compare a run's training state with the memory at hand; see :func:`checks.check_memory`.
+    """Compare a run's training state with the available memory; see :func:`checks.check_memory`.
 
-    A GPU is asked only in a rank, by its ``world``: asking initializes CUDA. ``is_elsewhere``: a job of a cluster will
-    carry the run out.
+    A GPU is queried only in a rank, which has a ``world``, because that initializes CUDA. ``is_elsewhere`` says that a
+    cluster job will execute the run.
     """
     reserve, cluster = spec.config.general.memory_reserve, spec.config.cluster
     if spec.training is None or reserve is None:
@@ -192,7 +195,7 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
 def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, running: bool) -> checks.Room:
     """Return the memory for the training state of a run: of this machine, or of a GPU, which initializes CUDA.
 
-    Without the part ``reserve``. So many ``ranks`` are on this machine, and may be ``running`` already.
+    The fraction ``reserve`` is kept free. ``ranks`` ranks are on this machine, and may be ``running`` already.
     """
     if spec.is_on_host:
         return checks.on_host(ranks, reserve, running=running)
@@ -202,7 +205,7 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
 
 
 def _check_virtual(config: Config, world: World | None) -> None:
-    """Refuse what virtual GPUs are not: devices of a cluster, or of ranks that something else has started."""
+    """Refuse virtual GPUs on a cluster, on the CPU, or for ranks that a launcher started."""
     name = config.call("virtual").name
     if config.resolved.get("device") == "cpu":
         require(Problem("device", "cpu", f"virtual={name} is a GPU", "try auto, or virtual=none"))
@@ -217,7 +220,7 @@ def _check_virtual(config: Config, world: World | None) -> None:
 
 
 def _of_all_ranks(config: Config, ranks: object) -> Iterator[Problem]:
-    """Yield what some ranks of a run cannot do without the others."""
+    """Yield a problem for everything that requires all ranks of a run."""
     general = config.general
     if config.checkpoint.every_steps or general.resume:
         remedy = "try null, or omit checkpoint.every_steps and resume"
@@ -230,7 +233,7 @@ def _of_all_ranks(config: Config, ranks: object) -> Iterator[Problem]:
 
 
 def _device_type(config: Config, gpus: int) -> str:
-    """Not from ``config.general``: ranks can be counted while another option at the root is wrong."""
+    """Return ``cpu`` or ``cuda``; not from ``config.general``, as ranks can be counted despite a wrong root option."""
     return "cpu" if config.resolved.get("device") == "cpu" or gpus == 0 else "cuda"
 
 
@@ -243,7 +246,7 @@ def _check_devices(config: Config, world: World | None, gpus: int) -> None:
     if general.backend == "nccl" and device_type == "cpu":
         rule = "NCCL moves data between GPUs, and the ranks of this run have none"
         found.append(Problem("backend", "nccl", rule, "try auto, gloo"))
-    shared = gpus == 1 and (world or general.backend == "gloo")  # launched ranks have agreed on theirs
+    shared = gpus == 1 and (world or general.backend == "gloo")  # a launcher's ranks have agreed on their devices
     if device_type == "cuda" and ranks != "auto" and ranks > gpus and not shared:
         rule = f"must not exceed the number of GPUs, {gpus}: one rank, one GPU"
         found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {gpus}, or device=cpu"))
@@ -269,7 +272,7 @@ def _check_logger(config: Config, trains: bool) -> None:
 
 
 def _check_sought(config: Config, world: World | None, virtual: Machine | None) -> None:
-    """A micro-batch is found by starting the ranks several times, which a launcher does once; the fastest by times."""
+    """Refuse to search a micro-batch under a launcher, which starts ranks only once, or by times that do not exist."""
     asked = config.train.micro_batch
     if asked == "best" and virtual and not virtual.real_time:
         rule = "is found by times, and virtual GPUs have none"
@@ -304,7 +307,7 @@ def _check_classified(config: Config, training: TrainingSpec) -> None:
 
 
 def _check_fp8(config: Config, training: TrainingSpec) -> None:
-    """A run in fp8 with nothing in fp8 would be one in bf16."""
+    """Refuse fp8 where it cannot be applied, or would convert no layer, so that the run would be in bf16."""
     name, dims = str(config.resolved.get("precision")), training.layout.dims
     is_sharded = training.strategy.shards(dims)
     if name not in fp8.RECIPES:
@@ -326,9 +329,9 @@ def _check_fp8(config: Config, training: TrainingSpec) -> None:
 def _world_size(
     config: Config, world: World | None, rule: Callable[[int], int], available: int, *, is_virtual: bool
 ) -> int:
-    """Return how many ranks there are or will be: those of ``world`` must be those that are asked for.
+    """Return the number of ranks; those of ``world`` must match what was requested.
 
-    ``rule`` says how many of the ``available`` devices of a node are taken where nothing is said.
+    ``rule`` maps the number of ``available`` devices to the number of ranks, if none was requested.
     """
     if world:
         _check_world(config, world)
@@ -342,7 +345,7 @@ def _world_size(
 
 
 def _check_world(config: Config, world: World) -> None:
-    """The world that was found must be the world that was asked for, where it was."""
+    """Refuse a world that differs from the requested nodes or ranks."""
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     found = []
     if ranks not in ("auto", world.local_size):
@@ -358,7 +361,7 @@ _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.or
 
 
 def change_of_shape(checkpoint: Manifest, world_size: int, layout: Mapping[str, Any]) -> str | None:
-    """Describe what has changed: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``; ``None``: nothing."""
+    """Describe a changed shape: ``2 ranks (shard=2) instead of 4 ranks (replicate=2 shard=2)``; ``None`` if equal."""
     segments = checkpoint.facts.get("segments") or [{}]
     was: Mapping[str, Any] = segments[-1].get("layout") or {}
     if checkpoint.world_size == world_size and all(was.get(name, layout[name]) == layout[name] for name in _DEGREES):
@@ -367,10 +370,10 @@ def change_of_shape(checkpoint: Manifest, world_size: int, layout: Mapping[str, 
 
 
 def require_same_shape(directory: Path, summary: Summary, allowed: bool) -> None:
-    """Raise ConfigError for a run that would go on in its place in another shape, unless that is ``allowed``.
+    """Raise ConfigError for a run that would resume in place with another shape, unless that is ``allowed``.
 
-    Any layout can take a checkpoint. What each rank has to itself it cannot always take: the random generators, and
-    the state of PowerSGD, so that the numbers may differ from there on, and the times are those of another run.
+    Any layout can load a checkpoint, but not always the state of each single rank: its random generators, and the state
+    of PowerSGD. The numbers may therefore differ from then on, and times are no longer comparable.
     """
     if allowed or not summary.trains or (found := checkpoint_dir.latest_manifest(directory)) is None:
         return

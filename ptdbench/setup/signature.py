@@ -1,9 +1,9 @@
-"""Checks options against the signature of what they are passed to: names, presence and types.
+"""Checks options against the signature of the callable that they are passed to: names, presence and types.
 
-Every config group ends in a call (``_target_`` and its arguments). The callable's annotations are the schema,
-so that an option is declared once, where it is used, and all that is wrong is found before anything is called.
-By hand: pydantic's ``validate_call`` converts values unless it is told not to (``"5"`` and ``5.0`` pass for 5), has to
-wrap classes of other people, and names neither the option as it is typed nor the nearest one.
+Every config group ends in a call (``_target_`` and its arguments). The callable's annotations are the schema, so that
+an option is declared once, where it is used, and all problems are found before anything is called. Not with pydantic:
+its ``validate_call`` by default converts values (``"5"`` and ``5.0`` pass for 5), has to wrap third-party classes, and
+names neither the option as it is typed nor the nearest one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from ptdbench.problems import Problem, as_typed, nearest, try_these
 
-#: What a configuration can hold, by annotation: the types of its values.
+#: The types of values that a configuration can hold, by annotation.
 KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, type(None): type(None)}
 
 
-#: Kinds of parameters that can be given without their names.
+#: Kinds of parameters that can be passed by position.
 IN_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters by name; what is written in C, and silent about what it takes, takes any option."""
+    """Return the parameters by name; a C function without a signature takes any option."""
     try:
         return inspect.signature(target).parameters
     except ValueError:
@@ -34,17 +34,17 @@ def parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def problems(
     target: Callable[..., Any], options: Mapping[str, Any], given: Sequence[str] = (), group: str = ""
 ) -> list[Problem]:
-    """Return what is wrong with calling ``target(**options)``, seen from outside.
+    """Return the problems of calling ``target(**options)``, without calling it.
 
-    ``given`` are parameters that the program passes itself, for example a model's parameters to an optimizer. What is
-    to be tried instead is named as in ``group``; the caller adds it to the options themselves.
+    ``given`` are parameters that the program passes itself, for example a model's parameters to an optimizer.
+    Suggested options are prefixed with ``group``; the caller adds the prefix to the problems' options.
     """
     takes = parameters(target)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     named = {name: p for name, p in takes.items() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
     try:
         hints = get_type_hints(target.__init__ if inspect.isclass(target) else target)
-    except Exception:  # they are evaluated, and may be a stranger's
+    except Exception:  # evaluates annotations, which may be third-party code
         hints = {}
     found = []
     for option, value in options.items():
@@ -61,7 +61,7 @@ def problems(
 
 
 def _alternatives(hint: Any) -> list[Any]:
-    """List the members of a union; beside numbers what a configuration can hold: ``float`` of ``float | Tensor``."""
+    """List a union's members; if there are numbers, only those a config can hold: ``float`` of ``float | Tensor``."""
     members = list(_members(hint))
     if not any(member in (int, float) for member in members):
         return members
@@ -87,8 +87,8 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if origin in (dict, Mapping):
         return isinstance(value, Mapping)
     if hint in (int, float) and isinstance(value, bool):
-        return False  # to Python, true is a number
-    # An annotation that says more than a configuration can hold lets everything pass.
+        return False  # in Python, a bool is an int
+    # Annotations of other types accept any value.
     return isinstance(value, KINDS[hint]) if hint in KINDS else True
 
 

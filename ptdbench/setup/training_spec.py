@@ -31,32 +31,32 @@ from ptdbench.problems import ConfigError, ErrorCollector, Problem, require, sai
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
 
-#: What options of an optimizer are tried on where there is no model because its own are wrong.
+#: A stand-in to check an optimizer's options on if the model's own options are wrong.
 _ANY_MODEL = nn.Sequential(nn.Linear(1, 1, device="meta"), nn.Linear(1, 1, device="meta"))
 
 
 @dataclass(frozen=True)
 class TrainingSpec:
-    """The objects of a training run, and how they fall onto the ranks."""
+    """The objects of a training run, and their layout over the ranks."""
 
-    config: Config  #: Where it all comes from.
-    layout: BatchPlan  #: How the global batch falls onto the ranks.
-    strategy: Strategy  #: Lays the model out.
-    activations: Activations  #: What becomes of a layer's activations until the backward pass.
-    model: Model  #: On the meta device, or whole in host memory where it can only be built so.
-    data: Data  #: Where the samples come from.
-    optimizer: MakeOptimizer  #: Makes an optimizer of named parameters.
-    schedule: Schedule  #: How its learning rate changes.
-    tied: Sequence[tuple[str, str]]  #: Pairs of full parameter names that are one weight.
-    parameters: int  #: How many numbers the model has.
-    #: FLOPs of forward and backward for one sample, or ``None`` for the reason beside it.
+    config: Config  #: The run's configuration.
+    layout: BatchPlan  #: How the global batch is divided over the ranks.
+    strategy: Strategy  #: Lays out the model.
+    activations: Activations  #: Treatment of a layer's activations until the backward pass.
+    model: Model  #: On the meta device, or whole in host memory if it can only be built there.
+    data: Data  #: The source of samples.
+    optimizer: MakeOptimizer  #: Makes an optimizer for named parameters.
+    schedule: Schedule  #: The learning rate schedule.
+    tied: Sequence[tuple[str, str]]  #: Pairs of full parameter names that share one weight.
+    parameters: int  #: Number of parameters of the model.
+    #: FLOPs of forward and backward for one sample; ``None`` if unknown, see ``flops_reason``.
     flops_per_sample: float | None
-    masked_flops_per_sample: float | None  #: Of these, those for what causal attention masks; ``None`` if unknown.
-    flops_reason: str | None  #: Why they are not known.
+    masked_flops_per_sample: float | None  #: The part of them that causal attention masks; ``None`` if unknown.
+    flops_reason: str | None  #: Why the FLOPs are unknown.
 
     @property
     def label(self) -> str:
-        """The model and the layout, for people."""
+        """The model and the layout, for messages."""
         return f"{self.config.call('model').name} {self.config.call('parallel').name}"
 
     def footprints(self) -> list[Footprint]:
@@ -66,9 +66,9 @@ class TrainingSpec:
         return footprints(self.model, self.optimizer, self.strategy, dims, average=average, precision=precision)
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
-        """Return bytes of communication in a step by formula, by operation; only before :meth:`engine`.
+        """Return the bytes of communication in a step by formula, by operation; only before :meth:`engine`.
 
-        With ``forced``, experts are taken in turn, as on virtual GPUs.
+        With ``forced``, tokens are routed to the experts in turn, as on virtual GPUs.
         """
         recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
         gathers = getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
@@ -77,16 +77,16 @@ class TrainingSpec:
 
     @property
     def communicators(self) -> int:
-        """NCCL's communicators of a rank."""
+        """Number of NCCL communicators of a rank."""
         return self.strategy.communicators(self.layout.dims)
 
     def parts_of_stages(self) -> list[list[str]] | None:
-        """Return the parts of each stage that are no repeated layers, before :meth:`engine`; ``None``: no pipeline."""
+        """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
         dims = self.layout.dims
         return unrepeated(self.model, cut(self.model, self.strategy.stage_ranks(dims))) if dims.pipeline > 1 else None
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
-        """Lay the model out over the mesh; called in every rank."""
+        """Lay out the model over the mesh; called in every rank."""
         general, image = self.config.general, self.data.example()[0]
         setting = Setting(
             mesh=mesh,
@@ -107,13 +107,13 @@ class TrainingSpec:
 def specify(
     config: Config, world_size: Callable[[Callable[[int], int]], int], *, is_tried: bool = False
 ) -> TrainingSpec:
-    """Specify what is trained.
+    """Specify a training run.
 
-    ``world_size`` says how many ranks there are, given the strategy's own rule of how many it takes. ``is_tried``:
-    another process of this run has tried the model on a sample, which may take a second.
+    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use. ``is_tried`` says
+    that another process of this run has already tried the model on a sample, which may take a second.
 
     Raises:
-        ConfigError: With everything that is wrong, as far as one thing can be judged while another is wrong.
+        ConfigError: With all problems, as far as one can be checked in the presence of another.
     """
     found = ErrorCollector()
     found.catch(lambda: config.train)
@@ -124,14 +124,14 @@ def specify(
     schedule: Schedule | None = found.catch(choices.build, config, "lr_schedule")
 
     def example() -> tuple[Tensor, Tensor]:
-        assert data  # nobody asks before strategy, data and model are there
+        assert data  # called only after strategy, data and model exist
         return data.example()
 
     def layout() -> BatchPlan:
         assert strategy
         asked, size = config.train, world_size(strategy.ranks)
         dims = under("parallel", strategy.dims, size, model)
-        # What is sought is not known yet: that comes later, with a layout of its own.
+        # A micro-batch that must be searched for is not known yet; the search makes its own layouts.
         micro_batch: int | Literal["auto"] = asked.micro_batch if isinstance(asked.micro_batch, int) else "auto"
         under("train", batch.check_share, dims.batch, asked.global_batch, micro_batch)
         return under("parallel", strategy.layout, dims, asked.global_batch, micro_batch)
@@ -180,7 +180,7 @@ def _checks(
     data: Data | None,
     activations: Activations | None,
 ) -> Iterator[Callable[[], None]]:
-    """Yield what the strategy has to say about the parts that there are, each to be called by itself."""
+    """Yield the strategy's checks of the parts that could be built, to be called one by one."""
     if model and where:
         yield lambda: under("parallel", strategy.check, model, where)
         yield lambda: strategy.check_beside("compile", config.resolved["compile"], where)
@@ -193,10 +193,10 @@ def _checks(
 
 
 def prepare_data(config: Config, data: Data | None = None) -> None:
-    """Do what the data of a configuration need once a node, or find it done; ``data`` if there are any yet.
+    """Prepare the data of a configuration once per node, unless already done; ``data`` if already built.
 
     Raises:
-        ConfigError: They turn out to be unusable, or have no held-out part although evaluation is asked for.
+        ConfigError: The data are unusable, or have no held-out part although evaluation is requested.
     """
     data = _data(config) if data is None else data
     under("data", data.prepare)
@@ -216,8 +216,8 @@ def _data(config: Config) -> Data:
 
 
 def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
-    """Make the optimizer, tried on weights of one number: torch checks the values of its options when it makes one."""
-    bound = choices.bound(config, "optimizer", "params")  # first: it is judged whatever else is wrong
+    """Return the optimizer's factory, after a trial on one-element weights, in which torch checks its options."""
+    bound = choices.bound(config, "optimizer", "params")  # first: it is checked whatever else is wrong
     not_decayed = [rule for rule, decays in DECAYED.items() if not decays and config.train.decay == "matrices"]
     make = in_groups(bound, model, not_decayed)
     tried = choices.guarded("optimizer", make, _of_one_number(model))
@@ -228,7 +228,7 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
 
 
 def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return weights with the names of a model's, and with as many dimensions."""
+    """Return one-element weights with the names and the number of dimensions of a model's weights."""
     return [
         (name, nn.Parameter(torch.zeros([1] * weight.dim()), weight.requires_grad))
         for name, weight in model.named_parameters()
@@ -241,12 +241,12 @@ def _model(config: Config, example: Callable[[], tuple[Tensor, Tensor]]) -> Mode
         choices.check(call, "model")
     except ConfigError as error:
         raise _meant_for_another(call, error) from None
-    seed = config.resolved["seed"]  # not from config.general, of which another option may be wrong
+    seed = config.resolved["seed"]  # not from config.general, where another option may be wrong
     return choices.guarded("model", foreign.build, call.described, seed=seed, example=example)
 
 
 def _check_data(config: Config, model: Model, data: Data) -> None:
-    """Try one sample on the meta device, where it costs nothing; a model that lives elsewhere cannot be tried."""
+    """Try the model on one sample on the meta device, where it costs nothing; skipped for a model on another device."""
     built, given = config.call("model"), config.call("data")
     for name in ("sequence_length", "image_size") if built.target.startswith("ptdbench.") else ():
         size, asked = built.options.get(name), given.options.get(name)
@@ -259,14 +259,14 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
     try:
         with trying(module):
             module(*data.example())
-    except Exception as error:  # whatever a model may raise
+    except Exception as error:  # a model may raise anything
         reason = said(error).partition("\n")[0]
         rule = f"does not suit model={built.name}: {reason}"
         raise ConfigError([Problem("data", given.name, rule)]) from None
 
 
 def _check_activations(config: Config, activations: Activations, model: Model) -> None:
-    """Layers are what activations are treated by, and their graphs if they are compiled."""
+    """Refuse a treatment of activations for which the model lacks layers, or compilation lacks graphs of layers."""
     name = config.call("activations").name
     if activations.after_compilation and config.resolved["compile"] == "whole":
         rule = "treats what each layer has saved when it ends, and compile=whole is one graph of all layers"
@@ -277,8 +277,8 @@ def _check_activations(config: Config, activations: Activations, model: Model) -
 
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:
-    """Say what is behind the problems of a model of the user's own that was put under another model's options."""
-    is_named = any(problem.option == "model.name" for problem in error.problems)  # after what it was to be given
+    """Add an explanation to the problems of a user's model that was given another model's options."""
+    is_named = any(problem.option == "model.name" for problem in error.problems)  # the name itself is the problem
     if call.target.startswith("ptdbench.") or call.is_custom or is_named:
         return error
     rule = f"does not go with the options of model={call.name}"
