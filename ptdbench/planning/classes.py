@@ -1,6 +1,6 @@
-"""Which ranks of a run differ in what they do: one of each class is carried out, and stands for the others.
+"""Classes of ranks that behave alike: one rank of each class is run, and stands for the others.
 
-Some at a time are carried out where there are more of them than cores; :func:`merged` is the record of all.
+If there are more classes than cores, their ranks are run in groups; :func:`merged` combines the records.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from ptdbench.parallel.footprint import modules_of_ranks
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.setup.training_spec import TrainingSpec
 
-#: Stages of a pipeline that are all carried out; of longer ones the first, the last two, and one of each kind between.
+#: All stages of pipelines up to this length are run; of longer ones, the first, the last two, and one of each kind
+#: between.
 _ALL_STAGES = 4
 
 
 def classes(training: TrainingSpec) -> dict[int, int]:
-    """For a rank of each class, in ascending order, how many ranks it stands for, itself included.
+    """Return one rank of each class, in ascending order, with the number of ranks that it stands for, itself included.
 
-    Copies of a shard, and ranks that share products, do the same. Each stage differs from the others. Of a long
-    pipeline a stage stands for those after it that have weights of the same shapes, as none of them has more
-    micro-batches under way. The last shard of a weight is smaller than the first where it cannot be cut evenly. Where
-    replicas, and ranks that share a sequence, divide the optimizer's state, each of them differs.
+    Copies of a shard, and tensor-parallel ranks, behave alike. Every stage is a class. In a long pipeline, a stage
+    stands for later ones with weights of the same shapes, as these have no more micro-batches in flight. If a weight
+    cannot be sharded evenly, its last shard is smaller than the first. If replicas, and ranks that share a sequence,
+    divide the optimizer state, each of them is a class.
     """
     dims, strategy = training.layout.dims, training.strategy
     places: list[dict[str, int]] = [{}]
-    parts = [1]  # of the ranks of a stage
-    if strategy.shards(dims) and _is_uneven(training):  # the last shard of each copy, and all other ranks
+    parts = [1]  # relative numbers of a stage's ranks
+    if strategy.shards(dims) and _is_uneven(training):  # the last shard of each copy differs from all others
         places.append({name: getattr(dims, name) - 1 for name in dims.order("weights")})
         parts = [dims.shards - 1, 1]
     elif strategy.replicates(dims) and strategy.optimizer == "zero1":
@@ -46,7 +47,7 @@ def classes(training: TrainingSpec) -> dict[int, int]:
 
 
 def rank_at(training: TrainingSpec, place: dict[str, int]) -> int:
-    """The rank at a place of the mesh; it is the first one along a dimension that is not named."""
+    """Return the rank at a place of the mesh; omitted dimensions are 0."""
     rank = 0
     for name in training.layout.dims.order():
         rank = rank * getattr(training.layout.dims, name) + place.get(name, 0)
@@ -54,7 +55,7 @@ def rank_at(training: TrainingSpec, place: dict[str, int]) -> int:
 
 
 def _stages(training: TrainingSpec) -> dict[int, int]:
-    """The ranks of a pipeline that are carried out, and how many each stands for."""
+    """Return the pipeline stages to run, and how many stages each stands for."""
     count = training.layout.dims.pipeline
     if count <= _ALL_STAGES:
         return dict.fromkeys(range(count), 1)
@@ -65,7 +66,7 @@ def _stages(training: TrainingSpec) -> dict[int, int]:
 
 
 def _is_uneven(training: TrainingSpec) -> bool:
-    """Whether some weight cannot be cut into equal shards."""
+    """Return whether some weight cannot be cut into equal shards."""
     dims = training.layout.dims
     dimensions = cut_dimensions(training.model) if dims.tensor > 1 else {}
     for weight in module_of(training.model).parameters():
@@ -80,11 +81,11 @@ _OF_RANKS = ("ranks", "allocated_bytes", "reserved_bytes", "communicators", "hos
 
 
 def merged(records: Sequence[Mapping[str, Any]], standing: Mapping[int, int]) -> dict[str, Any]:
-    """The record of all ranks.
+    """Combine records of different ranks into one.
 
     Args:
-        records: Each is of other ranks, in ascending order; one with messages is of one rank.
-        standing: How many ranks each of them stands for.
+        records: In ascending order of their ranks; a record with messages covers a single rank.
+        standing: The number of ranks that each rank stands for.
     """
     first = dict(records[0])
     if len(records) == 1:
@@ -109,7 +110,7 @@ def merged(records: Sequence[Mapping[str, Any]], standing: Mapping[int, int]) ->
 
 
 def _lists(parts: Sequence[Any], name: str) -> dict[str, list[int]]:
-    """A list for each kind that some part has, with zeros for those that have it not."""
+    """Concatenate the lists of each kind, with zeros for parts that lack the kind."""
     kinds = dict.fromkeys(kind for part in parts for kind in part[name])
     sizes = [len(part.get("ranks") if name == "kernels" else part["moments"]) for part in parts]
     return {
@@ -119,7 +120,7 @@ def _lists(parts: Sequence[Any], name: str) -> dict[str, list[int]]:
 
 
 def _messages(parts: Sequence[Any], standing: Mapping[int, int]) -> dict[str, dict[str, Any]]:
-    """The mean over all ranks of each operation; bytes are known if they are of all ranks that call it."""
+    """Return each operation's mean over all ranks; bytes are known only if all ranks that call it know theirs."""
     counts = [sum(standing[rank] for rank in part["ranks"]) for part in parts]
     total = sum(counts)
     found = {}

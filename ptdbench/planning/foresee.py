@@ -1,4 +1,4 @@
-"""What a run will need of memory, and the largest micro-batch that fits, by the product itself on virtual ranks."""
+"""The memory that a run will need, and the largest micro-batch that fits, found by running it on virtual GPUs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec
 from ptdbench.units import gib_text
 
-#: Bytes that may be allocated where needs are found out: a run that does not fit should say what it needs.
+#: Allocatable bytes while needs are determined: generous, so that a run that does not fit still reports its need.
 _ROOMY = 1 << 40
 
-#: Samples of a batch that every layout can divide, to learn the degrees of one whose batch is not given.
+#: A global batch that every layout can divide, to determine degrees if no batch is given.
 _ANY_BATCH = 2**10 * 3**2 * 5 * 7
 
-#: Micro-batches before a line proposes one, as multiples of the smallest: what does not fit tells its need here, too.
+#: Tries before a line proposes, as multiples of the smallest: here, a try that does not fit reports its need, too.
 _POINTS = (8, 32)
 
-#: Where the figures of what lies beside torch's allocator come from.
+#: Sources of the figures for memory outside torch's allocator.
 _SOURCES = {
     "CUDA context": "conf/virtual: an estimate, drivers differ",
     "NCCL": "an estimate, by NCCL's documented size of its buffers",
@@ -42,11 +42,11 @@ _SOURCES = {
 
 
 class Failed(Exception):
-    """A run on virtual ranks failed for another reason than memory of a GPU."""
+    """A run on virtual GPUs failed for a reason other than GPU memory."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         super().__init__(schema.error(record).message)
-        self.record = record  #: Of that run.
+        self.record = record  #: The record of that run.
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Asked:
 
     config: Config  #: The configuration.
     is_free: bool  #: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
-    title: str  #: What it is called while it is planned.
+    title: str  #: Its title in the display.
     carry_out: CarryOut  #: :func:`ptdbench.run.run`.
-    cores: int = 1  #: So many ranks are carried out at once.
+    cores: int = 1  #: Number of ranks to run at once.
 
     @property
     def sets_batch(self) -> bool:
@@ -66,11 +66,11 @@ class Asked:
 
 
 def plan(asked: Asked) -> dict[str, Any]:
-    """The fields of the record of a plan.
+    """Return the record fields of a plan.
 
     Raises:
-        ConfigError: There is no such run.
-        Failed: It fails on virtual GPUs for another reason than their memory.
+        ConfigError: The run's configuration is invalid.
+        Failed: The run fails on virtual GPUs for a reason other than their memory.
     """
     name = asked.config.call("workload").name
     require(None if name == "train" else Problem("workload", name, "only training is planned", "omit it"))
@@ -89,14 +89,14 @@ def plan(asked: Asked) -> dict[str, Any]:
 
 
 def _with_any_batch(config: Config) -> Config:
-    """With a batch that all its ranks can divide, and into as many micro-batches as asked, to learn their degrees."""
+    """Return the configuration with a global batch that its ranks and micro-batches can divide, to find the degrees."""
     asked = (config.cluster.nodes, config.cluster.ranks_per_node)
     counts = (*asked, config.call("parallel").options.get("microbatches"))
     return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *(n for n in counts if isinstance(n, int))])})
 
 
 def _lacking_on_host(spec: RunSpec) -> str | None:
-    """Why no rank can be carried out whose training state is in the memory of this host; ``None`` if one can."""
+    """Return why this host cannot hold the training state of an offloading rank; ``None`` if it can."""
     assert spec.training
     if not spec.is_on_host:
         return None
@@ -108,7 +108,7 @@ def _lacking_on_host(spec: RunSpec) -> str | None:
 
 
 def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
-    """What is known without carrying anything out."""
+    """Return what is known without running anything."""
     training = spec.training
     assert training
     layout = next(iter(layouts(training, is_free=True).values())) if asked.sets_batch else training.layout
@@ -130,7 +130,7 @@ def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
 
 
 def _as_planned(layout: BatchPlan, found: Mapping[str, Any], lack: str) -> dict[str, Any]:
-    """The fields of every plan; ``lack`` is why it does not fit, empty if it does."""
+    """Return the fields of every plan; ``lack`` says why it does not fit, and is empty if it does."""
     error = schema.NO_ERROR | {"type": "DoesNotFit", "message": lack}
     status = {"status": "oom", "error": error} if lack else {"status": "ok", "error": None}
     return {"layout": layout.as_dict(), "global_batch": layout.global_batch, "kind": "planned", "plan": found, **status}
@@ -146,13 +146,13 @@ class _Virtual:
         self._reserve = asked.config.general.memory_reserve or 0.0
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
-        self._state = spec.training.footprints()  # before anything is carried out, as not every optimizer tells
+        self._state = spec.training.footprints()  # before anything runs, as this raises for some optimizers
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": spec.nccl_bytes} if spec.nccl_bytes else {})
         self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._records: dict[int, dict[str, Any]] = {}
 
     def fields(self) -> dict[str, Any]:
-        """Carry out what was asked for, or what is found, and look for the largest micro-batch."""
+        """Run the requested or the found micro-batch, and search for the largest one."""
         candidates = list(self._layouts)
         search = Search(candidates, self._room, lambda size: self._tried(size, profiled=False), points=_POINTS)
         if is_sought(self._asked.config):
@@ -161,14 +161,14 @@ class _Virtual:
             shown = self._training.layout.micro_batch
             search.tries.append(self._tried(shown, profiled=True))
             search.largest()
-        if self._records.get(shown, {}).get("virtual") is None:  # more than the roomy one has: by the line
+        if self._records.get(shown, {}).get("virtual") is None:  # it exceeded even the roomy limit: use the line
             return self._beyond(shown, search)
         if not self._records[shown].get("memory"):
             self._tried(shown, profiled=True)
         return self._found(shown, search)
 
     def _tried(self, micro_batch: int, profiled: bool) -> Try:
-        """Carry the micro-batch out with room for all that it takes; where that leaves doubt, with what there is."""
+        """Run a micro-batch with ample memory; if that leaves it open whether it fits, again with the real limit."""
         started = time.monotonic()
         record = self._run(micro_batch, max(self._room, _ROOMY), profiled)
         self._records[micro_batch] = record
@@ -176,8 +176,8 @@ class _Virtual:
             return Try(micro_batch, "oom", None, False, time.monotonic() - started)
         allocated, needed = (self._most(micro_batch, record, kind) for kind in ("allocated_bytes", "reserved_bytes"))
         fits = needed <= self._room
-        if not fits and allocated <= self._room:  # torch gives back what it keeps for later before it gives up
-            beside = sum(self._beside(micro_batch).values()) - self._gpu.context  # which the virtual GPU has itself
+        if not fits and allocated <= self._room:  # torch frees its cache before it reports out of memory
+            beside = sum(self._beside(micro_batch).values()) - self._gpu.context  # the virtual GPU itself counts it
             close = self._run(micro_batch, self._room - beside, profiled)
             fits = close["status"] == "ok"
             if fits:
@@ -188,12 +188,12 @@ class _Virtual:
         return int(max(record["virtual"][kind])) + sum(self._beside(micro_batch).values())
 
     def _beside(self, micro_batch: int) -> dict[str, int]:
-        """What a run of it has beside torch's allocator as it was carried out."""
+        """Return the memory outside torch's allocator, and that of samples missing from the stand-in step."""
         samples = waiting(self._training, self._layouts[micro_batch])
         return self._outside | ({"samples": samples} if samples else {})
 
     def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> dict[str, Any]:
-        """The record of one micro-batch on ranks of each class, as many at once as may be."""
+        """Return the record of one micro-batch, run on a rank of each class, as many at once as there are cores."""
         carried = stand_in(self._training, self._layouts[micro_batch])
         ranks, found = list(self._classes), []
         cores = 1 if profiled else self._asked.cores  # the profiler's events of a large model take half a gigabyte
@@ -220,7 +220,7 @@ class _Virtual:
         return merged(found, self._classes)
 
     def _found(self, shown: int, search: Search) -> dict[str, Any]:
-        """The fields of a micro-batch that was carried out."""
+        """Return the fields of a plan whose micro-batch was run."""
         record = self._records[shown]
         virtual, layout = record["virtual"], self._layouts[shown]
         most = virtual["reserved_bytes"].index(max(virtual["reserved_bytes"]))
@@ -240,7 +240,7 @@ class _Virtual:
         return {**{name: record.get(name) for name in names}, **_as_planned(layout, found, lack)}
 
     def _beyond(self, shown: int, search: Search) -> dict[str, Any]:
-        """The fields of one that needs more than any GPU has."""
+        """Return the fields of a plan whose micro-batch exceeds even the roomy limit."""
         needed = int(search.predicted(shown)) if sum(one.needed_bytes is not None for one in search.tries) > 1 else None
         found = self._common(shown, search) | {"needed_bytes": needed, "fits": False}
         lack = self._lack(shown, needed, search)
@@ -260,7 +260,7 @@ class _Virtual:
         }
 
     def _lack(self, shown: int, needed: int | None, search: Search) -> str:
-        """What does not fit, and what would."""
+        """Return the message about what does not fit, and what would."""
         margin = f"memory_reserve={self._reserve:g}"
         has = f"a GPU has {gib_text(self._gpu.memory)}, {gib_text(self._room)} without {margin}"
         needs = gib_text(needed) if needed else f"more than {gib_text(self._gpu.memory // 8 * 9)}"
@@ -282,7 +282,7 @@ class _Virtual:
 
 
 def _else(config: Config) -> str:
-    """What makes activations smaller."""
+    """Suggest options that reduce the memory of activations."""
     words = []
     if config.call("activations").name == "keep":
         words.append("activations=recompute")

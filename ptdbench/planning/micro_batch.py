@@ -1,7 +1,7 @@
 """``train.micro_batch=max`` and ``best``: found by short runs of all ranks in fresh processes, before the run itself.
 
-A try is a run in a directory of its own below the run's, which may end ``oom`` as any run may: its ranks end together,
-whoever of them was out of memory, and none of them decides anything.
+A try is a separate run in a directory below the run's. Like any run, it may end ``oom``: its ranks end together,
+whichever was out of memory, and none of them decides anything.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from ptdbench.setup.run_spec import RunSpec, Summary
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.units import gib_text
 
-#: Carries out the run of a directory.
+#: Executes the run of a directory.
 CarryOut = Callable[[Path, Config, Summary, Heading], None]
 
-#: How far a line is trusted beyond the largest try: resident memory is no exact figure.
+#: How far beyond the largest try a line is trusted, as a factor: resident memory is not an exact figure.
 _STRIDE = 64
 
-#: Short runs at most to find the largest.
+#: Maximum number of short runs to find the largest.
 _MOST = 6
 
-#: What is asked for instead of a number.
+#: Values of the option that request a search.
 SOUGHT = ("max", "best")
 
-#: Endings of a try that tell whether it fits.
+#: Statuses of a try that tell whether it fits.
 _TELLING = ("ok", "oom", "diverged")
 
-#: Blocks of the largest and the next smaller one at most, the steps of a run in them, and what counts as a tie.
+#: Maximum number of blocks to compare two micro-batches, the steps of each run, and the largest difference of a tie.
 _BLOCKS, _STEPS, _TIED = 12, 10, 0.02
 
-#: What a try leaves out of a run.
+#: Options that shorten a run to a try.
 _SHORT = {
     "train.warmup_steps": 0,
     "train.max_minutes": None,
@@ -63,58 +63,58 @@ _SHORT = {
 
 
 def of_try(config: Config, steps: int = 3) -> dict[str, Any]:
-    """The options that make a try of a run; its optimizer's state is there from the second step on."""
+    """Return the options that shorten a run to a try; its optimizer state exists from the second step on."""
     found: dict[str, Any] = _SHORT | {"train.steps": steps}
     if isinstance(config.cluster, Slurm):
-        found["cluster.requeue"] = False  # it makes no checkpoint to go on after
+        found["cluster.requeue"] = False  # it writes no checkpoint to resume from
     if config.call("parallel").options.get("gradients") == "powersgd":
-        # Two steps at least are averaged as they are, and what the third one leaves out is in memory in the fourth.
+        # At least two steps are averaged uncompressed, and the third one's residual is in memory in the fourth.
         found |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
     if config.resolved.get("precision") == "fp16" and not config.resolved.get("virtual"):
-        # A step that overflows is skipped, and makes no state: the loss scale is 2**16 at first, and half after each.
+        # A step that overflows is skipped, and makes no state: the loss scale starts at 2**16, and each skip halves it.
         found["train.steps"] += 16
     return found
 
 
 def is_sought(config: Config) -> bool:
-    """Whether the micro-batch is to be found."""
+    """Return whether the micro-batch must be searched for."""
     train = config.resolved.get("train")
     return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
 
 
 def as_found(config: Config, record: Mapping[str, Any] | None) -> Config:
-    """The configuration of a run with the micro-batch that has been found for it before its ranks were started."""
+    """Return the configuration of a run with the micro-batch that was found before its ranks were started."""
     found = part(record or {}, MicroBatch).found
     return config.changed({"train.micro_batch": found}) if found and is_sought(config) else config
 
 
-#: Bytes of a GPU, until a try has told them.
+#: Stand-in for the size of a GPU in bytes, until a try has reported it.
 _UNKNOWN = 1 << 62
 
 
 class Broken(RuntimeError):
-    """A try failed for another reason than memory, and so would the run."""
+    """A try failed for a reason other than memory, and so would the run."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What was found."""
+    """The result of a search."""
 
-    config: Config  #: That of the run, with the micro-batch.
-    summary: Summary  #: That of the run, with its layout.
+    config: Config  #: The run's configuration, with the micro-batch.
+    summary: Summary  #: The run's summary, with its layout.
     field: dict[str, Any]  #: The record's field ``micro_batch``.
 
 
 @dataclass
 class Finder:
-    """The search of one run."""
+    """The search for the micro-batch of one run."""
 
     directory: Path  #: The run's directory.
     config: Config  #: Its configuration.
-    heading: Heading  #: What it is called.
-    carry_out: CarryOut  #: Carries a try out.
-    note: Callable[[dict[str, Any]], None]  #: Adds the record's field ``micro_batch`` after each try.
-    #: Of the job whose script searches; ``None`` where the ranks are started on this machine.
+    heading: Heading  #: The heading of its display.
+    carry_out: CarryOut  #: Executes a try.
+    note: Callable[[dict[str, Any]], None]  #: Updates the record's field ``micro_batch`` after each try.
+    #: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
     steps: JobSteps | None = None
     _rates: dict[int, list[float]] = field(default_factory=dict)
 
@@ -122,9 +122,9 @@ class Finder:
         """Find the micro-batch.
 
         Raises:
-            ConfigError: There is no such run.
+            ConfigError: The run's configuration is invalid.
             MemoryError: Not even the smallest fits.
-            Broken: See there.
+            Broken: A try failed for a reason other than memory.
         """
         self._spec = self._specify()
         if not self._spec.training:
@@ -144,7 +144,7 @@ class Finder:
         return self._with(largest)
 
     def given(self, micro_batch: int) -> Found | None:
-        """The same of a micro-batch that an earlier start of the run has found; ``None`` if these ranks have it not."""
+        """Return the result for a micro-batch found by an earlier start; ``None`` if these ranks cannot run it."""
         self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
         assert self._spec.training
         self._layouts = layouts(self._spec.training)
@@ -161,7 +161,7 @@ class Finder:
 
     def _field(self, found: int | None) -> dict[str, Any]:
         tried = {one["micro_batch"]: one | {"rates": None} for one in self._search.as_dicts()}
-        for size, rates in self._rates.items():  # of best, some of which nobody had to try before
+        for size, rates in self._rates.items():  # under `best`; some were not tried in the search
             known = {"micro_batch": size, "status": "ok", "needed_bytes": None, "fits": True, "seconds": None}
             tried[size] = tried.get(size, known) | {"rates": [*rates]}
         tries = list(tried.values())
@@ -173,7 +173,7 @@ class Finder:
         return replace(known, fields={**known.fields, "layout": layout.as_dict()})
 
     def _room(self, metrics: Metrics | None) -> int:
-        """Bytes that the run may take: of this host on its ranks, or of a GPU, whose size the first try tells."""
+        """Return the bytes available to the run: of this host, or of a GPU, whose size the first try reports."""
         general, cluster = self.config.general, self.config.cluster
         if self._spec.device_type == "cpu":
             of_job = checks.in_job(cluster, self._ranks_here) if self.steps and isinstance(cluster, Slurm) else None
@@ -190,18 +190,18 @@ class Finder:
         return self.steps.world.local_size if self.steps else self._spec.world_size
 
     def _needed(self, micro_batch: int, record: dict[str, Any]) -> int | None:
-        """Bytes that a run would take: of the ranks of this host, or of the GPU of the rank that takes most."""
+        """Return the bytes that a run would take: all ranks of this host together, or the GPU of the largest rank."""
         assert self._spec.training
         metrics, waits = part(record, Metrics), waiting(self._spec.training, self._layouts[micro_batch])
         if self._spec.device_type == "cpu":
             peak = metrics.peak_memory_bytes
             return None if peak is None else (peak + waits) * self._ranks_here
-        waits += self._spec.nccl_bytes if self._spec.virtual else 0  # which a real GPU has beside torch's allocator
+        waits += self._spec.nccl_bytes if self._spec.virtual else 0  # on a real GPU, outside_memory_bytes has them
         reserved = metrics.peak_reserved_bytes
         return None if reserved is None else reserved + waits + (metrics.outside_memory_bytes or 0)
 
     def _tried(self, micro_batch: int) -> Try:
-        """One short run."""
+        """Try a micro-batch in one short run."""
         started = time.monotonic()
         record = self._carried_out(micro_batch, of_try(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
@@ -216,13 +216,13 @@ class Finder:
     def _carried_out(
         self, micro_batch: int, options: dict[str, Any], what: str, is_whole: bool = False
     ) -> dict[str, Any]:
-        """The record of a short run; of whole steps, or of such as stand for them."""
+        """Return the record of a short run, with whole steps if ``is_whole``, otherwise with shorter stand-ins."""
         assert self._spec.training
         layout = self._layouts[micro_batch]
         layout = layout if is_whole else stand_in(self._spec.training, layout)
         tries = self.directory / store.TRIES
         tries.mkdir(exist_ok=True)
-        directory = tries / f"{len([*tries.iterdir()]) + 1}_micro_batch_{micro_batch}"  # beside those of earlier starts
+        directory = tries / f"{len([*tries.iterdir()]) + 1}_micro_batch_{micro_batch}"  # earlier starts left some, too
         directory.mkdir()
         size = {"train.micro_batch": micro_batch, "train.global_batch": layout.global_batch}
         config = self.config.changed({**options, **size})
@@ -230,16 +230,16 @@ class Finder:
         self.carry_out(directory, config, self._summary(layout), heading)
         record = store.load_record(directory)
         is_told = record["status"] != "oom" or not self._spec.virtual or failure.is_of_gpu(schema.error(record))
-        if record["status"] not in _TELLING or not is_told:  # the memory of virtual GPUs is not this machine's
+        if record["status"] not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
             raise Broken(f"the try of micro-batch {micro_batch} came to no result: {reason(record)}")
         return record
 
     def _fastest(self, fitting: list[int]) -> int:
-        """The fastest, from the largest downward: the first that the next smaller one is known not to beat.
+        """Return the fastest: going down from the largest, stop at the first that the next smaller one does not beat.
 
-        Both are carried out in turns. A pair is settled when it is known to differ, or to be tied, by the statistics of
-        ``repeat=auto``; a pair that is not settled after the last block counts as tied, and of a tie the larger one is
-        kept.
+        The two run alternately. A pair is settled when it is known to differ, or to be tied, by the statistics of
+        ``repeat=auto``; a pair that is not settled after the last block counts as tied, and a tie goes to the larger
+        one.
         """
         best, *smaller = reversed(fitting)
         for other in smaller:
@@ -249,7 +249,7 @@ class Finder:
         return best
 
     def _is_slower(self, best: int, other: int) -> bool:
-        """Whether the larger one is known to be slower than the next smaller one."""
+        """Return whether the larger one is known to be slower than the next smaller one."""
         level, looks = significance.level_of_look(_BLOCKS), significance.interim_looks(_BLOCKS)
         pair: dict[int, dict[Hashable, float]] = {best: {}, other: {}}
         for block in range(1, _BLOCKS + 1):
@@ -273,10 +273,10 @@ class Finder:
         return False
 
     def _rate(self, size: int, what: str) -> float | None:
-        """Samples a second of a short run; ``None`` if it was out of memory.
+        """Return the samples per second of a short run; ``None`` if it was out of memory.
 
         Raises:
-            Broken: It has no times.
+            Broken: The run has no throughput.
         """
         options = of_try(self.config, _STEPS) | {"train.warmup_steps": 2}
         record = self._carried_out(size, options, what, is_whole=True)
@@ -288,23 +288,23 @@ class Finder:
         return rate
 
 
-#: Passes of a step that are carried out: from the second one on gradients are accumulated, and none needs more.
+#: Passes of a step in a try: the second one accumulates gradients, and further ones need no more memory.
 _PASSES = 2
 
-#: Micro-batches of a run whose global batch is not given.
+#: Candidate micro-batches of a run whose global batch is not given.
 _POWERS = [2**power for power in range(13)]
 
 
 def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPlan]:
-    """The layouts of a run by their micro-batches, in ascending order.
+    """Return the possible layouts of a run by their micro-batches, in ascending order.
 
     Args:
         training: The run.
-        is_free: Whether the global batch follows from the micro-batch, so that a replica has one pass, of a pipeline
-            with at least as many micro-batches as ranks: with fewer, some of them would always idle.
+        is_free: Whether the global batch follows from the micro-batch. Then each replica has one pass, in a pipeline
+            with at least as many micro-batches as ranks: with fewer, some ranks would always idle.
 
     Raises:
-        ConfigError: There is none; why not of the smallest.
+        ConfigError: There is none; with the reason for the smallest micro-batch.
     """
     strategy, dims, batch = training.strategy, training.layout.dims, training.layout.global_batch
     staged = strategy.applies("pipeline", dims)
@@ -326,7 +326,7 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
 
 
 def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
-    """A step with no more passes than it takes to see the peak of this one without its :func:`waiting` samples."""
+    """Return the shortest step with the same memory peak, except for :func:`waiting` samples."""
     if layout.accumulation <= _PASSES:
         return layout
     batch = layout.global_batch // layout.accumulation * _PASSES
@@ -335,6 +335,6 @@ def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
 
 
 def waiting(training: TrainingSpec, layout: BatchPlan) -> int:
-    """Bytes of a replica's samples that the step in its place lacks: a rank has all of a step's from its start on."""
+    """Return the bytes of samples that the stand-in step lacks: a rank holds all samples of a step from its start."""
     missing = layout.replica_batch - stand_in(training, layout).replica_batch
     return missing * sum(one.nbytes for one in training.data.example())

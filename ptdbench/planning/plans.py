@@ -1,4 +1,4 @@
-"""The plans of a command line: one for each layout, known from an earlier plan or made anew, each a record."""
+"""The plans of a command line: one record for each layout, cached from an earlier plan or made now."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ _KIND = "plans"
 #: Packages whose versions a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
-#: Bytes of the host that a rank of a large model takes while it is carried out, its part of what starts it included.
+#: Host memory in bytes that a running rank of a large model takes, including its share of the fork server.
 _BYTES = 3_000_000_000
 
-#: Lets ranks of these configurations start sooner.
+#: Prepares the start of ranks with these configurations.
 Prepare = Callable[[Sequence[Config]], None]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What was planned."""
+    """The plans of a command line."""
 
-    directory: Path  #: With a directory for each record.
-    records: Sequence[Mapping[str, Any]]  #: In the order of the command line.
+    directory: Path  #: The folder with a directory for each record.
+    records: Sequence[Mapping[str, Any]]  #: The records, in the order of the command line.
 
 
 def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
-    """The configurations of a command line.
+    """Return the configurations of a command line.
 
     Raises:
-        ConfigError: It cannot be used, or is not for planning.
+        ConfigError: The command line is invalid, or cannot be planned.
     """
     extra = str(config_dir) if config_dir else None
     found = compose.compose_all(overrides, True, compose.Source(compose.conf_folder(), extra=extra))
@@ -86,10 +86,10 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
 
     Args:
         of: The configurations.
-        overrides: The words that they come from.
-        again: Plan anew what is known from an earlier plan.
-        prepare: :func:`ptdbench.entry.prepare_ranks`, or what stands for it; called in each process that plans.
-        carry_out: :func:`ptdbench.run.run`, in the same way.
+        overrides: The overrides that they were composed from.
+        again: Ignore cached plans.
+        prepare: :func:`ptdbench.entry.prepare_ranks` or a substitute; called in each process that plans.
+        carry_out: :func:`ptdbench.run.run` or a substitute.
 
     Raises:
         ConfigError: The directory cannot be written to.
@@ -119,18 +119,18 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
 
 @dataclass(frozen=True)
 class _Lacking:
-    """A plan that is not known yet."""
+    """A plan that is not cached."""
 
     config: Config
     is_free: bool  #: Whether nobody gave a global batch.
-    title: str  #: What it is called while it is planned.
-    key: dict[str, Any] | None  #: By what it is kept; ``None``: it is not.
+    title: str  #: Its title in the display.
+    key: dict[str, Any] | None  #: Its cache key; ``None`` if it cannot be cached.
 
 
 def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) -> Generator[dict[str, Any]]:
-    """Make plans, and yield the fields of each: several at once, in processes of their own.
+    """Make plans, several at once in separate processes, and yield the fields of each.
 
-    As many ranks are carried out at once as cores and memory allow: each has one thread.
+    As many ranks run at once as cores and memory allow: each has one thread.
     """
     at_once = max(1, min(len(os.sched_getaffinity(0)), host_memory().available // _BYTES))
     processes = min(at_once, len(lacking))
@@ -147,37 +147,37 @@ def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) ->
                     del rest[0]
                     yield found
         except BrokenProcessPool as ended:
-            if processes == 1:  # it died of the first one that is left
+            if processes == 1:  # the first remaining plan killed it
                 yield _failed(ended)
                 del rest[0]
-            processes = 1  # of several nobody knows which plan one has died of, as of too little memory
+            processes = 1  # with several, it is unknown which plan killed the process, for example by lack of memory
 
 
 def _in_pool(
     lacking: Sequence[_Lacking], processes: int, prepare: Prepare, carry_out: CarryOut, at_once: int
 ) -> Generator[dict[str, Any]]:
-    """Make plans in so many processes; raises BrokenProcessPool where one of them dies."""
+    """Make plans in a pool of worker processes; raises BrokenProcessPool if one of them dies."""
     context, others = get_context("spawn"), active_children()
     pool = ProcessPoolExecutor(processes, context, _begin, (prepare, [one.config for one in lacking]))
     try:
         for future in [pool.submit(_planned, one, carry_out, at_once) for one in lacking]:
             yield future.result()
     finally:
-        for process in set(active_children()).difference(others):  # one that still plans would go on to its end
+        for process in set(active_children()).difference(others):  # a worker would otherwise finish its current plan
             process.terminate()
         pool.shutdown(cancel_futures=True)
 
 
 def _begin(prepare: Prepare, configs: Sequence[Config]) -> None:
-    """Begin in a process that plans: it ends with the one that started it, which also minds Ctrl-C."""
+    """Initialize a worker process: it ends with its parent, which also handles Ctrl-C."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TERM"] = "dumb"  # no process redraws the line of another
+    os.environ["TERM"] = "dumb"  # so that workers do not redraw each other's line
     prepare(configs)
 
 
 def _planned(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
-    """Make a plan in a process of the pool, which is over when it is asked to stop: it would be given the next one."""
+    """Make a plan in a worker process, which exits when asked to stop: it would otherwise be given the next plan."""
     try:
         with local.stopping():
             return _fields(one, carry_out, cores)
@@ -186,7 +186,7 @@ def _planned(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
 
 
 def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
-    """Make a plan, and keep it: its fields, or why there is none."""
+    """Make and cache a plan; return its fields, or the failure."""
     from ptdbench.planning import foresee
 
     started = time.monotonic()
@@ -195,7 +195,7 @@ def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
     except ConfigError as refused:
         return _failed(refused)
     except foresee.Failed as failed:
-        status = failed.record["status"]  # out of memory was this machine, which tells nothing of the GPU
+        status = failed.record["status"]  # "oom" means host memory, which says nothing about the GPU
         return {"status": "failed" if status == "oom" else status, "error": failed.record["error"]}
     if one.key and found["plan"].get("reason") is None:
         try:
@@ -212,9 +212,9 @@ def _failed(error: Exception) -> dict[str, Any]:
 
 
 def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
-    """All that a plan on virtual GPUs depends on; ``None`` where that is not known."""
+    """Return the cache key: all that a plan on virtual GPUs depends on; ``None`` if that is unknown."""
     if "virtual" not in read.resolved:
-        return None  # the machine's own memory changes
+        return None  # this machine's available memory changes
     options = {name: value for name, value in read.resolved.items() if not bears(name, "nothing")}
     named = {target.partition(".")[0] for target in _targets(read.resolved)} - {"ptdbench"}
     if any(map(_may_change, named | set(filter(util.find_spec, _PACKAGES)))):
@@ -225,7 +225,7 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
 
 
 def _targets(options: Any) -> Iterator[str]:
-    """The names of what a configuration instantiates."""
+    """Yield the targets that a configuration instantiates."""
     if isinstance(options, Mapping):
         if "_target_" in options:
             yield str(options["_target_"])
@@ -237,7 +237,7 @@ def _targets(options: Any) -> Iterator[str]:
 
 @once
 def _may_change(package: str) -> bool:
-    """Whether its files are somebody's own, imported from where they are edited: no version tells when they change."""
+    """Return whether a package is imported from editable sources, whose changes no version reveals."""
     found = util.find_spec(package)
     places = [*(found.submodule_search_locations or []), found.origin or ""] if found else []
     return not any({"site-packages", "dist-packages"}.intersection(Path(place).parts) for place in places)
@@ -245,7 +245,7 @@ def _may_change(package: str) -> bool:
 
 @once
 def _version(package: str) -> str | None:
-    """The version of an installed package, by the name under which it is imported."""
+    """Return the version of an installed package, by its import name."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -255,7 +255,7 @@ def _version(package: str) -> str | None:
 
 @once
 def _package() -> str:
-    """A digest of the files of ptdbench itself."""
+    """Return a digest of ptdbench's own files."""
     folder, found = Path(compose.__file__).parents[1], sha256()
     for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.c"), *folder.rglob("*.h")]):
         found.update(path.read_bytes())

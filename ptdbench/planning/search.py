@@ -1,6 +1,6 @@
-"""The search for the largest micro-batch that fits: a line through what was tried proposes, and a try decides.
+"""Search for the largest micro-batch that fits: a line through earlier tries proposes a size, and a try decides.
 
-Nothing here knows what a try is: a run on virtual GPUs, or one of all ranks in fresh processes.
+The search does not know what a try is: a run on virtual GPUs, or a run of all ranks in fresh processes.
 """
 
 from __future__ import annotations
@@ -9,40 +9,40 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: A proposal that the line puts further above the room than this share of it is not tried: nobody doubts the answer.
+#: A candidate whose predicted need exceeds the room by more than this fraction is not tried: it clearly does not fit.
 _CLEAR = 0.1
 
 
 @dataclass(frozen=True)
 class Try:
-    """What came of a micro-batch."""
+    """The result of trying a micro-batch."""
 
     micro_batch: int  #: Samples of one forward and backward pass of a rank.
-    status: str  #: How the run of it ended.
-    #: What it needed of the memory that it must fit into; ``None`` if it ended before that was known.
+    status: str  #: How its run ended.
+    #: Memory that it needed, of the kind that it must fit into; ``None`` if it ended before that was known.
     needed_bytes: int | None
-    fits: bool  #: Whether it ended well and fitted.
-    seconds: float = 0.0  #: What the try took.
+    fits: bool  #: Whether it succeeded and fitted.
+    seconds: float = 0.0  #: Duration of the try.
 
 
 @dataclass
 class Search:
-    """The largest of several micro-batches that fits."""
+    """A search for the largest of several micro-batches that fits."""
 
     candidates: Sequence[int]  #: The micro-batches that the layout can run, in ascending order; at least one.
-    room: int  #: Bytes that there are.
-    attempt: Callable[[int], Try]  #: Tries one of them.
-    most: int = 12  #: Tries at most; a search that runs out of them keeps the largest that has fitted.
-    #: So many times the largest try, and no more, is proposed by a line: where needs are measured, and a try that needs
-    #: far too much harms others. 0: any.
+    room: int  #: Available bytes.
+    attempt: Callable[[int], Try]  #: Tries a micro-batch.
+    most: int = 12  #: Maximum number of tries; if they run out, the largest that fitted so far is the result.
+    #: A line proposes at most this multiple of the largest try: with measured needs, a try that needs far too much
+    #: memory harms other processes. 0: no limit.
     stride: int = 0
-    #: The tries after the first one are at most so many times as large, before a line proposes: steps that are too much
-    #: alike give none, and needs may grow less from some size on.
+    #: The tries before a line proposes, as multiples of the smallest candidate: sizes too close together give no useful
+    #: line, and needs may grow more slowly beyond some size.
     points: Sequence[int] = (8,)
-    tries: list[Try] = field(default_factory=list)  #: What was tried, in that order.
+    tries: list[Try] = field(default_factory=list)  #: The tries so far, in order.
 
     def largest(self) -> int | None:
-        """The largest micro-batch that fits, itself tried; ``None`` if none does.
+        """Return the largest micro-batch that fits, itself tried; ``None`` if none does.
 
         The next larger candidate has been tried and did not fit, or is far too large by :meth:`predicted`.
         """
@@ -52,18 +52,18 @@ class Search:
 
     @property
     def best(self) -> int | None:
-        """The largest that has fitted so far."""
+        """The largest micro-batch that has fitted so far."""
         return max((one.micro_batch for one in self.tries if one.fits), default=None)
 
     def proposal(self) -> int | None:
-        """The micro-batch to try next; ``None`` if the answer is known."""
+        """Return the micro-batch to try next; ``None`` if the answer is known."""
         tried = {one.micro_batch for one in self.tries}
         above = min((one.micro_batch for one in self.tries if not one.fits), default=None)
         open_ = [m for m in self.candidates if m > (self.best or 0) and (above is None or m < above) and m not in tried]
         if not open_:
             return None
         if sum(one.needed_bytes is not None for one in self.tries) < 2:
-            smallest = self.candidates[0]  # from below, as a try that is too large may tell nothing
+            smallest = self.candidates[0]  # from below, as a try that is too large may not reveal its need
             near = [size for size in open_ if size <= self.points[0] * smallest]
             return near[-1] if near and smallest in tried else open_[0]
         for times in self.points[1:]:
@@ -74,14 +74,14 @@ class Search:
         fitting = [m for m in open_ if self.predicted(m) <= self.room and m <= farthest]
         if fitting:
             last = self.tries[-1]
-            is_misled = not last.fits and last.needed_bytes is None  # it did not fit where the line had seen room
+            is_misled = not last.fits and last.needed_bytes is None  # it did not fit although the line predicted so
             return fitting[len(fitting) // 2 if is_misled else -1]
         return open_[0] if self.predicted(open_[0]) <= (1 + _CLEAR) * self.room else None
 
     def predicted(self, micro_batch: int) -> float:
-        """Bytes that a micro-batch needs, by the line through its two neighbors among the tries whose need is known.
+        """Return the bytes that a micro-batch needs, by the line through its neighbors among tries with a known need.
 
-        Beyond the largest of them it is the line through the two largest.
+        Beyond the largest of these, it is the line through the two largest.
         """
         known = sorted((one.micro_batch, one.needed_bytes) for one in self.tries if one.needed_bytes is not None)
         if len(known) < 2:
@@ -91,5 +91,5 @@ class Search:
         return above + (above - below) / (y - x) * (micro_batch - y)
 
     def as_dicts(self) -> list[dict[str, Any]]:
-        """The tries as a record has them."""
+        """Return the tries in the form of a record."""
         return [asdict(one) for one in self.tries]
