@@ -1,4 +1,4 @@
-"""The agenda of a command line: which runs are carried out, what they are called, and their records."""
+"""The agenda of a command line: which runs to execute, their directories, and their records."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ptdbench.sweep.blocks import StoppingRule
 from ptdbench.sweep.requests import Request
 from ptdbench.terminal import echo
 
-#: What ranks agree on when they open a run.
+#: Prefix of the key by which ranks agree on opening a run.
 OPENED = "opened"
 
 
 class SweepEta:
-    """The headings of a sweep's runs, with the time left by the mean duration of those that ended well.
+    """The headings of a sweep's runs, with the remaining time estimated by the mean duration of successful runs.
 
-    Of a search there are the runs so far, and others will come (``is_whole`` is false).
+    In a search, the requests are the runs so far, and more will follow (``is_whole`` is false).
     """
 
     def __init__(self, requests: Sequence[Request], is_whole: bool = True) -> None:
@@ -41,18 +41,18 @@ class SweepEta:
         self._titles: list[str] = []
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Note the runs that are to be carried out, in ascending order."""
+        """Note the runs that will be executed, in ascending order."""
         self._to_come = numbers
 
     def ended(self, number: int, seconds: float, written: Written) -> None:
-        """Note how long a run took, and its record."""
+        """Note the duration and the record of a run."""
         if written["status"] == "ok":
             self._seconds[number] = seconds
 
     def heading(self, number: int) -> Heading:
-        """Return what the display of a run shows of the sweep."""
+        """Return the heading of a run's display, with its place in the sweep."""
         if len(self._titles) < len(self._requests):  # a search has added some
-            distinct = {id(request.whole): request for request in self._requests}  # repeats have the same
+            distinct = {id(request.whole): request for request in self._requests}  # shared by repeats
             drafts = [
                 record.begin(request.config.resolved, Path(), {}, request.overrides)
                 | dict(request.summary.fields if request.summary else {})
@@ -71,24 +71,24 @@ class SweepEta:
 
 @dataclass(frozen=True)
 class Opened:
-    """A run whose record is open, to be carried out."""
+    """A run whose record is open, ready to be executed."""
 
     number: int  #: Its number in the sweep.
-    request: Request  #: What was asked for.
+    request: Request  #: Its request.
     subdirectory: str  #: Its directory, below the sweep's.
 
 
 @dataclass(frozen=True)
 class Agenda:
-    """The runs of a command line, and which of them are to be carried out."""
+    """The runs of a command line, and which of them to execute."""
 
     directory: Path  #: The sweep's directory.
-    requests: list[Request] = field(default_factory=list)  #: In the order in which they are carried out.
-    only: str | None = None  #: The directory of the one run that is meant, below the sweep's; ``None`` for all.
-    #: Directories of runs whose jobs are still in the queue: they are left to these.
+    requests: list[Request] = field(default_factory=list)  #: The requests, in the order of execution.
+    only: str | None = None  #: The directory, below the sweep's, of the only run to execute; ``None`` for all runs.
+    #: Directories of runs whose jobs are still in the queue, which execute them.
     queued: frozenset[str] = frozenset()
-    searches: bool = False  #: Whether Hydra's sweeper chooses the runs as it goes: the requests are added then.
-    #: Says after which block of repeats no further one is needed; ``None``: all requests are carried out.
+    searches: bool = False  #: Whether Hydra's sweeper chooses runs by results: requests are then added one by one.
+    #: Decides after which block of repeats to stop; ``None`` if all requests are executed.
     stopping: StoppingRule | None = None
     _names: dict[int, str] = field(default_factory=dict, repr=False)
 
@@ -100,7 +100,7 @@ class Agenda:
         only: str | None,
         queued: frozenset[str] = frozenset(),
     ) -> Agenda:
-        """The agenda of a command line."""
+        """Return the agenda of a command line."""
         if composed.searches:
             return Agenda(directory, only=only, queued=queued, searches=True)
         repeat = found[0].config.repeat
@@ -110,18 +110,18 @@ class Agenda:
 
     @property
     def is_open(self) -> bool:
-        """Tell whether results decide which runs are carried out: nobody knows beforehand how many there are."""
+        """Whether results decide which runs are executed, so that their number is not known in advance."""
         return self.searches or self.stopping is not None
 
     @cached_property
     def eta(self) -> SweepEta:
-        """Return what is known of the runs that this process carries out itself."""
+        """The estimates for the runs that this process executes itself."""
         return SweepEta(self.requests, is_whole=not self.is_open)
 
     def batches(self, size: int | None) -> list[range]:
-        """Return the numbers of the runs that are handed over together, at most ``size`` (``None``: any number).
+        """Return the numbers of the runs to execute in each batch, at most ``size`` per batch (``None``: no limit).
 
-        A block is in one batch where results are looked at after each block, and where the runs of a block share a job.
+        A block is never split over batches if results are examined after each block, or if its runs share a job.
         """
         count = len(self.requests)
         of_block = sum(request.block == self.requests[0].block for request in self.requests)
@@ -132,23 +132,23 @@ class Agenda:
         return [range(start, min(start + (size or count), count)) for start in range(0, count, size or count)]
 
     def is_settled(self, number: int) -> bool:
-        """Tell whether the runs from this number on need not be carried out: enough is known of all."""
-        if self.stopping is None or self.only is not None:  # the one that is meant goes on whatever is known
+        """Return whether the runs from this number on are unnecessary, as enough is known about all configurations."""
+        if self.stopping is None or self.only is not None:  # a single requested run is always executed
             return False
         return self.stopping(self.directory, self.requests[number].block or 0)
 
     def subdirectory(self, number: int) -> str:
-        """The directory of a run, below the sweep's."""
+        """Return the directory of a run, below the sweep's."""
         if number not in self._names:
             self._names[number] = str(Path(self.requests[number].subdirectory(number)))
         return self._names[number]
 
     def open(self, number: int) -> Opened | None:
-        """Open the record of a run; ``None`` for a run that is not to be carried out.
+        """Open the record of a run; return ``None`` for a run that must not be executed.
 
-        Runs that are ok are left as they are, and so are those of which an earlier start still goes on, or which would
-        go on in another shape. One that is refused gets its row. Of several ranks rank 0 looks and writes, and what one
-        is refused, as its node has less memory, all are: the others would wait for it.
+        These are runs that are ok, that an earlier start is still executing, or that would resume in another shape. A
+        refused run gets a row in the results. With several ranks, rank 0 looks and writes, and if one rank refuses the
+        run, for example because its node has less memory, all do: they would otherwise wait for that rank.
 
         Raises:
             OSError: The record cannot be written.
@@ -168,11 +168,11 @@ class Agenda:
         return run if begun == str(True) else None
 
     def _begin(self, run: Opened, refused: ConfigError | None) -> bool:
-        """Write the first files of a run, and tell whether it is to be carried out."""
+        """Write the first files of a run, and return whether to execute it."""
         request, directory = replace(run.request, refused=refused), self.directory / run.subdirectory
         if self._is_left_out(run.subdirectory, request):
             if self._is_done(run.subdirectory, request) and run.subdirectory not in self._counted:
-                store.append_result(self.directory, store.load_record(directory))  # killed before it could add it
+                store.append_result(self.directory, store.load_record(directory))  # the run was killed before this
             return False
         try:
             if request.summary:
@@ -185,7 +185,7 @@ class Agenda:
         return not refused
 
     def to_do(self, numbers: Iterable[int]) -> list[int]:
-        """Return which of these runs will be carried out, unless a start of them still goes on."""
+        """Return which of these runs will be executed, unless an earlier start of them is still in progress."""
         return [
             number
             for number in numbers
@@ -195,7 +195,7 @@ class Agenda:
 
     def _is_left_out(self, name: str, request: Request) -> bool:
         if name in self.queued or self.only not in (None, name) or (request.refused and request.block):
-            return True  # what is refused is so in each block, and one row says it
+            return True  # a refusal is the same in every block: one row is enough
         return self._is_done(name, request)
 
     def _is_done(self, name: str, request: Request) -> bool:
@@ -204,7 +204,7 @@ class Agenda:
 
     @cached_property
     def _counted(self) -> set[str]:
-        """The runs of which there was an ok result when this began."""
+        """The runs that already had an ok result when this process started."""
         results = store.read_results(self.directory)
         return {store.below(self.directory, one["directory"]) for one in results if one["status"] == "ok"}
 
@@ -219,5 +219,5 @@ class Agenda:
         if earlier and other and (earlier["status"] == "ok" or earlier.get("steps")):
             echo(f"{directory.name}: was done with other options, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
-        if request.refused or had_ended:  # done once more: its earlier result counts no longer
+        if request.refused or had_ended:  # it will be repeated: its earlier result no longer counts
             store.append_result(self.directory, draft)

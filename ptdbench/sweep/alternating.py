@@ -1,4 +1,4 @@
-"""The same runs under two interpreters, or at two commits, in turn on this machine."""
+"""The same runs under two interpreters, or at two commits, alternating on this machine."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from ptdbench.terminal import echo
 
 @dataclass(frozen=True)
 class Side:
-    """One side of a comparison: what its half of the runs is started with."""
+    """One side of a comparison: how its half of the runs is started."""
 
-    name: str  #: Of its folder: ``before`` or ``after``.
+    name: str  #: Name of its folder: ``before`` or ``after``.
     python: str  #: The interpreter.
-    directory: Path  #: Where it is started: a model of the user's own lies there.
-    environ: Mapping[str, str] | None = None  #: Its environment; ``None`` for that of this process.
+    directory: Path  #: The working directory, which may contain a user's model.
+    environ: Mapping[str, str] | None = None  #: Its environment; ``None`` for this process's.
 
 
 class StoppedSide(local.Stopped):
-    """A signal asked this process to end, and the side that was running has said so."""
+    """A signal asked this process to stop, and the side that was running has reported it."""
 
 
-#: The top packages of the dotted names in a value, which may be a list of them.
+#: The top-level packages of the dotted names in a value, which may be a list of them.
 _PACKAGES = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\.")
 
-#: Prints where a package would be imported from, or an empty line.
+#: Program that prints, for each package, where it would be imported from, or an empty line.
 _LOCATE = """
 import importlib.util, sys
 for name in sys.argv[1:]:
@@ -54,10 +54,10 @@ for name in sys.argv[1:]:
 
 
 def interpreters(pythons: Sequence[str]) -> list[Side]:
-    """Two interpreters.
+    """Return the sides of two interpreters.
 
     Raises:
-        ConfigError: One is none, or has no ptdbench.
+        ConfigError: One is not an interpreter, or lacks ptdbench.
     """
     found = []
     for name, python in zip(("before", "after"), pythons, strict=True):
@@ -78,12 +78,12 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
 
 @contextmanager
 def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[list[Side]]:
-    """Check out two commits of the repository in the current directory into a folder that is removed again.
+    """Check out two commits of the repository in the current directory into a temporary folder.
 
-    A class of the user's own that the overrides name has to come from the checkouts.
+    Users' classes named in the overrides must be imported from the checkouts.
 
     Raises:
-        ConfigError: There is no repository, one of them is no commit of it, or a class would not come from it.
+        ConfigError: There is no repository, a revision is not a commit, or a class would be imported from elsewhere.
         Stopped: A signal arrived; the folder is removed.
     """
     top = Path(_git(revisions[0], "rev-parse", "--show-toplevel"))
@@ -96,7 +96,7 @@ def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[li
             folder = Path(mkdtemp(prefix=f"ptdbench-checkout-{socket.gethostname()}-{os.getpid()}-")).resolve()
         sides = []
         for name, revision in zip(("before", "after"), revisions, strict=True):
-            with local.deferred():  # git leaves what it was killed at half done
+            with local.deferred():  # a killed git leaves its work half done
                 _git(revision, "worktree", "add", "--quiet", "--detach", str(folder / name), revision)
             sides.append(_checked_out(folder / name, top))
         for side in sides:
@@ -108,12 +108,12 @@ def checkouts(revisions: Sequence[str], overrides: Sequence[str]) -> Iterator[li
                 _remove(folder, folder.iterdir(), top)
 
 
-#: The folder of two checkouts, named after the process that has made it.
+#: Name of the folder of two checkouts, after the process that created it.
 _OF_PROCESS = re.compile(r"ptdbench-checkout-(?P<host>.+)-(?P<pid>\d+)-\w+")
 
 
 def _remove_abandoned(top: Path) -> None:
-    """Remove the checkouts of processes of this machine that were killed before they could."""
+    """Remove the checkouts of processes on this machine that were killed before they could do so."""
     with local.deferred():
         listed = _git("HEAD", "-C", str(top), "worktree", "list", "--porcelain").splitlines()
         for tree in (Path(line.removeprefix("worktree ")) for line in listed if line.startswith("worktree ")):
@@ -123,7 +123,7 @@ def _remove_abandoned(top: Path) -> None:
 
 
 def _remove(folder: Path, trees: Iterable[Path], top: Path) -> None:
-    """Remove a folder with its checkouts, those that git has not finished too."""
+    """Remove a folder with its checkouts, even incomplete ones."""
     for tree in trees:
         remove = ["git", "-C", str(top), "worktree", "remove", "--force", "--force", str(tree)]
         subprocess.run(remove, capture_output=True, check=False, start_new_session=True)
@@ -132,7 +132,7 @@ def _remove(folder: Path, trees: Iterable[Path], top: Path) -> None:
 
 def _git(revision: str, *words: str) -> str:
     remedy = "give two commits of the repository you are in"
-    try:  # in a session of its own, where Ctrl-C does not reach it
+    try:  # in a separate session, which Ctrl-C does not reach
         done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, start_new_session=True)
     except FileNotFoundError:
         raise ConfigError([Problem("--checkout", revision, "there is no git on PATH", "install git")]) from None
@@ -143,19 +143,19 @@ def _git(revision: str, *words: str) -> str:
 
 
 def _checked_out(tree: Path, top: Path) -> Side:
-    """A side that imports from its checkout what this process would import from the working tree."""
+    """Return a side that imports from its checkout what this process would import from the working tree."""
     here = tree / Path.cwd().relative_to(top)
-    here = here if here.is_dir() else tree  # a folder may be newer than a commit
+    here = here if here.is_dir() else tree  # the folder may be newer than the commit
     path = [here, tree, tree / "src"]
     for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
-        folder = Path(entry).resolve()  # an empty one is the current folder
+        folder = Path(entry).resolve()  # an empty entry is the current folder
         path.append(tree / folder.relative_to(top) if folder.is_relative_to(top) else folder)
     found = dict.fromkeys(str(folder) for folder in path if folder.exists())
     return Side(tree.name, sys.executable, here, {**os.environ, "PYTHONPATH": os.pathsep.join(found)})
 
 
 def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Sequence[str]) -> None:
-    """Refuse a class that both sides would import from the working tree, as of a package installed as editable."""
+    """Refuse a class that both sides would import from the working tree, as with an editable install."""
     typed = (word.partition("=") for word in overrides if commandline.option(word).endswith("_target_"))
     targets = {package: (option, value) for option, _, value in typed for package in _PACKAGES.findall(value)}
     if not targets:
@@ -164,7 +164,7 @@ def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Seque
     done = subprocess.run(locate, cwd=side.directory, env=side.environ, capture_output=True, text=True, check=False)
     for (option, value), line in zip(targets.values(), done.stdout.splitlines(), strict=False):
         origin = Path(line).resolve()
-        installed = {"site-packages", "dist-packages"} & set(origin.parts)  # an environment may lie in a repository
+        installed = {"site-packages", "dist-packages"} & set(origin.parts)  # an environment may be inside a repository
         if line and origin.is_relative_to(top) and not origin.is_relative_to(folder) and not installed:
             rule = f"{side.name} would import it from {origin}, which is no checkout"
             remedy = "start it in the folder that holds the package, or uninstall the package"
@@ -172,14 +172,14 @@ def _require_from_checkout(side: Side, folder: Path, top: Path, overrides: Seque
 
 
 def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directory: Path) -> None:
-    """Run each block on both sides, in an order of its own, unless nothing runs on either: further blocks would not.
+    """Run each block on both sides, in random order; stop after a block in which every run failed.
 
-    With ``repeat=auto`` until both sides are known to differ or to be tied. Lists in the overrides are a sweep within
-    each block. Results go below ``before`` and ``after`` in the directory.
+    With ``repeat=auto``, until both sides are known to differ or to be tied. Lists in the overrides are a sweep within
+    each block. Results are written below ``before`` and ``after`` in the directory.
 
     Raises:
-        ConfigError: A side refused the command line; it has said why.
-        Stopped: A signal arrived; the side that was running has ended as a sweep does by itself.
+        ConfigError: A side refused the command line; it has printed why.
+        Stopped: A signal arrived; the side that was running has ended like any sweep.
     """
     stopping = StoppingRule(repeat, _both_sides) if repeat.runs == "auto" else None
     order = [(number, block or 0) for number, block in blocks.order(len(sides), repeat)]
@@ -196,20 +196,20 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
 
 
 def _has_only_failed(sides: Sequence[Side], directory: Path, block: int) -> bool:
-    """Tell whether no run of the block was ok; one that was interrupted might have been."""
+    """Return whether all runs of the block failed; an interrupted run does not count as failed."""
     runs = [run for side in sides for run in store.read_results(directory / side.name / str(block))]
     return bool(runs) and all(run["status"] not in ("ok", "preempted") for run in runs)
 
 
 def _both_sides(directory: Path, count: int) -> list[Compared]:
-    """Pair what both sides have carried out in so many blocks, each configuration against itself."""
+    """Pair the results of both sides in the first ``count`` blocks, each configuration with itself."""
     runs = [
         [run for block in range(count) for run in store.read_results(directory / side / str(block))]
         for side in ("before", "after")
     ]
     try:
         found = versus.match(*([run for run in of_side if run.get("model")] for of_side in runs))
-    except versus.Incomparable:  # whoever shows the results says why
+    except versus.Incomparable:  # explained when the results are shown
         return []
     return [
         Compared(one.before, one.after, f"before and after of {one.label}")
@@ -219,10 +219,10 @@ def _both_sides(directory: Path, count: int) -> list[Compared]:
 
 
 def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -> None:
-    """One block of one side; its table is not shown, and runs that fail are rows of the comparison."""
+    """Run one block of one side; its table is not shown, and failed runs are rows of the comparison."""
     place = commandline.quoted(str(folder))
     own = [f"repeat.block={repeat.block}", f"repeat.series={commandline.quoted(str(repeat.series))}"]
-    if repeat.runs == "auto":  # the records say that it was looked at several times
+    if repeat.runs == "auto":  # so that the records tell that results were examined several times
         own += ["repeat.runs=auto", f"repeat.max={repeat.max}"]
     words = [*overrides, *own, f"hydra.sweep.dir={place}"]
     status = _wait_for([side.python, "-m", "ptdbench", "train", "-m", *words], side)
@@ -233,12 +233,12 @@ def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -
 
 
 def _wait_for(command: Sequence[str], side: Side) -> int:
-    """Start a sweep, pass on to it the stop signals that arrive meanwhile, and return its exit status.
+    """Start a sweep, forward stop signals to it, and return its exit status.
 
-    It has a session of its own, so that a Ctrl-C reaches it once, through this process.
+    It has a separate session, so that Ctrl-C reaches it only once, through this process.
 
     Raises:
-        Stopped: There was such a signal; the sweep has ended. :class:`StoppedSide` where it ended by that signal.
+        Stopped: A stop signal arrived; the sweep has ended. :class:`StoppedSide` if that signal ended the sweep.
     """
     noted: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -252,7 +252,7 @@ def _wait_for(command: Sequence[str], side: Side) -> int:
         child = subprocess.Popen(
             command, cwd=side.directory, env=side.environ, stdout=subprocess.DEVNULL, start_new_session=True
         )
-        for number in noted:  # those that came before there was whom to pass them on to
+        for number in noted:  # signals that arrived before the process existed
             child.send_signal(number)
         status = lifetime.wait_for(child)
     if noted:

@@ -1,4 +1,4 @@
-"""Repeats: the order of each block's runs, and when ``repeat=auto`` has gone on for long enough."""
+"""Repeats: the order of the runs in each block, and when ``repeat=auto`` stops."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Repeat, Slurm
 from ptdbench.terminal import command, echo, plural
 
-#: What differs between the repeats of a run, as the template of their directories may name it.
+#: Names that differ between the repeats of a run; the template of their directories must contain one.
 _TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
 
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
-    """Refuse repeats that differ within a sweep, that cannot be had, or that would give its runs another order."""
+    """Refuse repeats that differ within a sweep, are impossible, or would reorder the runs of a resumed sweep."""
     require(*_swept(composed))
     first = composed.configs[0]
     repeat = first.repeat
@@ -38,10 +38,10 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
 
 
 def _swept(composed: Composed) -> Iterator[Problem]:
-    """A problem for every option of the group that a sweep has several values of."""
+    """Yield a problem for every option of the group with several values in a sweep."""
     first, *others = (config.resolved.get("repeat") for config in composed.configs)
     if all(other == first for other in others):
-        return  # at once: typing the options of each of a thousand runs takes seconds
+        return  # a shortcut: typing the options of a thousand runs takes seconds
     found = [config.repeat for config in composed.configs]
     for field in fields(Repeat):
         values = dict.fromkeys(as_typed(getattr(repeat, field.name)) for repeat in found)
@@ -52,7 +52,7 @@ def _swept(composed: Composed) -> Iterator[Problem]:
 
 
 def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
-    """Find that a resumed sweep's runs lie in the directories of others."""
+    """Find a resumed sweep whose directories would be assigned to other runs."""
     for directory in store.holding(sweep, store.RECORD):
         try:
             written = store.load_record(directory)
@@ -67,7 +67,7 @@ def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
 
 
 def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
-    """Find what keeps this command line from having repeats."""
+    """Find what prevents repeats of this command line."""
     runs = repeat.runs
     if not composed.is_sweep:
         return Problem("repeat.runs", runs, "several runs are a sweep", f"add -m, as in {command()} -m repeat={runs}")
@@ -86,7 +86,7 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
 
 
 def _undecided(config: Config, world: World | None) -> Problem | None:
-    """Find what keeps repeats from ending when the order is settled."""
+    """Find what prevents ``repeat=auto`` from deciding when to stop."""
     if "virtual" in config.resolved:
         rule = (
             f"runs with virtual={config.call('virtual').name} take no time, so that no order of theirs is ever settled"
@@ -102,11 +102,11 @@ def _undecided(config: Config, world: World | None) -> Problem | None:
 
 
 def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
-    """Return the numbers of alternative and block of each run of a sweep, in the order of the runs.
+    """Return the alternative and the block of each run of a sweep, in order of execution.
 
-    Every block has each alternative once. The order within a block is random, and that of every second block is the
-    reverse of the one before it (ABBA), so that a machine that gets steadily slower slows all alternatives alike. With
-    ``repeat.block`` there are the runs of that block. A block that nothing need be told is ``None``.
+    Every block has each alternative once. The order within a block is random, and every second block reverses the one
+    before it (ABBA), so that a machine that gets steadily slower slows all alternatives alike. With ``repeat.block``,
+    only the runs of that block are returned. The block is ``None`` if the runs' options need not be changed.
     """
     if repeat.runs == 1:
         return [(number, None) for number in range(alternatives)]
@@ -127,7 +127,7 @@ def _of_block(alternatives: int, repeat: Repeat, block: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Compared:
-    """Two alternatives whose order matters; ``called`` is for where the names of their configurations do not tell."""
+    """Two alternatives whose order matters; ``called`` names the pair if their configurations' names would not."""
 
     one: Alternative
     other: Alternative
@@ -138,7 +138,7 @@ class Compared:
 
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
-    """Return every pair of a sweep's alternatives of the same model, by its first blocks: there may be later ones."""
+    """Return every pair of a sweep's alternatives of the same model, from its first ``blocks`` blocks only."""
     earlier = [run for run in store.read_results(directory) if (record.option(run, "repeat.block", int) or 0) < blocks]
     found = [one for one in alternatives.group(earlier) if one.sample]
     return [
@@ -150,14 +150,14 @@ def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
 
 @dataclass
 class StoppingRule:
-    """Called before each block, and decides at some of them.
+    """The stopping rule of ``repeat=auto``, called before each block; it decides at a few of them.
 
-    Looking often would find a difference where there is none: the looks are few, known beforehand, and share the level
+    Frequent looks would find differences where there are none: the looks are few, fixed in advance, and share the level
     (:func:`ptdbench.comparison.significance.interim_looks`).
     """
 
     repeat: Repeat  #: The options.
-    #: What matters in a directory after so many blocks.
+    #: Returns the pairs to compare in a directory after a number of blocks.
     compared: Callable[[Path, int], Sequence[Compared]] = all_of_sweep
     _is_over: bool = False
 
@@ -180,7 +180,7 @@ class StoppingRule:
 
 
 def unsettled(differences: Sequence[Difference | None], repeat: Repeat) -> list[bool]:
-    """Return whether each pair is neither known to differ, nor known to differ by at most ``repeat.tied_within``."""
+    """Return for each pair whether it is unsettled: neither known to differ, nor to be ``repeat.tied_within``."""
     level = significance.level_of_look(repeat.max)
 
     def is_tied(apart: Difference) -> bool:

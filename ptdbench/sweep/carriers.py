@@ -1,6 +1,6 @@
-"""The runs of a sweep, handed to what carries them out: this process, one process after the other, or SLURM.
+"""Execution of a sweep's runs: in this process, in one process after the other, or by SLURM.
 
-They are those of the command line, or those that one of Hydra's sweepers chooses by the results of earlier ones.
+The runs are those of the command line, or those that one of Hydra's sweepers chooses by the results of earlier ones.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ptdbench.sweep import requests
 from ptdbench.sweep.agenda import Agenda, Opened
 from ptdbench.terminal import echo
 
-#: Carries out runs, each of which is opened when it is asked for.
+#: Executes runs, each of which is opened when the iterator reaches it.
 Carrier = Callable[[Iterable[Opened]], None]
 
 _YEAR_MINUTES = 60 * 24 * 365
 
 
 def all_of(agenda: Agenda, composed: Composed) -> None:
-    """Carry out the runs of a sweep whose runs are known, batch by batch, unless enough is known of all."""
+    """Execute a sweep whose runs are known in advance, batch by batch, until the stopping rule ends it."""
     carry = carrier(agenda, composed)
     for numbers in agenda.batches(composed.first.hydra.sweeper.get("max_batch_size")):
         if agenda.is_settled(numbers[0]):
@@ -48,12 +48,12 @@ def all_of(agenda: Agenda, composed: Composed) -> None:
 
 
 def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Opened]:
-    """These runs, without those that are not to be carried out."""
+    """Open these runs lazily, without those that must not be executed."""
     return (run for number in numbers if (run := agenda.open(number)))
 
 
 def carrier(agenda: Agenda, composed: Composed) -> Carrier:
-    """Return the command line's choice of ``hydra/launcher``."""
+    """Return the carrier that the command line's ``hydra/launcher`` chooses."""
     if composed.launcher == "submitit_slurm":
         return _BySlurm(agenda, composed.first.hydra.launcher)
     if composed.launcher == "submitit_local":
@@ -62,7 +62,7 @@ def carrier(agenda: Agenda, composed: Composed) -> Carrier:
 
 
 def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
-    """In this process; a run that fails says so, as the table comes only when all have ended."""
+    """Execute runs in this process; report failures at once, as the table comes only after the last run."""
     from ptdbench.run import run
 
     for one in runs:
@@ -78,7 +78,7 @@ def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
 
 
 def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
-    """One after the other, each in a process of its own that starts its ranks itself."""
+    """Execute runs one after the other, each in a separate process that starts its own ranks."""
     import submitit
 
     from ptdbench.sweep import watch
@@ -88,7 +88,7 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
     for run in runs:
         echo(f"{run.number} {run.request.config.label}: started", sys.stderr)
-        # submitit hides every GPU that it was not asked for.
+        # submitit hides all GPUs that were not requested through it.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         submitted = executor.submit(carry_out, *call_of(directory, run, CUDA_VISIBLE_DEVICES=visible))
         try:
@@ -102,11 +102,11 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
 
 
 class _BySlurm:
-    """Jobs of a cluster: where what comes next depends on them, they are followed to their end."""
+    """Submits runs as SLURM jobs; if later runs depend on their results, it follows the jobs until they end."""
 
     def __init__(self, agenda: Agenda, options: Mapping[str, object]) -> None:
         self._agenda, self._options = agenda, options
-        self._told: set[str] = set()  # of which runs all has been shown
+        self._told: set[str] = set()  # runs that have been shown completely
 
     def __call__(self, runs: Iterable[Opened]) -> None:
         from ptdbench.sweep import submission, watch
@@ -119,11 +119,11 @@ class _BySlurm:
 
 
 class NoObjective(Exception):
-    """A run of a search that came to nothing."""
+    """A run of a search has no value of the objective."""
 
 
 def search(agenda: Agenda, composed: Composed) -> None:
-    """Let the sweeper choose runs until it has done; each of its batches is carried out, and it is told the objectives.
+    """Let the sweeper choose runs until it is done: execute each batch, and report the objectives to the sweeper.
 
     Raises:
         ConfigError: The sweeper failed, or a run that it chose cannot be composed or submitted.
@@ -137,7 +137,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
             *hydra_options.search_overrides(composed),
         ]
         sweep = composed.sweep(instead=own)
-        hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed: it may go on
+        hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 
         def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
             for words in job_overrides:
@@ -153,7 +153,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
 
         Plugins.instance().register(ptdbench_launcher.HandOver)
         try:
-            context = HydraContext(loader, None)  # type: ignore[arg-type]  # nothing of Hydra's calls back
+            context = HydraContext(loader, None)  # type: ignore[arg-type]  # Hydra calls no callbacks here
             sweeper = Plugins.instance().instantiate_sweeper(
                 config=sweep,
                 hydra_context=context,
@@ -168,7 +168,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
 
 
 def _outcome(agenda: Agenda, number: int) -> JobReturn:
-    """Tell the sweeper the objective of a run's record, or why it has none."""
+    """Return, for the sweeper, the objective in a run's record, or why it has none."""
     words, directory = agenda.requests[number].overrides, agenda.directory / agenda.subdirectory(number)
     written = store.load_record(directory)
     wanted = record.option(written, "objective", str)

@@ -1,7 +1,7 @@
-"""Containers for the ranks of a job: what srun and the ranks' command become, and which folders are mounted.
+"""Containers for the ranks of a job: how the commands of srun and the ranks change, and which folders are mounted.
 
-Folders have the same path inside as outside, so that records, checkpoints and messages name files that exist in
-both. The ranks run the submitting ptdbench, mounted, with the interpreter and the packages of the image.
+Folders have the same path inside as outside, so that the paths in records, checkpoints and messages are valid in both.
+The ranks run the submitting ptdbench, mounted, with the interpreter and the packages of the image.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from ptdbench.problems import Problem
 from ptdbench.setup.config import Config, Container, Slurm
 from ptdbench.sweep.resources import Shape, Step
 
-#: Tells ranks the image that they run in, for ``workload=hello`` and the record.
+#: The variable with the image that ranks run in, for ``workload=hello`` and the record.
 VARIABLE = "PTDBENCH_CONTAINER"
 
-#: The code that the ranks run too.
+#: The package, which the ranks run too.
 PACKAGE = Path(__file__).parents[1]
 
-#: Where an installed ptdbench is mounted: not beside the packages of this machine, which are not those of the image.
+#: Mount point of an installed ptdbench: apart from this machine's other packages, which must not replace the image's.
 _INSTALLED = Path("/opt/ptdbench/ptdbench")
 
-#: The flag of srun that each kind needs, and what is to be done where srun has no such flag.
+#: The srun flag that each kind needs, and what to do if srun lacks it.
 _FLAGS = {
     "pyxis": ("--container-image", "is a plugin of SLURM, which srun does not have here", "try apptainer, oci"),
     "oci": ("--container", "needs Slurm 21.08 or newer", "try apptainer"),
 }
 
-#: The newest version of Slurm seen to run no more than one task in a container.
+#: The newest version of Slurm known to run only one task per node in a container.
 _ONE_TASK = (22, 5)
 
 
 def check(container: Container, shape: Shape, srun_says: Callable[[str], str] = slurm.srun_says) -> list[Problem]:
-    """Return what keeps ranks from running in the container, as far as the submitting machine can tell.
+    """Return the problems that prevent ranks from running in the container, as far as the submitting machine can tell.
 
-    An image is looked for where it is used, on the nodes; only the bundle of ``kind=oci`` is read here. ``srun_says``
-    returns what srun prints with ``--help`` and ``--version``.
+    An image is only looked up on the nodes; just the bundle of ``kind=oci`` is read here. ``srun_says`` returns what
+    srun prints with ``--help`` and ``--version``.
     """
     if container.image is None:
         return []
@@ -75,14 +75,14 @@ def _problems_of_bundle(image: str, shape: Shape, version: str) -> Iterator[Prob
 
 
 def folders(config: Config, outputs: Path | None) -> list[Path]:
-    """Return what a run uses of this machine: ptdbench, the current directory, its outputs, its data, and the caches.
+    """Return the folders of this machine that a run uses: ptdbench, the current directory, outputs, data and caches.
 
-    Paths are absolute; there are none where the run is in no container. A script by itself has no sweep's directory
-    (``outputs`` is ``None``), and its output is not in ``cluster.log`` either.
+    Paths are absolute; there are none if the run uses no container. A plain script has no sweep directory (``outputs``
+    is ``None``), nor is its output in ``cluster.log``.
     """
     if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
         return []
-    from submitit.core.utils import JobPaths  # which other starts need not wait for
+    from submitit.core.utils import JobPaths  # imported only here, to keep other starts fast
 
     user_cache().mkdir(parents=True, exist_ok=True)  # what is mounted must exist
     data = config.resolved.get("data")
@@ -99,10 +99,10 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
 
 
 def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], bundle: Path | None = None) -> Step:
-    """Return a step whose ranks run in the container; without an image the step stays as it is.
+    """Return a step whose ranks run in the container; without an image the step is unchanged.
 
-    The command of the step outside begins with a Python interpreter. What the runs have ``used`` is from
-    :func:`folders`, and the ``bundle`` of ``kind=oci`` from :func:`write_bundle`.
+    The command of the given step must begin with a Python interpreter. The folders ``used`` come from :func:`folders`,
+    and the ``bundle`` of ``kind=oci`` from :func:`write_bundle`.
     """
     if container.image is None:
         return step
@@ -122,9 +122,9 @@ def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], 
 
 
 def write_bundle(container: Container, used: Sequence[Path], folder: Path) -> Path | None:
-    """Write a bundle like that of the image, with our mounts: srun takes none for OCI containers.
+    """Write a copy of the image's bundle with our mounts, as srun accepts no mounts for OCI containers.
 
-    It goes to a folder that the nodes share; a container of another kind has none.
+    ``folder`` must be shared with the nodes. Returns ``None`` for containers of another kind.
     """
     if container.image is None or container.kind != "oci":
         return None
@@ -138,13 +138,13 @@ def write_bundle(container: Container, used: Sequence[Path], folder: Path) -> Pa
     process = {**found.get("process", {}), "cwd": container.workdir or str(Path.cwd())}
     written = {**found, "root": root, "process": process, "mounts": [*found.get("mounts", []), *binds]}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "rootfs").symlink_to(root["path"])  # where Slurm 22.05 looks, whatever the specification says
+    (folder / "rootfs").symlink_to(root["path"])  # Slurm 22.05 looks here, ignoring the specification
     (folder / "config.json").write_text(json.dumps(written, indent=1))
     return folder
 
 
 def _specification(image: str) -> dict[str, Any]:
-    """The ``config.json`` of an OCI bundle; after the runtime specification 1.0 it names the root's path."""
+    """Return the ``config.json`` of an OCI bundle; by the runtime specification 1.0 it contains the root's path."""
     found = json.loads(Path(image, "config.json").read_text())
     if not isinstance(found, dict) or not isinstance((found.get("root") or {}).get("path"), str):
         raise ValueError("it names no root")
@@ -152,7 +152,7 @@ def _specification(image: str) -> dict[str, Any]:
 
 
 def _mounts(container: Container, used: Iterable[Path]) -> list[str]:
-    """Mounts as ``HOST:CONTAINER`` or ``HOST:CONTAINER:ro``."""
+    """Return the mounts as ``HOST:CONTAINER`` or ``HOST:CONTAINER:ro``."""
     typed = []
     for mount in container.mounts:
         source, _, target = _without_flag(mount).partition(":")
@@ -167,11 +167,11 @@ def _without_flag(mount: str) -> str:
 
 
 def _is_installed() -> bool:
-    """Tell an installed ptdbench from a checkout, which has ``train.py`` beside it."""
+    """Return whether ptdbench is installed, rather than run from a checkout, which has ``train.py`` beside it."""
     return not PACKAGE.with_name("train.py").exists()
 
 
 def outermost(paths: Iterable[Path]) -> list[Path]:
-    """The folders without those that lie in others."""
+    """Return the folders that are not inside others."""
     found = sorted(set(paths))
     return [path for path in found if not any(other in path.parents for other in found)]

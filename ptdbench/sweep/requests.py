@@ -1,6 +1,6 @@
-"""Requests of a sweep to a cluster: each of its runs with the shape of the job that will carry it out.
+"""The requests of a sweep: its runs, each specified or refused, on a cluster with the shape of its job.
 
-Or all of them as a plain script for sbatch, for whoever wants to see and keep what is run.
+:func:`write_script` writes them as a plain script for sbatch, for users who want to see and keep what is run.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from ptdbench.terminal import command
 
 @dataclass(frozen=True)
 class Request:
-    """One run of a sweep."""
+    """A requested run."""
 
     whole: bytes  #: Its configuration with Hydra's own node, pickled.
-    config: Config  #: Its configuration, ready to be typed.
-    overrides: Sequence[str]  #: What was typed for this run of the sweep.
-    shape: Shape | None  #: What its job is given; ``None`` where it runs on this machine.
-    summary: Summary | None  #: What is known of it; ``None`` where it cannot run.
-    refused: ConfigError | None  #: Why it cannot run; it is a row of the table then, and no job.
-    block: int | None = None  #: The block of repeats that it belongs to; ``None`` without.
+    config: Config  #: Its configuration.
+    overrides: Sequence[str]  #: The overrides typed for it.
+    shape: Shape | None  #: The shape of its job; ``None`` if it runs on this machine.
+    summary: Summary | None  #: Its summary; ``None`` if it is refused.
+    refused: ConfigError | None  #: Why it cannot run; it then becomes a row of the table, but no job.
+    block: int | None = None  #: Its block of repeats; ``None`` without repeats.
 
     def in_block(self, block: int | None) -> Request:
-        """The same run in a block of repeats."""
+        """Return the same run in a block of repeats."""
         if block is None:
             return self
         changed = self.config.changed({"repeat.block": block})
@@ -59,7 +59,7 @@ class Request:
         return cluster
 
     def job(self, sweep: Path | None, number: int | None) -> DictConfig:
-        """Its configuration as Hydra has it when it starts the run of this number.
+        """Return its configuration as Hydra would have it when it starts the run with this number.
 
         See :func:`ptdbench.setup.hydra_output.config_of_run`.
         """
@@ -71,12 +71,12 @@ class Request:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """Return what ``hydra.job.env_set`` adds to its environment."""
+        """The variables that ``hydra.job.env_set`` adds to its environment."""
         return hydra_output.environment(self.job(None, None))
 
 
 def of_machine(composed: Composed, world: World | None, goes_on: Path | None = None) -> list[Request]:
-    """The runs of a command line that this machine carries out, of which one may go on in its directory.
+    """Return the runs of a command line that this machine executes, one of which may be resumed in place.
 
     Raises:
         ConfigError: None of them can run.
@@ -88,10 +88,10 @@ def of_machine(composed: Composed, world: World | None, goes_on: Path | None = N
 
 
 def of_cluster(composed: Composed) -> list[Request]:
-    """The runs of a command line that SLURM will carry out; nothing is submitted.
+    """Return the runs of a command line that SLURM will execute; nothing is submitted.
 
     Raises:
-        ConfigError: SLURM is not here or has not what one of them asks for, or none of them can run.
+        ConfigError: SLURM is not available here, lacks resources that one of them requests, or none of them can run.
     """
     known = _partitions(composed.configs[0].cluster)
     problems = ErrorCollector()
@@ -107,18 +107,18 @@ def of_cluster(composed: Composed) -> list[Request]:
 
 
 def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
-    """Return the shape of a run's job, by the cluster's partitions, or none of them where there is no SLURM to ask.
+    """Return the shape of a run's job; ``known`` are the cluster's partitions, empty without SLURM.
 
-    Partitions that must have what is asked for, if not those, are the ``limits``.
+    ``limits`` are the partitions that must have the requested resources, by default the known ones.
 
     Raises:
-        ConfigError: The cluster has not what is asked for, or the options contradict each other.
+        ConfigError: The cluster lacks requested resources, or the options contradict each other.
     """
     cluster = read.cluster
     assert isinstance(cluster, Slurm)
 
     def ranks(available: int) -> int:
-        """Return how many of a node's devices the run takes: the strategy knows, if it trains."""
+        """Return how many of a node's devices the run uses, which depends on the strategy if it trains."""
         trains = choices.build(read, "workload").trains
         return choices.build(read, "parallel").ranks(available) if trains else available
 
@@ -138,10 +138,14 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
 
 
 def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
-    """Return a run that a sweeper has just chosen, by its configuration with Hydra's own node, and what was typed.
+    """Return the request for a run that a sweeper has just chosen.
+
+    Args:
+        whole: Its configuration with Hydra's own node.
+        words: Its overrides.
 
     Raises:
-        ConfigError: SLURM is not here, or has not what the run asks for.
+        ConfigError: SLURM is not available here, or lacks resources that the run requests.
     """
     pickled = pickle.dumps(whole)
     read = config.read(without_hydra(pickled))
@@ -157,7 +161,7 @@ def _planned(
     world: World | None = None,
     goes_on: Path | None = None,
 ) -> Request:
-    """One run, specified, or refused with the reason; a job's world is that of its shape."""
+    """Return the request for one run, specified, or refused with the reason."""
     gpus = shape.gpus_per_node if shape else None
     try:
         summary = run_spec.summarize(read, world_of(shape) if shape else world, gpus)
@@ -168,9 +172,9 @@ def _planned(
 
 
 def _check_beginning(read: Config, goes_on: Path | None) -> None:
-    """Refuse to begin where ``resume`` says with another model than was saved there.
+    """Refuse a run whose ``resume`` names a checkpoint of another model, or no complete checkpoint.
 
-    A run that ``goes_on`` in its directory does so from a checkpoint of its own, once there is one.
+    A run that ``goes_on`` in its directory prefers its own checkpoint, once there is one.
     """
     if (named := read.general.resume) is None:
         return
@@ -184,25 +188,25 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
 
 
 def world_of(shape: Shape) -> World:
-    """The world that a job of this shape will be, as its first rank sees it."""
+    """Return the world of a job of this shape, as its first rank will see it."""
     return World(0, shape.world_size, 0, shape.ranks_per_node, "SLURM", nodes=shape.nodes)
 
 
 def _require_one(found: Sequence[Request]) -> None:
-    """In a sweep a run that is refused becomes a row, unless none of them can run."""
+    """Raise ConfigError if all runs are refused; otherwise a refused run becomes a row."""
     refused = [request.refused for request in found if request.refused]
     if len(refused) == len(found):
         raise ConfigError([problem for error in refused for problem in error.problems])
 
 
 def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
-    """Return the script, and what the SLURM of this machine would refuse in it: it may be meant for another.
+    """Return a script for sbatch, and remarks, such as what this machine's SLURM would refuse.
 
     Overrides are as for ``train.py``; ``cluster`` is ``slurm`` unless they or files choose another one. Lists make a
-    sweep that runs in one job, one run after the other.
+    sweep that runs in one job, one run after the other. The script may be meant for another cluster.
 
     Raises:
-        ConfigError: The overrides cannot be used, or ask for jobs of several shapes.
+        ConfigError: The overrides are invalid, or request jobs of several shapes.
     """
     extra = str(config_dir.resolve()) if config_dir else None
     source = compose.Source(compose.conf_folder(), extra=extra)
@@ -232,11 +236,11 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
         require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
     shape = shapes.pop()
-    # A list or a glob of one value, too, which is not what the run says.
+    # Also for a list or a glob with a single value, whose run has other overrides than were typed.
     sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
     name = "sweep" if sweep else store.file_name(first.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
-    checkout = compose.conf_folder().with_name("train.py")  # where nothing need be installed
+    checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
     words = [sys.executable, *program, *flags, *_on_ranks(own, in_files), *_overrides(shape)]
     used = container.folders(first, None)
@@ -248,7 +252,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
 
 
 def _check_alone(whole: DictConfig, cluster: Slurm) -> None:
-    """Refuse what somebody has to look after while jobs wait and run: a script is alone."""
+    """Refuse options that need a process to watch the jobs, which a plain script lacks."""
     remedy = f"try {command()} cluster={cluster.name}, which submits jobs"
     if (sweep := whole.sweep.resume) is not None:
         rule = "goes on as the jobs that it was"
@@ -262,7 +266,7 @@ def _check_alone(whole: DictConfig, cluster: Slurm) -> None:
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
-    """The shapes of the runs, and what is doubtful about them."""
+    """Return the shapes of the runs, and remarks on what is doubtful about them."""
     known: Sequence[Partition] = []
     with suppress(SlurmError):
         known = slurm.partitions() if slurm.available() else []
@@ -281,15 +285,15 @@ def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
 
 
 def _elsewhere(job: Config, known: Sequence[Partition]) -> Shape:
-    """The shape on another cluster than this machine's."""
+    """Return the shape on a cluster other than this machine's."""
     try:
         return shape_of(job, known, limits=[])
-    except ConfigError:  # a partition that only the other one has
+    except ConfigError:  # a partition that only the other cluster has
         return shape_of(_without_question(job), [], limits=[])
 
 
 def _without_question(job: Config) -> Config:
-    """The same, with no GPUs where SLURM would have to be asked for their number."""
+    """Return the configuration with no GPUs if their number would have to be asked of SLURM."""
     cluster = job.resolved["cluster"]
     if cluster["gpus_per_node"] != "auto" or cluster["gres"] or job.resolved["device"] == "cpu":
         return job
@@ -297,9 +301,9 @@ def _without_question(job: Config) -> Config:
 
 
 def _on_ranks(own: Sequence[str], in_files: Composed) -> list[str]:
-    """The same run on ranks that are there, whatever files say of the jobs of a cluster.
+    """Return overrides for the same run on a launcher's ranks, without any cluster options in files.
 
-    ``in_files`` is composed of the run's ``own`` overrides, which say nothing of the cluster.
+    ``in_files`` is composed from the run's ``own`` overrides, which do not mention the cluster.
     """
     if any(map(_has_jobs, in_files.configs)):
         own = ["cluster=local", *own]
@@ -309,7 +313,7 @@ def _on_ranks(own: Sequence[str], in_files: Composed) -> list[str]:
 
 
 def _has_jobs(read: Config) -> bool:
-    """Tell whether the cluster is one of SLURM, and not this machine with a few options of one."""
+    """Return whether the cluster is a SLURM cluster, rather than this machine with a few of its options."""
     return _names(Slurm) <= {*read.resolved["cluster"]}
 
 
@@ -318,6 +322,6 @@ def _names(cluster: type[config.Cluster]) -> set[str]:
 
 
 def _overrides(shape: Shape) -> list[str]:
-    """What the ranks that are there must be: those of the shape."""
+    """Return overrides that require the launcher's ranks to match the shape."""
     found = [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
     return [*found, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]

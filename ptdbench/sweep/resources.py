@@ -1,7 +1,7 @@
-"""Resources of a job by the ``cluster`` config: its shape, what is wrong with it, and sbatch's flags.
+"""Resources of a job from the ``cluster`` config: its shape, its problems, and sbatch's flags.
 
-Nothing here asks SLURM. What it has to say (:func:`ptdbench.launch.slurm.partitions`) is passed in; on a machine
-without SLURM that is an empty list, and the rules that need it do not apply.
+Nothing here queries SLURM. Its partitions (:func:`ptdbench.launch.slurm.partitions`) are passed in; on a machine
+without SLURM the list is empty, and rules that need it do not apply.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
 from ptdbench.terminal import plural
 
-#: Flags of sbatch that are options of the same name.
+#: sbatch flags whose options have the same name.
 _ALIKE = ("partition", "account", "qos", "constraint", "dependency", "mail_user", "mail_type", "chdir")
 
-#: Flags of sbatch that ``cluster.extra`` may not give, and what gives them.
+#: sbatch flags that ``cluster.extra`` may not set, and what sets them.
 GIVEN_BY = {name: f"cluster.{name}" for name in (*_ALIKE, "nodes", "gpus_per_node", "gres", "exclusive")} | {
     "array": "-m and lists of values: each run of a sweep is a job of its own",
     "clusters": "SLURM_CLUSTERS, for all commands of SLURM",
@@ -40,10 +40,10 @@ GIVEN_BY = {name: f"cluster.{name}" for name in (*_ALIKE, "nodes", "gpus_per_nod
     "wait": "cluster.submit=wait",
 }
 
-#: Three ways to say how much memory; SLURM takes one of them.
+#: Three mutually exclusive ways to request memory from SLURM.
 MEMORY = ("cluster.mem_gb", "cluster.extra.mem_per_cpu", "cluster.extra.mem_per_gpu")
 
-#: Makes the command ``module``, which belongs to login shells, wherever sites keep it.
+#: Defines the command ``module``, which otherwise exists only in login shells, from wherever sites keep it.
 MODULE_COMMAND = [
     "if ! type module > /dev/null 2>&1; then",
     '  for init in "${MODULESHOME:-}/init/bash" /etc/profile.d/{z00_lmod,lmod,modules}.sh \\',
@@ -56,16 +56,16 @@ MODULE_COMMAND = [
 
 @dataclass(frozen=True)
 class Shape:
-    """The nodes of a job and what it uses of each."""
+    """The nodes of a job, and what it uses on each."""
 
-    nodes: int  #: How many.
-    ranks_per_node: int  #: Processes on each.
-    gpus_per_node: int  #: GPUs asked for on each.
-    cpus_per_rank: int | None  #: Cores asked for with each rank, or ``None`` for what the cluster gives.
+    nodes: int  #: Number of nodes.
+    ranks_per_node: int  #: Processes per node.
+    gpus_per_node: int  #: GPUs requested per node.
+    cpus_per_rank: int | None  #: Cores requested per rank, or ``None`` for the cluster's default.
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.nodes * self.ranks_per_node
 
     def __str__(self) -> str:
@@ -73,16 +73,16 @@ class Shape:
 
 
 def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Sequence[Partition]) -> Shape:
-    """The shape of a job, with every ``auto`` replaced by what it stands for.
+    """Return the shape of a job, with every ``auto`` resolved.
 
     Args:
-        cluster: What is asked for.
-        device: The option ``device``; on ``cpu`` no GPU is asked for unless the config gives a number.
-        ranks: How many of a node's devices the strategy takes where the config does not say.
-        known: SLURM's partitions, or nothing where it cannot be asked.
+        cluster: The requested resources.
+        device: The option ``device``; with ``cpu`` no GPU is requested unless the config gives a number.
+        ranks: Returns how many of a node's devices the strategy uses if the config does not say.
+        known: SLURM's partitions; empty if SLURM is not available.
 
     Raises:
-        ConfigError: How many GPUs a node has cannot be known, or there are none for ``device=cuda``.
+        ConfigError: The number of GPUs per node is unknown, or there are none for ``device=cuda``.
     """
     gpus = _gpus(cluster, device, known)
     if device == "cuda" and gpus == 0:
@@ -92,7 +92,7 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
     if per_node == "auto":
         per_node = ranks(gpus) if gpus and device != "cpu" else ranks(RANKS_WITHOUT_GPU)
         if cluster.gpus_per_node == "auto" and not gpu_count(cluster.gres or ""):
-            gpus = min(gpus, per_node)  # more would be kept from others, and idle
+            gpus = min(gpus, per_node)  # more would be reserved and idle
     return Shape(
         nodes=1 if cluster.nodes == "auto" else cluster.nodes,
         ranks_per_node=per_node,
@@ -102,7 +102,7 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
 
 
 def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
-    """Return what SLURM would refuse, keep waiting for ever or understand otherwise than it is meant."""
+    """Return the problems of a request that SLURM would refuse, queue forever, or interpret differently."""
     found = [*_contradictions(cluster, shape), *_memory_problems(cluster), *_extra(cluster)]
     found += _unknown_partitions(cluster, known)
     if chosen := _chosen(cluster, known):
@@ -111,8 +111,8 @@ def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Prob
 
 
 def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool]:
-    """The flags of sbatch, with underscores for hyphens; ``True`` is a flag without a value."""
-    # Without the GPUs among them where the job uses none.
+    """Return the flags of sbatch, with underscores for hyphens; ``True`` is a flag without a value."""
+    # Without GPUs if the job uses none.
     gres = ",".join(one for one in (cluster.gres or "").split(",") if shape.gpus_per_node or not gpu_count(one))
     wanted = {
         "job_name": name,
@@ -122,52 +122,52 @@ def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool
         "cpus_per_task": shape.cpus_per_rank,
         "gpus_per_node": None if gpu_count(gres) else shape.gpus_per_node or None,
         "gres": gres or None,
-        "mem": None if cluster.mem_gb is None else f"{math.ceil(cluster.mem_gb * 1024)}M",  # 0 is all that a node has
+        "mem": None if cluster.mem_gb is None else f"{math.ceil(cluster.mem_gb * 1024)}M",  # 0: all memory of a node
         "time": cluster.time_minutes,
         "exclusive": cluster.exclusive,
         "requeue": cluster.requeue,
-        "no_requeue": not cluster.requeue,  # SLURM would start it anew after the failure of a node
+        "no_requeue": not cluster.requeue,  # otherwise SLURM would restart the job after a node failure
     }
     wanted |= {_flag(flag): value for flag, value in cluster.extra.items()}
     return {flag: value for flag, value in wanted.items() if value is not None and value is not False}
 
 
 def setup_lines(cluster: Slurm, shape: Shape) -> list[str]:
-    """Shell commands that a job runs before its ranks start; the first that fails ends the job."""
+    """Return the shell commands that a job runs before its ranks start; the first that fails ends the job."""
     lines = ["set -e"]
     if cluster.modules:
         lines += [*MODULE_COMMAND, f"module load {shlex.join(cluster.modules)}"]
-    lines.append("export SLURM_KILL_BAD_EXIT=1")  # a rank that fails ends all of them
+    lines.append("export SLURM_KILL_BAD_EXIT=1")  # a failed rank ends all ranks
     if shape.cpus_per_rank:
-        # srun does not take --cpus-per-task over from sbatch since Slurm 22.05.
+        # Since Slurm 22.05, srun does not inherit --cpus-per-task from sbatch.
         lines += [f"export {name}={shape.cpus_per_rank}" for name in ("SRUN_CPUS_PER_TASK", "OMP_NUM_THREADS")]
     return [*lines, *cluster.setup]
 
 
 @dataclass(frozen=True)
 class Output:
-    """The output of a script and how it is submitted, beside what the cluster's options say."""
+    """The output of a script, and additions to its flags and lines."""
 
-    #: The file of the batch script's own output, ``%j`` in it being the job's id; sbatch makes no folder for it.
+    #: The file for the batch script's own output, with ``%j`` for the job's id; sbatch does not create its folder.
     job: str
-    flags: Mapping[str, str | int] = field(default_factory=dict)  #: More flags for sbatch.
-    setup: Sequence[str] = ()  #: Lines before the cluster's own.
+    flags: Mapping[str, str | int] = field(default_factory=dict)  #: Additional flags for sbatch.
+    setup: Sequence[str] = ()  #: Lines before the cluster's own setup.
     after: Sequence[str] = ()  #: Lines after all ranks have ended.
 
 
 @dataclass(frozen=True)
 class Step:
-    """The command that every rank of a job runs at once."""
+    """A command that all ranks of a job run."""
 
     command: Sequence[str]  #: The command and its arguments.
-    flags: Sequence[str] = ()  #: More flags for srun, before the cluster's.
+    flags: Sequence[str] = ()  #: Additional flags for srun, before the cluster's.
     before: Sequence[str] = ()  #: A command that the script itself runs first; if it fails, the ranks are not started.
 
 
 def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], output: Output) -> str:
     """Return a script for sbatch, whose ranks run one step after the other.
 
-    A step that fails ends no other, but the job has failed.
+    A failed step does not stop the others, but the job counts as failed.
     """
     wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
     lines = [" && ".join(shlex.join(words) for words in (step.before, srun(cluster, step)) if words) for step in steps]
@@ -187,7 +187,7 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
 
 
 def srun(cluster: Slurm, step: Step) -> list[str]:
-    """The command that starts the ranks of a step."""
+    """Return the command that starts the ranks of a step."""
     return ["srun", "--kill-on-bad-exit=1", *step.flags, *cluster.srun_args, *step.command]
 
 
@@ -216,7 +216,7 @@ def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
 
 
 def _chosen(cluster: Slurm, known: Sequence[Partition]) -> list[Partition]:
-    """The partitions that the job may start in: SLURM takes several names, and the first that is free."""
+    """Return the partitions that the job may start in: of several names, SLURM uses the first that is free."""
     if cluster.partition is None:
         return [partition for partition in known if partition.is_default]
     names = cluster.partition.split(",")
@@ -232,7 +232,7 @@ def _unknown_partitions(cluster: Slurm, known: Sequence[Partition]) -> list[Prob
 
 
 def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
-    """Find what cannot be meant, on whatever cluster."""
+    """Find options that contradict each other on any cluster."""
     gpus, typed = shape.gpus_per_node, gpu_count(cluster.gres or "")
     if cluster.gpus_per_node != "auto" and typed and cluster.gpus_per_node != typed:
         rule = f"cluster.gres={cluster.gres} asks for {plural(typed, 'GPU')} a node"
@@ -244,7 +244,7 @@ def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
 
 
 def _memory_problems(cluster: Slurm) -> Iterator[Problem]:
-    """Memory that is less than none, or asked for in two ways."""
+    """Find negative memory, or memory requested in two ways."""
     if cluster.mem_gb is not None and cluster.mem_gb < 0:
         yield Problem("cluster.mem_gb", cluster.mem_gb, "must be at least 0, and 0 is all that a node has")
     given = {f"cluster.extra.{_flag(flag)}": value for flag, value in cluster.extra.items()}
@@ -256,7 +256,7 @@ def _memory_problems(cluster: Slurm) -> Iterator[Problem]:
 
 
 def _extra(cluster: Slurm) -> Iterator[Problem]:
-    """Flags that the group has an option for, and values that are none."""
+    """Find extra flags for which the group has an option, and invalid values."""
     for flag, value in cluster.extra.items():
         option = f"cluster.extra.{flag}"
         if _flag(flag) in GIVEN_BY:
@@ -267,24 +267,24 @@ def _extra(cluster: Slurm) -> Iterator[Problem]:
 
 
 def _too_much(cluster: Slurm, shape: Shape, chosen: Sequence[Partition]) -> Iterator[Problem]:
-    """Find what none of the partitions has."""
+    """Find resources that none of the partitions has."""
     where = f"partition {' or '.join(partition.name for partition in chosen)}"
     nodes, gpus = (max(p.nodes for p in chosen), max(max(p.gpus, default=0) for p in chosen))
     if shape.nodes > nodes:
         yield Problem("cluster.nodes", shape.nodes, f"{where} has {plural(nodes, 'node')}", f"try {nodes}")
     limits = [p.minutes for p in chosen if p.minutes is not None]
-    # A quality of service may be allowed more than the partition; SLURM knows.
+    # A quality of service may allow more than the partition; only SLURM knows.
     if len(limits) == len(chosen) and cluster.time_minutes > max(limits) and not cluster.qos:
         rule = f"{where} allows {plural(max(limits), 'minute')}"
         yield Problem("cluster.time_minutes", cluster.time_minutes, rule, f"try {max(limits)}")
     if shape.gpus_per_node > gpus:
         yield _too_many_gpus(cluster, shape, f"a node of {where} has {plural(gpus, 'GPU')}", gpus)
-    else:  # ranks that come from too many GPUs are not a second problem
+    else:  # too many ranks because of too many GPUs are not a second problem
         yield from _too_many_cpus(cluster, shape, where, max(p.cpus for p in chosen))
 
 
 def _too_many_gpus(cluster: Slurm, shape: Shape, rule: str, most: int) -> Problem:
-    """The option that the number of GPUs came from, and which values to try."""
+    """Return a problem with the option that the number of GPUs came from, and values to try."""
     if cluster.gpus_per_node != "auto":
         return Problem("cluster.gpus_per_node", shape.gpus_per_node, rule, f"try auto, {most}")
     if gpu_count(cluster.gres or ""):
@@ -294,7 +294,7 @@ def _too_many_gpus(cluster: Slurm, shape: Shape, rule: str, most: int) -> Proble
 
 
 def _too_many_cpus(cluster: Slurm, shape: Shape, where: str, most: int) -> Iterator[Problem]:
-    """SLURM gives every rank one core at least, unless it is told to share them."""
+    """Find ranks that need more cores than a node has: SLURM gives each at least one, unless told to overcommit."""
     cores, ranks = shape.cpus_per_rank or 1, shape.ranks_per_node
     if cores * ranks <= most or cluster.extra.get("overcommit"):
         return
@@ -306,12 +306,12 @@ def _too_many_cpus(cluster: Slurm, shape: Shape, where: str, most: int) -> Itera
 
 
 def _flag(name: str) -> str:
-    """One spelling of a flag: people write ``mem-per-cpu`` and ``mem_per_cpu``."""
+    """Normalize the spelling of a flag: users write ``mem-per-cpu`` and ``mem_per_cpu``."""
     return name.lstrip("-").replace("-", "_")
 
 
 def _quoted(option: str) -> str:
-    """An option for a line of ``#SBATCH``: read as a shell would, but a backslash escapes even between quotes."""
+    """Quote an option for a line of ``#SBATCH``, which is parsed as by a shell, but with escapes inside quotes, too."""
     flag, equals, value = option.partition("=")
     escaped = value.replace("\\", "\\\\")
     return f"{flag}={shlex.quote(escaped)}" if equals else flag

@@ -1,4 +1,4 @@
-"""Status of a sweep's runs, from its files and the queue alone: any shell can ask, at any time."""
+"""Status of a sweep's runs, from its files and the queue alone, so that any shell can ask at any time."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ from ptdbench.records.record import failed, is_open, option
 from ptdbench.records.schema import Record, Written
 from ptdbench.report.remarks import OUTPUT
 
-#: A sweep of somebody else's, or on a file system that is mounted for reading.
+#: Errors of another user's sweep, or of a read-only file system.
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
-#: Bytes at the end of a file that are looked at.
+#: Number of bytes to read at the end of a log.
 _LOOKED_AT = 65536
 
-#: How SLURM says that a job used too much memory. With OverMemoryKill (slurm.conf, JobAcctGatherParams) it says so here
-#: only, and that the job has FAILED.
+#: SLURM's messages in a log when a job used too much memory. With OverMemoryKill (slurm.conf, JobAcctGatherParams) this
+#: is the only sign, as the job's state is FAILED.
 _OUT_OF_MEMORY = re.compile(
     r"(slurm\w+[\w.-]*|srun): error: .*(exceeded (job )?memory limit|oom[-_]kill|out of memory)", re.IGNORECASE
 )
 
-#: What a run's status is where SLURM ended its job; every other end is a failure.
+#: Status of a run by the state in which SLURM ended its job; ``failed`` for all other states.
 STATUS_OF = {"TIMEOUT": "timeout", "DEADLINE": "timeout", "OUT_OF_MEMORY": "oom", "PREEMPTED": "preempted"}
 
 #: The signal that SLURM sends to a job ahead of its time limit.
 WARNING = "SIGUSR2"
 
-#: The status of a run whose record cannot be read; no record says so of itself.
+#: The status of a run whose record cannot be read; no record itself has this status.
 DAMAGED = "damaged"
 
-#: How long what a job wrote last may take to be seen from here, in seconds: network file systems remember what was.
+#: Seconds until a job's last output is visible here: network file systems cache directories and files.
 GRACE = 3.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a sweep, as far as it has come."""
+    """The current state of one run of a sweep."""
 
     directory: str  #: The run's directory, as its record names it.
-    job: ledger.Job | None  #: Its job, or ``None`` where it was not submitted.
-    queue: JobState | None  #: What SLURM says of the job; ``None`` where it says nothing any more.
-    record: Written  #: What the run has written so far.
+    job: ledger.Job | None  #: Its job, or ``None`` if it was not submitted.
+    queue: JobState | None  #: SLURM's state of the job; ``None`` if SLURM no longer knows it.
+    record: Written  #: Its current record.
     is_over: bool  #: Whether it has ended and its result is among the sweep's.
-    progress: Progress | None = None  #: How far a run that is going on has come.
-    sweep: str = ""  #: Its sweep, where those of several are looked at; empty for a single run.
+    progress: Progress | None = None  #: The progress of a run that has not ended.
+    sweep: str = ""  #: Its sweep, if several are shown together; empty for a single run.
 
     @cached_property
     def typed(self) -> Record:
@@ -71,22 +71,22 @@ class Run:
 class Sweep:
     """A sweep, run by run."""
 
-    runs: Sequence[Run]  #: In the order of their numbers.
-    silence: str = ""  #: Why SLURM could not be asked; empty where it could, or need not be.
-    damage: Sequence[str] = ()  #: A sentence for each line of its results that is damaged, and for its list of jobs.
-    goes_on: bool = False  #: Whether a process carries it out here: it may begin more runs.
+    runs: Sequence[Run]  #: The runs, in the order of their numbers.
+    silence: str = ""  #: Why SLURM could not be queried; empty if it could, or did not have to be.
+    damage: Sequence[str] = ()  #: A message for each damaged line of its results, and for a damaged ledger.
+    goes_on: bool = False  #: Whether a process here is executing it, and may start more runs.
 
     @property
     def is_over(self) -> bool:
-        """Tell whether every run has ended."""
+        """Whether every run has ended."""
         return not self.goes_on and all(run.is_over for run in self.runs)
 
 
 def look(directory: Path) -> Sweep:
-    """Look where the runs of a sweep stand, a single run, or the runs of a folder of these.
+    """Return the status of a sweep's runs, of a single run, or of all runs in a folder.
 
-    A run whose job has ended without a word gets its record here, with SLURM's state for a reason: whoever looks first
-    writes it down. A run whose record is damaged or gone stands among the others, as :data:`DAMAGED`.
+    If a job has ended without recording a result, this records its end, with SLURM's state as the reason: the first
+    process to look does so. A run whose record is damaged or gone is listed as :data:`DAMAGED`.
 
     Raises:
         FileNotFoundError: There is no run.
@@ -97,14 +97,14 @@ def look(directory: Path) -> Sweep:
 
 
 def _in_turn(sweep: Path) -> tuple[Path, int, bool]:
-    """For the order: the blocks of a comparison whose sides took turns lie in a folder for each side."""
+    """Return a sort key that alternates the blocks of a comparison's two sides, which are in a folder for each side."""
     if sweep.name.isdecimal():
         return sweep.parent.parent, int(sweep.name), sweep.parent.name == "after"
     return sweep, 0, False
 
 
 def _one(directory: Path) -> Sweep:
-    """A sweep, or the single runs of a folder."""
+    """Return the status of one sweep, or of the single runs in a folder."""
     damage: list[str] = []
     jobs = _jobs(directory, damage.append)
     results = _results(directory, damage.append)
@@ -136,7 +136,7 @@ def _one(directory: Path) -> Sweep:
 
 
 def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:
-    """The runs that have no job; of one that is done once more its record knows more than its result, which is open."""
+    """Yield the runs without a job; an open result is ignored, as the record of a repeated run is more recent."""
     paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
     found, places = dict(results), {}
     for path in (one for one in paths if (one / store.RECORD).exists()):
@@ -150,12 +150,12 @@ def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted:
 
 
 def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
-    """Several sweeps as one, whose runs have directories below its own; beside them may be single runs."""
+    """Combine several sweeps, and single runs beside them, into one whose directory contains them all."""
     runs: list[Run] = []
     damage: list[str] = []
     silence = ""
     for path in sweeps:
-        with suppress(FileNotFoundError):  # it has just begun
+        with suppress(FileNotFoundError):  # it has just begun, and has no run yet
             sweep, name = _one(path), path.relative_to(directory)
             runs += [
                 replace(run, directory=str(name / run.directory), sweep=name.name and str(name)) for run in sweep.runs
@@ -168,7 +168,7 @@ def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
 
 
 def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:
-    """The jobs of a sweep, without those of runs elsewhere, which somebody else's list of jobs may not reach."""
+    """Return the jobs of a sweep, without runs outside its directory, which a foreign ledger must not reach."""
     try:
         found = ledger.read(directory).jobs
     except store.Damaged as damaged:
@@ -180,13 +180,13 @@ def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:
 
 
 def _is_below(job: ledger.Job) -> bool:
-    """Tell whether a run's directory lies in its sweep's, where the end of its job will be written down."""
+    """Return whether a run's directory, where the end of its job will be recorded, is inside its sweep's."""
     path = Path(job.directory)
     return all(map(schema.is_path, (job.directory, job.log))) and not (path.is_absolute() or ".." in path.parts)
 
 
 def written(directory: Path) -> Written:
-    """The record of a run; where there is none that can be read, one of status :data:`DAMAGED` that says so."""
+    """Return the record of a run; if it cannot be read, a stand-in with status :data:`DAMAGED` and the reason."""
     try:
         return store.load_record(directory)
     except store.Damaged as damage:
@@ -198,12 +198,12 @@ def written(directory: Path) -> Written:
 
 
 def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, JobState]]:
-    """The jobs by their runs' directories, and what SLURM says of them by their ids; raises SlurmError.
+    """Return the jobs by their runs' directories, and SLURM's states by their ids; raises SlurmError.
 
-    A job whose id nobody wrote down, because the process that submitted it was killed, is found by its array's name.
+    A job whose id was not recorded, because the process that submitted it was killed, is found by its array's name.
     """
     named = {job.cluster for job in jobs if job.cluster}
-    if named and (others := named - {*slurm.clusters()}):  # there the same ids are other jobs, or none
+    if named and (others := named - {*slurm.clusters()}):  # on another cluster, the same ids are other jobs
         raise SlurmError(f"its jobs are on cluster {', '.join(others)}, and this is {', '.join(slurm.clusters())}")
     known = [job for job in jobs if job.id]
     queue = slurm.queue(job.id for job in known if job.id)
@@ -218,7 +218,7 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
 
 
 def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> dict[str, Any]:
-    """Write down the end of a run that could not do so itself, and return its record; ``None``: status by the cause."""
+    """Record the end of a run that could not do so itself; return its record. ``status`` defaults to the cause's."""
     written = failed(store.load_record(sweep / subdirectory), cause)
     done = {**written, "status": status or written["status"]}
     store.write_record(sweep / subdirectory, done)
@@ -227,16 +227,16 @@ def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None 
 
 
 def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Written]:
-    """The results of a sweep, by the runs' directories as they are below it; it may have been moved since."""
+    """Return the results of a sweep, by the runs' directories relative to it, as it may have been moved."""
     return {store.below(directory, record["directory"]): record for record in store.read_results(directory, tell)}
 
 
 def _submitted(
     directory: Path, job: ledger.Job, state: JobState | None, result: Written | None, has_ended: bool
 ) -> Run:
-    """A run that was submitted; one that is in the queue goes on, whatever it has said before.
+    """Return the status of a submitted run; while its job is in the queue the run is not over, whatever its result.
 
-    Unless its job has others, for which it is in the queue: such a job is not requeued.
+    Except in a job with several runs: it stays in the queue for the others, and is never requeued.
     """
     is_done = job.step is not None and _is_final(result)
     if result and (_is_gone(state) or is_done):
@@ -246,18 +246,18 @@ def _submitted(
 
 
 def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
-    """Write down how jobs ended that could not do so themselves, or only noted a signal."""
+    """Record the end of jobs that could not do so themselves, or only noted a signal."""
     if any(is_open(written(directory / job.directory)) for job in gone):
         time.sleep(GRACE)
     results = _results(directory)
     for job in gone:
         state, result = queue.get(job.id or ""), results.get(job.directory)
-        if result is not None and is_open(result):  # begun once more, and not ended by itself
+        if result is not None and is_open(result):  # the run was restarted, and has not recorded its end
             result = None
         known = result or written(directory / job.directory)
         owner = known["owner"]["job"] if known.get("owner") else None
         if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
-            continue  # nobody can say more; or another job has the run, and this one was refused it
+            continue  # nothing more can be known; or another job owns the run, and refused this one
         crash = _crash(directory / job.directory, known) if is_open(known) and not _says_more(state) else None
         if crash:
             write_traceback(directory / job.directory, crash)
@@ -275,29 +275,29 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
 
 
 def _crash(directory: Path, known: Written) -> Failure | None:
-    """Conclude from what ranks left that native code ended all at once, so that none could do so itself."""
+    """Return the cause of failure from the reports of ranks, if all crashed at once and none could record it."""
     owner = known.get("owner")
     reports = read_failures(Attempt(directory, owner["launch"]).failures) if owner else []
     return root_cause(reports, known.get("world_size") or 1) if reports else None
 
 
 def _is_gone(state: JobState | None) -> bool:
-    """Tell whether a job has ended: SLURM says so, or knows it no more."""
+    """Return whether a job has ended: SLURM says so, or no longer knows it."""
     return state is None or state.is_over
 
 
 def _is_final(result: Written | None) -> bool:
-    """Tell whether there is nothing that SLURM could add to a result."""
+    """Return whether a result is final, so that SLURM cannot add to it."""
     return result is not None and not is_open(result) and not _was_signaled(result)
 
 
 def _was_signaled(written: Written) -> bool:
-    """Tell whether a signal ended a run, which cannot know why: ``scancel`` sends what preemption sends."""
+    """Return whether a signal ended a run, which cannot know why: ``scancel`` and preemption send the same one."""
     return written["status"] == "preempted" and schema.error(written).type not in slurm.OVER
 
 
 def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, str]:
-    """State and message for a job that SLURM ended, or has forgotten, and whether the run had begun in it."""
+    """Return state and message for a job that SLURM ended or forgot; ``begun`` says whether the run had started."""
     where = f"{OUTPUT}{job.log}"
     if state is None:
         kind, message = "Gone", f"job {job.id} is not in the queue any more and left no result"
@@ -305,7 +305,7 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
         reason = f" ({state.reason})" if state.reason not in ("", "None") else ""
         nodes = f" on {state.nodes}" if state.nodes else ""
         kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
-    if job.step is not None and not begun:  # what the job's script says is of other runs
+    if job.step is not None and not begun:  # the script's output is about other runs
         return kind, f"{message}, before this run had begun{where}"
     if kind in ("Gone", "FAILED") and (words := log_out_of_memory(job)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
@@ -315,15 +315,15 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
 
 
 def _says_more(state: JobState | None) -> bool:
-    """Tell whether SLURM knows more of a job's end than that it was well or not."""
+    """Return whether SLURM knows more about a job's end than success or failure."""
     return state is not None and state.state not in ("COMPLETED", "FAILED")
 
 
 def _reached_its_limit(written: Written, state: JobState | None) -> bool:
-    """Tell whether the warning ahead of its time limit ended a run, of which SLURM only says FAILED.
+    """Return whether the warning ahead of the time limit ended a run, for which SLURM only reports FAILED.
 
-    The warning is asked for at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
-    comes up to a minute earlier than that (sbatch(1), ``--signal``).
+    The warning is requested at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
+    arrives up to a minute earlier than that (sbatch(1), ``--signal``).
     """
     minutes = _time_minutes(written)
     seconds = math.inf if minutes is None else 60 * minutes
@@ -332,7 +332,7 @@ def _reached_its_limit(written: Written, state: JobState | None) -> bool:
 
 
 def _saved(written: Written) -> str:
-    """Return what a run that has saved says of how to go on."""
+    """Return a saved run's message on how to resume; empty if it has not saved."""
     message = schema.error(written).message
     return f"; {message}" if "it has saved" in message else ""
 
@@ -342,7 +342,7 @@ def _time_minutes(written: Written) -> float | None:
 
 
 def _number(run: Run) -> tuple[int, str]:
-    """For the order: the number in the sweep, which stands at the head of a directory's name."""
+    """Return a sort key: the number in the sweep, with which the directory's name begins."""
     if run.job:
         return run.job.number, ""
     head = re.match(r"\d{1,9}(?=_)", Path(run.directory).name)
@@ -350,19 +350,19 @@ def _number(run: Run) -> tuple[int, str]:
 
 
 def log_tail(job: ledger.Job, lines: int = 15) -> str:
-    """The last lines of the rank that wrote last."""
+    """Return the last lines of the rank that wrote last."""
     return "\n".join(next((said[-lines:] for said in _ends(job) if said), []))
 
 
 def log_out_of_memory(job: ledger.Job) -> str | None:
-    """The line with which SLURM says that the job used too much memory, if it does."""
+    """Return the log line in which SLURM says that the job used too much memory, if there is one."""
     return next((line.strip() for said in _ends(job) for line in said if _OUT_OF_MEMORY.search(line)), None)
 
 
 def log_reason(job: ledger.Job) -> str | None:
-    """Return what kept a step from starting: SLURM's first error, or its plugins', else the last line of the rank.
+    """Return what kept a step from starting: the first error of SLURM or its plugins, else the rank's last line.
 
-    srun's own lines only say that there was one.
+    srun's own lines only say that there was an error.
     """
     for said in _ends(job):
         errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
@@ -373,7 +373,7 @@ def log_reason(job: ledger.Job) -> str | None:
 
 
 def _ends(job: ledger.Job) -> Iterator[list[str]]:
-    """The last lines of each rank, of the one that wrote last first; those of the script of several runs; SLURM's."""
+    """Yield the last lines of each rank, most recent first, then of the script of several runs, then of SLURM's log."""
     log = Path(job.log)
     logs = [
         path

@@ -1,4 +1,4 @@
-"""From runs to scripts for sbatch: SLURM is asked beforehand about the very text that it is given later."""
+"""Submission of runs to SLURM as job arrays: the script is first tested with SLURM, then submitted unchanged."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from ptdbench.sweep.requests import Request, world_of
 from ptdbench.sweep.resources import Output, Shape, Step
 from ptdbench.terminal import echo, plural
 
-#: The id of a job in its script, as squeue has it.
+#: The id of a job, for use in its script, as squeue prints it.
 _JOB = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 
 
 def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
-    """The arrays of jobs that carry out the runs; those that are refused are in no job.
+    """Group runs into arrays of jobs; refused runs are in no job.
 
     Returns:
-        For each array its jobs, and for each job the places of its runs in ``requests``: one, or with
-        ``sweep.same_nodes`` all of a block of repeats. Jobs of an array have the same nodes, the same ranks, and all
-        else that sbatch is given.
+        For each array its jobs, and for each job the indices of its runs in ``requests``: one run, or with
+        ``sweep.same_nodes`` all runs of a block of repeats. Jobs of an array have the same shape and all other sbatch
+        options in common.
 
     Raises:
-        ConfigError: Runs of one job ask for different things, or it would be requeued.
+        ConfigError: Runs of one job request different resources, or a job with several runs would be requeued.
     """
     alike: dict[tuple[str, tuple[bool, ...]], list[list[int]]] = {}
     for job in _jobs(requests):
@@ -64,7 +64,7 @@ def _jobs(requests: Sequence[Request]) -> Iterable[list[int]]:
 
 
 def _given(job: Sequence[Request]) -> str:
-    """What sbatch is given for the runs of a job."""
+    """Return everything that sbatch is given for the runs of a job, as text to compare."""
     found = set()
     for request in job:
         cluster, shape = request.cluster, request.shape
@@ -97,15 +97,15 @@ def _differences(job: Sequence[Request]) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class Array:
-    """Jobs that ask for the same, submitted by one script."""
+    """Jobs with the same resources, submitted by one script."""
 
-    jobs: Sequence[Sequence[Request]]  #: Each with its runs; all have the same number of them.
+    jobs: Sequence[Sequence[Request]]  #: The runs of each job, equally many in all of them.
     name: str  #: Its name in the queue.
     sweep: Path  #: The sweep's directory.
 
     @property
     def cluster(self) -> Slurm:
-        """What each of the jobs asks for."""
+        """The resources of each of the jobs."""
         return self.jobs[0][0].cluster
 
     @property
@@ -116,39 +116,39 @@ class Array:
 
     @property
     def output(self) -> Path:
-        """Folder of the output of a job, with ``%j`` for its id."""
+        """Folder for the output of a job, with ``%j`` for its id."""
         return Path(self.cluster.log or self.sweep / "logs" / "%j").expanduser().absolute()
 
     @property
     def folders(self) -> list[Path]:
-        """Folders of the output of each run of a job: the job's own, where it has only one."""
+        """Folders for the output of each run of a job: the job's own folder if it has only one run."""
         runs = len(self.jobs[0])
         return [self.output] if runs == 1 else [self.output / str(number) for number in range(runs)]
 
     @property
     def staging(self) -> Path:
-        """The folder in which the folders of all jobs lie."""
+        """The common parent folder of all jobs' output."""
         return JobPaths.get_first_id_independent_folder(self.output)
 
     @cached_property
     def used(self) -> list[Path]:
-        """What the runs use of this machine; their container has it too."""
+        """The folders of this machine that the runs use, to be mounted in their container."""
         runs = chain.from_iterable(self.jobs)
         return container.outermost(path for run in runs for path in container.folders(run.config, self.sweep))
 
     @property
     def bundle(self) -> Path:
-        """The folder of the bundle that their containers start from."""
+        """The folder of the OCI bundle that their containers start from."""
         return self.sweep.absolute() / "containers" / self.name
 
     def script(self, options: Mapping[str, Any]) -> str:
-        """The script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
+        """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
         parallel, delay = (int(options.get(option) or default) for option, default in OPTIONS.items())
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
-        # A token by which the job was submitted may have expired when it starts: srun would be refused.
+        # The token with which the job was submitted may have expired by the time it starts: srun would be refused.
         setup = ["unset SLURM_JWT", f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
         steps = [self._run(run, folder) for run, folder in zip(self.jobs[0], self.folders, strict=True)]
         after = []
@@ -160,31 +160,31 @@ class Array:
         return resources.script(cluster, self._shape, self.name, steps, output)
 
     def search(self, run: Request, folder: Path) -> JobSteps | None:
-        """How the script of a run's job starts ranks that try a micro-batch; ``None`` if none is sought."""
+        """Return how a job's script starts ranks that try a micro-batch; ``None`` if none is searched for."""
         if not is_sought(run.config):
             return None
         step = self._step([sys.executable, "-u", "-m", "ptdbench", "run"], folder)
         return JobSteps(world_of(self._shape), self._shape.gpus_per_node, resources.srun(self.cluster, step))
 
     def _run(self, run: Request, folder: Path) -> Step:
-        """One run in every task of its job; a micro-batch that is sought is found by the job's script before."""
+        """Return the step that runs in every task of a job; if needed, the script first searches the micro-batch."""
         command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
         return replace(self._step(command, folder), before=command if is_sought(run.config) else ())
 
     def _step(self, command: Sequence[str], folder: Path) -> Step:
-        """A command in every task of a job, in its container and with its output in a folder."""
+        """Return the step of a command in every task of a job, in its container and with its output in a folder."""
         out, errors = map(self._by_pattern, (JobPaths(folder).stdout, JobPaths(folder).stderr))
         step = Step(command, ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"])
         return container.enter(step, self.cluster.container, self._shape, self.used, self.bundle)
 
     def _by_pattern(self, path: Path) -> str:
-        """A path as SLURM takes it: an element of an array has no ``%j`` of its own."""
+        """Return a path with SLURM's patterns: in an array, ``%j`` does not name the element."""
         return str(path).replace("%j", "%A_%a") if len(self.jobs) > 1 else str(path)
 
     def _enter_folders(self) -> list[str]:
-        """Lines that make the folders of a job's output, and send what the script says there.
+        """Return lines that create the folders for a job's output, and redirect the script's own output there.
 
-        SLURM makes none, and this process knows where they belong only when the job may have started.
+        SLURM creates no folders, and this process learns the job's id only when the job may already have started.
         """
         paths = JobPaths(self.output)
         out, errors = (_in_script(str(path).replace("%t", "0")) for path in (paths.stdout, paths.stderr))
@@ -193,12 +193,12 @@ class Array:
 
 
 def _in_script(path: str) -> str:
-    """Quote a path for a script, where a variable has the place of ``%j``."""
+    """Quote a path for a script, with a variable in place of ``%j``."""
     return '"$ptdbench_job"'.join(part and shlex.quote(part) for part in path.split("%j"))
 
 
 def check_paths(requests: Sequence[Request], sweep_directory: Path) -> None:
-    """Refuse paths of output in which SLURM, or submitit, would replace more than ``%j`` in ``cluster.log``.
+    """Refuse output paths with patterns that SLURM or submitit would replace, other than ``%j`` in ``cluster.log``.
 
     Raises:
         ConfigError: There are such paths.
@@ -214,10 +214,10 @@ def check_paths(requests: Sequence[Request], sweep_directory: Path) -> None:
 
 
 def make_folders(requests: Sequence[Request]) -> None:
-    """Make the folders that people have named for the output of jobs.
+    """Create the folders that users have named for the output of jobs.
 
     Raises:
-        ConfigError: One cannot be made.
+        ConfigError: One of them cannot be created.
     """
     found = []
     for log in dict.fromkeys(request.cluster.log for request in requests if request.cluster.log):
@@ -235,12 +235,12 @@ def make_folders(requests: Sequence[Request]) -> None:
 
 
 def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobSteps | None = None) -> None:
-    """Carry out the run of a directory, in every task of the job.
+    """Execute the run of a directory; called in every task of the job.
 
     Args:
         directory: The run's directory.
-        environment: Variables that the run must see; ``None`` for one that it must not.
-        steps: How the job's script, which calls this before, starts ranks that try a micro-batch.
+        environment: Variables to set for the run; ``None`` unsets one.
+        steps: How the job's script, which calls this first, starts ranks that try a micro-batch.
 
     Raises:
         SystemExit: The run failed here.
@@ -249,11 +249,11 @@ def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobS
 
     for name, value in environment.items():
         os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-    local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue without being asked
+    local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue unasked
     try:
         if steps and discover(os.environ) is None:
             if not find_micro_batch(Path(directory), steps):
-                raise SystemExit(1)  # and the script starts no ranks
+                raise SystemExit(1)  # the script then starts no ranks
         else:
             run(Path(directory))
     finally:
@@ -261,30 +261,30 @@ def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobS
 
 
 def call_of(sweep: Path, opened: Opened, **environment: str | None) -> tuple[str, dict[str, str | None]]:
-    """Return the arguments of :func:`carry_out` for a run's job; ``environment``: variables beside the run's own."""
-    typed = terminal.as_variable(sys.argv)  # what the job says of how to go on names the same program
+    """Return the arguments of :func:`carry_out` for a run's job; ``environment`` are additional variables."""
+    typed = terminal.as_variable(sys.argv)  # so that the job's messages on how to resume name the same program
     return str(sweep / opened.subdirectory), {**typed, **opened.request.environment, **environment}
 
 
 def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) -> list[ledger.Job]:
-    """Submit one array of jobs for each shape; nothing stays in the queue unless all were taken.
+    """Submit the arrays of jobs; if SLURM refuses one, all are cancelled.
 
     Returns:
-        The runs with the jobs that they are in, in the order of their numbers.
+        The runs with their jobs, in the order of their numbers.
 
     Raises:
-        ConfigError: SLURM did not take them; their records say so.
-        OSError: The folder of their output cannot be written to.
+        ConfigError: SLURM refused them; their records say so.
+        OSError: The folder for their output cannot be written to.
     """
     found = [[[jobs[place] for place in places] for places in array] for array in arrays([job.request for job in jobs])]
     names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array in found]
     submitted: list[ledger.Job] = []
     try:
         for name, array in zip(names, found, strict=True):
-            with local.deferred():  # a signal in the middle of it would leave jobs that nobody knows
+            with local.deferred():  # a signal during submission would leave unknown jobs
                 submitted += _submit(directory, name, array, options)
     except BaseException as error:
-        with local.deferred():  # a second signal would leave jobs that nobody has taken back
+        with local.deferred():  # a second signal would leave jobs that are not cancelled
             echo("canceling what was submitted…", sys.stderr)
             _take_back(names)
             _write_off(directory, jobs, error)
@@ -298,11 +298,11 @@ def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) 
 def _submit(
     directory: Path, name: str, runs: Sequence[Sequence[Opened]], options: Mapping[str, Any]
 ) -> list[ledger.Job]:
-    """Submit the jobs of an array, each with its runs; they are noted down before and after.
+    """Submit the jobs of an array, each with its runs; the ledger records them before and after.
 
     Raises:
-        SlurmError: SLURM did not take them, or did not answer.
-        OSError: The folder of their output cannot be written to.
+        SlurmError: SLURM refused them, or did not answer.
+        OSError: The folder for their output cannot be written to.
     """
     array = Array([[run.request for run in job] for job in runs], name, directory)
     text = array.script(options)
@@ -317,22 +317,22 @@ def _submit(
             DelayedSubmission(carry_out, *call_of(directory, run), steps).dump(pickle)
         identity = slurm.submit(text)
     except BaseException:
-        for pickle in pickles:  # made by this very call
+        for pickle in pickles:  # created by this call
             pickle.unlink(missing_ok=True)
         raise
     ids = [identity if job.element is None else f"{identity}_{job.element}" for job in noted]
     noted = list(map(ledger.with_id, noted, ids))
     ledger.add(directory, noted)
-    for one, job, pickle in zip(ids, noted, pickles, strict=True):  # each run waits for its own for a minute
+    for one, job, pickle in zip(ids, noted, pickles, strict=True):  # each run waits up to a minute for its pickle
         JobPaths(job.log, one).move_temporary_file(pickle, "submitted_pickle")
     JobPaths(array.output, ids[0]).submission_file.write_text(text)
     return noted
 
 
 def _to_note(array: Array, runs: Sequence[Sequence[Opened]]) -> Iterator[ledger.Job]:
-    """What is noted down of the runs of an array before SLURM has its jobs."""
+    """Yield the ledger's entries for the runs of an array before its submission."""
     cluster = None
-    with suppress(SlurmError, ValueError):  # one of several takes the jobs
+    with suppress(SlurmError, ValueError):  # with several clusters, it is unknown which one takes the jobs
         (cluster,) = slurm.clusters()
     for element, job in enumerate(runs):
         for step, (run, log) in enumerate(zip(job, array.folders, strict=True)):
@@ -353,11 +353,11 @@ def _to_note(array: Array, runs: Sequence[Sequence[Opened]]) -> Iterator[ledger.
 
 def _label(array: Sequence[Sequence[Opened]]) -> str:
     first, *others = (run for job in array for run in job)
-    return "sweep" if others else store.file_name(first.request.config.label)  # which may be any text
+    return "sweep" if others else store.file_name(first.request.config.label)  # labels may be any text
 
 
 def _take_back(names: Sequence[str]) -> None:
-    """End what SLURM may have taken, by name: it may have taken an array without being able to say so."""
+    """Cancel jobs by name, as SLURM may have accepted an array without being able to report it."""
     try:
         if canceled := slurm.cancel_named(names):
             echo(f"canceled what SLURM had taken already: {' '.join(canceled)}", sys.stderr)
@@ -367,25 +367,25 @@ def _take_back(names: Sequence[str]) -> None:
 
 
 def _write_off(sweep: Path, jobs: Sequence[Opened], error: BaseException) -> None:
-    """Let the records of runs whose submission was given up say so."""
+    """Record the failed submission in the records of its runs."""
     words = str(error).strip().splitlines() or [type(error).__name__]
     cause = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
     for job in jobs:
-        with suppress(OSError, store.Damaged):  # where the disk is full the records stay open, which is no lie
+        with suppress(OSError, store.Damaged):  # on a full disk the records stay open, which is still true
             status.conclude(sweep, job.subdirectory, cause)
 
 
 def _python_path() -> str:
-    """Where a model of the user's own may lie: beside ``train.py`` and in this directory, as when started by hand."""
+    """Return the search path for a user's model: beside ``train.py`` and in this directory, as when started by hand."""
     script = Path(sys.argv[0]).resolve()
     folders = dict.fromkeys([*([script.parent] if script.name == "train.py" else []), Path.cwd()])
     return f"{':'.join(shlex.quote(str(folder)) for folder in folders)}${{PYTHONPATH:+:$PYTHONPATH}}"
 
 
 def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
-    """Print what ``cluster.submit=test`` prints; nothing is submitted and nothing written.
+    """Test the jobs with SLURM, for ``cluster.submit=test``, and print its answers; nothing is submitted or written.
 
-    ``options`` are as for :meth:`Array.script`. The exit status is 0 if every job would be taken.
+    ``options`` are as for :meth:`Array.script`. Return exit status 0 if every job would be accepted.
     """
     refused = [run for run in runs if run.refused]
     for run in refused:
@@ -403,7 +403,7 @@ def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
 
 
 def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> None:
-    """Raise a ConfigError with SLURM's words for every array that it would refuse."""
+    """Raise a ConfigError with SLURM's message for every array that it would refuse."""
     found = []
     for array, answer in _answers(runs, options):
         if isinstance(answer, SlurmError):
@@ -417,7 +417,7 @@ def require_accepted(runs: Sequence[Request], options: Mapping[str, Any]) -> Non
 def _answers(
     runs: Sequence[Request], options: Mapping[str, Any]
 ) -> Iterator[tuple[list[list[Request]], str | SlurmError]]:
-    """For each array of jobs what SLURM says to its script."""
+    """Yield each array of jobs with SLURM's answer to its script."""
     for array in arrays(runs):
         jobs = [[runs[place] for place in job] for job in array]
         answer: str | SlurmError

@@ -1,4 +1,4 @@
-"""Watching a sweep: the table of one that may still be going on, and following it until its last run has ended."""
+"""Watching a sweep: the table of a sweep that may still be in progress, and following it until its last run ends."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import command, echo, plain, plural
 
-#: What a run's own share of its start was spent on, as in ``metrics.startup_seconds``.
+#: The phases of a run's startup that are shown, by their names in ``metrics.startup_seconds``.
 STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
 
 def numbered(sweep: Sweep) -> list[tuple[int, Run]]:
-    """Each run with its number in the sweep."""
+    """Return each run with its number in the sweep."""
     return [(run.job.number if run.job else place, run) for place, run in enumerate(sweep.runs)]
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
-    """The sweep as ``status --json`` prints it; docs/results.md says what each key means."""
+    """Return the sweep as ``status --json`` prints it; docs/results.md describes the keys."""
     return {
         "is_over": sweep.is_over,
         "runs": [_as_json(run, number) for number, run in numbered(sweep)],
@@ -82,7 +82,7 @@ def reasons(sweep: Sweep) -> Iterator[str]:
 
 
 def state_text(run: Run) -> str:
-    """Return where a run stands, in a few words: the queue's while it is there, then the record's."""
+    """Return the state of a run in a few words: while it is in the queue, the queue's, then the record's."""
     if run.is_over:
         kind = run.typed.error.type if run.typed.error else ""
         status = " ".join(filter(None, (run.record.get("kind"), run.typed.status)))
@@ -125,7 +125,7 @@ def _rate(run: Run) -> str:
 
 
 def _startup(record: Record) -> str:
-    """``9.1 = 4.2 + 0.3 + 0.1 + 0.5 + 4.0``: the parts in the order of :data:`STARTUP`."""
+    """Return ``9.1 = 4.2 + 0.3 + 0.1 + 0.5 + 4.0``: the parts in the order of :data:`STARTUP`."""
     spent = record.metrics and record.metrics.startup_seconds
     if not spent:
         return MISSING
@@ -133,11 +133,11 @@ def _startup(record: Record) -> str:
 
 
 def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, Run]], str]:
-    """The cell of a run, in one line."""
+    """Return a function for the cell of a row, in one line, from one for the cell of a run."""
     return lambda row: plain(" ".join(cell(row[1]).split()))
 
 
-#: The columns of a sweep, whose rows are :func:`numbered`.
+#: The columns of a sweep's table, whose rows are :func:`numbered`.
 COLUMNS: Sequence[Column[tuple[int, Run]]] = (
     Column("#", lambda row: str(row[0])),
     Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), words=True, spared=3),
@@ -151,29 +151,29 @@ COLUMNS: Sequence[Column[tuple[int, Run]]] = (
 
 
 def table_lines(sweep: Sweep, width: int | None = None) -> tuple[list[str], list[str]]:
-    """Return headings, a rule and the rows, and the headings for which there is no room; quickly also for thousands.
+    """Return headings, a rule and the rows, and the headings for which there is no room; fast even for thousands.
 
-    No line exceeds the width: what matters least is left out, and the rest cut; with ``None`` there is all of it.
+    No line exceeds the width: the least important columns are omitted, and the rest cut; ``None`` is no limit.
     """
     lines, gone = text.table(COLUMNS, numbered(sweep), width, folds=False)
     return [cropped(line, width) for line in lines], gone
 
 
 def table_text(sweep: Sweep, width: int | None = None) -> str:
-    """The rows as plain text, and below what there was no room for, and the reasons; see :func:`table_lines`."""
+    """Return the table as plain text, then the omitted columns and the reasons; see :func:`table_lines`."""
     lines, gone = table_lines(sweep, width)
     return "\n".join([*lines, *(wrap(line, width) for line in (*text.left_out(gone, width), *reasons(sweep)))])
 
 
-#: Seconds between two looks at the queue: soon while a person waits for the first job, rarer later, out of courtesy.
+#: Seconds between two queries of the queue: short while the user waits for the first job, later longer to spare SLURM.
 FIRST, LATER = 1.0, 10.0
 
-#: Lines of a table that are no rows: two of headings, one below, and one for the cursor.
+#: Lines of a table other than rows: two of headings, one below, and one for the cursor.
 _AROUND_THE_ROWS = 4
 
 
 def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
-    """Say what was submitted, and how to follow it and end it from any shell."""
+    """Print what was submitted, and how to follow and cancel it from any shell."""
     ids = list(dict.fromkeys(job.id for job in jobs if job.id))
     arrays = list(dict.fromkeys(identity.partition("_")[0] for identity in ids))
     what = plural(len(ids), "job") + (f" with {plural(len(jobs), 'run')}" if len(jobs) > len(ids) else "")
@@ -187,10 +187,10 @@ def announce(sweep_directory: Path, jobs: Sequence[ledger.Job]) -> None:
 
 
 def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
-    """Show how the jobs of a sweep are doing until all have ended; a signal leaves them to themselves.
+    """Show the progress of a sweep's jobs until all have ended; on a signal, stop showing and leave them running.
 
     Returns:
-        The directories of all runs of which all has been shown, those ``told`` before included.
+        The directories of all runs that have been shown to their end, including those ``told`` before.
     """
     console = Console(stderr=True)
     show = _Table(console) if console.is_terminal else _Lines()
@@ -202,7 +202,7 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
                 sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in told])
                 show(sweep)
                 if all(run.is_over or (run.queue is None and not sweep.silence) for run in sweep.runs):
-                    break  # what has no job will not go on by itself
+                    break  # a run without a job makes no further progress
                 time.sleep(min(LATER, max(FIRST, (time.monotonic() - started) / 30)))
     except BaseException as error:
         how = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
@@ -218,7 +218,7 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
 
 
 def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
-    """After a job on this machine: if it left no word, say so in its record."""
+    """After a job on this machine: if it left no result, record that."""
     written = status.written(sweep_directory / subdirectory)
     if record.is_open(written):
         message = f"the job's process ended without a result{OUTPUT}{log}"
@@ -228,7 +228,7 @@ def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
 
 
 def _show_failure(sweep_directory: Path, run: Run) -> None:
-    """The traceback of a run that failed, or the end of its output where it left none."""
+    """Print the traceback of a failed run, or the end of its output if there is none."""
     error = run.typed.error
     if run.typed.status == "ok" or not error:
         return
@@ -254,7 +254,7 @@ class _Table:
 
     def __call__(self, sweep: Sweep) -> None:
         room = max(1, self._console.height - _AROUND_THE_ROWS)
-        shown = Sweep(sorted(sweep.runs, key=lambda run: run.is_over)[:room])  # those that still change first
+        shown = Sweep(sorted(sweep.runs, key=lambda run: run.is_over)[:room])  # unfinished runs first
         hidden = len(sweep.runs) - len(shown.runs)
         below = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} have ended"
         if hidden:
@@ -266,7 +266,7 @@ class _Table:
 
 
 class _Lines(nullcontext[None]):
-    """A line for every change, for a file or a pipe."""
+    """Prints a line for every change, for a file or a pipe."""
 
     def __init__(self) -> None:
         super().__init__()
