@@ -1,9 +1,9 @@
-"""A run's checkpoints on disk: ``checkpoints/step-00000100/``, with the suffix ``.partial`` while it is written.
+"""A run's checkpoints on disk: ``checkpoints/step-00000100/``, with the suffix ``.partial`` while being written.
 
-Its ``manifest.json``, which is written last, has the checksum of every file.
+Its ``manifest.json``, which is written last, contains the checksum of every file.
 
 A directory gets its final name when everything in it is on disk, and loses it before anything in it is deleted, so
-that a killed process never leaves an incomplete checkpoint under a final name. A directory that holds anything else,
+that a killed process never leaves an incomplete checkpoint under a final name. A directory that contains anything else,
 such as a user's notes, is neither deleted nor renamed; see :mod:`ptdbench.files`.
 """
 
@@ -29,12 +29,12 @@ from ptdbench.records.schema import Count, Evaluation
 
 MANIFEST = "manifest.json"
 
-#: Bytes read at a time; hashing that many releases the GIL.
+#: Bytes read at a time; hashing a block of this size releases the GIL.
 _BLOCK = 4 << 20
 
 
 class Broken(Exception):
-    """A broken checkpoint; the message names the file and what is wrong with it."""
+    """A checkpoint is broken; the message names the file and the fault."""
 
 
 class Stamp(Struct, frozen=True):
@@ -50,14 +50,14 @@ class Manifest(Struct, frozen=True):
     step: Count  #: Number of optimizer steps done.
     world_size: Count  #: Ranks that wrote it.
     model: Mapping[str, Any]  #: The options of the model, for comparison.
-    facts: Mapping[str, Any]  #: Other state for resuming; JSON, where a number that is not finite is ``null``.
+    facts: Mapping[str, Any]  #: Other state for resuming, in JSON types; a number that is not finite is ``null``.
     files: Mapping[str, Stamp]  #: Every other file of the checkpoint, by name.
     torch: str  #: Version of torch that wrote it.
     time: float  #: When it was written, in seconds since the epoch.
 
 
 class _Facts(Struct):
-    """The facts that are read without a look at their types: a checksum says that nothing was changed since."""
+    """The facts that are used without checking their types: they are checked here, and the checksum protects them."""
 
     scaler: dict[str, Any] = {}
     segments: list[dict[str, Any]] = []
@@ -76,11 +76,11 @@ def stamp(path: Path) -> Stamp:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest with a checksum of its own, and sync it to disk.
+    """Write the manifest with its own checksum, and sync it to disk.
 
     Raises:
         OSError: It could not be written.
-        TypeError: The model's options or the facts are not JSON.
+        TypeError: The model's options or the facts are not of JSON types.
     """
     written = asdict(manifest) | {"files": to_builtins(manifest.files)}
     body = json.loads(json.dumps(written), parse_constant=lambda _: None)
@@ -105,7 +105,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise Broken unless every file exists and has its size."""
+    """Raise Broken unless every file exists and has the expected size."""
     for name, wanted in manifest.files.items():
         if PurePath(name).name != name:
             raise Broken(f"{name} is not a file name")
@@ -118,7 +118,7 @@ def check_sizes(directory: Path, manifest: Manifest) -> None:
 
 
 def check_contents(directory: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Raise Broken unless the checksums match, of one of ``shares`` parts of the files."""
+    """Raise Broken unless the checksums match, for part ``share`` of ``shares`` parts of the files."""
     for name in sorted(manifest.files)[share::shares]:
         try:
             found = stamp(directory / name)
@@ -155,22 +155,22 @@ class Found:
 class Search:
     """The result of a search for the newest checkpoint."""
 
-    found: Found | None  #: The newest complete one, if there is one.
-    broken: Mapping[Path, str]  #: The newer ones, which are skipped: which file is broken, and how.
+    found: Found | None  #: The newest complete checkpoint, if there is one.
+    broken: Mapping[Path, str]  #: Newer checkpoints that are skipped, with the broken file and its fault.
 
     @property
     def warnings(self) -> list[str]:
-        """What to say of those that are skipped."""
+        """A warning for each skipped checkpoint."""
         return [f"{path} is skipped: {fault}" for path, fault in self.broken.items()]
 
 
 def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:
-    """Find the newest checkpoint that is complete and matches its checksums; called in all ranks, as :func:`gather`.
+    """Find the newest checkpoint that is complete and matches its checksums; called in all ranks, like :func:`gather`.
 
-    Every rank checks names and sizes; the reading of the files is divided among the ranks. All get the same result.
+    Every rank checks names and sizes; reading the files is divided among the ranks. All get the same result.
     """
     broken: dict[Path, str] = {}
-    # Rank 0's list: a network file system may show another host an older one.
+    # Rank 0's list: a network file system may show an older one to other hosts.
     for name in gather([path.name for path in _complete_by_name(run_directory)], group)[0]:
         path = run_directory / FOLDER / name
         found, fault = _examine(path, dist.get_rank(group), dist.get_world_size(group))
@@ -182,7 +182,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
 
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
-    """Return the manifest of the newest checkpoint that seems complete; fast, as its files are not read."""
+    """Return the manifest of the newest checkpoint that seems complete; fast, as it does not read the files."""
     return next(filter(None, map(_whole, _complete_by_name(run_directory))), None)
 
 
@@ -192,14 +192,14 @@ def partial(run_directory: Path, step: int) -> Path:
 
 
 def begin(partial: Path) -> None:
-    """Create that directory, empty; raises OSError, also if it holds something that the saver has not written."""
+    """Create the directory for writing, empty; raises OSError, also if it contains anything not from the saver."""
     discard(partial)
     partial.mkdir(parents=True)
     _sync(partial.parent.parent)
 
 
 def discard(path: Path) -> None:
-    """Delete a directory without a final name, if it exists; raises OSError, also if it holds something foreign."""
+    """Delete a directory without a final name, if it exists; raises OSError, also if it contains foreign files."""
     if os.path.lexists(path):
         remove(path, _is_ours)
 
@@ -208,7 +208,7 @@ def publish(partial: Path) -> Path:
     """Give a directory whose files are on disk its final name; an older checkpoint of the same step is replaced.
 
     Raises:
-        OSError: It cannot be renamed, or the older one holds something that the saver has not written.
+        OSError: It cannot be renamed, or the older one contains anything not from the saver.
     """
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     _sync(partial)
@@ -221,13 +221,13 @@ def publish(partial: Path) -> Path:
 
 
 def prune(run_directory: Path, keep: int, best: int | None = None, broken: Container[Path] = ()) -> None:
-    """Delete all complete checkpoints except the newest ``keep`` and that of step ``best``.
+    """Delete all complete checkpoints except the newest ``keep`` and the one of step ``best``.
 
-    Broken ones are neither counted nor deleted: those that a search has found ``broken``, and any whose files do not
-    have their sizes. Nor is one deleted that holds files of others, or tensors not named in its manifest.
+    Broken checkpoints are neither counted nor deleted: those that a search has found ``broken``, and any with files of
+    the wrong size. Nor are checkpoints deleted that contain foreign files, or tensors not named in the manifest.
 
     Raises:
-        OSError: One cannot be deleted.
+        OSError: A checkpoint cannot be deleted.
     """
     manifests = ((path, _whole(path)) for path in _complete_by_name(run_directory) if path not in broken)
     for path, manifest in [(path, manifest) for path, manifest in manifests if manifest][keep:]:
@@ -264,7 +264,7 @@ def mark_best(run_directory: Path, step: int | None) -> None:
 def remove_partial(run_directory: Path) -> None:
     """Clean up after a killed run; called in one process, before the run starts.
 
-    A checkpoint that lacks only its final name gets it. One that holds files of others is left unchanged.
+    A checkpoint that lacks only its final name gets it. A directory with foreign files is left unchanged.
 
     Raises:
         OSError: Something cannot be removed.
@@ -287,7 +287,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _left(run_directory: Path, suffix: str) -> list[Path]:
-    """List directories with that suffix that hold only files of the saver."""
+    """List directories with this suffix that contain only the saver's files."""
     named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
     steps = [path for path in named if _STEP.fullmatch(path.name.removesuffix(suffix))]
     return [path for path in steps if not first_foreign_entry(path, _is_ours)]
@@ -300,7 +300,7 @@ def _complete_by_name(run_directory: Path) -> list[Path]:
 
 
 def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:
-    """Return the manifest of a checkpoint, or what is wrong with it, by this rank's share of the check."""
+    """Return the manifest of a checkpoint, or its fault, from this rank's share of the check."""
     try:
         found = read_manifest(path)
         check_sizes(path, found)
@@ -311,7 +311,7 @@ def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | N
 
 
 def _whole(path: Path) -> Manifest | None:
-    """Return the manifest if all files exist and have their sizes; reading them all would take too long."""
+    """Return the manifest if all files exist with the expected sizes; reading them would take too long."""
     with suppress(Broken):
         manifest = read_manifest(path)
         check_sizes(path, manifest)
@@ -320,7 +320,7 @@ def _whole(path: Path) -> Manifest | None:
 
 
 def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that it can be deleted; raises OSError if it holds something foreign."""
+    """Rename a checkpoint, so that it can be deleted; raises OSError if it contains foreign files."""
     if other := first_foreign_entry(path, _is_ours):
         raise in_the_way(other)
     aside = path.with_name(path.name + _DELETED)

@@ -1,8 +1,8 @@
 """Loading tensors from a checkpoint without running code from it.
 
 torch reads the tensors with ``weights_only``. Two ways to run code remain in its distributed checkpoints: ``.metadata``
-is a pickle, and an item that is not a tensor is unpickled without a check. Here the first may refer only to the classes
-that metadata consists of, and the second is refused.
+is a pickle, and an item that is not a tensor is unpickled without a check. Here the pickle may refer only to classes of
+metadata, and other items are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METADATA = ".metadata"
 
 
 class _Properties(TensorProperties):
-    """Properties of a tensor that a newer torch may have written: it adds strides, which loading does not need."""
+    """Properties of a tensor, perhaps written by a newer torch, which adds strides that loading does not need."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         known = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class _Properties(TensorProperties):
         self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
-#: The classes of metadata, beside dtypes such as ``torch.float32``. All of them only hold values.
+#: The classes of metadata, other than dtypes such as ``torch.float32``. All of them only hold values.
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
@@ -54,7 +54,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
         )
     },
     (metadata.__name__, "TensorProperties"): _Properties,
-    # The path it was written to, which is not used.
+    # The path that the checkpoint was written to, which is not used.
     **{
         (module, name): PurePath
         for module in ("pathlib", "pathlib._local")  # Python 3.13 and newer
@@ -64,10 +64,10 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks, with a ``group`` on the CPU.
+    """Fill ``tensors`` in place from the checkpoint in ``path``; called in all ranks, with a CPU ``group``.
 
-    They have the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved. Ranks may pass
-    different names, and all fail if one does.
+    The tensors must have the sizes that :func:`names` returns; a DTensor gets its shards, however it was saved. Ranks
+    may pass different names, and all fail if one does.
 
     Raises:
         ConfigError: The checkpoint cannot be read, lacks a name, or would run code.
@@ -83,13 +83,13 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
     except CheckpointException as failure:
         reason = why(failure)
         asked = re.search(r"GLOBAL (\S+)", reason)
-        if asked and "UnpicklingError" in reason:  # torch's own advice is to load unchecked
+        if asked and "UnpicklingError" in reason:  # torch's own message advises loading without checks
             raise _refusal(path, f"would run code: a tensor's file asks for {asked[1]}") from None
         raise _refusal(path, f"cannot be read: {reason.partition(chr(10))[0]}") from None
 
 
 def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return size and dtype of every tensor by name; raises ConfigError if it cannot be read, or would run code."""
+    """Return size and dtype of every tensor by name; raises ConfigError if they cannot be read, or would run code."""
     items = _read_metadata(path).state_dict_metadata
     return {
         name: (item.size, item.properties.dtype)
@@ -99,7 +99,7 @@ def names(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 
 def why(failure: CheckpointException) -> str:
-    """Return every rank's error in one line; raise a wrapped exception again that is not an error, such as a signal."""
+    """Return every rank's error in one line; re-raise a wrapped exception that is not an error, such as a signal."""
     errors = {rank: wrapped[0] for rank, wrapped in sorted(failure.failures.items())}
     for error in errors.values():
         if not isinstance(error, Exception):
@@ -108,7 +108,7 @@ def why(failure: CheckpointException) -> str:
 
 
 class _Reader(dcp.FileSystemReader):
-    """torch's reader, with metadata that is already read."""
+    """torch's reader, with metadata that has already been read."""
 
     def __init__(self, path: Path, read: Metadata) -> None:
         super().__init__(path)
@@ -150,7 +150,7 @@ def _check(read: Any) -> None:
     """Check that nothing will be unpickled later, and nothing read from another directory.
 
     Raises:
-        _Forbidden: Something would be.
+        _Forbidden: Something would be unpickled, or read from elsewhere.
         TypeError: This is not metadata.
     """
     if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):

@@ -1,4 +1,4 @@
-"""Saving during training: ranks divide the tensors they share and copy them; a thread writes the copies."""
+"""Saving during training: ranks divide the tensors among themselves and copy them; a thread writes the copies."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from ptdbench.launch import settings
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
 
-#: A name, and where in the whole tensor the part that a rank holds begins.
+#: A shard: the tensor's name, and the shard's offset in the whole tensor.
 Part = tuple[str, tuple[int, ...]]
 
 
 class Shares:
-    """Selects the tensors that this rank saves, so that each is saved once and all ranks have about as many bytes."""
+    """Selects the tensors that this rank saves, so that each is saved once and the bytes are balanced over ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -45,9 +45,9 @@ class Shares:
         self._names: set[str] = set()
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's share of ``tensors``; called in all ranks, each with all that it holds."""
+        """Return this rank's share of ``tensors``; called in all ranks, each with all its tensors."""
         held = _parts(tensors)
-        if any(gather(held != self._held, self._group)):  # at the first save, and rarely later
+        if any(gather(held != self._held, self._group)):  # true at the first save, rarely later
             self._held = held
             mine = assign_shares(gather(held, self._group))[dist.get_rank(self._group)]
             self._names = {name for name, _ in mine}
@@ -55,7 +55,7 @@ class Shares:
 
 
 def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
-    """Divide the parts that ranks hold, with their bytes, into those that each of them saves."""
+    """Assign each shard to one of the ranks that hold it; ``held`` gives the bytes of each rank's shards."""
     holders: dict[Part, list[int]] = {}
     for rank, parts in enumerate(held):
         for part in parts:
@@ -74,21 +74,21 @@ def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
 
 
 def _parts(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
-    """Return the bytes of each part in ``tensors``, in the parts that torch writes."""
+    """Return the bytes of each shard in ``tensors``, divided as torch writes them."""
     items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
     return {(item.index.fqn, tuple(item.index.offset or ())): item.tensor_storage_size() or 0 for item in items}
 
 
-#: Each copy starts at a multiple of so many bytes, as torch's own tensors on the CPU do.
+#: Alignment of each copy in bytes, as for torch's own CPU tensors.
 _ALIGNMENT = 64
 
 
 class Staging:
-    """Copies tensors into memory that is reused between calls: allocating takes longer than copying.
+    """Copies tensors into memory that is reused between calls, because allocating takes longer than copying.
 
-    The memory is one block of the size that is needed. For a GPU it is registered with the driver (pinned), so that
-    copies are asynchronous and at full speed. torch's allocator of pinned memory would round each tensor up to a power
-    of two, and keep the memory when the tensors are gone.
+    The memory is one block of the required size. For a GPU it is registered with the driver (pinned), so that copies
+    are asynchronous and at full speed. torch's allocator of pinned memory would round each tensor up to a power of two,
+    and keep the memory after the tensors are freed.
     """
 
     def __init__(self) -> None:
@@ -98,11 +98,11 @@ class Staging:
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, tensors: Mapping[str, Tensor], steady: Container[str] = ()) -> Callable[[], dict[str, Tensor]]:
-        """Start copying; steps that the device is given from now on do not change the copies.
+        """Start copying; steps queued on the device from now on do not change the copies.
 
         Args:
-            tensors: By name.
-            steady: Names of those that nothing changes before :meth:`settle`: steps go on while a GPU copies these.
+            tensors: The tensors, by name.
+            steady: Names of tensors that do not change before :meth:`settle`: steps run while a GPU copies these.
 
         Returns:
             A function that waits for the device and returns the copies by name, on the CPU; a DTensor stays a DTensor.
@@ -114,7 +114,7 @@ class Staging:
         if not on_gpu:
             _copy(tensors, copies)
             return lambda: copies
-        # The host waits for neither: the next step comes after copies in its own stream, and goes on beside the others.
+        # The host waits for neither: the next step is queued after copies in its own stream, and overlaps the others.
         _copy({name: tensor for name, tensor in tensors.items() if name not in steady}, copies)
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -123,14 +123,14 @@ class Staging:
             copied = torch.cuda.Event()
             copied.record()
 
-        def when_copied(_held: object = tensors) -> dict[str, Tensor]:  # their memory is not given to others before
+        def when_copied(_held: object = tensors) -> dict[str, Tensor]:  # a reference, so that memory is not reused yet
             copied.synchronize()
             return copies
 
         return when_copied
 
     def settle(self) -> None:
-        """Let what the device is given from now on wait for the copies of what is steady."""
+        """Make work queued on the device from now on wait for the copies of steady tensors."""
         if self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -140,17 +140,17 @@ class Staging:
         self._shapes, self._copies = {}, {}
 
     def _allocate(self, tensors: Mapping[str, Tensor], pinned: bool) -> None:
-        """Allocate memory for copies of ``tensors``, unless there is."""
+        """Allocate memory for copies of ``tensors``, unless the current memory fits."""
         shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
         if shapes == self._shapes:
             return
         self.close()
         sizes = [-(-local_part(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
-        memory = mmap.mmap(-1, max(sum(sizes), 1))  # shared: a process that is forked does not cause copies of pages
+        memory = mmap.mmap(-1, max(sum(sizes), 1))  # shared, so that forked processes do not cause copies of pages
         if pinned:
             address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
             _pin_memory_utils.pin_memory(address, len(memory))
-            # Also without close(), as after a failed run: what is unmapped while registered could not be used again.
+            # Even without close(), as after a failed run: memory unmapped while registered could not be reused.
             self._unpin = weakref.finalize(self, _unpin, address, memory)
         starts = accumulate(sizes, initial=0)
         self._copies = {
@@ -170,7 +170,7 @@ def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def _unpin(address: int, _: mmap.mmap) -> None:
-    """Unregister memory, which exists for as long as it is an argument of this function's finalizer."""
+    """Unregister memory; the argument keeps it mapped until this function's finalizer runs."""
     _pin_memory_utils.unpin_memory(address)
 
 
@@ -179,7 +179,7 @@ def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
     local = local_part(tensor)
     like = torch.empty_like(local, device="meta")  # its strides leave no gaps
     count = local.numel()
-    # With a storage of its own: of a view, the whole memory would be written.
+    # With a separate storage: for a view, torch would write the whole memory.
     flat = (
         torch.frombuffer(memory, dtype=local.dtype, count=count, offset=start)
         if count
@@ -190,7 +190,7 @@ def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
 
 
 def _shape(tensor: Tensor) -> object:
-    """Return what must be equal for memory to be reused for another tensor."""
+    """Return the properties that must be equal for memory to be reused for another tensor."""
     spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return tensor.size(), tensor.stride(), tensor.dtype, spread
 
@@ -199,7 +199,7 @@ T = TypeVar("T")
 
 Facts = Mapping[str, Any]
 
-#: What to save, as soon as it is copied.
+#: A function that returns the tensors to save once they are copied.
 Prepared = Future[Callable[[], dict[str, Tensor]]]
 
 #: Added to the writing thread's nice value, so that training has priority on the cores.
@@ -215,18 +215,18 @@ class Saver:
     Args:
         run_directory: The run's directory, the same for all ranks.
         keep: Number of complete checkpoints to keep, at least 1.
-        asynchronous: Write in a separate thread. Otherwise :meth:`save` returns when all is on disk, without a copy.
+        asynchronous: Write in a separate thread. Otherwise :meth:`save` makes no copy, and returns when all is on disk.
     """
 
     def __init__(self, run_directory: Path, *, keep: int, asynchronous: bool = True) -> None:
-        #: All ranks, on the CPU. Used by the writing thread; others may use it while no save is in progress.
+        #: A CPU group of all ranks. Used by the writing thread; other threads may use it while no save is in progress.
         self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # contains all ranks
         self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
         self.problems: list[str] = []  #: One line for each failed save.
         self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.
-        #: On rank 0 the step of the best checkpoint, which is kept beside the newest and marked.
+        #: On rank 0, the step of the best checkpoint, which is kept in addition to the newest and marked.
         self.best: int | None = None
-        #: Directories of checkpoints that a search has found broken: until they are written anew, they do not count.
+        #: Directories of checkpoints that a search has found broken: they do not count until written again.
         self.broken: set[Path] = set()
         self._run_directory = run_directory
         self._keep = keep
@@ -246,8 +246,8 @@ class Saver:
         """Save the current values of ``tensors``; called in all ranks, between two steps.
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
-        written once, each by one of the ranks that have it: nothing else is copied. The facts, in JSON, are those of
-        rank 0. ``steady``: names of tensors that do not change before :meth:`settle`.
+        copied and written once, each by one of the ranks that have it. The ``facts``, in JSON types, are taken from
+        rank 0. ``steady`` are the names of tensors that do not change before :meth:`settle`.
         """
         started = time.perf_counter()
         self.wait()
@@ -261,15 +261,15 @@ class Saver:
         self.stall_seconds.append(time.perf_counter() - started)
 
     def settle(self) -> None:
-        """Let the device wait for the copies of steady tensors, as these are about to change."""
+        """Make the device wait for the copies of steady tensors, before these change."""
         if self._staging:
             self._staging.settle()
 
     def judged(self, step: int, facts: Facts, is_best: bool) -> None:
-        """Add facts, in JSON, about saved weights to their checkpoint; called in all ranks, between two steps.
+        """Add facts about saved weights, in JSON types, to their checkpoint; called in all ranks, between two steps.
 
-        Those of rank 0 replace the earlier ones of the same names. ``step`` is that of the last save, which may go on;
-        nothing happens where it has failed.
+        Rank 0's facts replace earlier ones of the same names. ``step`` is that of the last save, which may be in
+        progress; if it failed, nothing happens.
         """
         self._begin(lambda: self._judge(step, facts, is_best))
 
@@ -287,7 +287,7 @@ class Saver:
         dist.destroy_process_group(self.group)
 
     def _begin(self, task: Callable[[], None]) -> None:
-        """Begin a task when what was begun before is done: aside, or at once."""
+        """Run a task after all earlier ones: in a thread, or at once if not asynchronous."""
         if self._staging is None:
             task()
             return
@@ -295,7 +295,7 @@ class Saver:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
         def aside() -> None:
-            if device is not None:  # a thread begins on device 0, where waiting for an event may create a context
+            if device is not None:  # a thread starts on device 0, where waiting for an event may create a context
                 torch.cuda.set_device(device)
             if before:
                 before.join()
@@ -309,7 +309,7 @@ class Saver:
     def _save(self, step: int, prepared: Prepared, model: Mapping[str, Any], facts: Facts) -> None:
         try:
             self._write(step, prepared, model, facts)
-        except Exception as error:  # of this rank, of another, or of the connection to a dead one
+        except Exception as error:  # from this rank, from another, or from the connection to a dead one
             self.problems.append(f"step {step}: not saved: {error}")
             return
         self.saved.append(step)
@@ -338,7 +338,7 @@ class Saver:
             self.problems.append(f"step {step}: saved, but {fault}: {error}")
 
     def _write(self, step: int, prepared: Prepared, model: Mapping[str, Any], facts: Facts) -> None:
-        """Write a complete checkpoint; if one rank fails all raise _Failed, and nothing is left."""
+        """Write a complete checkpoint; if one rank fails, all raise _Failed, and nothing is left on disk."""
 
         def copied() -> dict[str, Tensor]:
             return prepared.result()()
@@ -373,7 +373,7 @@ class Saver:
         done = _tried(task)
         error = done.exception()
         mine = f"rank {self._rank}: {type(error).__name__}: {error}" if error else None
-        mine = str(error) if isinstance(error, _Failed) else mine  # which names the ranks
+        mine = str(error) if isinstance(error, _Failed) else mine  # its message already names the ranks
         faults = dict.fromkeys(fault for fault in gather(mine, self.group) if fault)
         if faults:
             raise _Failed("; ".join(faults))
@@ -394,8 +394,8 @@ def _tried(task: Callable[[], T]) -> Future[T]:
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write this rank's file and, on rank 0, the metadata, and sync them; raises _Failed if one of them fails."""
-    # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each anyhow.
+    """Write this rank's file and, on rank 0, the metadata, and sync them; raises _Failed if any rank fails."""
+    # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each one anyway.
     writer = dcp.FileSystemWriter(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     try:

@@ -1,7 +1,7 @@
 """The state of a run in a checkpoint, as tensors by name: weights, optimizer state and random generators.
 
-Names are those of the whole model under every strategy: a pipeline's stages, DDP's replicas and FSDP's shards of one
-weight are one entry, and can be loaded under another strategy and on another number of ranks.
+Under every strategy, names are those of the whole model: a weight is one entry, whether it is in pipeline stages, DDP
+replicas or FSDP shards, and can be loaded under another strategy and on another number of ranks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, unwrapped
 from ptdbench.problems import ConfigError, Problem
 
-#: Pairs of full parameter names that are one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
+#: Pairs of full parameter names that share one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
 Tied = Sequence[tuple[str, str]]
 
 #: Number of differences shown in an error.
@@ -26,27 +26,27 @@ _SHOWN = 3
 
 
 class TrainingState:
-    """What one rank trains, as a checkpoint has it.
+    """The training state of one rank, in the form of a checkpoint.
 
     Args:
-        module: With this rank's weights and buffers.
-        optimizer: Over its parameters.
-        tied: Pairs of names that are one weight; copies of it in different stages become one entry, under the first.
-        rank: Whose random generators, and what only one rank has, are meant.
+        module: The module with this rank's weights and buffers.
+        optimizer: The optimizer of its parameters.
+        tied: Pairs of names that share one weight; copies in different stages become one entry, under the first name.
+        rank: The rank, for its random generators and its own state.
     """
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, rank: int) -> None:
         self._module, self._optimizer, self._tied, self._rank = module, optimizer, tied, rank
 
     def collect(self, *, with_buffers: bool, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """This rank's tensors by their names in a checkpoint; not copies.
+        """Return this rank's tensors by their names in a checkpoint, without copying them.
 
-        Only between two steps: within one, FSDP holds whole weights instead of shards.
+        Only between two steps: within a step, FSDP holds all-gathered weights instead of shards.
 
         Args:
             with_buffers: Whether to include this rank's buffers; set on one replica only, as buffers differ (batch norm
                 statistics).
-            own: More that no other rank has.
+            own: Additional state that only this rank has.
 
         Returns:
             ``model.<name>``, ``optimizer.<name>.<key>``, ``rng.cpu.<rank>`` and, on a GPU, ``rng.cuda.<rank>``;
@@ -62,10 +62,10 @@ class TrainingState:
         return found
 
     def steady(self, names: Iterable[str]) -> set[str]:
-        """The names of trained weights and optimizer state, which only an update changes.
+        """Return the names of trained weights and optimizer state, which only an update changes.
 
-        Not of buffers, of what only this rank has, or of frozen weights: a forward pass may change these, as it does
-        those of a momentum encoder.
+        Not of buffers, the rank's own state, or frozen weights: a forward pass may change these, as in a momentum
+        encoder.
         """
         weights = {f"model.{name}" for name, weight in self._weights() if weight.requires_grad}
         return {name for name in names if name in weights or name.startswith("optimizer.")}
@@ -73,16 +73,16 @@ class TrainingState:
     def restore(self, path: Path, *, same_layout: bool, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
         """Load a checkpoint into a run before its first step, when the optimizer has no state; called in all ranks.
 
-        The strategy and the number of ranks may differ from those at the save. The random generators, and what only
-        this rank had, are restored in the ``same_layout``, and left unchanged in another: there this rank may share
-        products with others, which must draw as it does. ``group``: all ranks, on the CPU.
+        The strategy and the number of ranks may differ from those at the save. Random generators and the rank's own
+        state are restored only in the ``same_layout``: in another layout, this rank may be in a tensor-parallel group,
+        whose ranks must draw the same random numbers. ``group`` is a CPU group of all ranks.
 
         Returns:
-            What only this rank had, by name, on the CPU.
+            The rank's own state by name, on the CPU.
 
         Raises:
             ConfigError: The checkpoint is of another model or optimizer (with the differences), cannot be read, or
-                would run code; in all ranks.
+                would run code; raised in all ranks.
         """
         stored, device = safe_load.names(path), device_of(self._module)
         self._make_optimizer_state(stored)
@@ -102,7 +102,7 @@ class TrainingState:
         return own
 
     def _trained(self, with_buffers: bool) -> dict[str, Tensor]:
-        """Return weights, buffers and optimizer state, by name; detached tensors that share memory with the run."""
+        """Return weights, buffers and optimizer state by name, as detached tensors that share memory with the run."""
         persistent = self._module.state_dict().keys() if with_buffers else ()
         found = {f"model.{name}": buffer for name, buffer in self._module.named_buffers() if name in persistent}
         for name, weight in self._weights():
@@ -124,7 +124,7 @@ class TrainingState:
 
     @torch.no_grad()
     def _copy_to_second(self) -> None:
-        """Copy what was loaded of a weight to the rank's second copy of it, which two stages of one rank have."""
+        """Copy each loaded tied weight, with its state, to its second copy, if two stages of this rank hold it."""
         named, state = dict(self._module.named_parameters()), self._optimizer.state
         here = [(named[first], named[second]) for first, second in self._tied if {first, second} <= named.keys()]
         for one, other in here:
@@ -134,10 +134,10 @@ class TrainingState:
                     state[other][key].copy_(value)
 
     def _make_optimizer_state(self, stored: Mapping[str, object]) -> None:
-        """Create optimizer state, with arbitrary values, for the weights that have one in the checkpoint.
+        """Create optimizer state, with arbitrary values, for the weights whose state is in the checkpoint.
 
-        By a step on zero gradients: only the optimizer knows the form of its state. Loading the weights undoes the
-        step's effect on them.
+        This takes a step on zero gradients, as only the optimizer knows the form of its state. Loading the weights
+        undoes the step's effect on them.
         """
         kept = {name.rpartition(".")[0] for name in stored}
         stepped = [weight for name, weight in self._weights() if f"optimizer.{name}" in kept]
@@ -181,7 +181,7 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
 def _of_rank(
     stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Make empty tensors for this rank's random generators, and what else only it had, in the checkpoint."""
+    """Return empty tensors for this rank's random generators and own state in the checkpoint."""
     kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
     generators = {f"rng.{kind}.{rank}" for kind in kinds}
     mine = [name for name in stored if name in generators or name.startswith(f"own.{rank}.")]
