@@ -1,4 +1,4 @@
-"""Alternatives that a sweep compares: each with all of its runs, which did the same work."""
+"""The alternatives that a sweep compares, each with all its runs, which did the same work."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from ptdbench.records.schema import Written
 
 @dataclass(frozen=True)
 class Alternative:
-    """Runs of the same configuration, on as many ranks."""
+    """Runs of the same configuration on the same number of ranks."""
 
-    runs: list[Written]  #: In the order given; at least one.
-    #: Tokens a second of those that are ok, by their blocks of repeats; samples a second where samples are not tokens.
+    runs: list[Written]  #: The records, in the order given; at least one.
+    #: Tokens per second of the runs that are ok, by block of repeats; samples per second if samples are not tokens.
     sample: dict[Hashable, float]
 
     @cached_property
     def median_run(self) -> Written:
-        """The run with the median throughput, of two the slower one; the first one where none is ok."""
+        """The run with the median throughput, of two the slower one; the first run if none is ok."""
         ranked = sorted((run for run in self.runs if throughput(run)), key=lambda run: throughput(run) or 0.0)
         return ranked[(len(ranked) - 1) // 2] if ranked else self.runs[0]
 
 
 def group(records: Iterable[Written]) -> list[Alternative]:
-    """The alternatives among runs, in the order of their first runs."""
+    """Group runs into alternatives, in the order of their first runs."""
     return list(by_identity(records).values())
 
 
 def of_sweeps(runs: Iterable[Written]) -> list[Alternative]:
-    """Those of each sweep, of each side of a comparison, and of each single run: later it may be another program.
+    """Group runs into alternatives separately for each sweep, side of a comparison, and single run.
 
-    The runs train; their fields ``directory`` say where they are now.
+    They are kept apart because the program may have changed in between. The runs must be training runs, with their
+    current locations in ``directory``.
     """
     sweeps: dict[Path, list[Written]] = {}
     is_sweep: dict[Path, bool] = {}
     for run in runs:
         directory, parent = Path(run["directory"]), sweep_of(run)
-        if parent not in is_sweep:  # also where only the results of one were kept
+        if parent not in is_sweep:  # also true if only a sweep's results were kept
             known = store.is_sweep(parent)
             is_sweep[parent] = known or parent != directory.parent or not (directory / store.RECORD).exists()
         sweeps.setdefault(parent if is_sweep[parent] else directory, []).append(run)
@@ -51,19 +52,19 @@ def of_sweeps(runs: Iterable[Written]) -> list[Alternative]:
 def by_identity(
     records: Iterable[Written], ignored: Collection[str] = (), others: Iterable[Written] = ()
 ) -> dict[Hashable, Alternative]:
-    """The alternatives among runs by what their runs have in common and no others have.
+    """Group runs into alternatives by their identity: the same requested work and shape, and the same ranks and nodes.
 
-    Options of the dotted names ``ignored`` make no difference, besides those that never do. With ``others`` these runs
-    will be compared.
+    Options with the dotted names ``ignored`` make no difference, in addition to those that never do. ``others`` are the
+    runs that these will be compared with.
     """
 
     def identity(run: Written) -> Hashable:
-        """Equal for two runs if and only if they asked for the same work and the same shape, which may be ``auto``."""
+        """Return a key that is equal if and only if two runs requested the same work and shape (perhaps ``auto``)."""
         return run.get("workload"), record.work(record.configuration(run), ignored)
 
     found: dict[Hashable, Alternative] = {}
     runs = [(identity(run), run) for run in records]
-    # One that failed early has not learned where it is: it was to be where the others are that asked for the same.
+    # A run that failed early has not recorded its ranks and nodes: assume those of other runs with the same request.
     known = [*((identity(run), run) for run in others), *reversed(runs)]
     sizes = {asked: run["world_size"] for asked, run in known if run.get("world_size")}
     nodes = {(asked, run.get("world_size")): len(run["nodes"]) for asked, run in known if run.get("nodes")}
@@ -74,19 +75,19 @@ def by_identity(
         one.runs.append(run)
         if rate := throughput(run):
             block = _block(run)
-            one.sample[str(run["directory"]) if block in one.sample else block] = rate  # of parallel=ddp,ddp
+            one.sample[str(run["directory"]) if block in one.sample else block] = rate  # as with parallel=ddp,ddp
     return found
 
 
 def throughput(run: Written) -> float | None:
-    """Tokens or samples a second; ``None`` for a run that is not ok, or does not train."""
+    """Return tokens or samples per second; ``None`` for a run that is not ok, or does not train."""
     return objective_value(run, "throughput")
 
 
 def sweep_of(run: Written) -> Path:
-    """The folder of the sweep that a run is part of; of two sides that took turns, that of its side.
+    """Return the folder of a run's sweep; in a comparison of two alternating sides, the folder of its side.
 
-    There each block of a side is a sweep of its own.
+    There, each block of a side is a separate sweep.
     """
     folder = Path(run["directory"]).parent
     sweep = _around(folder) or folder
@@ -97,12 +98,12 @@ _around = cache(ledger.around)  # a sweep may have thousands of runs
 
 
 def name_of_sweep(run: Written) -> str:
-    """The name of that folder, the same from everywhere: within it, and by a link such as ``outputs/latest``."""
+    """Return the name of :func:`sweep_of`, resolved, so that it is the same by a link such as ``outputs/latest``."""
     return sweep_of(run).resolve().name
 
 
 def _block(run: Written) -> Hashable:
-    """Runs of the same block of one series are compared with each other; one without a block has a key of its own."""
+    """Return a key by which runs are paired: the series and the block; unique for a run without a block."""
     block = record.option(run, "repeat.block", int)
     if block is None:
         return str(Path(run["directory"]))

@@ -1,7 +1,7 @@
-"""Noise between runs of the same configuration, kept in the user's cache by sweeps with repeats.
+"""Noise between runs of the same configuration, stored in the user's cache by sweeps with repeats.
 
-It is what a table of single runs is judged by, and a prior for those of few repeats. Long runs differ less than short
-ones, and a large model less than a small one, so that it holds for runs of the same size on the same machine alone.
+Tables of single runs are judged by it, and it is a prior for those with few repeats. Long runs vary less than short
+ones, and large models less than small ones, so it holds only for runs of the same size on the same machine.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool
 from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Written, part
 
-#: The folder of such measurements in the cache.
+#: The folder of these measurements in the cache.
 _KIND = "noise"
 
-#: Fewer degrees of freedom say too little: two alternatives with three runs each have four.
+#: Minimum degrees of freedom of a useful estimate: two alternatives with three runs each have four.
 _LEAST_FREEDOM = 4
 
-#: Of each size the latest sweeps are known, by the names of their directories.
+#: Number of latest sweeps that are stored for each size of runs.
 _SWEEPS = 8
 
 
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
-    """Return the distances of alternatives, those of each model judged together, with the noise of earlier sweeps.
+    """Return the differences of pairs of alternatives, pooling each model's noise with that of earlier sweeps.
 
-    ``None`` for a pair of which one has less than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
     models: dict[Any, dict[int, Alternative]] = {}
     for pair in pairs:
@@ -49,22 +49,19 @@ def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Differ
 
 
 def pool(found: Sequence[Alternative]) -> Pool:
-    """The alternatives of a model, with what is known from earlier sweeps."""
+    """Return the pool of a model's alternatives, with the noise of earlier sweeps."""
     return Pool([one.sample for one in found], look_up(run for one in found for run in one.runs))
 
 
 @dataclass(frozen=True)
 class _OfSweep(Noise):
-    """The noise that one sweep found."""
+    """The noise measured by one sweep."""
 
     marks: frozenset[str] = frozenset()  #: See :func:`_marks`.
 
 
 def keep(found: Sequence[Alternative]) -> None:
-    """Store how much the runs of a sweep differ, for each size of runs of which there are enough.
-
-    A full disk is no failure.
-    """
+    """Cache the noise of a sweep's runs, for each size with enough runs; a full disk is ignored."""
     groups: dict[str, list[Alternative]] = {}
     for one in found:
         if len(one.sample) >= MIN_RUNS:
@@ -80,14 +77,14 @@ def keep(found: Sequence[Alternative]) -> None:
 
 
 def look_up(runs: Iterable[Written]) -> Noise | None:
-    """Return what other sweeps measured with runs as large as these on their machine.
+    """Return the noise that other sweeps measured with runs of the same size on the same machine.
 
-    Runs without throughput do not count. Of runs of several sizes that of the size whose runs differ most; ``None`` if
-    one of them is not known.
+    Runs without throughput do not count. For runs of several sizes, return the noise of the noisiest size; ``None`` if
+    that of any size is unknown.
     """
     runs = [run for run in runs if throughput(run)]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
-    own = _marks(runs)  # what they say themselves is known
+    own = _marks(runs)  # their own noise must not count twice
     found = [_others(key, own) for key in keys.values()]
     if not all(found):
         return None
@@ -97,12 +94,12 @@ def look_up(runs: Iterable[Written]) -> Noise | None:
 
 
 def _marks(runs: Iterable[Written]) -> frozenset[str]:
-    """What sweeps are known by: their names, and when runs began, as they may have been moved since."""
+    """Return marks that identify sweeps: their names, and the start times of runs, as sweeps may have been moved."""
     return frozenset(mark for run in runs for mark in (name_of_sweep(run), run.get("started")) if mark)
 
 
 def _others(key: Mapping[str, Any], marks: frozenset[str]) -> dict[str, _OfSweep]:
-    """Return what each sweep without these marks found, the latest one last; without those whose figures cannot be."""
+    """Return the noise of each cached sweep without these marks, the latest last; invalid figures are skipped."""
     found = cache.look_up(_KIND, key).get("sweeps")
     noises = {}
     for sweep, written in (found if isinstance(found, dict) else {}).items():
@@ -115,7 +112,7 @@ def _others(key: Mapping[str, Any], marks: frozenset[str]) -> dict[str, _OfSweep
 
 
 def _key(run: Written) -> dict[str, Any]:
-    """The machine and the size of a run that is ok."""
+    """Return the cache key of a run that is ok: its machine and its size."""
     environment = part(run, Environment)
     return {
         **{name: run.get(name) for name in ("nodes", "model", "world_size", "global_batch", "precision")},

@@ -1,4 +1,4 @@
-"""The alternatives of one model, fastest first, and how sure their order is, in the words of all tables."""
+"""The alternatives of one model, fastest first, and the certainty of their order, as all tables word it."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ptdbench.records.record import option
 from ptdbench.records.schema import Degree, Written
 from ptdbench.terminal import plural
 
-#: Shares above this are not told in figures.
+#: Shares above this are not shown as figures.
 _MOST = 1.0
 
 _WIDE = f"±>{_MOST:.0%}"
 
 
 def level_of(runs: Iterable[Written]) -> float:
-    """The level at which runs are judged: smaller where ``repeat=auto`` has looked at them several times."""
+    """Return the significance level for runs: smaller if ``repeat=auto`` has examined them several times."""
     looked = [run for run in runs if option(run, "repeat.runs", str) == "auto"]
     most = [blocks for run in looked if (blocks := option(run, "repeat.max", Degree))]
     return level_of_look(max(most)) if most else LEVEL
 
 
 def margin_text(margin: float | None) -> str:
-    """Return the text after a figure: `` ±1.8%``, or nothing where nothing is known."""
+    """Return the text after a figure: `` ±1.8%``, or empty if unknown."""
     if margin is None:
         return ""
     return f" ±{margin:.1%}" if margin <= _MOST else f" {_WIDE}"
 
 
 def interval_text(known: Comparison | None, decimals: int) -> str:
-    """Return the text after a ratio: `` (0.63-0.67)``, or nothing where nothing is known."""
+    """Return the text after a ratio: `` (0.63-0.67)``, or empty if unknown."""
     if known is None:
         return ""
     if known.high / known.ratio - 1 > _MOST:
@@ -44,12 +44,12 @@ def interval_text(known: Comparison | None, decimals: int) -> str:
 
 
 def share_text(share: float) -> str:
-    """``3.1%``, or ``2x and more``."""
+    """Return ``3.1%``, or ``2x and more``."""
     return f"{share:.1%}" if share <= _MOST else f"{1 + _MOST:.0f}x and more"
 
 
 def ratio_text(share: float) -> str:
-    """``1.2x`` or ``1.031x``, with two digits of what lies above 1; ``no 2x`` where even that means nothing."""
+    """Return ``1.2x`` or ``1.031x``, with two digits of the excess over 1; ``no 2x`` if even 2x is not resolved."""
     if share > _MOST:
         return f"no {1 + _MOST:.0f}x"
     decimals = 1 - math.floor(math.log10(share)) if 0 < share < 0.1 else 2
@@ -57,51 +57,51 @@ def ratio_text(share: float) -> str:
 
 
 def detectable_text(detectable: float) -> str:
-    """``3.1% detectable (90% power)``."""
+    """Return ``3.1% detectable (90% power)``."""
     return f"{share_text(detectable)} detectable ({POWER:.0%} power)"
 
 
 @dataclass(frozen=True)
 class Place:
-    """An alternative among the others."""
+    """The place of an alternative in a ranking."""
 
-    alternative: Alternative  #: All its runs.
-    rank: tuple[int, int] | None = None  #: The best and the worst rank that it may have; ``None`` where no run is ok.
-    rate: float | None = None  #: Tokens or samples a second, the geometric mean over runs.
-    #: How far the interval of that reaches upwards, as a share; ``None`` with less than
+    alternative: Alternative  #: The alternative.
+    rank: tuple[int, int] | None = None  #: The best and the worst rank that it may have; ``None`` if no run is ok.
+    rate: float | None = None  #: Tokens or samples per second, geometric mean over runs.
+    #: Upper half-width of the rate's confidence interval, as a share; ``None`` with fewer than
     #: :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     margin: float | None = None
-    ratio: float | None = None  #: Its rate over that of the first place; ``None`` where there is none.
-    against_best: Comparison | None = None  #: The same with its interval, where there are enough runs.
+    ratio: float | None = None  #: Its rate over that of the first place; ``None`` if it has no rate.
+    against_best: Comparison | None = None  #: The same ratio with its interval, if there are enough runs.
     number: int | None = None  #: Its number among those with a rank.
-    faster: Collection[int] = ()  #: The numbers of those that are known to be faster.
+    faster: Collection[int] = ()  #: The numbers of alternatives that are known to be faster.
 
     def is_behind(self, other: Place) -> bool:
-        """Return whether it is known to be the slower one: so may be two whose ranges of ranks overlap."""
+        """Return whether it is known to be slower than the other, which is possible even if their ranks overlap."""
         return other.number in self.faster
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Alternatives, the fastest first and those without a run that is ok last."""
+    """A ranking of alternatives, fastest first; those without a run that is ok come last."""
 
-    places: list[Place]  #: One for each.
-    earlier: Noise | None  #: How much runs of earlier sweeps on their machine differ.
+    places: list[Place]  #: One for each alternative.
+    earlier: Noise | None  #: Noise of earlier sweeps on the same machine.
 
     @property
     def is_known(self) -> bool:
-        """Tell whether anything is known of the order; else each may be at any place."""
+        """Whether anything is known about the order; otherwise any order is possible."""
         return any(place.against_best for place in self.places)
 
 
 def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
-    """Rank the alternatives of one model; without noise of earlier sweeps on their machine few runs have no order."""
+    """Rank the alternatives of one model; with few runs, an order requires the noise of earlier sweeps."""
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
     samples, means = [one.sample for one in ok], [_mean(one) for one in ok]
     pool = Pool(samples, earlier)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
-    tests = math.comb(len(ok), 2) * round(LEVEL / level)  # of each pair, at each look
+    tests = math.comb(len(ok), 2) * round(LEVEL / level)  # every pair, at each look
     order = list(_in_order(ranks, means))
     places = []
     for number in order:
@@ -112,7 +112,7 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
             rank=ranks[number],
             rate=means[number],
             margin=significance.margin(pool, samples[number]),
-            ratio=known.ratio if known else means[number] / means[order[0]],  # of the blocks that both have
+            ratio=known.ratio if known else means[number] / means[order[0]],  # the former from common blocks only
             against_best=known,
             number=number,
             faster=faster[number],
@@ -122,7 +122,7 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
 
 
 def of_models(found: Iterable[Alternative]) -> list[Ranking]:
-    """Rank the alternatives of each model by themselves, in the order of their first runs, which train."""
+    """Rank the alternatives of each model separately, in the order of their first runs; all must train."""
     models: dict[str, list[Alternative]] = {}
     for one in found:
         models.setdefault(one.median_run["model"], []).append(one)
@@ -130,21 +130,21 @@ def of_models(found: Iterable[Alternative]) -> list[Ranking]:
 
 
 def _in_order(ranks: Sequence[tuple[int, int]], means: Sequence[float]) -> Iterator[int]:
-    """By their means, but none before one that is known to be faster: its runs may have met a busier machine."""
+    """Order by means, but none before one known to be faster, whose mean may suffer from a busier machine."""
     waiting = sorted(range(len(ranks)), key=lambda number: -means[number])
     worst = sorted(((ranks[number][1], number) for number in waiting), reverse=True)
     gone: set[int] = set()
     while waiting:
         while worst[-1][1] in gone:
             worst.pop()
-        first = worst[-1][0]  # of those that wait
+        first = worst[-1][0]  # of those still waiting
         number = waiting.pop(next(place for place, one in enumerate(waiting) if ranks[one][0] <= first))
         gone.add(number)
         yield number
 
 
 def remark(ranking: Ranking) -> str | None:
-    """Summarize in a line how sure the order is; ``None`` for a single place."""
+    """Summarize the certainty of the order in one line; ``None`` for a single place."""
     ranked = [place for place in ranking.places if place.rank]
     if len(ranked) < 2:
         return None
@@ -164,7 +164,7 @@ def remark(ranking: Ranking) -> str | None:
 
 
 def _runs(fewest: int, most: int) -> str:
-    """``one run``, ``5 runs``, ``1 to 5 runs``."""
+    """Return ``one run``, ``5 runs`` or ``1 to 5 runs``."""
     if fewest < most:
         return f"{fewest} to {most} runs"
     return "one run" if most == 1 else plural(most, "run")

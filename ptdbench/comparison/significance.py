@@ -1,10 +1,10 @@
 """Significance of differences between configurations: verdicts, ranks, intervals, and the detectable difference.
 
-Over several pairs the level holds for all of them together (S. Holm, "A simple sequentially rejective multiple test
-procedure", Scandinavian Journal of Statistics 6, 1979). The range of ranks that follows holds for all ranks together
-(D. Al Mohamad, J. Goeman and E. van Zwet, "Simultaneous confidence intervals for ranks", Biometrics 78, 2022).
+With several pairs, the level is family-wise (S. Holm, "A simple sequentially rejective multiple test procedure",
+Scandinavian Journal of Statistics 6, 1979). The resulting ranges of ranks hold simultaneously (D. Al Mohamad,
+J. Goeman and E. van Zwet, "Simultaneous confidence intervals for ranks", Biometrics 78, 2022).
 
-``make compare-truth`` measures how often that finds a difference where there is none, and where there is one.
+``make compare-truth`` measures the rates of false positives and of detections.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ from itertools import chain, combinations
 
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Pool, Sample
 
-#: The chance to see any difference where there is none.
+#: The probability of seeing any difference where there is none.
 LEVEL = 0.05
 
-#: The chance with which a difference of the :attr:`Comparison.detectable` size is seen.
+#: The probability of seeing a difference of the size :attr:`Comparison.detectable`.
 POWER = 0.9
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One configuration against another."""
+    """A comparison of one configuration with another."""
 
     ratio: float  #: Its figure over the other's, by their geometric means.
-    low: float  #: Lower end of the interval of the ratio.
-    high: float  #: Upper end.
-    runs: int  #: Pairs of runs, or runs of the side that has fewer.
+    low: float  #: Lower end of the ratio's interval.
+    high: float  #: Upper end of the interval.
+    runs: int  #: Pairs of runs, or runs of the side with fewer.
     is_paired: bool  #: Whether runs of the same block were compared.
-    #: The smallest difference, as a share, that would have been seen with a chance of :data:`POWER`, also among as many
-    #: pairs as are compared. How much runs vary is itself an estimate: its upper limit is used.
+    #: The smallest difference, as a share, that would have been seen with probability :data:`POWER`, given the number
+    #: of pairs compared. As the variation is itself an estimate, its upper limit is used.
     detectable: float
 
 
 def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparison:
-    """Return the interval of a difference, which has the ratio with a chance of ``1 - level``, and what it would show.
+    """Return a difference's confidence interval, at confidence ``1 - level``, and the detectable difference.
 
-    So many ``pairs`` are compared by :func:`differing`: each has to show more than if it were alone.
+    ``pairs`` is the number of pairs compared by :func:`differing`: with more pairs, a difference must be larger to be
+    detectable.
     """
     margin = found.error * _quantile(found.freedom, 1 - level / 2)
     return Comparison(
@@ -55,10 +56,10 @@ def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparis
 
 
 def margin(pool: Pool, sample: Sample) -> float | None:
-    """Return how far the interval of a configuration's geometric mean reaches upwards, as a share.
+    """Return the upper half-width of the confidence interval of a configuration's geometric mean, as a share.
 
-    It has what other runs of the same sweep would give; on another day the machine may be another one. ``None`` with
-    less than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
+    It holds for further runs of the same sweep; on another day the machine may behave differently. ``None`` with fewer
+    than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
     found = pool.mean_error(sample)
     if found is None:
@@ -68,9 +69,9 @@ def margin(pool: Pool, sample: Sample) -> float | None:
 
 
 def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[set[int]]:
-    """Return for each configuration of a pool the places of those that are known to have the larger figure.
+    """Return, for each configuration of a pool, the indices of those that are known to have a larger figure.
 
-    The chance that any of them is said to have it that does not is at most ``level``, for all pairs together.
+    The probability of any false statement is at most ``level``, over all pairs together.
     """
     found: list[set[int]] = [set() for _ in samples]
     judged = [place for place, sample in enumerate(samples) if pool.is_enough(sample)]
@@ -84,19 +85,19 @@ def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[
 
 
 def ranks(faster: Sequence[set[int]]) -> list[tuple[int, int]]:
-    """Return the best and the worst rank that each configuration may have, 1 that of the largest figure.
+    """Return the best and the worst rank that each configuration may have; 1 is the rank of the largest figure.
 
-    The chance that any of the true ranks lies outside is at most the level of :func:`faster`. A configuration that
-    differs from no other has the range ``(1, len(faster))``.
+    The probability that any of the true ranks is outside its range is at most the level of :func:`faster`. A
+    configuration that differs from no other has the range ``(1, len(faster))``.
     """
     slower = Counter(chain.from_iterable(faster))
     return [(1 + len(winners), len(faster) - slower[place]) for place, winners in enumerate(faster)]
 
 
 def differing(found: Sequence[Difference | None], level: float = LEVEL) -> list[int]:
-    """Compare all pairs: 1 where the first is larger, -1 where the second is, 0 where nothing is seen or known.
+    """Compare all pairs: 1 if the first is larger, -1 if the second is, 0 if no difference is seen or known.
 
-    The chance that any of them is said to differ that does not is at most ``level``, for all pairs together.
+    The probability of any false positive is at most ``level``, over all pairs together.
     """
     known = [one for one in found if one]
     adjusted = iter(holm(p_values(known)))
@@ -104,9 +105,9 @@ def differing(found: Sequence[Difference | None], level: float = LEVEL) -> list[
 
 
 def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
-    """Return the chance of at least ``now`` failures of ``after`` runs, with ``was`` of ``before`` ahead of a change.
+    """Return the p value of ``now`` failures in ``after`` runs after a change, given ``was`` in ``before`` runs before.
 
-    The change has no effect; by Fisher's exact test, one-sided.
+    By Fisher's exact test, one-sided; the null hypothesis is that the change has no effect.
     """
     failed = was + now
     splits = (math.comb(after, more) * math.comb(before, failed - more) for more in range(now, min(failed, after) + 1))
@@ -114,7 +115,7 @@ def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
 
 
 def holm(chances: Sequence[float]) -> list[float]:
-    """Adjust the p values of several tests: one is significant at a level if its adjusted value is at most that."""
+    """Adjust the p values of several tests by Holm's method: significant are those that are at most the level."""
     adjusted, largest = [0.0] * len(chances), 0.0
     for done, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
         largest = max(largest, (len(chances) - done) * chances[place])
@@ -123,9 +124,10 @@ def holm(chances: Sequence[float]) -> list[float]:
 
 
 def interim_looks(most: int) -> list[int]:
-    """Return after how many blocks of repeats ``repeat=auto`` checks whether it may stop, the last being ``most``.
+    """Return the numbers of blocks after which ``repeat=auto`` checks whether it may stop, the last being ``most``.
 
-    They lie so far apart that the next one knows more, and are so few that each has a fair share of the level.
+    They are far enough apart for each look to have more information, and few enough for each to have a fair share of
+    the level.
     """
     found = [most]
     while (earlier := int(found[0] / 1.6)) >= MIN_RUNS:
@@ -134,7 +136,7 @@ def interim_looks(most: int) -> list[int]:
 
 
 def level_of_look(most: int) -> float:
-    """The level at each of :func:`interim_looks`: together they have :data:`LEVEL`, by Bonferroni's inequality."""
+    """Return the level at each of :func:`interim_looks`: together :data:`LEVEL`, by Bonferroni's inequality."""
     return LEVEL / len(interim_looks(most))
 
 
@@ -142,7 +144,7 @@ def p_values(found: Sequence[Difference]) -> list[float]:
     """Return the two-sided p value of each difference."""
     if not found:
         return []
-    from scipy import special  # not for a table of single runs: it takes a quarter of a second
+    from scipy import special  # imported late, as tables of single runs do without: it takes a quarter of a second
 
     statistics = [math.inf if one.mean and not one.error else abs(one.mean) / (one.error or 1.0) for one in found]
     chances = special.stdtr([one.freedom for one in found], [-size for size in statistics])
@@ -150,21 +152,21 @@ def p_values(found: Sequence[Difference]) -> list[float]:
 
 
 def _quantile(freedom: float, share: float) -> float:
-    """Of Student's t."""
+    """Return a quantile of Student's t distribution."""
     from scipy import special
 
     return float(special.stdtrit(freedom, share))
 
 
 def _caution(freedom: float) -> float:
-    """From an estimated standard deviation to one that the true one exceeds with a chance of 20 % only."""
+    """Return the factor from an estimated standard deviation to its upper limit at 80 % confidence."""
     from scipy import special
 
     return math.sqrt(freedom / float(special.chdtri(freedom, 0.8)))
 
 
 def _detectable(error: float, freedom: float, level: float) -> float:
-    """The smallest difference, as a share, that a two-sided t test sees with a chance of :data:`POWER`.
+    """Return the smallest difference, as a share, that a two-sided t test detects with probability :data:`POWER`.
 
     By the noncentral t distribution, whose parameter is the true difference over the standard error.
     """
@@ -175,5 +177,5 @@ def _detectable(error: float, freedom: float, level: float) -> float:
 
 
 def _share(log: float) -> float:
-    """Return a ratio minus 1, by its logarithm; at most what a float can hold."""
+    """Return a ratio minus 1 from its logarithm, limited to the range of floats."""
     return math.expm1(min(log, 700.0))

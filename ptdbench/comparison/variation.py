@@ -1,12 +1,12 @@
-"""Variation between runs, and the distance of two configurations by several runs of each.
+"""Variation between runs, and the difference of two configurations estimated from several runs of each.
 
-The unit is the run: steps of one run share its processes, its memory and its neighbours, so that a thousand of them say
-little of the next run (T. Kalibera and R. Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). What is
-compared are logarithms: a busy machine slows all configurations by a factor.
+The unit is the run: steps of one run share its processes, its memory and its neighbours, so that a thousand steps say
+little about the next run (T. Kalibera and R. Jones, "Rigorous benchmarking in reasonable time", ISMM 2013). Logarithms
+are compared, because a busy machine slows all configurations by a factor.
 
 Runs of a sweep are a two-way layout, ``log figure = configuration + block + residual``: a block is so short that a
-drift of the machine concerns all of it. Three runs of a pair say little of how much its runs differ. What all others of
-the sweep, and earlier sweeps of the machine, say of it is added to it as a prior with degrees of freedom of its own
+drift of the machine affects all of it. Three runs of a pair say little about their variance. The variances of all other
+runs of the sweep, and of earlier sweeps on the machine, are added as a prior with its own degrees of freedom
 (G. Smyth, "Linear models and empirical Bayes methods for assessing differential expression in microarray experiments",
 Statistical Applications in Genetics and Molecular Biology 3, 2004).
 """
@@ -21,28 +21,28 @@ from typing import NamedTuple
 
 from ptdbench.records.schema import Quantity
 
-#: Fewer runs of one side say nothing unless earlier sweeps do: with two, one lucky run decides.
+#: Minimum number of runs per side without noise from earlier sweeps: with two runs, one lucky run decides.
 MIN_RUNS = 3
 
-#: Degrees of freedom, at most, of what other runs say of a pair. In Smyth's model the variances of nine of ten
-#: configurations then lie between 0.52 and 2.9 times the common one, by the quantiles of chi-squared. He estimates it
-#: from thousands of variances, which a sweep does not have.
+#: Maximum degrees of freedom of the prior. In Smyth's model, the variances of nine in ten configurations are then
+#: between 0.52 and 2.9 times the common variance, by the quantiles of chi-squared. Smyth estimates this parameter from
+#: thousands of variances, which a sweep does not have.
 PRIOR_FREEDOM = 8
 
-#: The figure of each run of a configuration, greater than 0, by its block; runs of no block have keys of their own.
+#: The figure of each run of a configuration, greater than 0, by block; runs without a block have unique keys.
 Sample = Mapping[Hashable, float]
 
 
 @dataclass(frozen=True)
 class Spread:
-    """An estimated variance of logarithms of figures."""
+    """An estimated variance of the logarithms of figures."""
 
-    squares: Quantity = 0.0  #: The sum of the squared residuals.
-    freedom: Quantity = 0.0  #: Their degrees of freedom; with none nothing is known.
+    squares: Quantity = 0.0  #: Sum of squared residuals.
+    freedom: Quantity = 0.0  #: Degrees of freedom; 0 if the variance is unknown.
 
     @property
     def deviation(self) -> float:
-        """The standard deviation; 0 where nothing is known."""
+        """The standard deviation; 0 if unknown."""
         return math.sqrt(self.squares / self.freedom) if self.freedom else 0.0
 
     def __add__(self, other: Spread) -> Spread:
@@ -50,10 +50,10 @@ class Spread:
 
     def __sub__(self, part: Spread) -> Spread:
         freedom = max(self.freedom - part.freedom, 0.0)
-        return Spread(max(self.squares - part.squares, 0.0), freedom) if freedom else Spread()  # no more than rounding
+        return Spread(max(self.squares - part.squares, 0.0), freedom) if freedom else Spread()  # only rounding is left
 
     def as_prior(self) -> Spread:
-        """The same variance with the degrees of freedom that it has for other runs.
+        """Return the same variance with the degrees of freedom that it has as a prior for other runs.
 
         The variance of its logarithm is about ``2 / freedom``, and that among configurations ``2 / PRIOR_FREEDOM``;
         they add up.
@@ -64,27 +64,27 @@ class Spread:
 
 @dataclass(frozen=True)
 class Noise:
-    """The random difference between runs of the same configuration."""
+    """The random variation between runs of the same configuration."""
 
-    paired: Spread = Spread()  #: By what neither their configuration nor their block explains.
-    unpaired: Spread = Spread()  #: By what their configuration does not explain, a drift of the machine included.
+    paired: Spread = Spread()  #: Variation that neither the configuration nor the block explains.
+    unpaired: Spread = Spread()  #: Variation that the configuration does not explain, drift of the machine included.
 
     def __add__(self, other: Noise) -> Noise:
         return Noise(self.paired + other.paired, self.unpaired + other.unpaired)
 
 
 class Difference(NamedTuple):
-    """The distance of two configurations; half a million of them rank a thousand."""
+    """The difference of two configurations; a cheap tuple, as ranking a thousand takes half a million of them."""
 
-    mean: float  #: Of the logarithm of the first one's figure over the other's.
-    error: float  #: Standard error of that.
+    mean: float  #: Mean logarithm of the first one's figure over the other's.
+    error: float  #: Standard error of the mean.
     freedom: float  #: Degrees of freedom of the standard error.
-    runs: int  #: Pairs of runs, or runs of the side that has fewer.
+    runs: int  #: Pairs of runs, or runs of the side with fewer.
     is_paired: bool  #: Whether runs of the same block were compared.
 
 
 class _Moments(NamedTuple):
-    """Of the logarithms of a sample."""
+    """Mean and spread of the logarithms of a sample."""
 
     mean: float
     spread: Spread
@@ -92,10 +92,10 @@ class _Moments(NamedTuple):
 
 
 class Pool:
-    """Configurations of one model that are compared, each by its runs, and how much these and earlier ones vary."""
+    """Configurations of one model to compare, each with its runs, and the noise of these and of earlier runs."""
 
     def __init__(self, samples: Sequence[Sample], earlier: Noise | None = None) -> None:
-        self._samples = samples  # the keys below are good as long as these are there
+        self._samples = samples  # keeps the ids below valid
         self._moments = {id(sample): _moments(sample) for sample in samples if sample}
         self._noise = noise(samples)
         self._earlier = earlier or Noise()
@@ -106,11 +106,11 @@ class Pool:
         return len(sample) >= self._least
 
     def difference(self, one: Sample, other: Sample) -> Difference | None:
-        """Compare two configurations, by their common blocks where they have enough.
+        """Compare two configurations, by their common blocks if there are enough.
 
-        The variance is that of this pair, and as a prior that of all others: those of quiet configurations are not
-        taken for that of a noisy one (P. Games and J. Howell, Journal of Educational Statistics 1, 1976).
-        ``None`` where there are too few runs, and nothing is known from earlier ones.
+        The variance is that of this pair, with that of all others only as a prior, so that quiet configurations do not
+        make a noisy one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if
+        there are too few runs, and no noise from earlier ones.
         """
         if not (self.is_enough(one) and self.is_enough(other)):
             return None
@@ -145,9 +145,9 @@ class Pool:
 
     @staticmethod
     def _moderated(own: Spread, others: Spread, earlier: Spread) -> Spread:
-        """Smyth's moderated variance: all that is known, weighted by degrees of freedom.
+        """Return Smyth's moderated variance: the average of all estimates, weighted by degrees of freedom.
 
-        Earlier sweeps do not count where runs differ more today: they may be of a quieter day, and the small variance
+        Earlier sweeps are ignored if runs vary more today: they may be from a quieter day, and their small variance
         would show differences where there are none.
         """
         today = own + others.as_prior()
@@ -155,22 +155,22 @@ class Pool:
 
 
 def noise(samples: Sequence[Sample]) -> Noise:
-    """Estimate how much runs of these configurations differ."""
+    """Estimate the noise between runs of these configurations."""
     return Noise(_two_way(samples), sum((_moments(sample).spread for sample in samples if sample), Spread()))
 
 
 def geometric_mean(sample: Sample) -> float | None:
-    """The typical figure of a configuration; ``None`` without runs."""
+    """Return the typical figure of a configuration; ``None`` without runs."""
     if len(sample) == 1:
-        return next(iter(sample.values()))  # to the last digit
+        return next(iter(sample.values()))  # exact to the last digit
     return math.exp(_moments(sample).mean) if sample else None
 
 
 def _two_way(samples: Sequence[Sample]) -> Spread:
-    """The residuals of ``log figure = configuration + block``, by least squares.
+    """Return the spread of the residuals of ``log figure = configuration + block``, by least squares.
 
-    In turn the mean of each configuration and of each block is taken off, which ends after the first time where every
-    configuration has a run of every block, and converges where some are missing.
+    The means of configurations and of blocks are subtracted alternately: one pass is exact if every configuration has a
+    run in every block; otherwise the passes converge.
     """
     shared = {block for block, count in Counter(block for sample in samples for block in sample).items() if count > 1}
     rows = [{block: math.log(sample[block]) for block in sample.keys() & shared} for sample in samples]
@@ -195,7 +195,7 @@ def _two_way(samples: Sequence[Sample]) -> Spread:
 
 
 def _unconnected(rows: Sequence[Sample]) -> int:
-    """The number of parts that have no block in common, such as sweeps: each has a mean of its own."""
+    """Return the number of parts without common blocks, such as separate sweeps, each of which has its own mean."""
     parts: list[set[Hashable]] = []
     for row in rows:
         touching = [part for part in parts if not part.isdisjoint(row)]
@@ -204,7 +204,7 @@ def _unconnected(rows: Sequence[Sample]) -> int:
 
 
 def _welch(one: _Moments, other: _Moments) -> Spread:
-    """The variance of a run, from two configurations each with its own, with Welch's degrees of freedom."""
+    """Return the variance of a run, from two configurations with different variances, by Welch's method."""
     sides = (one, other)
     if min(one.runs, other.runs) < 2:
         return Spread()
@@ -219,6 +219,6 @@ def _moments(sample: Sample) -> _Moments:
 
 
 def _spread(logs: Sequence[float]) -> _Moments:
-    """The mean of logarithms, and their spread around it."""
+    """Return the mean of logarithms, and their spread around it."""
     mean = math.fsum(logs) / len(logs)
     return _Moments(mean, Spread(math.fsum((log - mean) ** 2 for log in logs), len(logs) - 1), len(logs))
