@@ -27,7 +27,7 @@ UNUSABLE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is typed after ``compare``."""
+    """Declare the arguments of ``compare``."""
     words = "two directories, of runs, sweeps or folders of them; with --python or --checkout what both sides run"
     parser.add_argument("words", nargs="*", metavar="before after", help=words)
     let_run = "given twice: run what follows -- under both interpreters in turn, repeat=5 unless it says more"
@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _share(text: str) -> float:
-    """``3%`` or ``0.03``."""
+    """Parse a share: ``3%`` or ``0.03``."""
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -60,7 +60,7 @@ def _share(text: str) -> float:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; the exit status is that of the gate, see :func:`ptdbench.report.versus.status`."""
+    """Print the table; for the exit status see :func:`ptdbench.report.versus.status`."""
     from ptdbench import files
     from ptdbench.report import recorded_phases, text, versus
 
@@ -87,7 +87,7 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.fail_if_slower and (other := [pair.label for pair in found.pairs if pair.losses]):
         echo(f"--fail-if-slower: {', '.join(other)}: fails, because it does not train the same on both sides")
     shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))
-    if together:  # one folder has all runs
+    if together:  # one folder contains all runs
         echo(f"records      {shown}")
         if any(recorded_phases.missing(run) is None for side in sides for run in side):
             echo(f"phases       {command('explain')} {shown}")
@@ -96,10 +96,10 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _carried_out(arguments: argparse.Namespace) -> Path:
-    """Let both sides run in turn, and return where their results are, below ``before`` and ``after``.
+    """Run both sides alternately; return the folder with their results, in ``before`` and ``after``.
 
     Raises:
-        SystemExit: A signal arrived; nothing is left running. With ``128 + n``.
+        SystemExit: A signal ``n`` arrived, with status ``128 + n``; nothing is left running.
     """
     from ptdbench.launch import local
     from ptdbench.sweep.alternating import StoppedSide
@@ -118,7 +118,7 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
 
 
 def _in_turn(arguments: argparse.Namespace) -> Path:
-    """Return the directories of both sides' results; say so if they are not complete."""
+    """Run both sides alternately; return the folder of their results, and print it if they are incomplete."""
     from ptdbench import files
     from ptdbench.records import store
     from ptdbench.sweep import alternating
@@ -136,7 +136,7 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
 
         name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
         directory = store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
-        store.lock(directory, "outputs")  # between two blocks it is not over
+        store.lock(directory, "outputs")  # it must not look finished between two blocks
         try:
             alternating.run(sides, overrides, repeat, directory)
         except BaseException:
@@ -147,7 +147,7 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
 
 
 def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
-    """Return the options that repeat each run so often."""
+    """Return the overrides without those of ``repeat``, and the options of ``repeat``, by default five runs."""
     from ptdbench.setup import commandline, compose
 
     typed = commandline.in_full(words)
@@ -168,7 +168,7 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
 
 
 def _trained(folder: Path) -> list[Run]:
-    """The runs that train and are measured; raises FileNotFoundError where there is none."""
+    """Return the measured training runs of a folder; raises FileNotFoundError if there are none."""
     from ptdbench.records.load import load_telling
 
     found = load_telling(folder)

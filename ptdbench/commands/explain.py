@@ -13,14 +13,14 @@ HELP = "where the time and the memory of a step went, and why one run is faster 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is typed after ``explain``."""
+    """Declare the arguments of ``explain``."""
     parser.add_argument("directory", type=Path, help="a run's directory, or a sweep's")
     parser.add_argument("--against", type=Path, metavar="RUN", help="another run, to compare a run with")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print tables and lines of figures; the exit status is 1 where nothing can be explained."""
+    """Print tables and figures; the exit status is 1 if nothing can be explained."""
     from ptdbench import files
     from ptdbench.report import explanation, text
 

@@ -1,7 +1,7 @@
-"""``ptdbench plan OPTIONS``: what each rank will need of memory, whether that fits, and with which micro-batch.
+"""``ptdbench plan OPTIONS``: the memory that each rank will need, whether it fits, and with which micro-batch.
 
-The options are those of ``train.py``, where a list of values makes a row for each. With ``virtual=h100`` the GPUs need
-not be there: ranks that differ are carried out on virtual ones.
+The options are those of ``train.py``; a list of values makes a row for each. With ``virtual=h100`` no GPUs are needed:
+one rank of each kind runs on a virtual GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ HELP = "predict the memory of each rank, whether it fits, and the largest micro-
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is typed after ``plan``."""
+    """Declare the arguments of ``plan``."""
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for train.py; lists are compared")
     parser.add_argument("--config-dir", "-cd", type=Path, metavar="FOLDER", help="one more folder of configurations")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Plan, and print a table; never returns, as what is carried out may keep this process alive."""
+    """Plan, and print a table; never returns, as runs may leave threads that keep this process alive."""
     from ptdbench import entry
 
     entry.guarded(lambda: entry.plan(arguments.overrides, arguments.config_dir, arguments.json, arguments.again))

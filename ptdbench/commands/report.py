@@ -1,4 +1,4 @@
-"""``ptdbench report outputs/<sweep>``: what a sweep came to in one file to send, as HTML, Markdown or CSV."""
+"""``ptdbench report outputs/<sweep>``: the results of a sweep in one file to send, as HTML, Markdown or CSV."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HELP = "one file to send: tables, figures, failures and commands of sweeps as HT
 
 _FORMS = ("html", "md", "csv")
 
-#: Characters that GitHub takes in a comment.
+#: Maximum length of a comment on GitHub, in characters.
 _MOST_OF_COMMENT = 65_536
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is typed after ``report``."""
+    """Declare the arguments of ``report``."""
     parser.add_argument(
         "directories",
         nargs="*",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Write the files; the exit status is 1 where nothing can be reported, and then nothing is written."""
+    """Write the files; if nothing can be reported, nothing is written and the exit status is 1."""
     from ptdbench.files import replace_bytes
 
     arguments.directories = arguments.directories or [_newest()]
@@ -66,7 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _newest() -> Path:
-    """The sweep in ``outputs`` that began last; where no link says so, the one whose name has the latest time.
+    """Return the newest sweep in ``outputs``: by the link ``latest``, or failing that by the time in its name.
 
     Raises:
         ConfigError: There is none.
@@ -85,10 +85,10 @@ def _newest() -> Path:
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Return the path of each form that is asked for.
+    """Return the path of each requested format.
 
     Raises:
-        ConfigError: One is there already, or there is no such folder.
+        ConfigError: A file already exists, or the folder does not.
     """
     asked = [form for form in _FORMS if getattr(arguments, form)]
     forms = dict.fromkeys([*(["html"] if arguments.open or not asked else []), *asked])
@@ -116,7 +116,7 @@ def _runs(directories: Sequence[Path]) -> list[Run]:
 
 
 def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]:
-    """Return the names of the directories, and what runs they have, and when and by what the report was made."""
+    """Return the title, of the directories' names, and the subtitle: their runs, and when and by what it was made."""
     from ptdbench.measure import hardware
 
     found = dict.fromkeys(directory.resolve() for directory in directories)
@@ -143,7 +143,7 @@ def _text(form: str, title: str, subtitle: str, runs: Sequence[Run]) -> str:
 
 
 def _cell(value: Any) -> Any:
-    """Lists as JSON, and a text as what it is: spreadsheets would compute one that begins as a formula does."""
+    """Return a cell for CSV: lists as JSON, and text escaped so that spreadsheets do not take it for a formula."""
     text = json.dumps(value) if isinstance(value, list | dict) else value
     if not isinstance(text, str):
         return text

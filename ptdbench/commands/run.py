@@ -1,4 +1,4 @@
-"""``ptdbench run outputs/<run>``: carries out the runs of directories, as they were composed, one after the other."""
+"""``ptdbench run outputs/<run>``: executes the runs of directories, as they were composed, one after the other."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ HELP = "start or continue the run in a directory; also under torchrun, srun and 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is typed after ``run``."""
+    """Declare the arguments of ``run``."""
     words = "directories of runs, each with the record.json that a command or ptdbench itself began"
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=words)
     parser.epilog = "Exit status 0: every run was ok. 1: one was not, or could not be started. 128 + n: signal n."
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Carry out the runs; never returns, as what they have left behind may keep this process alive."""
+    """Execute the runs; never returns, as they may leave threads that keep this process alive."""
     from ptdbench import entry
 
     entry.guarded(lambda: entry.carry_out(arguments.directories))

@@ -12,13 +12,13 @@ HELP = "write a plain SLURM script for a run or a sweep of one shape"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is typed after ``sbatch``."""
+    """Declare the arguments of ``sbatch``."""
     parser.add_argument("overrides", nargs="*", help="as for train")
     parser.add_argument("--config-dir", "-cd", type=Path, help="one more folder of configurations, as for train")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the script, and on standard error what its reader should know."""
+    """Print the script, and remarks on standard error."""
     from ptdbench.sweep import requests
 
     text, remarks = requests.write_script(arguments.overrides, arguments.config_dir)

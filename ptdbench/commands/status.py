@@ -1,4 +1,4 @@
-"""``ptdbench status outputs/<sweep>``: where every run of a sweep stands."""
+"""``ptdbench status outputs/<sweep>``: the status of every run of a sweep."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ HELP = "where every run of a sweep stands: queue, step, result, seconds to start
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what is typed after ``status``."""
+    """Declare the arguments of ``status``."""
     parser.add_argument("directory", type=Path, help="of a sweep, a run, or a folder of them")
     parser.add_argument("--json", action="store_true", help="print one JSON object, for other tools")
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; the exit status is 1 where a run was not ok, or nothing can be shown."""
+    """Print the table; the exit status is 1 if a run was not ok, or nothing can be shown."""
     from ptdbench import files
     from ptdbench.sweep import status, watch
 
