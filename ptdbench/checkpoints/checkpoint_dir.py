@@ -213,7 +213,7 @@ def publish(partial: Path) -> Path:
     final = partial.with_name(partial.name.removesuffix(_PARTIAL))
     _sync(partial)
     replaced = _set_aside(final) if os.path.lexists(final) else None
-    partial.rename(final)  # if killed before this, both remain, and sweep_partial() renames
+    partial.rename(final)  # if killed before this, both remain, and remove_partial() renames
     _sync(final.parent)
     if replaced:
         remove(replaced, _is_ours)

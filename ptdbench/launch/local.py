@@ -65,7 +65,8 @@ _INSISTS = 3
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 _SOCKET_NAME = len("/pymp-12345678/listener-12345678")
 
-#: Bytes: torch 2.14 for CUDA cannot be imported with 2.9 GiB of address space, and with 3.4 GiB ranks do not start.
+#: Required address space in bytes: with 2.9 GiB, torch 2.14 for CUDA cannot be imported; with 3.4 GiB, ranks cannot
+#: start.
 _ADDRESS_SPACE = 4 << 30
 
 #: The fork server's additional imports, and the dynamic linker's variables that it was started with.

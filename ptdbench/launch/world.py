@@ -53,7 +53,7 @@ class Launcher:
     nodes: str = ""  #: The variable with the number of nodes, if there is one.
     #: If ``local_size`` lists all nodes, as ``2(x3),1`` does, the variable with this node's index in the list.
     node: str = ""
-    #: Whether the launcher has started a shell for a person, and no rank.
+    #: Whether the launcher has started a shell for the user rather than a rank.
     is_shell: Callable[[Mapping[str, str]], bool] = lambda environ: False
     #: Variables that identify a launch: the first tuple whose first variable is set, all its variables together.
     names: tuple[tuple[str, ...], ...] = ()

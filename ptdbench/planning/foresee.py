@@ -117,7 +117,7 @@ def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     state = training.footprints()
     stages = [training.layout.dims.stage(rank) for rank in range(min(room.ranks, spec.world_size))]
     needs = sum(state[stage].total for stage in stages) if room.ranks > 1 else max(one.total for one in state)
-    is_known = not (spec.virtual and spec.is_on_host)  # nobody said how much the hosts of these GPUs have
+    is_known = not (spec.virtual and spec.is_on_host)  # the memory of these GPUs' hosts is unknown
     found: dict[str, Any] = {"state": [*map(asdict, state)], "needed_bytes": needs, "fits": None, "reason": reason}
     if is_known:
         found |= {"capacity_bytes": room.size, "capacity_of": room.origin, "room_bytes": room.size}

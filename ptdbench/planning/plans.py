@@ -96,7 +96,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
     """
     is_free = {"train.global_batch", "experiment"}.isdisjoint(map(commandline.option, overrides))
     jobs = of.configs
-    keys = [_key(job, is_free) for job in jobs]  # now: importing torch changes the environment, which is part of them
+    keys = [_key(job, is_free) for job in jobs]  # first: importing torch changes the environment, a part of the keys
     found = [cache.look_up(_KIND, key).get("fields") if key and not again else None for key in keys]
     lacking = [
         _Lacking(job, is_free, f"[{number}/{len(jobs)}] {job.label}", key)

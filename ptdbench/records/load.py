@@ -90,7 +90,7 @@ class Run(Mapping[str, Any]):
 
 
 class Runs(list[Run]):
-    """A list of runs; its slices have :meth:`frame` too."""
+    """A list of runs; a slice is one, too."""
 
     @overload
     def __getitem__(self, place: SupportsIndex) -> Run: ...

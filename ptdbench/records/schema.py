@@ -38,7 +38,7 @@ Positive = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
 class Error(Struct):
-    """Why a run did not end well."""
+    """Why a run did not succeed."""
 
     rank: Whole  #: The rank that failed first; -1 for the process that starts the ranks.
     type: str  #: The class of the exception, or the name of the signal.
@@ -267,7 +267,7 @@ class Footprint(Struct):
 
 
 class Plan(Struct):
-    """What a run will need of memory, by ``ptdbench plan``; nothing of it was measured on its devices."""
+    """The memory that a run will need, predicted by ``ptdbench plan``; nothing was measured on its devices."""
 
     capacity_bytes: Count | None = None  #: Memory of a GPU, or of this machine for all its ranks.
     capacity_of: str | None = None  #: The device or machine with that memory.
@@ -477,7 +477,7 @@ class Record(Identity):
     memory: Memory | None = None  #: Breakdown of a step's memory; null for a run that was not profiled.
     #: Energy and clocks of the hardware; null for a run that did not finish training.
     hardware: Hardware | None = None
-    error: Error | None = None  #: Why the run did not end well; null if it did.
+    error: Error | None = None  #: Why the run did not succeed; null if it did.
     remarks: Remarks | None = None  #: Remarks.
     environment: Environment | None = None  #: Versions and hardware.
     #: The resolved configuration, with every option that ``conf/`` describes; for a refused run, as it was typed.
@@ -527,7 +527,7 @@ def part(record: Written, kind: type[S]) -> S:
 
 
 def error(record: Written) -> Error:
-    """Return why a run did not end well; if it did, an error without a type."""
+    """Return why a run did not succeed; if it did, an error without a type."""
     return msgspec.convert(NO_ERROR | (record.get("error") or {}), Error)
 
 

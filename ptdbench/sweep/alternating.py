@@ -64,7 +64,7 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
         path = shutil.which(python)
         if path is None:
             raise ConfigError([Problem("--python", python, "there is no such interpreter", "try old/bin/python")])
-        # not resolved: an environment's interpreter is often a link, and is known by its own path
+        # Not resolved: an environment's interpreter is often a link, whose path identifies the environment.
         path = str(Path(path).absolute())
         imports = [path, "-c", "import torch, ptdbench.entry"]
         tried = subprocess.run(imports, capture_output=True, text=True, check=False)

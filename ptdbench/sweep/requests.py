@@ -66,7 +66,7 @@ class Request:
         return hydra_output.config_of_run(self.whole, sweep, number, self.block)
 
     def subdirectory(self, number: int) -> str:
-        """The run's directory in its sweep's, from Hydra's ``hydra.sweep.subdir``."""
+        """Return the run's directory relative to its sweep's, from ``hydra.sweep.subdir``."""
         return str(self.job(None, number).hydra.sweep.subdir)
 
     @cached_property
