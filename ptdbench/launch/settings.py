@@ -172,5 +172,5 @@ def unbind_thread() -> None:
 
 @cache
 def _given() -> Cores:
-    """Return the cores that this process could run on at the first call, which :func:`bind_cores` makes beforehand."""
+    """Return the cores that this process could run on originally: :func:`bind_cores` calls this before it binds."""
     return own_cores()

@@ -36,8 +36,8 @@ class Search:
     #: A line proposes at most this multiple of the largest try: with measured needs, a try that needs far too much
     #: memory harms other processes. 0: no limit.
     stride: int = 0
-    #: The tries before a line proposes, as multiples of the smallest candidate: sizes too close together give no useful
-    #: line, and needs may grow more slowly beyond some size.
+    #: The tries before a line proposes are at most these multiples of the smallest candidate: sizes too close together
+    #: give no useful line, and needs may grow more slowly beyond some size.
     points: Sequence[int] = (8,)
     tries: list[Try] = field(default_factory=list)  #: The tries so far, in order.
 
