@@ -170,7 +170,7 @@ class Watchdog:
 
     def _post(self, now: float) -> None:
         """Observe the main thread and post its state; ask for the other ranks' states only if this rank is late."""
-        was_asleep = now - self._posted_at > self._quiet  # this whole process: by Ctrl-Z or ``scontrol suspend``
+        was_asleep = now - self._posted_at > self._quiet  # this thread, for example by Ctrl-Z or ``scontrol suspend``
         # The finished steps; the device is asked once there is a first one.
         finished = self._device() if self._step is not None and self._device else self._step
         before, place = self._mine, stacks.main_thread()
