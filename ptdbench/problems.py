@@ -54,6 +54,11 @@ def said(error: BaseException) -> str:
         return f"(no message: the exception's own __str__ raised {type(another).__name__})"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its class if it has none."""
+    return said(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def require(*problems: Problem | None) -> None:
     """Raise a :class:`ConfigError` with the problems that are not ``None``, if there are any."""
     found = [problem for problem in problems if problem is not None]

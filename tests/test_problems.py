@@ -1,6 +1,6 @@
 import pytest
 
-from ptdbench.problems import ConfigError, Problem, nearest, nearest_numbers, try_these
+from ptdbench.problems import ConfigError, Problem, first_line, nearest, nearest_numbers, try_these
 
 
 def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
@@ -19,6 +19,24 @@ def test_an_error_holds_all_problems_and_tells_each_once():
     error = ConfigError([*lists, Problem("seed", -1, "must be at least 0")])
     assert [problem.option for problem in error.problems] == ["model.layers", "seed"]
     assert str(error) == "model.layers=[1, 2]: must be a whole number\nseed=-1: must be at least 0"
+
+
+class Mute(ValueError):
+    def __str__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("one"), "one"),
+        (ValueError("\n  two\nthree"), "two"),
+        (ValueError(), "ValueError"),
+        (Mute(), "(no message: the exception's own __str__ raised RuntimeError)"),
+    ],
+)
+def test_the_first_line_of_what_is_said(error, line):
+    assert first_line(error) == line
 
 
 @pytest.mark.parametrize(

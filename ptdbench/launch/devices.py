@@ -21,7 +21,7 @@ from ptdbench.launch import rendezvous
 from ptdbench.launch.peers import node
 from ptdbench.launch.settings import let_segments_grow
 from ptdbench.launch.world import World
-from ptdbench.problems import Problem, require
+from ptdbench.problems import Problem, first_line, require
 from ptdbench.terminal import plural, rank_names
 
 
@@ -83,7 +83,7 @@ def _look(world: World) -> Sight:
         elif gpus == 0:
             torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        gpus, reason = 0, str(error).partition("\n")[0].partition(". ")[0]
+        gpus, reason = 0, first_line(error).partition(". ")[0]
     return Sight(world.rank, node(os.environ), world.local_size, gpus, uuid, reason)
 
 

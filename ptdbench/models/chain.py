@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptdbench.models.protocol import Piece
-from ptdbench.problems import said
+from ptdbench.problems import first_line
 
 #: Converts what a module's ``forward`` returns to the outputs, or with targets to the loss.
 Finish = Callable[[Any, Tensor | None], Tensor]
@@ -94,7 +94,7 @@ def refusing(what: str) -> Iterator[None]:
     except NoChain:
         raise
     except Exception as error:
-        reason = said(error).partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         raise NoChain(f"{what}: {reason}") from error
 
 

@@ -57,7 +57,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import chain, traced
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
-from ptdbench.problems import Problem, require, said
+from ptdbench.problems import Problem, first_line, require
 
 Example = tuple[Tensor, Tensor]
 
@@ -278,7 +278,7 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flo
     try:
         return _counted(module, inputs, targets, torch.device("meta"))
     except Exception as error:  # third-party code may raise anything
-        reason = said(error).partition("\n")[0]
+        reason = first_line(error)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True):  # code that reads values often checks first if it is traced
             return _counted(module, inputs, targets, torch.device("cpu"))

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ptdbench.problems import first_line
+
 
 @dataclass(frozen=True)
 class VocabularyShare:
@@ -70,7 +72,7 @@ def _has_triton(device: torch.device) -> bool:
         row = torch.zeros(1, 16, device=device)
         torch.ops.ptdbench.cross_entropy_(row, row.new_zeros(1, dtype=torch.int64), True)
     except Exception as error:  # a compiler, linker or driver may raise anything
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        reason = first_line(error)
         warnings.warn(f"the loss is computed without its kernel, as Triton does not run here: {reason}", stacklevel=2)
         return False
     return True

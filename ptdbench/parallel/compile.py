@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ptdbench.parallel.activations import wrap_forward
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, first_line
 
 #: ``layers``: a graph for each layer, and for each other part of a model that is a chain. ``whole``: one graph for the
 #: model, or for each stage of a pipeline. ``autotune``: like ``layers``, with kernels chosen by timing.
@@ -105,7 +105,7 @@ def _compiled(forward: Callable[..., Any], name: str, how: Compile, options: dic
             rule = f"the forward of {name} still changes after {torch._dynamo.config.recompile_limit} compilations"
             raise ConfigError([Problem("compile", how, rule, "try false, or samples of one shape")]) from error
         except Unsupported as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             rule = f"the forward of {name} is not one graph: {reason}"
             raise ConfigError([Problem("compile", how, rule, "try layers")]) from error
 

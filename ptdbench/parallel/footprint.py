@@ -19,7 +19,7 @@ from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.precision import DTYPES, Name, copied_weights
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.parallel.zero import assign_owners
-from ptdbench.problems import ConfigError, Problem, said
+from ptdbench.problems import ConfigError, Problem, first_line
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
         try:
             optimizer.step()
         except Exception as error:  # a user's optimizer may raise anything
-            reason = said(error).partition("\n")[0]
+            reason = first_line(error)
             rule = f"the memory of its state is unknown, as it takes no step on tensors without values: {reason}"
             remedy = "memory_reserve=null starts the run without knowing"
             raise ConfigError([Problem("optimizer", type(optimizer).__name__, rule, remedy)]) from None

@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from ptdbench.problems import said
+from ptdbench.problems import first_line
 from ptdbench.records.ledger import sweep_of
 from ptdbench.records.schema import Written
 from ptdbench.report import scalars
@@ -315,7 +315,7 @@ class Log:
                 self._report(error)
 
     def _report(self, error: Exception) -> None:
-        cause = f"{type(error).__name__}: {said(error)}".partition("\n")[0]
+        cause = f"{type(error).__name__}: {first_line(error)}"
         others = "the record has" if isinstance(self._service, TensorBoard) else "TensorBoard and the record have"
         rest = f"the run goes on without it; {others} everything"
         echo(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)

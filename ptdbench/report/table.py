@@ -16,6 +16,7 @@ from hydra.utils import get_object
 from msgspec.structs import astuple
 
 from ptdbench.comparison import alternatives
+from ptdbench.problems import first_line
 from ptdbench.profiling import perfetto
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.record import option
@@ -90,7 +91,7 @@ def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str
             shows = get_object(target) if target in typed else _own_workload(target)
             lines.append(shows.show(found, width) if shows else _as_it_is(found))
     except Exception as error:  # its types are not in the schema
-        cause = f"{type(error).__name__}: {error}".partition("\n")[0]
+        cause = f"{type(error).__name__}: {first_line(error)}"
         lines = [f"{workload}: the results in {record['directory']} cannot be shown: {cause}"]
     if record["status"] != "ok" or not lines:
         lines.append(wrap(f"{workload}: {reason(record)}", width))

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem, said
+from ptdbench.problems import ConfigError, Problem, first_line, said
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.machine import Machine
@@ -86,7 +86,7 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
         rule = "must be a class or a function" if refused else f"Hydra refuses it: {' '.join(str(error).split())}"
         return Problem(option, target, rule)
     cause = error.__cause__ or error
-    reason = said(cause.__cause__ or cause).partition("\n")[0]
+    reason = first_line(cause.__cause__ or cause)
     remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
     return Problem(option, target, f"cannot be imported: {reason}", remedy)
 

@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
+from ptdbench.problems import ConfigError, Problem, first_line, nearest, require, try_these
 from ptdbench.records.bearing import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
@@ -174,7 +174,7 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     except RecursionError:
         raise HydraException("a configuration file includes itself, or something is nested too deeply") from None
     except Exception as error:
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise HydraException(f"Hydra fails on it ({type(error).__name__}: {reason})") from None
 
 
@@ -217,7 +217,7 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([override])
         except (HydraException, RecursionError) as error:
             name, equals, value = override.partition("=")
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             rule = f"cannot be read ({reason})" if equals else "options are written NAME=VALUE, without spaces"
             is_text = equals and not value.startswith(("[", "{", "'", '"'))
             remedy = f"as text it is {_in_shell(f'{name}={quoted(value)}')}" if is_text else ""
@@ -343,7 +343,7 @@ def _reason(error: Exception) -> str:
     said, *more = str(error).strip().splitlines() or [type(error).__name__]
     if more and more[0].startswith(("Did you mean", "To append")):
         return f"{said} {more[0]}"
-    cause = str(error.__cause__ or "").partition("\n")[0]
+    cause = first_line(error.__cause__) if error.__cause__ else ""
     return f"{said}: {cause}" if cause else said
 
 

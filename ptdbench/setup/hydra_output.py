@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch import slurm
 from ptdbench.launch.world import World, restarts
-from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.problems import ConfigError, Problem, first_line, require
 from ptdbench.records import ledger, ownership, record, store
 from ptdbench.setup.commandline import option, values
 from ptdbench.setup.compose import Composed
@@ -96,7 +96,7 @@ def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
         with redirect_stdout(shown):
             task()
     except (ValueError, OmegaConfBaseException) as error:  # flags that exclude each other
-        raise ConfigError([_line(str(error).partition("\n")[0])]) from None
+        raise ConfigError([_line(first_line(error))]) from None
     finally:
         if shown.getvalue():
             text = shown.getvalue().removesuffix("\n")
@@ -147,7 +147,7 @@ def _shown(job: Any, arguments: argparse.Namespace) -> str:
             try:
                 OmegaConf.resolve(found)
             except OmegaConfBaseException as error:
-                raise ConfigError([_line(str(error).partition("\n")[0])]) from None
+                raise ConfigError([_line(first_line(error))]) from None
         return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)
 
 

@@ -27,7 +27,7 @@ from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError, ErrorCollector, Problem, require, said, under
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under
 from ptdbench.setup import choices
 from ptdbench.setup.config import Call, Config
 
@@ -260,7 +260,7 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
         with trying(module):
             module(*data.example())
     except Exception as error:  # a model may raise anything
-        reason = said(error).partition("\n")[0]
+        reason = first_line(error)
         rule = f"does not suit model={built.name}: {reason}"
         raise ConfigError([Problem("data", given.name, rule)]) from None
 

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from hydra_plugins import ptdbench_launcher
 from ptdbench.launch import settings
 from ptdbench.launch.world import is_first_rank
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
 from ptdbench.report.remarks import reason
 from ptdbench.setup import hydra_options, hydra_output
@@ -144,7 +144,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
                 try:
                     whole = loader.load_sweep_config(sweep, list(words))
                 except (HydraException, OmegaConfBaseException) as error:
-                    rule = str(error).partition("\n")[0]
+                    rule = first_line(error)
                     raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
                 agenda.requests.append(requests.of_search(whole, words))
             numbers = range(first, first + len(job_overrides))
