@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Generator, Tensor, nn
 
 from benchmarks.rank import on_ranks
-from benchmarks.script import composed, judged, parser_of
+from benchmarks.script import judged, parser_of, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.models.protocol import Role
@@ -46,8 +46,8 @@ def main() -> int:
     ranks, microbatches, seconds = options.ranks, options.microbatches, options.milliseconds / 1000
     print(f"{ranks} ranks, {microbatches} micro-batches, 3 x {options.milliseconds:g} ms each")
     # Any run of so many ranks: what they carry out is not its model.
-    run = composed("model=toy", "parallel=ddp", "device=cpu", f"cluster.ranks_per_node={ranks}",
-                   f"train.global_batch={ranks}")  # fmt: skip
+    size = (f"cluster.ranks_per_node={ranks}", f"train.global_batch={ranks}")
+    run = read("model=toy", "parallel=ddp", "device=cpu", *size)
     passed = []
     for name, of_ranks in on_ranks(run, _measure, options.only, microbatches, seconds, options.steps).items():
         steps = [max(of_step) for of_step in zip(*of_ranks, strict=True)]

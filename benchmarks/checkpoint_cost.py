@@ -30,7 +30,7 @@ from torch import Tensor
 
 from benchmarks.rank import on_ranks
 from benchmarks.ratio import Ratio
-from benchmarks.script import composed, judged, parser_of
+from benchmarks.script import judged, parser_of, read
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
 from ptdbench.job import Job
@@ -49,7 +49,7 @@ WARMUP = 3
 def main() -> int:
     """Print both ratios; 1 if one misses its limit."""
     options = _parse()
-    asked = composed(*_overrides(options))
+    asked = read(*_overrides(options))
     seconds = on_ranks(asked, _measure, options.pairs, options.every, within=options.directory)
     plain, beside, stalls, blocking = (seconds[name] for name in ("plain", "beside", "stalls", "blocking"))
     steps = median_ratio(beside, plain)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks.rank import on_ranks
 from benchmarks.ratio import against_bare, in_turns, median_of_ratios, within
-from benchmarks.script import composed, parser_of
+from benchmarks.script import parser_of, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import timing
@@ -47,7 +47,7 @@ Block = Callable[[int], float]
 def main() -> int:
     """Print the pairs; 1 if one of them misses."""
     options = _parse()
-    ranks, found = on_ranks(composed("workload=collectives"), _take_turns, options.rounds)
+    ranks, found = on_ranks(read("workload=collectives"), _take_turns, options.rounds)
     print(f"time per all_reduce, fp32, {ranks} ranks: {options.rounds} rounds")
     passed = []
     for size, seconds in found.items():

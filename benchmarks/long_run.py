@@ -23,7 +23,7 @@ from unittest import mock
 import psutil
 
 from benchmarks.rank import on_ranks
-from benchmarks.script import composed, judged, parser_of
+from benchmarks.script import judged, parser_of, read
 from ptdbench.data.protocol import HeldOut, HeldOutPart
 from ptdbench.data.synthetic import SyntheticVectors
 from ptdbench.job import Job
@@ -50,7 +50,7 @@ class Judged(SyntheticVectors):
 def main() -> int:
     """Print the figures of the start and the end; 1 if one is not flat."""
     options = _parse()
-    noted, steps, size = on_ranks(composed(*_overrides(options)), _measure)
+    noted, steps, size = on_ranks(read(*_overrides(options)), _measure)
     if steps != options.steps:
         raise SystemExit(f"{series.NAME} should have {options.steps} steps, and has {steps}")
     print(f"toy {options.parallel}, {options.ranks} ranks: {steps:,} steps, {size / 1e6:.1f} MB of series")

@@ -24,19 +24,19 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.cells import parser_of_cells
 from benchmarks.rank import on_ranks
-from benchmarks.script import composed
+from benchmarks.script import read
 from ptdbench.job import Job
 from ptdbench.launch import peers
 from ptdbench.planning import foresee
 from ptdbench.problems import ConfigError
 from ptdbench.run import run
-from ptdbench.setup import config, run_spec
+from ptdbench.setup import run_spec
+from ptdbench.setup.config import Config
 from ptdbench.training import memory_split, profile
 from ptdbench.workloads.train import assemble
 
@@ -86,10 +86,10 @@ def main(options: argparse.Namespace) -> int:
     return int(not all(verdicts))
 
 
-def asked(row: str, column: str, *words: str) -> DictConfig:
+def asked(row: str, column: str, *words: str) -> Config:
     """The configuration of a cell."""
     ranks, layout = ROWS[row]
-    return composed(*COMMON, *layout.split(), *COLUMNS[column].split(), f"cluster.ranks_per_node={ranks}", *words)
+    return read(*COMMON, *layout.split(), *COLUMNS[column].split(), f"cluster.ranks_per_node={ranks}", *words)
 
 
 def carried_out(row: str, columns: Sequence[str]) -> list[dict[str, Any]]:
@@ -101,8 +101,7 @@ def carried_out(row: str, columns: Sequence[str]) -> list[dict[str, Any]]:
 
 def planned(row: str, column: str) -> dict[str, Any]:
     """The plan of a cell."""
-    read = config.read(asked(row, column, "virtual=h100"))
-    return foresee.plan(foresee.Asked(read, False, f"{row}, {column}", run))
+    return foresee.plan(foresee.Asked(asked(row, column, "virtual=h100"), False, f"{row}, {column}", run))
 
 
 def _told(row: str, column: str, real: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:
@@ -135,10 +134,10 @@ def _peak(memory: Mapping[str, Any]) -> int:
     return max(map(sum, zip(*(sizes for kind, sizes in memory["ranks"].items() if kind != "other"), strict=True)))
 
 
-def _measure(job: Job, cells: Sequence[DictConfig]) -> list[dict[str, Any]]:
+def _measure(job: Job, cells: Sequence[Config]) -> list[dict[str, Any]]:
     """In a rank, all cells in one process group: torch keeps plans for DTensors by names of groups."""
     torch.set_num_threads(1)
-    return [_measured(replace(job, spec=run_spec.specify(config.read(cell), job.world))) for cell in cells]
+    return [_measured(replace(job, spec=run_spec.specify(cell, job.world))) for cell in cells]
 
 
 def _measured(job: Job) -> dict[str, Any]:

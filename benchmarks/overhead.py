@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.rank import on_ranks
 from benchmarks.ratio import ORDERS, SIDES, against_bare, in_turns, paired_ratio
-from benchmarks.script import composed, parser_of
+from benchmarks.script import parser_of, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.models.materialize import materialize
@@ -50,7 +50,7 @@ Step = Callable[[], Tensor]
 def main() -> int:
     """Print both ratios; 1 if the harness costs more than it may."""
     options = _parse()
-    ranks, seconds = on_ranks(composed(*_overrides(options)), _take_turns)
+    ranks, seconds = on_ranks(read(*_overrides(options)), _take_turns)
     print(
         f"{options.model} {options.parallel}, world size {ranks}, global batch {options.batch}, {options.precision}: "
         f"{options.pairs} turns, bare step {statistics.median(seconds['bare']) * 1e3:.1f} ms (median)"

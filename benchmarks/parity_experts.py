@@ -14,11 +14,10 @@ import argparse
 import json
 import sys
 
-from omegaconf import DictConfig
-
 from benchmarks.cells import Table, described, drawn, inserted, keep, parser_of_cells
 from benchmarks.parity_matrix import EXACT, SINGLE, STEPS, Numbers, numbers_of, refused, typed
-from benchmarks.script import ROOT, composed
+from benchmarks.script import ROOT, read
+from ptdbench.setup.config import Config
 
 RESULT = ROOT / "benchmarks/parity/experts.json"
 PAGE = ROOT / "docs/experts.md"
@@ -78,9 +77,9 @@ def main(options: argparse.Namespace) -> int:
     return int(failed)
 
 
-def asked(row: str, column: str) -> DictConfig:
+def asked(row: str, column: str) -> Config:
     """The configuration of a cell."""
-    return composed(*typed(LAYOUTS.get(row, SINGLE), f"{MODEL} {LEVERS[column]}"))
+    return read(*typed(LAYOUTS.get(row, SINGLE), f"{MODEL} {LEVERS[column]}"))
 
 
 def verdict(found: Numbers | str, expected: Numbers | str) -> str:

@@ -21,15 +21,15 @@ from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 
 from benchmarks.cells import Table, described, drawn, keep, numbered, parser_of_cells, refusal
 from benchmarks.rank import on_ranks
-from benchmarks.script import ROOT, composed
+from benchmarks.script import ROOT, read
 from ptdbench.job import Job
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config, run_spec
+from ptdbench.setup import run_spec
+from ptdbench.setup.config import Config
 from ptdbench.workloads.train import assemble
 
 RESULT, PAGE = ROOT / "benchmarks/parity/matrix.json", ROOT / "docs/parity.md"
@@ -144,9 +144,9 @@ def changes(column: str) -> bool:
     return COLUMNS[column][1] > EXACT
 
 
-def asked(row: str, column: str) -> DictConfig:
+def asked(row: str, column: str) -> Config:
     """The configuration of a cell."""
-    return composed(*typed(ROWS.get(row, SINGLE), COLUMNS[column][0]))
+    return read(*typed(ROWS.get(row, SINGLE), COLUMNS[column][0]))
 
 
 def typed(layout: tuple[int, str], levers: str) -> list[str]:
@@ -160,16 +160,16 @@ def typed(layout: tuple[int, str], levers: str) -> list[str]:
     return [*COMMON, *options.split(), *words, f"cluster.ranks_per_node={ranks}"]
 
 
-def refused(of_cell: DictConfig) -> str | None:
+def refused(of_cell: Config) -> str | None:
     """Why a cell does not run, if the product refuses it."""
     try:
-        run_spec.specify(config.read(of_cell), None)
+        run_spec.specify(of_cell, None)
     except ConfigError as error:
         return refusal(error)
     return None
 
 
-def numbers_of(cells: Mapping[Cell, DictConfig]) -> dict[Cell, Numbers | str]:
+def numbers_of(cells: Mapping[Cell, Config]) -> dict[Cell, Numbers | str]:
     """The numbers of each cell, or the error that ended its ranks; all cells of the same ranks, until one dies."""
     found: dict[Cell, Numbers | str] = {}
     while left := {cell: of_cell for cell, of_cell in cells.items() if cell not in found}:
@@ -188,11 +188,11 @@ def numbers_of(cells: Mapping[Cell, DictConfig]) -> dict[Cell, Numbers | str]:
     return found
 
 
-def _carry_out(job: Job, cells: Mapping[Cell, DictConfig], path: Path) -> None:
+def _carry_out(job: Job, cells: Mapping[Cell, Config], path: Path) -> None:
     """In a rank: a line for each cell. All in one process group: torch keeps plans for DTensors by names of groups."""
     torch.set_num_threads(1)
     for (row, column), of_cell in cells.items():
-        numbers = _steps(replace(job, spec=run_spec.specify(config.read(of_cell), job.world)))
+        numbers = _steps(replace(job, spec=run_spec.specify(of_cell, job.world)))
         if job.world.is_first:
             with path.open("a") as file:
                 file.write(json.dumps([row, column, numbers]) + "\n")

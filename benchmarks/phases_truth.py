@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 from benchmarks.rank import on_ranks
 from benchmarks.ratio import paired_ratio
-from benchmarks.script import composed, parser_of
+from benchmarks.script import parser_of, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
@@ -110,7 +110,7 @@ def _parse() -> argparse.Namespace:
 
 def _measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
     size = f"cluster.ranks_per_node={RANKS.get(name, 2)}"
-    run = composed(f"model={options.model}", *LAYOUTS[name], size, "profile.steps=10", "device=cpu")
+    run = read(f"model={options.model}", *LAYOUTS[name], size, "profile.steps=10", "device=cpu")
     found: dict[str, Any] = on_ranks(run, _in_rank, options.steps)
     return found
 

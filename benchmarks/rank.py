@@ -13,41 +13,40 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from ptdbench.job import Job
 from ptdbench.launch import local, peers, rendezvous
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import discover
 from ptdbench.measure.clock import Stopwatch
-from ptdbench.setup import config, run_spec
+from ptdbench.setup import run_spec
+from ptdbench.setup.config import Config
 
 
-def on_ranks(composed: DictConfig, body: Callable[..., Any], *arguments: Any, within: str | None = None) -> Any:
+def on_ranks(asked: Config, body: Callable[..., Any], *arguments: Any, within: str | None = None) -> Any:
     """Have the ranks of a run carry out ``body(job, *arguments)``, and return what rank 0 does, as JSON has it.
 
     Args:
-        composed: The configuration of their run, which says how many there are.
+        asked: The configuration of their run, which says how many there are.
         body: A function that can be pickled.
         arguments: Can be pickled too.
         within: Where their run's directory is for so long; by default among temporary files.
     """
-    read = config.read(composed)
-    size = run_spec.specify(read, None).world_size
+    size = run_spec.specify(asked, None).world_size
     with TemporaryDirectory(dir=within) as directory:
-        where = run_spec.place(read, size)
-        local.start(_in_rank, size, composed, directory, body, *arguments, where=where)
+        where = run_spec.place(asked, size)
+        local.start(_in_rank, size, asked, directory, body, *arguments, where=where)
         return json.loads(Path(directory, "returned.json").read_text())
 
 
 def _in_rank(
-    environ: Mapping[str, str], composed: DictConfig, directory: str, body: Callable[..., Any], *arguments: Any
+    environ: Mapping[str, str], asked: Config, directory: str, body: Callable[..., Any], *arguments: Any
 ) -> None:
     os.environ.update({name: value for name, value in environ.items() if name not in os.environ})
     world = discover(os.environ)
     assert world is not None  # local.start has just said who this is, in torchrun's words
     world = replace(world, launcher="local")
-    spec = run_spec.specify(config.read(composed), world)
+    spec = run_spec.specify(asked, world)
     device = spec.device(world.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)

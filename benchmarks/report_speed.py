@@ -26,12 +26,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.script import parser_of
+from benchmarks.script import parser_of, read
 from ptdbench.measure.hardware import environment
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records import record, series, store
-from ptdbench.setup import config
-from ptdbench.setup.compose import compose_all
 from ptdbench.terminal import plural
 
 #: Seconds until a report of so many runs is open.
@@ -75,19 +73,15 @@ def make(sweep: Path, runs: int, presets: Sequence[str] = PRESETS) -> None:
     """Write a sweep of which every run has ended well, but for one in a hundred."""
     draw = random.Random(0)
     found = environment("cpu")
-    resolved = {
-        preset: config.resolve(compose_all(["model=gpt_tiny", f"parallel={preset}"], multirun=True).jobs[0])
-        for preset in presets
-    }
+    asked = {preset: read("model=gpt_tiny", f"parallel={preset}") for preset in presets}
     sweep.mkdir()
     with (sweep / store.RESULTS).open("w") as results:
-        for number, (preset, ranks, batch, rate) in enumerate(itertools.islice(_points(resolved), runs)):
+        for number, (preset, ranks, batch, rate) in enumerate(itertools.islice(_points(asked), runs)):
             directory = sweep / f"{number}_gpt_tiny_{preset}"
             directory.mkdir()
-            options = resolved[preset]
-            optimizer, train = options["optimizer"] | {"lr": rate}, options["train"] | {"global_batch": batch}
+            changed = asked[preset].changed({"optimizer.lr": rate, "train.global_batch": batch})
             words = [f"parallel={preset}", f"train.global_batch={batch}", f"optimizer.lr={rate}"]
-            begun = record.begin(options | {"optimizer": optimizer, "train": train}, directory, found, words)
+            begun = record.begin(changed.resolved, directory, found, words)
             done = begun | (result(draw, ranks, batch) if draw.random() > 0.01 else {})
             store.write_record(directory, done, durable=False)
             results.write(json.dumps(done) + "\n")

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what benchmarks measure begins before these are imported
-    from omegaconf import DictConfig
-
     from ptdbench.setup.config import Config
 
 ROOT = Path(__file__).parents[1]
@@ -24,18 +22,11 @@ def parser_of(description: str | None, program: str | None = None) -> argparse.A
     return argparse.ArgumentParser(program, None, description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def composed(*words: str) -> DictConfig:
+def read(*words: str) -> Config:
     """The configuration of ``train.py WORDS``."""
     from ptdbench.setup.compose import compose_all
 
-    return compose_all(words).jobs[0]
-
-
-def read(*words: str) -> Config:
-    """The same, checked."""
-    from ptdbench.setup import config
-
-    return config.read(composed(*words))
+    return compose_all(words).configs[0]
 
 
 def trained(directory: Path, *words: str, **options: Any) -> dict[str, Any]:

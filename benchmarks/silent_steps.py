@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from benchmarks.rank import on_ranks
-from benchmarks.script import composed
+from benchmarks.script import read
 from ptdbench.job import Job
 from ptdbench.launch import local
 from ptdbench.workloads.train import assemble
@@ -23,7 +23,7 @@ from ptdbench.workloads.train import assemble
 def main(overrides: Sequence[str]) -> int:
     """Take the steps in one rank; 1 if one of them waited."""
     try:
-        print(on_ranks(composed("parallel=single", "cluster.ranks_per_node=1", *overrides), _guarded_steps))
+        print(on_ranks(read("parallel=single", "cluster.ranks_per_node=1", *overrides), _guarded_steps))
     except local.RankDied:
         print("a step failed under the guard; its traceback is above")
         return 1

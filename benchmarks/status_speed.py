@@ -21,11 +21,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.report_speed import result
-from benchmarks.script import judged, parser_of, spread
+from benchmarks.script import judged, parser_of, read, spread
 from ptdbench.measure.hardware import environment
 from ptdbench.records import ledger, record, store
-from ptdbench.setup import config
-from ptdbench.setup.compose import compose_all
 
 #: Seconds that the command may take on 1,000 runs.
 LIMIT = 2.0
@@ -54,13 +52,13 @@ def main() -> int:
 def make(sweep: Path, runs: int) -> None:
     """Write a sweep of which every run was submitted and has ended well."""
     overrides = ["model=gpt_tiny", "parallel=ddp", "device=cpu", "cluster=slurm"]
-    composed = config.resolve(compose_all(overrides, multirun=True).jobs[0])
+    resolved = read(*overrides).resolved
     found, draw = environment("cpu"), random.Random(0)
     jobs = []
     for number in range(runs):
         directory = sweep / f"{number}_gpt_tiny_ddp"
         directory.mkdir()
-        done = record.begin(composed, directory, found) | result(draw, ranks=8, batch=16)
+        done = record.begin(resolved, directory, found) | result(draw, ranks=8, batch=16)
         store.write_record(directory, done)
         store.append_result(sweep, done)
         jobs.append(

@@ -26,7 +26,7 @@ from msgspec import convert
 
 from benchmarks.cells import inserted
 from benchmarks.rank import on_ranks
-from benchmarks.script import composed, parser_of
+from benchmarks.script import parser_of, read
 from benchmarks.titan import Recipe, Training
 from benchmarks.virtual_matrix import PAGE
 from ptdbench.job import Job
@@ -71,7 +71,7 @@ def reserved(row: Row) -> float:
     nodes = [f"cluster.nodes={row.recipe.ranks // NODE}", f"cluster.ranks_per_node={NODE}", "virtual.ranks=[0]"]
     batch = f"train.global_batch={row.recipe.ranks}"  # of the run that the rank is told, not of the recipe
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:False"  # of the ranks, see docs/virtual.md
-    run = composed("model=toy", "parallel=fsdp", batch, *nodes, *GPUS[row.gpu])
+    run = read("model=toy", "parallel=fsdp", batch, *nodes, *GPUS[row.gpu])
     return float(on_ranks(run, _most_reserved, row.recipe)) / 2**30
 
 

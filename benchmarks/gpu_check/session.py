@@ -26,7 +26,6 @@ from ptdbench.launch.settings import let_segments_grow
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
 from ptdbench.report.remarks import reason
-from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
 from ptdbench.virtual import machine
 
@@ -140,13 +139,13 @@ class Session:
         """The record of a run of the product in ranks of its own, with its losses; nothing may be left of it."""
         words = (f"device={self.device}", "cluster.ranks_per_node=1", *overrides)
         typed = [*{word.partition("=")[0]: word for word in words}.values()]  # of an option the last word counts
-        composed = compose_all(typed).jobs[0]
+        asked = compose_all(typed).configs[0]
 
         def begin(folder: Path, directory: Path) -> None:
-            store.write_record(folder, record.begin(config.resolve(composed), directory, {}, typed))
+            store.write_record(folder, record.begin(asked.resolved, directory, {}, typed))
 
         directory = store.claim_directory(self.directory, name, "outputs", begin)
-        prepare_ranks([config.read(composed)])
+        prepare_ranks([asked])
         before = holders()
         with suppress(SystemExit):  # the record says how it ended
             product.run(directory)

@@ -22,7 +22,6 @@ from ptdbench.problems import ConfigError
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
 from ptdbench.report import table
-from ptdbench.setup import config
 from ptdbench.setup.config import Config
 from tests.conftest import ROOT, outputs
 from tests.programs import call
@@ -44,8 +43,8 @@ def plan(environ: dict[str, str], folder: Path, *words: str) -> subprocess.Compl
 
 def small(*words: str) -> Config:
     """The configuration of a small model on GPUs that are not there."""
-    (job,) = plans.composed([*SMALL, "virtual=h100", *words], None).jobs
-    return config.read(job)
+    (asked,) = plans.composed([*SMALL, "virtual=h100", *words], None).configs
+    return asked
 
 
 def nothing(*_: object) -> None:
@@ -217,9 +216,9 @@ def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_pa
 
 def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given():
     words = ["model=toy", "cluster.ranks_per_node=2", "parallel=pdp", "parallel.microbatches=11"]
-    (job,) = plans.composed(words, None).jobs
-    assert config.read(job).cluster.nodes == "auto"
-    assert foresee._with_any_batch(config.read(job)).train.global_batch == 2 * 11 * foresee._ANY_BATCH
+    (asked,) = plans.composed(words, None).configs
+    assert asked.cluster.nodes == "auto"
+    assert foresee._with_any_batch(asked).train.global_batch == 2 * 11 * foresee._ANY_BATCH
 
 
 @pytest.mark.ranks

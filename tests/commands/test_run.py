@@ -25,7 +25,7 @@ def begun(directory: Path, *overrides: str, **fields: object) -> Path:
     """A run whose process was killed as soon as its directory was there."""
     directory.mkdir()
     composed = compose_all([*RUN, *overrides], "cluster=slurm" in overrides)
-    draft = record.begin(config.read(composed.jobs[0]).resolved, directory, {}, composed.typed)
+    draft = record.begin(composed.configs[0].resolved, directory, {}, composed.typed)
     store.write_record(directory, draft | fields)
     hydra_output.write_files(hydra_output.config_of_run(composed.whole[0], None, None), directory)
     return directory
@@ -83,12 +83,12 @@ def finish(attempt: ownership.Attempt) -> None:
 
 def test_the_configuration_of_a_record_is_what_was_composed(tmp_path):
     words = ["optimizer.lr=1e-3", "train.clip_norm=inf", "+cluster.extra.nice=5", "cluster=slurm"]
-    (job,) = compose_all([*RUN, *words], multirun=True).jobs
+    (asked,) = compose_all([*RUN, *words], multirun=True).configs
     written = store.load_record(begun(tmp_path / "run", *words))
     assert written["config"]["train"]["clip_norm"] == "inf"
-    assert config.of_record(written).resolved == config.read(job).resolved
+    assert config.of_record(written).resolved == asked.resolved
     assert config.of_record(written).train.clip_norm == math.inf
-    assert config.of_record(written).cluster == config.read(job).cluster
+    assert config.of_record(written).cluster == asked.cluster
 
 
 class TestRefused:

@@ -15,7 +15,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
-from tests.conftest import ROOT, composed
+from tests.conftest import ROOT, composed, read
 from tests.daily import cases
 from tests.data import tiny_tokenizer
 from tests.parallel.splitting import is_refused
@@ -123,7 +123,7 @@ def test_numbers_are_numbers():
     """Plain YAML reads 1e-3 as text; the loader of Hydra does not."""
     weight = [("head.norm.bias", torch.nn.Parameter(torch.ones(1)))]
     for options, rate, decay in (["optimizer=adamw"], 1e-3, 0.1), (["optimizer=sgd", "optimizer.lr=3e-4"], 3e-4, 1e-4):
-        made = run_spec.specify(config.read(composed(*options)), None).training.optimizer(weight)
+        made = run_spec.specify(read(*options), None).training.optimizer(weight)
         assert (made.defaults["lr"], made.defaults["weight_decay"]) == (rate, decay)
 
 

@@ -5,8 +5,8 @@ from torch import nn
 from ptdbench.models.gpt import GPT
 from ptdbench.models.resnet import ResNet
 from ptdbench.optim.groups import DECAYED, in_groups, rules
-from ptdbench.setup import config, run_spec
-from tests.conftest import composed
+from ptdbench.setup import run_spec
+from tests.conftest import read
 
 
 def by_name(model: nn.Module) -> dict[str, str]:
@@ -59,7 +59,7 @@ class TestGroups:
 
 
 def decays(*overrides: str) -> dict[str, float]:
-    training = run_spec.specify(config.read(composed("model=resnet18", *overrides)), None).training
+    training = run_spec.specify(read("model=resnet18", *overrides), None).training
     assert training
     model = ResNet(depth=18, classes=1000)
     return {group["rule"]: group["weight_decay"] for group in training.optimizer(model.named_parameters()).param_groups}

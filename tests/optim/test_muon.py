@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from ptdbench.optim.muon import Muon
-from ptdbench.setup import config, run_spec
-from tests.conftest import composed
+from ptdbench.setup import run_spec
+from tests.conftest import read
 from tests.optim.made_muon import muon_of
 
 STEPS = 4
@@ -101,9 +101,7 @@ def test_a_stage_may_have_matrices_alone_or_none(held):
 
 def test_the_preset_takes_the_rate_and_the_precision_of_the_run():
     def of(*overrides: str) -> Muon:
-        spec = run_spec.specify(
-            config.read(composed("optimizer=muon", "model=toy", "model.layers=3", *overrides)), None
-        )
+        spec = run_spec.specify(read("optimizer=muon", "model=toy", "model.layers=3", *overrides), None)
         assert spec.training
         optimizer = spec.training.optimizer([("chain.1.linear.weight", nn.Parameter(torch.zeros(2, 2)))])
         assert isinstance(optimizer, Muon)

@@ -16,8 +16,8 @@ from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, w
 from ptdbench.parallel.compile import compile_parts, start_afresh
 from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Copies, narrow
-from ptdbench.setup import config, training_spec
-from tests.conftest import composed
+from ptdbench.setup import training_spec
+from tests.conftest import read
 from tests.daily import cases
 from tests.parallel.made import refused, small
 from tests.parallel.ten_steps import tokens
@@ -183,4 +183,4 @@ def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
     ],
 )  # fmt: skip
 def test_what_would_be_without_effect_or_sense_is_refused(overrides, message):
-    assert refused(training_spec.specify, config.read(composed(*overrides)), lambda ranks: ranks(2)) == message
+    assert refused(training_spec.specify, read(*overrides), lambda ranks: ranks(2)) == message

@@ -20,8 +20,8 @@ from ptdbench.parallel.compile import Compile, beside, compile_parts, start_afre
 from ptdbench.parallel.precision import Copies, narrow
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config, training_spec
-from tests.conftest import composed
+from ptdbench.setup import training_spec
+from tests.conftest import read
 from tests.daily import cases
 from tests.parallel.made import SHAPE, data, laid_out, on_meta, small, unscaled
 from tests.parallel.ranks import on_ranks, pretended
@@ -192,10 +192,10 @@ RECIPES = {
 )  # fmt: skip
 def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
     """In the graphs of the compiler that the run would use; how these are computed is left to torch."""
-    read = config.read(composed(*RECIPES[recipe], f"compile={how}", "train.global_batch=4", "parallel=single"))
+    asked = read(*RECIPES[recipe], f"compile={how}", "train.global_batch=4", "parallel=single")
     losses = {}
     for compiles in (False, how):
-        spec = training_spec.specify(read, lambda ranks: ranks(1))
+        spec = training_spec.specify(asked, lambda ranks: ranks(1))
         materialize(spec.model, module_of(spec.model), device="cpu", seed=0)
         loss = compiled(spec.model, compiles)(*spec.data.samples(0, 4))
         loss.backward()

@@ -20,7 +20,7 @@ from ptdbench.report import loggers, scalars
 from ptdbench.report.loggers import Log, Service, Start
 from ptdbench.report.scalars import Scalar
 from ptdbench.setup import choices, config, run_spec
-from tests.conftest import composed
+from tests.conftest import composed, read
 from tests.report.test_tensorboard import LOOKS, RECORD, rows
 from tests.workloads.made_task import TASK
 
@@ -148,7 +148,7 @@ class TestRefused:
     @staticmethod
     def problem(*overrides: str) -> str:
         with pytest.raises(ConfigError) as found:
-            run_spec.specify(config.read(composed("model=toy", "device=cpu", *overrides)), None)
+            run_spec.specify(read("model=toy", "device=cpu", *overrides), None)
         return str(found.value)
 
 

@@ -9,8 +9,8 @@ from ptdbench.launch.world import World
 from ptdbench.measure.memory import HostMemory
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
-from ptdbench.setup import checks, config, run_spec
-from tests.conftest import composed
+from ptdbench.setup import checks, run_spec
+from tests.conftest import read
 
 GIB = 2**30
 
@@ -30,7 +30,7 @@ def host(monkeypatch):
 
 
 def warning(*overrides: str, world: World | None = None, gpus: int | None = None) -> str | None:
-    return run_spec.summarize(config.read(composed(*overrides)), world, gpus).warning
+    return run_spec.summarize(read(*overrides), world, gpus).warning
 
 
 def refused(*overrides: str, world: World | None = None, gpus: int | None = None) -> str:
@@ -105,7 +105,7 @@ def test_a_job_is_compared_with_what_is_asked_for_its_nodes(host):
 def test_what_is_offloaded_is_compared_with_the_memory_of_the_machine(host):
     host(total=2, available=2)
     offloaded = ("parallel=fsdp", "offload=optimizer_and_weights", "device=cuda")
-    spec = run_spec.specify(config.read(composed(*SMALL, *offloaded)), None, gpus=2)
+    spec = run_spec.specify(read(*SMALL, *offloaded), None, gpus=2)
     assert spec.device_type == "cuda"
     with pytest.raises(ConfigError, match=r"1\.9 GiB on 2 ranks, and this machine has 1\.8 GiB for it"):
         run_spec.check_memory(spec, None)
@@ -117,9 +117,9 @@ def test_of_virtual_gpus_the_ranks_count_that_are_carried_out_here(host, ranks, 
     host(total=4, available=4)
     words = ("parallel=fsdp", "offload=optimizer_and_weights", "device=auto", "virtual=h100", "train.global_batch=16")
     nodes = ("cluster.nodes=8", "cluster.ranks_per_node=2", "parallel.replicate=8", "parallel.shard=2")
-    read = config.read(composed(*SMALL, *words, *nodes, f"virtual.ranks={ranks}"))
+    asked = read(*SMALL, *words, *nodes, f"virtual.ranks={ranks}")
     local = World(0, 16, 0, world, "local", nodes=8) if world else None
-    spec = run_spec.specify(read, local)
+    spec = run_spec.specify(asked, local)
     if fits:
         run_spec.check_memory(spec, local)
     else:
@@ -132,7 +132,7 @@ def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 2 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
-    spec = run_spec.specify(config.read(composed(*SMALL)), World(0, 2, 0, 2, "torchrun"))
+    spec = run_spec.specify(read(*SMALL), World(0, 2, 0, 2, "torchrun"))
     assert spec.training
     with pytest.raises(ConfigError) as caught:
         checks.check_memory(spec.training, checks.on_gpu(torch.device("cuda", 0), 0.1, buffers=GIB // 2))

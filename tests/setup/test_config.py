@@ -6,27 +6,27 @@ import pytest
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config
-from tests.conftest import composed
+from tests.conftest import composed, read
 
 
 def problems_of(part: str, *overrides: str) -> list[str]:
     """What is told when a part of the configuration is asked for."""
-    read = config.read(composed(*overrides))
+    asked = read(*overrides)
     with pytest.raises(ConfigError) as caught:
-        read.call(part) if part in config.CALLS else getattr(read, part)
+        asked.call(part) if part in config.CALLS else getattr(asked, part)
     return str(caught.value).splitlines()
 
 
 def test_the_defaults_are_typed():
-    read = config.read(composed())
-    assert read.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices", ema=None)
-    assert read.eval == config.Eval(every=None, micro_batch=64)
-    assert read.cluster == config.Cluster("local", "auto", "auto", "auto")
-    assert read.general == config.General(
+    asked = read()
+    assert asked.train == config.Train(16, "auto", 60, 3, 10, clip_norm=None, decay="matrices", ema=None)
+    assert asked.eval == config.Eval(every=None, micro_batch=64)
+    assert asked.cluster == config.Cluster("local", "auto", "auto", "auto")
+    assert asked.general == config.General(
         "fp32", False, "none", 0, "auto", "auto", None, False, 10, False, "throughput", 0.1
     )
-    assert read.checkpoint == config.Checkpoint(None, 3, True)
-    call = read.call("parallel")
+    assert asked.checkpoint == config.Checkpoint(None, 3, True)
+    call = asked.call("parallel")
     assert (call.name, call.target) == ("ddp", "ptdbench.parallel.strategy.Strategy")
     assert set(call.options) == {field.name for field in fields(Strategy)}  # conf/ shows every option
 

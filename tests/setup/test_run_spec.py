@@ -13,15 +13,15 @@ from ptdbench.measure import hardware
 from ptdbench.models.toy import Toy
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
-from ptdbench.setup import choices, config, run_spec
-from tests.conftest import composed
+from ptdbench.setup import choices, run_spec
+from tests.conftest import read
 from tests.workloads import made_task
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
 
 def make(*overrides: str, device: str = "cpu", world: World | None = None) -> run_spec.RunSpec:
-    return run_spec.specify(config.read(composed(f"device={device}", *overrides)), world)
+    return run_spec.specify(read(f"device={device}", *overrides), world)
 
 
 def refused(*overrides: str, device: str = "cpu", world: World | None = None) -> list[str]:
@@ -293,9 +293,9 @@ class TestVirtual:
         assert run_spec.place(made.config, 2) == THIS_MACHINE
 
     def test_its_memory_is_that_of_the_gpu(self):
-        read = config.read(composed("model=gpt_13b", "parallel=single", "virtual=a100"))
+        asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
         with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
-            run_spec.summarize(read, None)
+            run_spec.summarize(asked, None)
 
     def test_its_ranks_are_started_by_nobody_else(self):
         assert refused("virtual=h100", device="auto", world=rank_of(2)) == [
@@ -307,7 +307,7 @@ class TestVirtual:
 
 @pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "v100"])
 def test_the_peaks_of_a_virtual_gpu_are_those_on_record(name):
-    gpu = choices.virtual(config.read(composed(f"virtual={name}"))).gpu
+    gpu = choices.virtual(read(f"virtual={name}")).gpu
     assert dict(gpu.peaks) == {
         dtype: pytest.approx(1e12 * peak) for dtype, peak in hardware.DENSE_PEAKS[gpu.name].items()
     }

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from ptdbench.setup import config
 from ptdbench.setup.config import Config, Container
 from ptdbench.sweep import container
 from ptdbench.sweep.resources import Shape, Step
-from tests.conftest import ROOT, composed
+from tests.conftest import ROOT, read
 
 STEP = Step(["/venv/bin/python", "-u", "-m", "tool"], ["--unbuffered"])
 ON_GPUS, ON_CPUS, ONE_RANK = Shape(2, 4, 4, None), Shape(2, 4, 0, None), Shape(1, 1, 0, None)
@@ -24,7 +23,7 @@ PYXIS = {"--help": PLAIN["--help"] + "      --container-image=[USER@]IMAGE[:TAG]
 
 @cache
 def defaults() -> Container:
-    return config.read(composed("cluster=slurm")).cluster.container  # type: ignore[attr-defined]
+    return read("cluster=slurm").cluster.container  # type: ignore[attr-defined]
 
 
 def asked(**options: Any) -> Container:
@@ -82,7 +81,7 @@ class TestFolders:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.parent / f"{tmp_path.name}-cache"))
 
         def it(*overrides: str) -> Config:
-            return config.read(composed("cluster=slurm", "cluster.container.image=/i.sqsh", *overrides))
+            return read("cluster=slurm", "cluster.container.image=/i.sqsh", *overrides)
 
         return it
 

@@ -13,11 +13,10 @@ import pytest
 from ptdbench.launch import slurm as commands
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
-from tests.conftest import composed
+from tests.conftest import read
 from tests.daily import cases
 from tests.programs import call, until
 
@@ -35,7 +34,7 @@ ONE_EACH = Shape(1, 2, 2, None)
 
 @cache
 def defaults() -> Slurm:
-    found = config.read(composed("cluster=slurm")).cluster
+    found = read("cluster=slurm").cluster
     assert isinstance(found, Slurm)
     return found
 

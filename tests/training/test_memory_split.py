@@ -13,10 +13,10 @@ import torch
 from ptdbench.profiling import trace
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records import schema
-from ptdbench.setup import config, run_spec
+from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.training import memory_split
-from tests.conftest import composed, record_of
+from tests.conftest import composed, read, record_of
 from tests.daily import cases
 from tests.shared_ranks import RANKS, carry_out
 from tests.training import test_profile
@@ -28,7 +28,7 @@ TINY = (*test_profile.TINY, "profile.steps=1", "cluster.ranks_per_node=2")
 
 
 def training(*overrides: str) -> TrainingSpec:
-    found = run_spec.specify(config.read(composed(*TINY, *overrides)), None).training
+    found = run_spec.specify(read(*TINY, *overrides), None).training
     assert found
     return found
 

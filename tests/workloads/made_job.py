@@ -14,13 +14,13 @@ from ptdbench.launch.world import World
 from ptdbench.measure.clock import Stopwatch
 from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
-from tests.conftest import composed
+from tests.conftest import read
 
 
 def refusal(*overrides: str) -> str:
     """What is said of these options before any rank starts."""
     with pytest.raises(ConfigError) as refused:
-        run_spec.specify(config.read(composed(*overrides)), None)
+        run_spec.specify(read(*overrides), None)
     return str(refused.value)
 
 

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from ptdbench.launch.world import World
-from ptdbench.setup import config, run_spec
-from tests.conftest import composed
+from ptdbench.setup import run_spec
+from tests.conftest import read
 from tests.workloads.made_job import refusal
 
 SHORT = (
@@ -83,5 +83,5 @@ def test_what_is_refused(overrides, lines):
 
 def test_a_job_may_have_more_memory_than_the_machine_that_submits_it():
     """Ranks refuse what does not fit into theirs."""
-    job = composed("workload=matmul", "cluster=slurm", "device=cpu", "workload.shapes=[1000000]")
-    assert run_spec.specify(config.read(job), World(0, 1, 0, 1, "SLURM", nodes=1), 0)
+    asked = read("workload=matmul", "cluster=slurm", "device=cpu", "workload.shapes=[1000000]")
+    assert run_spec.specify(asked, World(0, 1, 0, 1, "SLURM", nodes=1), 0)
