@@ -22,10 +22,18 @@ def parser_of_cells(
 ) -> argparse.ArgumentParser:
     """A parser of the options by which some rows and columns are chosen, by default all."""
     parser = parser_of(description)
-    for name, every, mark in (("--rows", rows, between_rows), ("--columns", columns, ",")):
+    for name, every, mark in (("--rows", [*rows], between_rows), ("--columns", [*columns], ",")):
         by = {",": "comma", ";": "semicolon"}[mark]
-        parser.add_argument(name, type=partial(str.split, sep=mark), default=[*every], help=f"some of them, by {by}")
+        parser.add_argument(name, type=partial(_some, every, mark), default=every, help=f"some of them, by {by}")
     return parser
+
+
+def _some(every: Sequence[str], mark: str, typed: str) -> list[str]:
+    """The names that were typed; raises where there is none of one."""
+    chosen = typed.split(mark)
+    if unknown := [name for name in chosen if name not in every]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; try {mark.join(every)}")
+    return chosen
 
 
 def refusal(error: ConfigError) -> str:

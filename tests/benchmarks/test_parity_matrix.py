@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import cells
 from benchmarks import parity_matrix as matrix
 from tests.parallel.splitting import REFUSED
 
@@ -46,3 +47,11 @@ def test_the_page_is_the_stored_result():
     assert len(said) == len(matrix.ROWS) * len(matrix.COLUMNS)
     assert sum(cell.startswith("ok ") for cell in said) >= 60
     assert not [cell for cell in said if not cell.startswith(("ok ", "refused: ", "no effect"))]
+
+
+def test_a_row_that_is_not_there_is_refused_before_anything_runs(capsys):
+    parser = cells.parser_of_cells(None, rows=["ddp", "fsdp"], columns=["plain"])
+    assert parser.parse_args(["--rows", "fsdp"]).rows == ["fsdp"]
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--rows", "ddp,fspd"])
+    assert "there is no 'fspd'; try ddp,fsdp" in capsys.readouterr().err
