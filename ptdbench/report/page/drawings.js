@@ -141,7 +141,7 @@ function drawKinds(model, rows) {
   const patterns = ["", "/", "", ".", "\\", "x"];
   const names = Object.values(report.kinds);
   const parts = names.map((name, place) => ({ name, color: COLORS[place], pattern: patterns[place] }));
-  return stacked(rows, "kinds", parts, 2 ** -20, "MiB at the peak of a step, of the rank that takes the most");
+  return stacked(rows, "kinds", parts, 2 ** -20, "MiB of the rank that takes the most");
 }
 
 /** Efficiencies relative to the first point that the filter shows. */
