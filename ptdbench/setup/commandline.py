@@ -10,11 +10,12 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from hydra._internal.utils import get_args_parser  # there is no public parser: pyproject.toml pins tested versions
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import ListConfig, OmegaConf
 
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import command
@@ -34,6 +35,15 @@ def option(override: str) -> str:
 def values(overrides: Iterable[str]) -> dict[str, str]:
     """Return the value of each option that overrides set, as it is typed; the last one wins."""
     return {option(override): override.partition("=")[2] for override in overrides}
+
+
+def as_written(overrides: ListConfig) -> list[str]:
+    """Return overrides from a configuration of Hydra's as they were typed: to look at one would fill in its ``${...}``.
+
+    That has another value in each run of a sweep, and may have none yet.
+    """
+    written: Any = OmegaConf.to_container(overrides)
+    return list(map(str, written))
 
 
 def search_in(folder: Path) -> None:

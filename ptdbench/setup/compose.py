@@ -29,7 +29,7 @@ from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, first_line, nearest, require, try_these
 from ptdbench.records.bearing import OF_CHOICE, leaves
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, in_full, option, quoted, search_in
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, in_full, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
 from ptdbench.terminal import command
 
@@ -99,8 +99,8 @@ class Composed:
 
     @property
     def hydras(self) -> list[str]:
-        """The overrides of Hydra's own options."""
-        return list(self.first.hydra.overrides.hydra)
+        """What was typed of Hydra's own options."""
+        return as_written(self.first.hydra.overrides.hydra)
 
     @property
     def launcher(self) -> str:

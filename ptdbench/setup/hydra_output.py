@@ -20,7 +20,7 @@ from ptdbench.launch import slurm
 from ptdbench.launch.world import World, restarts
 from ptdbench.problems import ConfigError, Problem, first_line, require
 from ptdbench.records import ledger, ownership, record, store
-from ptdbench.setup.commandline import option, values
+from ptdbench.setup.commandline import as_written, option, values
 from ptdbench.setup.compose import Composed
 from ptdbench.terminal import command, echo
 
@@ -37,7 +37,8 @@ def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: i
             job.repeat.block = block
             job.hydra.overrides.task.append(f"repeat.block={block}")
             named = job.hydra.job.config.override_dirname
-            told = sorted(word for word in job.hydra.overrides.task if option(word) not in named.exclude_keys)
+            typed = as_written(job.hydra.overrides.task)
+            told = sorted(word for word in typed if option(word) not in named.exclude_keys)
             job.hydra.job.override_dirname = named.item_sep.join(told).replace("=", named.kv_sep)
         if sweep is not None:
             job.hydra.sweep.dir = str(sweep)

@@ -19,7 +19,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.bearing import bearing, bears
 from ptdbench.records.schema import Written
-from ptdbench.setup.commandline import is_cluster, option, quoted, values
+from ptdbench.setup.commandline import as_written, is_cluster, option, quoted, values
 from ptdbench.setup.config import Config, of_record
 
 RUN, SWEEP = "resume", "sweep.resume"
@@ -123,7 +123,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
 def _hydras(path: Path, others: Iterable[str]) -> list[str]:
     """Return the overrides of Hydra's own options in one of Hydra's files, except options that the others set."""
     found = _of_hydra(path, "hydra.overrides.hydra")
-    words = map(str, found if isinstance(found, ListConfig) else [])
+    words = as_written(found) if isinstance(found, ListConfig) else []
     # Searches record the internal launcher, which cannot be typed.
     return [word for word in _without(words, others) if word != "hydra/launcher=ptdbench"]
 

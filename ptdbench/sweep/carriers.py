@@ -25,7 +25,7 @@ from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
 from ptdbench.report.remarks import reason
 from ptdbench.setup import hydra_options, hydra_output
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, quoted
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
 from ptdbench.setup.compose import Composed
 from ptdbench.sweep import requests
 from ptdbench.sweep.agenda import Agenda, Opened
@@ -159,7 +159,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
                 hydra_context=context,
                 task_function=carry_out,  # type: ignore[arg-type]
             )
-            sweeper.sweep(arguments=list(sweep.hydra.overrides.task))
+            sweeper.sweep(arguments=as_written(sweep.hydra.overrides.task))
         except (ConfigError, OSError):
             raise
         except Exception as error:

@@ -84,8 +84,10 @@ class TestResourcesOfJobs:
 def test_runs_of_a_sweep_have_directories_of_their_own():
     rule = "hydra.sweep.subdir=${model.name}: runs 0, 1 would have the same directory; add ${hydra.job.num} to it"
     assert refused("seed=1,2", "hydra.sweep.subdir='${model.name}'", "hydra.mode=MULTIRUN") == rule
-    composed = compose_all(["model=toy", "seed=1,2", "hydra.sweep.subdir='s${seed}'"], True)
-    hydra_options.check(composed, None, None)
+    for own in ("'s${seed}'", "${model.name}_${hydra.job.num}"):
+        composed = compose_all(["model=toy", "seed=1,2", f"hydra.sweep.subdir={own}"], True)
+        hydra_options.check(composed, None, None)
+        assert composed.hydras[0] == f"hydra.sweep.subdir={own}"
 
 
 class TestSearch:

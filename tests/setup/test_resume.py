@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
@@ -173,9 +173,11 @@ class TestLine:
     def test_what_was_typed_of_hydras_options_holds_unless_it_is_typed_anew(self, tmp_path, more):
         run = self.submitted(tmp_path, "hydra.sweeper.n_trials=9")
         environment = ["+hydra.job.env_set.NCCL_ALGO=Ring", "hydra.searchpath=[file:///own]"]
+        places = ["hydra.sweep.subdir=${model.name}_${hydra.job.num}"]  # other directories with each run
         parallel = ["hydra.launcher.array_parallelism=2"]
         typed = [
             *environment,
+            *places,
             *parallel,
             "hydra.sweep.dir=x",
             "hydra.mode=MULTIRUN",
@@ -184,9 +186,9 @@ class TestLine:
         ]
         (run / ".hydra").mkdir()
         for path in (run / ".hydra" / "hydra.yaml", tmp_path / "sweep" / "multirun.yaml"):
-            OmegaConf.save({"hydra": {"overrides": {"hydra": typed}}}, path)
+            OmegaConf.save({"hydra": {"job": {"num": MISSING}, "overrides": {"hydra": typed}}}, path)
         line = self.line([f"sweep.resume={tmp_path / 'sweep'}", *more])
-        assert line.overrides[3:-2] == [*environment, *(more or parallel)]
+        assert line.overrides[3:-2] == [*environment, *places, *(more or parallel)]
         (tmp_path / "sweep" / "sweep.json").unlink()  # the run alone
         assert self.line([f"resume={run}"], World(0, 2, 0, 2, "srun", 1)).overrides[1:-1] == environment
         assert self.line([f"resume={run}", "seed=1"]).overrides[1:-2] == environment
