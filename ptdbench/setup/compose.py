@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import random
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -239,6 +240,7 @@ def _values(overrides: Sequence[Override]) -> list[list[str]]:
         if isinstance(value, IntervalSweep):
             values = [str(value.start), str(value.end)]
         elif override.is_sweep_override():
+            random.seed(override.input_line)  # shuffle(...) has one order, here, in other ranks, and when it goes on
             values = [*override.sweep_string_iterator()]
         else:
             values = [override.get_value_element_as_str()]

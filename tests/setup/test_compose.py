@@ -63,6 +63,12 @@ class TestJobs:
         parsed = OverridesParser.create().parse_overrides(words)
         assert _jobs(parsed) == BasicSweeper.split_arguments(parsed, max_batch_size=None)[0]
 
+    def test_a_list_that_is_shuffled_has_each_value_once_and_one_order(self):
+        composed, again = (compose("seed=shuffle(range(1,7))", multirun=True) for _ in range(2))
+        seeds = [job.seed for job in composed.jobs]
+        assert sorted(seeds) == [1, 2, 3, 4, 5, 6] != seeds
+        assert composed.overrides == again.overrides == [[f"seed={seed}"] for seed in seeds]
+
     def test_a_glob_is_every_choice_there_is(self):
         found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).jobs}
         assert found == {path.stem for path in (CONF / "parallel").iterdir()}
