@@ -82,6 +82,7 @@ NEIGHBOURS = {
     "two mpirun of a job": ("openmpi", SLURM, {"PMIX_NAMESPACE": "2067333121"}, {"PMIX_NAMESPACE": "2067333377"}),
     "an older Open MPI": ("openmpi", {}, {"OMPI_MCA_ess_base_jobid": "1"}, {"OMPI_MCA_ess_base_jobid": "2"}),
     "two jobs of MPICH": ("mpich", {}, {"SLURM_JOB_ID": "8"}, {"SLURM_JOB_ID": "9"}),
+    "two mpirun of Intel MPI": ("mpich", SLURM, {"I_MPI_HYDRA_UUID": "410d"}, {"I_MPI_HYDRA_UUID": "4b0d"}),
     "LSF": ("mpich", {}, {"LSB_JOBID": "5"}, {"LSB_JOBID": "6"}),
     "an array of LSF": ("mpich", {"LSB_JOBID": "5"}, {"LSB_JOBINDEX": "1"}, {"LSB_JOBINDEX": "2"}),
     "PBS": ("mpich", {}, {"PBS_JOBID": "5[1].n0"}, {"PBS_JOBID": "5[2].n0"}),
