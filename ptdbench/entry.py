@@ -229,7 +229,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     from ptdbench.sweep.agenda import Agenda
 
     options = composed.first.hydra.launcher
-    runs = requests.of_cluster(composed)
+    runs = requests.of_cluster(composed, line.goes_on)
     if ignored := slurm.ignored_variables(os.environ):
         echo(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
     submission.check_paths(runs, Path(composed.first.hydra.sweep.dir))

@@ -76,7 +76,7 @@ class Request:
 
 
 def of_machine(composed: Composed, world: World | None, goes_on: Path | None = None) -> list[Request]:
-    """Return the runs of a command line that this machine executes, one of which may be resumed in place.
+    """The runs of a command line that this machine carries out, a run or a sweep that may go on in its directory.
 
     Raises:
         ConfigError: None of them can run.
@@ -87,8 +87,8 @@ def of_machine(composed: Composed, world: World | None, goes_on: Path | None = N
     return found
 
 
-def of_cluster(composed: Composed) -> list[Request]:
-    """Return the runs of a command line that SLURM will execute; nothing is submitted.
+def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Request]:
+    """Return the runs of a command line, of a new or a resumed sweep, that SLURM will execute; nothing is submitted.
 
     Raises:
         ConfigError: SLURM is not available here, lacks resources that one of them requests, or none of them can run.
@@ -99,7 +99,7 @@ def of_cluster(composed: Composed) -> list[Request]:
     for whole, read, words in zip(composed.whole, composed.configs, composed.overrides, strict=True):
         shape = problems.catch(shape_of, read, known)
         if shape:
-            found.append(_planned(whole, read, words, shape))
+            found.append(_planned(whole, read, words, shape, goes_on=goes_on))
             problems.problems += container.check(found[-1].cluster.container, shape)
     problems.close()
     _require_one(found)
@@ -174,9 +174,10 @@ def _planned(
 def _check_beginning(read: Config, goes_on: Path | None) -> None:
     """Refuse a run whose ``resume`` names a checkpoint of another model, or no complete checkpoint.
 
-    A run that ``goes_on`` in its directory prefers its own checkpoint, once there is one.
+    A run that ``goes_on`` in its directory prefers its own checkpoint, once there is one. In a resumed sweep each run
+    that is not complete looks for its own.
     """
-    if (named := read.general.resume) is None:
+    if (named := read.general.resume) is None or (goes_on and store.is_sweep(goes_on)):
         return
     own = checkpoint_dir.latest_manifest(goes_on) if goes_on else None
     if (found := own or checkpoint_dir.latest_manifest(Path(named))) is None:

@@ -12,6 +12,7 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
+from ptdbench.records import ledger
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import requests
 
@@ -128,6 +129,14 @@ def test_a_run_that_goes_on_in_its_place_does_not_need_what_it_began_with_once_i
     checkpoint_dir.write_manifest(partial, Manifest(1, 1, model, {}, {}, "", 0.0))
     checkpoint_dir.publish(partial)
     assert requests.of_machine(composed, None, tmp_path)[0].refused is None
+
+
+def test_of_a_sweep_that_goes_on_only_runs_that_begin_need_what_it_began_with(tmp_path):
+    ledger.begin(tmp_path, ["model=toy"])
+    composed = compose_all([*TOY, f"resume={tmp_path}/gone"], multirun=True)
+    assert requests.of_cluster(composed, tmp_path)[0].refused is None
+    here = compose_all(["model=toy", "device=cpu", f"resume={tmp_path}/gone"], multirun=True)
+    assert requests.of_machine(here, None, tmp_path)[0].refused is None
 
 
 @pytest.mark.parametrize(
