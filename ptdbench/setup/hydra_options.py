@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
     require(*_without_effect(composed.first.hydra), _elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
+    if composed.is_sweep:
+        require(_outside(composed))
     if composed.searches:
         require(*_unfit_for_search(composed, world, goes_on))
     elif composed.is_sweep:
@@ -82,6 +85,15 @@ def _elsewhere(composed: Composed) -> Problem | None:
     rule = "is of a single run, and this is a sweep" if composed.is_sweep else "is of a sweep, and this is a single run"
     value = typed[f"hydra.{other}.dir"]
     return Problem(f"hydra.{other}.dir", value, rule, f"try hydra.{ours}.dir={value}")
+
+
+def _outside(composed: Composed) -> Problem | None:
+    """Find runs that would not lie below their sweep, whose results would lack them."""
+    place = config_of_run(composed.whole[0], None, 0).hydra.sweep.subdir
+    if Path(os.path.normpath(place)).parts[:1] not in ((), ("/",), ("..",)):
+        return None
+    rule = "is no directory below that of the sweep"
+    return Problem("hydra.sweep.subdir", place, rule, "give one, or all of them another hydra.sweep.dir")
 
 
 def _of_one_directory(composed: Composed) -> Problem | None:

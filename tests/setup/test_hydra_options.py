@@ -90,6 +90,12 @@ def test_runs_of_a_sweep_have_directories_of_their_own():
         assert composed.hydras[0] == f"hydra.sweep.subdir={own}"
 
 
+@pytest.mark.parametrize("place", [".", "../elsewhere/0", "/elsewhere/0", "a/../.."])
+def test_runs_of_a_sweep_lie_below_it(place):
+    rule = "is no directory below that of the sweep; give one, or all of them another hydra.sweep.dir"
+    assert refused(f"hydra.sweep.subdir={place}", "hydra.mode=MULTIRUN") == f"hydra.sweep.subdir={place}: {rule}"
+
+
 class TestSearch:
     """What would make Optuna lose its way, and what it is set to."""
 
