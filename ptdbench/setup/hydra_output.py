@@ -164,7 +164,7 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
     """
     asked = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
     hydra = composed.first.hydra
-    wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir)
+    wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir).expanduser()
 
     def make() -> str:
         if asked in values(composed.hydras):

@@ -282,7 +282,7 @@ def _path(value: str | None) -> Path | None:
     if value in (None, "", "null"):
         return None
     assert value is not None
-    path = Path(value.strip("'\""))
+    path = Path(value.strip("'\"")).expanduser()
     real = path.resolve()
     if real == path.absolute():
         return path

@@ -112,6 +112,13 @@ def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_l
         claim("train.steps=7")
 
 
+def test_a_home_directory_that_no_shell_has_filled_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert hydra_output.claim(compose_all(["model=toy", "hydra.run.dir='~/run'"]), None, None) == Path.home() / "run"
+    assert resume.read(["resume=~/run"], False, None).goes_on == Path.home() / "run"
+
+
 def test_a_directory_that_is_typed_with_pluses_is_typed(tmp_path):
     words = ["model=toy", f"++hydra.run.dir={tmp_path}/run"]
     hydra_output.claim(compose_all(words), None, None)
