@@ -197,8 +197,10 @@ def below(sweep_directory: Path, path: str) -> str:
     """
     parts = [part for part in Path(path).parts if part != ".."]  # it is below, whatever a record says
     sweep, outer = sweep_directory.resolve().name, parts[-2::-1]  # the run itself may have the same name
-    depth = outer.index(sweep) + 1 if sweep in outer else 1
-    return str(Path(*parts[len(parts) - depth :]))
+    depths = [place + 1 for place, part in enumerate(outer) if part == sweep] or [1]
+    names = [str(Path(*parts[len(parts) - depth :])) for depth in depths]
+    # Of several that it may be, as a folder below the sweep or around it has the same name, that which is there.
+    return next((name for name in names[:-1] if (sweep_directory / name).is_dir()), names[-1])
 
 
 def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], again: bool) -> None:

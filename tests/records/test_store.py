@@ -114,6 +114,13 @@ def test_a_run_is_known_by_its_place_below_its_sweep(directory, name):
     assert store.below(Path("/now/fsdp"), directory) == name
 
 
+def test_folders_around_a_run_may_have_the_name_of_its_sweep(tmp_path):
+    """``hydra.sweep.dir=toy hydra.sweep.subdir='${model.name}/${seed}'``; or a sweep in a folder of its own name."""
+    (tmp_path / "toy" / "toy" / "1").mkdir(parents=True)
+    assert store.below(tmp_path / "toy", "outputs/toy/toy/1") == "toy/1"
+    assert store.below(tmp_path / "toy" / "toy", "outputs/toy/toy/1") == "1"
+
+
 def test_what_goes_while_runs_are_looked_for_is_passed_over(tmp_path, monkeypatch):
     """As a checkpoint of a run that goes on, or a directory that is being made."""
     for name in ("a/checkpoints/step-1", "b", "b/tries/1"):
