@@ -247,14 +247,16 @@ class Saver:
 
         Waits for the previous save. Ranks may pass different tensors; tensors of the same name must be equal, and are
         copied and written once, each by one of the ranks that have it. The ``facts``, in JSON types, are taken from
-        rank 0. ``steady`` are the names of tensors that do not change before :meth:`settle`.
+        rank 0. ``steady`` are the names of tensors that do not change before :meth:`settle`, trained weights among
+        them. The save fails if one of these weights is not finite.
         """
         started = time.perf_counter()
         self.wait()
 
         def prepare() -> Callable[[], dict[str, Tensor]]:
             mine = self._shares.select(tensors)
-            return self._staging(mine, steady) if self._staging else lambda: mine
+            copied = self._staging(mine, steady) if self._staging else lambda: mine
+            return lambda: _finite(copied(), steady)
 
         prepared = _tried(prepare)
         self._begin(lambda: self._save(step, prepared, model, facts))
@@ -382,6 +384,14 @@ class Saver:
 
 class _Failed(Exception):
     """A save failed; the message names the ranks and their errors."""
+
+
+def _finite(tensors: dict[str, Tensor], steady: Container[str]) -> dict[str, Tensor]:
+    """Return the tensors; raise if a weight is not finite: nothing resumes from it, and a good checkpoint would go."""
+    for name, tensor in tensors.items():
+        if name.startswith("model.") and name in steady and not local_part(tensor).sum(dtype=torch.float32).isfinite():
+            raise FloatingPointError(f"{name} is not finite")
+    return tensors
 
 
 def _tried(task: Callable[[], T]) -> Future[T]:

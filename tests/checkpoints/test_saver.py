@@ -113,6 +113,19 @@ def test_one_that_was_found_broken_pushes_no_good_one_out_until_it_is_written_an
     assert kept == [[30, 33, 40], [33, 36, 40], [36, 40], [40, 41]]
 
 
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_weights_that_are_lost_push_no_good_ones_out_and_buffers_may_be_infinite(keeper, weight, tmp_path, lost):
+    masked = {**weight, "model.mask": torch.full((3,), -torch.inf)}
+    keeper.save(1, masked, {}, {}, steady=weight)
+    for step in (2, 3, 4):
+        weight["model.weight"][0, 1] = lost
+        keeper.save(step, masked, {}, {}, steady=weight)
+    keeper.wait()
+    assert names(tmp_path) == ["step-00000001"]
+    rule = "not saved: rank 0: FloatingPointError: model.weight is not finite"
+    assert keeper.problems == [f"step {step}: {rule}" for step in (2, 3, 4)]
+
+
 class Gate:
     """Holds the writing thread until it is opened."""
 
