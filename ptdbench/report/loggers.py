@@ -1,8 +1,8 @@
 """Loggers of a training run's scalars: TensorBoard, and the service of ``logger=wandb`` or ``logger=mlflow``.
 
 Scalars are written during the run, whenever its ranks drain their steps, and at its end: outside the timed path, and
-even a run that is killed has curves. A service never ends a run: the first error is reported, and nothing more is sent.
-TensorBoard's disk may have space again later: it gets what is missing at the end of the run.
+even a run that is killed has curves. A service never ends a run: the first error is reported, and nothing more is sent
+than that the run has ended. TensorBoard's disk may have space again later: it gets what is missing at the end.
 """
 
 from __future__ import annotations
@@ -273,16 +273,23 @@ class Log:
             self._shown = self._evaluated = 0
         left = partial(scalars.remaining, self._directory, record, self._shown, self._evaluated)
         self._try(lambda: self._send(record, left(), first))
-        if self._is_open:
-            self._try(lambda: self._service.end(record["status"] == "ok"))
+        self._close(record["status"] == "ok")
 
     def abort(self) -> None:
         """Close the run as one that failed."""
         if self._failure and self._is_patient:
             self._report(self._failure)
         self._is_patient = False
-        if self._is_open:
-            self._try(lambda: self._service.end(is_ok=False))
+        self._close(is_ok=False)
+
+    def _close(self, is_ok: bool) -> None:
+        """Close the run, after an error too: a service that answers again would have it running for ever."""
+        try:
+            if self._is_open:
+                self._service.end(is_ok)
+        except Exception as error:  # as above
+            if not self._failure:
+                self._report(error)
 
     def _send(self, record: Written, found: Sequence[Scalar], first: int) -> None:
         if not self._is_open:
