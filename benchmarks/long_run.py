@@ -37,6 +37,9 @@ from ptdbench.workloads.train import Train
 #: The last fifth of the steps costs at most this many times what an early one does.
 LIMIT = 1.1
 
+#: Steps with which both windows have a save and an evaluation.
+LEAST = 2500
+
 
 class Judged(SyntheticVectors):
     """Random vectors, of which some are kept to judge by."""
@@ -124,7 +127,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=50_000, help="default: %(default)s")
     parser.add_argument("--parallel", default="single", help="single or ddp (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="default: %(default)s")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.steps < LEAST:
+        parser.error(f"--steps {options.steps}: a window may hold no save or evaluation; give at least {LEAST}")
+    return options
 
 
 if __name__ == "__main__":
