@@ -150,6 +150,10 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
              f"{_SHARED}, which virtual ones lack", "try caching, nccl"),
             (value and how.async_tensor, "parallel.async_tensor", f"{_SHARED}, which virtual ones lack", "try false"),
         ],
+        "optimizer": [
+            (_unsharded(value) and (how.shards(dims) or dims.tensor > 1), "optimizer._target_",
+             "has no step for sharded weights in torch", "try adamw, or parallel=ddp"),
+        ],
         "precision": [
             (value == "fp16" and how.gradients == "powersgd", "parallel.gradients",
              "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept",
@@ -163,9 +167,20 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
     return rows[name]
 
 
+def _unsharded(optimizer: object) -> str | None:
+    """Name an optimizer whose step is made of operations that torch does not have for DTensors."""
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
+        return type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
+        group["fused"] for group in optimizer.param_groups
+    ):
+        return f"{type(optimizer).__name__} with fused=true"
+    return None
+
+
 def problems(how: Options, rows: Iterable[Row], value: object = None) -> Iterator[Problem]:
-    """Yield the rows that apply as problems; ``value``: of an option outside ``parallel``."""
-    shown = "selective" if isinstance(value, Selective) else value
+    """The rows that apply; ``value``: of an option outside of ``parallel``."""
+    shown = "selective" if isinstance(value, Selective) else _unsharded(value) or value
     for is_ruled_out, option, rule, remedy in rows:
         if is_ruled_out:
             yield Problem(option, getattr(how, option.removeprefix("parallel."), shown), rule, remedy)

@@ -142,7 +142,7 @@ def specify(
     optimizer = found.catch(_optimizer, config, module_of(model) if model else _ANY_MODEL)
     where = found.catch(layout) if strategy else None
     if strategy:
-        for check in _checks(config, strategy, where, model, data, activations):
+        for check in _checks(config, strategy, where, model, data, activations, optimizer):
             found.catch(check)
     if activations and model:
         found.catch(_check_activations, config, activations, model)
@@ -179,6 +179,7 @@ def _checks(
     model: Model | None,
     data: Data | None,
     activations: Activations | None,
+    optimizer: MakeOptimizer | None,
 ) -> Iterator[Callable[[], None]]:
     """Yield the strategy's checks of the parts that could be built, to be called one by one."""
     if model and where:
@@ -190,6 +191,8 @@ def _checks(
     yield lambda: strategy.check_beside("precision", config.resolved["precision"], where)
     if activations and where:
         yield lambda: strategy.check_beside("activations", activations, where)
+    if optimizer and model and where:
+        yield lambda: strategy.check_beside("optimizer", optimizer(_of_one_number(module_of(model))), where)
 
 
 def prepare_data(config: Config, data: Data | None = None) -> None:

@@ -149,6 +149,12 @@ def test_near_what_is_refused_something_is_not(options, ranks, batch):
 
 
 ONE_GRAPH = "compile=whole: is one graph, and"
+WEIGHTS = [torch.nn.Parameter(torch.zeros(1))]
+UNSHARDED = {
+    "Adafactor": torch.optim.Adafactor(WEIGHTS), "Rprop": torch.optim.Rprop(WEIGHTS),
+    "SGD with fused=true": torch.optim.SGD(WEIGHTS, fused=True),
+    "Adagrad with fused=true": torch.optim.Adagrad(WEIGHTS, fused=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -182,6 +188,8 @@ ONE_GRAPH = "compile=whole: is one graph, and"
                      "needs memory that GPUs write to each other, which virtual ones lack; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
            "these degrees of parallelism shard none; try parallel=fsdp,hsdp") for options in ({}, DDP, PDP)),
+        *((options, "optimizer", value, f"optimizer._target_={name}: has no step for sharded weights in torch; try "
+           "adamw, or parallel=ddp") for options in (FSDP, {"tensor": "auto"}) for name, value in UNSHARDED.items()),
     ],
 )  # fmt: skip
 def test_beside_other_options(options, name, value, message):
@@ -200,6 +208,8 @@ def test_beside_other_options(options, name, value, message):
         ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
         (ASYNC, "compile", "layers"), (ASYNC, "backend", "cpu:gloo,cuda:nccl"), (ASYNC, "virtual", False),
         with_setters({**FSDP, "message_buffers": "nccl"}, "virtual", True), (FSDP, "backend", "gloo"),
+        (PDP, "optimizer", UNSHARDED["Adafactor"]), (FSDP, "optimizer", torch.optim.SGD(WEIGHTS)),
+        (FSDP, "optimizer", torch.optim.AdamW(WEIGHTS, fused=True)),
     ],
 )  # fmt: skip
 def test_what_goes_with_other_options(options, name, value):

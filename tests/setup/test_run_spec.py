@@ -196,6 +196,19 @@ class TestDataOfTheUser:
         ]
 
 
+class TestUpdatesOfTheUser:
+    @pytest.mark.parametrize(
+        ("overrides", "told"),
+        [
+            (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.1", "parallel=fsdp"),
+             "optimizer._target_=Rprop: has no step for sharded weights in torch; try adamw, or parallel=ddp"),
+        ],
+    )  # fmt: skip
+    def test_one_that_could_not_take_a_step_is_refused_before(self, overrides, told):
+        without = ("~optimizer.momentum", "~optimizer.weight_decay", "~lr_schedule.warmup_steps")
+        assert refused("model=toy", "optimizer=sgd", *without, *overrides) == [told]
+
+
 class TestModelsOfTheUser:
     @pytest.mark.parametrize(
         ("target", "told"),
