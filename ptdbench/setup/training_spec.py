@@ -121,7 +121,7 @@ def specify(
     strategy: Strategy | None = found.catch(choices.build, config, "parallel")
     activations: Activations | None = found.catch(choices.build, config, "activations")
     data: Data | None = found.catch(_data, config)
-    schedule: Schedule | None = found.catch(choices.build, config, "lr_schedule")
+    schedule: Schedule | None = found.catch(_schedule, config)
 
     def example() -> tuple[Tensor, Tensor]:
         assert data  # called only after strategy, data and model exist
@@ -218,12 +218,23 @@ def _data(config: Config) -> Data:
     return found
 
 
+def _schedule(config: Config) -> Schedule:
+    found: Schedule = choices.build(config, "lr_schedule")
+    if not callable(getattr(found, "factor", None)):
+        remedy = "write it as ptdbench.optim.schedules.Schedule"
+        require(Problem("lr_schedule._target_", config.call("lr_schedule").target, "has no factor()", remedy))
+    return found
+
+
 def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
     """Return the optimizer's factory, after a trial on one-element weights, in which torch checks its options."""
     bound = choices.bound(config, "optimizer", "params")  # first: it is checked whatever else is wrong
     not_decayed = [rule for rule, decays in DECAYED.items() if not decays and config.train.decay == "matrices"]
     make = in_groups(bound, model, not_decayed)
     tried = choices.guarded("optimizer", make, _of_one_number(model))
+    if any(group.get("lr") is None for group in tried.param_groups):
+        rule = "has parameter groups without lr, which lr_schedule scales"
+        require(Problem("optimizer._target_", config.call("optimizer").target, rule, "give every group an lr"))
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
         rule = f"is for matrices, and model={config.call('model').name} has none but in embeddings, head and kernels"
         require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -200,8 +200,14 @@ class TestUpdatesOfTheUser:
     @pytest.mark.parametrize(
         ("overrides", "told"),
         [
+            ((f"optimizer._target_={__name__}.Rateless",),
+             f"optimizer._target_={__name__}.Rateless: has parameter groups without lr, which lr_schedule scales; "
+             "give every group an lr"),
             (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.1", "parallel=fsdp"),
              "optimizer._target_=Rprop: has no step for sharded weights in torch; try adamw, or parallel=ddp"),
+            (("optimizer._target_=torch.optim.SGD", "lr_schedule._target_=types.SimpleNamespace"),
+             "lr_schedule._target_=types.SimpleNamespace: has no factor(); "
+             "write it as ptdbench.optim.schedules.Schedule"),
         ],
     )  # fmt: skip
     def test_one_that_could_not_take_a_step_is_refused_before(self, overrides, told):
@@ -246,6 +252,13 @@ class TestModelsOfTheUser:
 
 
 VECTORS = ("data=synthetic_vectors", "data.inputs=4", "data.outputs=4")
+
+
+class Rateless(torch.optim.Optimizer):
+    """Needs no rate."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {})
 
 
 class Duck:
