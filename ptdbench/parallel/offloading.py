@@ -119,7 +119,8 @@ class _Copy:
         self.uses = 0  #: How often it will be taken.
         self._source: Tensor | None = source
         self._strides, self._device = source.stride(), source.device
-        self._kept = torch.empty_like(source, device="cpu", pin_memory=source.device.type == "cuda")
+        # Contiguous: into or out of any other order torch copies through pageable memory, for which the host waits.
+        self._kept = torch.empty(source.size(), dtype=source.dtype, pin_memory=source.device.type == "cuda")
         self._copied = _copy(source, self._kept, source.device, _streams(source.device)[0])
         self._fetched: tuple[Tensor, Any] | None = None
 

@@ -138,6 +138,16 @@ def test_what_is_fetched_has_the_strides_it_had():
     assert found[0].data_ptr() == found[1].data_ptr()
 
 
+def test_what_is_kept_on_the_host_has_its_elements_in_order():
+    """Into or out of any other order torch copies through pageable memory of the host, which waits for it."""
+    run = _Run(nn.Module(), None, lambda _: None)
+    queries, *_ = torch.randn(2, 5, 3, 4, 3).unbind(-2)  # beside keys and values
+    fetch = run.pack(queries.transpose(1, 2))
+    assert [copy._kept.is_contiguous() for copy in run._copies.values()] == [True]
+    run.leave()
+    assert torch.equal(fetch(), queries.transpose(1, 2))
+
+
 @pytest.mark.parametrize(("precision", "how"), [("fp32", False), ("bf16", False), ("bf16", "layers")])
 def test_an_offloaded_layer_does_not_move_its_weights_nor_copies_of_them(precision, how, monkeypatch):
     moved = []
