@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -22,6 +26,18 @@ def unwrapped(tensor: Tensor) -> Tensor:
     mesh, placements, size = tensor.device_mesh, tensor.placements, tensor.size()
     local = getattr(shard, name)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=tensor.stride())
+
+
+def plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """Yield the tensors that hold the memory of one: a DTensor or a sparse gradient has none itself."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from plain_tensors(getattr(tensor, name))
+    elif isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
+        yield tensor
 
 
 def device_of(module: nn.Module) -> torch.device:

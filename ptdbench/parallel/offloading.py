@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from ptdbench.local_part import local_part
+from ptdbench.local_part import plain_tensors
 
 
 class Offloading:
@@ -74,8 +74,9 @@ class _Run:
 
     def _is_of_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with a parameter, or a gathered one, which FSDP frees before a copy ends."""
-        own = local_part(tensor).untyped_storage()._cdata
-        return any(local_part(weight).untyped_storage()._cdata == own for weight in self._layer.parameters())
+        own = {one.untyped_storage()._cdata for one in plain_tensors(tensor)}
+        parts = (one for weight in self._layer.parameters() for one in plain_tensors(weight))
+        return any(one.untyped_storage()._cdata in own for one in parts)
 
     def leave(self) -> None:
         """Free the device memory of the saved tensors, once they are copied."""

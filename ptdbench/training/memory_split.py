@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
+from ptdbench.local_part import plain_tensors
 from ptdbench.profiling import allocations, perfetto
 from ptdbench.profiling.allocations import Usage
 from ptdbench.profiling.phases import KINDS
@@ -77,7 +76,7 @@ def _note(known: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -
     known.clear()
     with record_function(allocations.INVENTORY):
         for kind, tensors in _state(loop).items():
-            for storage in (plain.untyped_storage() for tensor in tensors for plain in _plain(tensor)):
+            for storage in (plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor)):
                 if storage.device.type == device_type:
                     known.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
 
@@ -96,18 +95,6 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
         ],
         "communication": loop.engine.own_state().values(),
     }
-
-
-def _plain(tensor: Any) -> Iterator[Tensor]:
-    """Yield the tensors that hold the memory of one: a DTensor or a sparse gradient has none itself."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _plain(getattr(tensor, name))
-    elif isinstance(tensor, Tensor) and tensor.layout == torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-        yield tensor
 
 
 def _write(job: Job, taken: Any, usage: list[Usage], path: Path) -> None:

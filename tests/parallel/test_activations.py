@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, wrap_forward
@@ -146,6 +147,17 @@ def test_what_is_kept_on_the_host_has_its_elements_in_order():
     assert [copy._kept.is_contiguous() for copy in run._copies.values()] == [True]
     run.leave()
     assert torch.equal(fetch(), queries.transpose(1, 2))
+
+
+def test_an_offloaded_layer_does_not_move_a_weight_that_consists_of_other_tensors():
+    """As one does that FSDP has gathered in fp8, of which most operations are not defined."""
+    numbers = torch.ones(2, 3), torch.ones(2, 3)
+    layer = nn.Module()
+    layer.weight = nn.Parameter(TwoTensor(*numbers))
+    run = _Run(layer, None, lambda _: None)
+    saved = run.pack(TwoTensor(*(one.t() for one in numbers)))()
+    assert not run._copies
+    assert saved.a.data_ptr() == numbers[0].data_ptr()
 
 
 @pytest.mark.parametrize(("precision", "how"), [("fp32", False), ("bf16", False), ("bf16", "layers")])

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 
+from ptdbench.local_part import plain_tensors
 from ptdbench.profiling import trace
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records import schema
@@ -134,6 +135,6 @@ def test_a_pass_that_cannot_be_read_costs_nothing_else(tmp_path):
 
 def test_tensors_without_memory_of_their_own_are_those_that_they_consist_of():
     sparse = torch.eye(3).to_sparse()
-    found = list(memory_split._plain(sparse))
+    found = list(plain_tensors(sparse))
     assert [tensor.shape for tensor in found] == [(2, 3), (3,)]
-    assert list(memory_split._plain(None)) == list(memory_split._plain(3)) == []
+    assert list(plain_tensors(None)) == list(plain_tensors(3)) == []
