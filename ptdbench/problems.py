@@ -9,6 +9,7 @@ the numbers it depends on, and what to type instead.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
@@ -111,7 +112,8 @@ def divides(option: str, value: int, total: int, what: str) -> Problem | None:
 
 def divisors(number: int) -> list[int]:
     """Return all divisors of a positive number, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    lower = [candidate for candidate in range(1, math.isqrt(number) + 1) if number % candidate == 0]
+    return sorted({*lower, *(number // divisor for divisor in lower)})
 
 
 def try_these(values: Iterable[object]) -> str:

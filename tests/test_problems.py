@@ -1,6 +1,6 @@
 import pytest
 
-from ptdbench.problems import ConfigError, Problem, first_line, nearest, nearest_numbers, try_these
+from ptdbench.problems import ConfigError, Problem, divisors, nearest, nearest_numbers, try_these
 
 
 def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
@@ -51,3 +51,13 @@ def test_nearest_numbers_are_the_closest_in_order():
     assert nearest_numbers(5, [1, 2, 3, 4, 6, 12]) == [3, 4, 6]
     assert nearest_numbers(100, [1, 2, 3, 4]) == [2, 3, 4]
     assert nearest_numbers(5, []) == []
+
+
+@pytest.mark.parametrize(("number", "found"), [(1, [1]), (36, [1, 2, 3, 4, 6, 9, 12, 18, 36]), (13, [1, 13])])
+def test_divisors_are_all_of_them_in_order(number, found):
+    assert divisors(number) == found
+
+
+@pytest.mark.timeout(10)
+def test_divisors_of_the_batch_of_thousands_of_ranks_take_no_time():
+    assert divisors(2**40) == [2**power for power in range(41)]
