@@ -12,6 +12,7 @@ from typing import Any
 
 from ptdbench.measure.memory import host_memory
 from ptdbench.parallel.batch import BatchPlan
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.micro_batch import CarryOut, is_sought, layouts, of_try, stand_in, waiting
@@ -90,9 +91,11 @@ def plan(asked: Asked) -> dict[str, Any]:
 
 def _with_any_batch(config: Config) -> Config:
     """Return the configuration with a global batch that its ranks and micro-batches can divide, to find the degrees."""
+    options = config.call("parallel").options
     asked = (config.cluster.nodes, config.cluster.ranks_per_node)
-    counts = (*asked, config.call("parallel").options.get("microbatches"))
-    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *(n for n in counts if isinstance(n, int))])})
+    counts = (*asked, *(options.get(name) for name in (*Dims.rows(), "microbatches")))
+    known = (count for count in counts if isinstance(count, int) and count > 0)
+    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *known])})
 
 
 def _lacking_on_host(spec: RunSpec) -> str | None:

@@ -214,11 +214,18 @@ def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_pa
     assert not plans._may_change("torch")
 
 
-def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given():
-    words = ["model=toy", "cluster.ranks_per_node=2", "parallel=pdp", "parallel.microbatches=11"]
-    (asked,) = plans.composed(words, None).configs
+@pytest.mark.parametrize(
+    ("words", "factor"),
+    [
+        ("cluster.ranks_per_node=2 parallel=pdp parallel.microbatches=11", 2 * 11),
+        ("parallel=hsdp parallel.replicate=11 parallel.shard=13", 11 * 13),
+        ("parallel=ddp parallel.replicate=0", 1),  # which is refused by itself
+    ],
+)
+def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given(words, factor):
+    (asked,) = plans.composed(["model=toy", *words.split()], None).configs
     assert asked.cluster.nodes == "auto"
-    assert foresee._with_any_batch(asked).train.global_batch == 2 * 11 * foresee._ANY_BATCH
+    assert foresee._with_any_batch(asked).train.global_batch == factor * foresee._ANY_BATCH
 
 
 @pytest.mark.ranks
