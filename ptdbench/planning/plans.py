@@ -132,7 +132,7 @@ def _made(lacking: Sequence[_Lacking], prepare: Prepare, carry_out: CarryOut) ->
 
     As many ranks run at once as cores and memory allow: each has one thread.
     """
-    at_once = max(1, min(len(os.sched_getaffinity(0)), host_memory().available // _BYTES))
+    at_once = max(1, min(len(settings.own_cores()), host_memory().available // _BYTES))
     processes = min(at_once, len(lacking))
     rest = list(lacking)
     if processes <= 1:
@@ -221,7 +221,7 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
         return None
     versions = {name: _version(name) for name in {*_PACKAGES, *named}}
     of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package()}
-    return of | {"cores": len(os.sched_getaffinity(0)), "environment": settings.here()}
+    return of | {"cores": len(settings.own_cores()), "environment": settings.here()}
 
 
 def _targets(options: Any) -> Iterator[str]:
