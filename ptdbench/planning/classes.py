@@ -10,9 +10,13 @@ from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+from torch import nn
+
 from ptdbench.models.protocol import module_of
+from ptdbench.optim.groups import rules
 from ptdbench.parallel.footprint import modules_of_ranks
 from ptdbench.parallel.tensor import cut_dimensions
+from ptdbench.parallel.zero import assign_owners
 from ptdbench.setup.training_spec import TrainingSpec
 
 #: All stages of pipelines up to this length are run; of longer ones, the first, the last two, and one of each kind
@@ -26,24 +30,37 @@ def classes(training: TrainingSpec) -> dict[int, int]:
     Copies of a shard, and tensor-parallel ranks, behave alike. Every stage is a class. In a long pipeline, a stage
     stands for later ones with weights of the same shapes, as these have no more micro-batches in flight. If a weight
     cannot be sharded evenly, its last shard is smaller than the first. If replicas, and ranks that share a sequence,
-    divide the optimizer state, each of them is a class.
+    divide the optimizer state, those with the state of weights of the same shapes are one class.
     """
-    dims, strategy = training.layout.dims, training.strategy
-    places: list[dict[str, int]] = [{}]
-    parts = [1]  # relative numbers of a stage's ranks
-    if strategy.shards(dims) and _is_uneven(training):  # the last shard of each copy differs from all others
-        places.append({name: getattr(dims, name) - 1 for name in dims.order("weights")})
-        parts = [dims.shards - 1, 1]
-    elif strategy.replicates(dims) and strategy.optimizer == "zero1":
-        names = dims.order("samples", "positions")
-        places = [dict(zip(names, at, strict=True)) for at in product(*(range(getattr(dims, name)) for name in names))]
-        parts = [1] * len(places)
+    dims = training.layout.dims
+    held = modules_of_ranks(training.model, training.strategy.stage_ranks(dims))
     found = {}
-    for stage, standing in _stages(training).items():
-        of_stage = dims.world_size // dims.pipeline * standing
-        for place, part in zip(places, parts, strict=True):
-            found[rank_at(training, {**place, "pipeline": stage})] = of_stage * part // sum(parts)
+    for stage, standing in _stages(held).items():
+        places = _places(training, held[stage])
+        of_stage, parts = dims.world_size // dims.pipeline * standing, sum(part for _, part in places)
+        for place, part in places:
+            found[rank_at(training, {**place, "pipeline": stage})] = of_stage * part // parts
     return dict(sorted(found.items()))
+
+
+def _places(training: TrainingSpec, held: Sequence[nn.Module]) -> list[tuple[dict[str, int], int]]:
+    """Return the places of a stage's ranks that differ, each with the relative number of ranks like it."""
+    dims, strategy = training.layout.dims, training.strategy
+    if strategy.shards(dims) and _is_uneven(training):  # the last shard of each copy differs from all others
+        last = {name: getattr(dims, name) - 1 for name in dims.order("weights")}
+        return [({}, dims.shards - 1), (last, 1)]
+    if strategy.replicates(dims) and strategy.optimizer == "zero1":
+        names, rules_of = dims.order("samples", "positions"), rules(module_of(training.model))
+        places = [*product(*(range(getattr(dims, name)) for name in names))]
+        owned = [Counter[Any]() for _ in places]
+        for module in held:
+            trained = [weight for weight in module.parameters() if weight.requires_grad]
+            owners = assign_owners([weight.numel() for weight in trained], len(owned))
+            for owner, weight in zip(owners, trained, strict=True):
+                owned[owner][rules_of[weight], weight.shape, weight.dtype] += 1
+        alike = Counter(owned.index(one) for one in owned)
+        return [(dict(zip(names, places[owner], strict=True)), count) for owner, count in alike.items()]
+    return [({}, 1)]
 
 
 def rank_at(training: TrainingSpec, place: dict[str, int]) -> int:
@@ -54,12 +71,11 @@ def rank_at(training: TrainingSpec, place: dict[str, int]) -> int:
     return rank
 
 
-def _stages(training: TrainingSpec) -> dict[int, int]:
-    """Return the pipeline stages to run, and how many stages each stands for."""
-    count = training.layout.dims.pipeline
+def _stages(held: Sequence[Sequence[nn.Module]]) -> dict[int, int]:
+    """The ranks of a pipeline that are carried out, and how many each stands for; ``held``: the stages of each."""
+    count = len(held)
     if count <= _ALL_STAGES:
         return dict.fromkeys(range(count), 1)
-    held = modules_of_ranks(training.model, training.strategy.stage_ranks(training.layout.dims))
     shapes = [[weight.shape for part in of_rank for weight in part.parameters()] for of_rank in held]
     alike = Counter(shapes.index(shapes[stage], 1) for stage in range(1, count - 2))
     return {0: 1, **alike, count - 2: 1, count - 1: 1}
