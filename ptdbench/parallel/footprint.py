@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ptdbench.models.protocol import Model, module_of
+from ptdbench.models.protocol import Model, members, module_of
 from ptdbench.optim.groups import Rule, rules
 from ptdbench.parallel import experts
 from ptdbench.parallel.dims import Dims
@@ -96,7 +96,10 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
     if len(ranks) == 1:
         return [[module_of(model)]]
     parts, where = model.parts() or {}, cut(model, ranks)
-    stages = [nn.ModuleList(parts[name] for name in names) for names in where.stages]
+    stages = [
+        nn.ModuleList(module for name in names for module in members(name, parts[name]).values())
+        for names in where.stages
+    ]
     return [[stages[number] for number in where.of(rank)] for rank in range(max(ranks) + 1)]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from ptdbench.models.foreign import adapt
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import Footprint, footprints
@@ -40,6 +41,14 @@ def test_replicas_divide_averages_too():
         footprints(uneven(), ADAMW, how, strategy.dims(4), average=True) for how in (Strategy(), strategy)
     )
     assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
+
+
+def test_stages_of_a_module_of_the_users_own_have_its_weights():
+    """Its parts are pieces, which hold none themselves."""
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = adapt(module, lambda: (torch.empty(1, 6, device="meta"), torch.empty(1, 4, device="meta")))
+    found = footprints(model, ADAMW, Strategy(pipeline=2), Dims(pipeline=2), average=False)
+    assert [stage.weights for stage in found] == [stage.gradients for stage in found] == [4 * 7 * 8, 4 * 9 * 4]
 
 
 def test_an_optimizer_that_cannot_take_a_step_on_fake_tensors_is_refused():
