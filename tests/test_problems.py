@@ -1,6 +1,6 @@
 import pytest
 
-from ptdbench.problems import ConfigError, Problem, divisors, nearest, nearest_numbers, try_these
+from ptdbench.problems import ConfigError, Problem, divisors, first_line, nearest, nearest_numbers, try_these
 
 
 def test_a_problem_is_one_line_with_option_value_rule_and_remedy():

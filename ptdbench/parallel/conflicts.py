@@ -168,7 +168,7 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
 
 
 def _unsharded(optimizer: object) -> str | None:
-    """Name an optimizer whose step is made of operations that torch does not have for DTensors."""
+    """Return the name of an optimizer whose step uses operations that torch lacks for DTensors."""
     if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
         return type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
@@ -179,7 +179,7 @@ def _unsharded(optimizer: object) -> str | None:
 
 
 def problems(how: Options, rows: Iterable[Row], value: object = None) -> Iterator[Problem]:
-    """The rows that apply; ``value``: of an option outside of ``parallel``."""
+    """Yield the rows that apply as problems; ``value``: of an option outside ``parallel``."""
     shown = "selective" if isinstance(value, Selective) else _unsharded(value) or value
     for is_ruled_out, option, rule, remedy in rows:
         if is_ruled_out:

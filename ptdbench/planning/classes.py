@@ -72,7 +72,7 @@ def rank_at(training: TrainingSpec, place: dict[str, int]) -> int:
 
 
 def _stages(held: Sequence[Sequence[nn.Module]]) -> dict[int, int]:
-    """The ranks of a pipeline that are carried out, and how many each stands for; ``held``: the stages of each."""
+    """Return the pipeline stages to run, and how many stages each stands for; ``held`` are the modules of each."""
     count = len(held)
     if count <= _ALL_STAGES:
         return dict.fromkeys(range(count), 1)

@@ -283,7 +283,7 @@ class Log:
         self._close(is_ok=False)
 
     def _close(self, is_ok: bool) -> None:
-        """Close the run, after an error too: a service that answers again would have it running for ever."""
+        """Close the run, even after an error: a service that is back would otherwise show it as running forever."""
         try:
             if self._is_open:
                 self._service.end(is_ok)

@@ -38,9 +38,9 @@ def values(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def as_written(overrides: ListConfig) -> list[str]:
-    """Return overrides from a configuration of Hydra's as they were typed: to look at one would fill in its ``${...}``.
+    """Return overrides from a configuration of Hydra's as they were typed, with their ``${...}`` unresolved.
 
-    That has another value in each run of a sweep, and may have none yet.
+    These have another value in each run of a sweep, and may have none yet.
     """
     written: Any = OmegaConf.to_container(overrides)
     return list(map(str, written))

@@ -100,7 +100,7 @@ class Composed:
 
     @property
     def hydras(self) -> list[str]:
-        """What was typed of Hydra's own options."""
+        """The overrides of Hydra's own options."""
         return as_written(self.first.hydra.overrides.hydra)
 
     @property

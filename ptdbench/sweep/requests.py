@@ -76,7 +76,7 @@ class Request:
 
 
 def of_machine(composed: Composed, world: World | None, goes_on: Path | None = None) -> list[Request]:
-    """The runs of a command line that this machine carries out, a run or a sweep that may go on in its directory.
+    """Return the runs of a command line that this machine executes, of a run or sweep that may be resumed in place.
 
     Raises:
         ConfigError: None of them can run.
