@@ -98,7 +98,7 @@ def labels(records: Sequence[Written]) -> list[str]:
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    shown = [(record.get("world_size"), record.get("global_batch")) for record in records]
+    shown = [(record.get("world_size"), _batch(record)) for record in records]
     return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], shown)
 
 
@@ -178,6 +178,11 @@ def _schedule(record: Written) -> str:
     return Path(option(record, "parallel.schedule", str) or "").name
 
 
+def _batch(record: Written) -> int | None:
+    """The global batch that was asked for: in a plan, that of the record may follow from what fits."""
+    return option(record, "train.global_batch", int) or record.get("global_batch")
+
+
 def _nodes(record: Written) -> str:
     """Return the number of nodes used, or else requested; empty if neither is known."""
     nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
@@ -189,7 +194,7 @@ _DETAILS: tuple[_Detail, ...] = (
     _schedule,
     lambda record: plural(record["world_size"], "rank") if record.get("world_size") else "",
     _degrees,
-    lambda record: f"b{record['global_batch']}" if record.get("global_batch") else "",
+    lambda record: f"b{batch}" if (batch := _batch(record)) else "",
     _nodes,
     lambda record: str(record.get("precision")),
     lambda record: f"m{part(record, Layout).microbatches or 1}",

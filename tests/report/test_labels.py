@@ -67,6 +67,13 @@ def layout(parallel, **degrees):
             [run(config={"compile": on, "optimizer": {"lr": rate}}) for on in (True, False) for rate in (0.1, 0.2)],
             [f"ddp compile={on} lr={rate}" for on in ("true", "false") for rate in (0.1, 0.2)],
         ),
+        (  # a batch that nobody gave: a plan's, of the micro-batch that fits
+            [
+                run(global_batch=batch, config={"activations": {"name": kept}, "train": {"global_batch": 16}})
+                for kept, batch in (("keep", 8), ("recompute", 64))
+            ],
+            ["ddp activations=keep", "ddp activations=recompute"],
+        ),
     ],
 )
 def test_labels_say_what_the_columns_do_not(runs, expected):
