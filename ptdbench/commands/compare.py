@@ -84,8 +84,8 @@ def main(arguments: argparse.Namespace) -> int:
         return versus.status(found, arguments.fail_if_slower)
     titles = tuple(arguments.checkout) or ("before", "after")
     text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
-    if arguments.fail_if_slower and (other := [pair.label for pair in found.pairs if pair.losses]):
-        echo(f"--fail-if-slower: {', '.join(other)}: fails, because it does not train the same on both sides")
+    for line in versus.gate(found, arguments.fail_if_slower) if arguments.fail_if_slower else ():
+        echo(f"--fail-if-slower: {line}")
     shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))
     if together:  # one folder contains all runs
         echo(f"records      {shown}")

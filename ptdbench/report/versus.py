@@ -205,6 +205,21 @@ def status(found: Versus, threshold: float | None) -> int:
     return 3 if any(_is_open(pair, threshold) for pair in found.pairs) else 0
 
 
+def gate(found: Versus, threshold: float) -> list[str]:
+    """Why a gate with a threshold does not pass, where verdicts do not say so."""
+    other = [pair.label for pair in found.pairs if pair.losses]
+    unsure = [
+        pair.label
+        for pair in found.pairs
+        if pair.known and pair.verdict not in _FAILING and not _is_slower(pair, threshold) and _is_open(pair, threshold)
+    ]
+    lines = {
+        "fails, because it does not train the same on both sides": other,
+        f"its runs do not rule out that it is slower by {100 * threshold:.6g}%; try more repeats": unsure,
+    }
+    return [f"{', '.join(labels)}: {line}" for line, labels in lines.items() if labels]
+
+
 def _is_slower(pair: Pair, threshold: float) -> bool:
     return pair.verdict == "slower" and pair.known is not None and 1 - pair.known.ratio >= threshold
 
