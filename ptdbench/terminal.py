@@ -69,7 +69,7 @@ def command(name: str = "train") -> str:
         typed = f"python -m ptdbench {name}"
     else:
         typed = "python train.py"
-    return f"{typed}{_source()}" if name == "train" else typed
+    return shlex.join([*typed.split(), *sources()]) if name == "train" else typed
 
 
 def under(launcher: str) -> str:
@@ -81,14 +81,14 @@ def under(launcher: str) -> str:
 _SOURCES = {"--config-dir": "-cd", "--config-path": "-cp", "--config-name": "-cn"}
 
 
-def _source() -> str:
-    """Return the options of ``_SOURCES`` that were given, such as `` --config-dir FOLDER``."""
-    words, found = _typed(), ""
+def sources() -> list[str]:
+    """``--config-dir FOLDER`` and its kind, as far as they were given."""
+    words, found = _typed(), []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         for name, short in _SOURCES.items():
             if flag in (name, short):
-                found += f" {name} {shlex.quote(value if equals else following)}"
+                found += [name, value if equals else following]
     return found
 
 

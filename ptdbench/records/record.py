@@ -18,7 +18,7 @@ from ptdbench.records import schema, store
 from ptdbench.records.bearing import bearing, bears, leaves
 from ptdbench.records.failure import Failure, status_of
 from ptdbench.records.schema import Metrics, Owner, Written, part
-from ptdbench.terminal import command, under
+from ptdbench.terminal import command, sources, under
 
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
@@ -61,6 +61,7 @@ def begin(
         "precision": option(record, "precision", str),
         "fingerprint": fingerprint(config),
         "overrides": None if overrides is None else list(overrides),
+        "sources": None if overrides is None else sources(),
         "started": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
         "directory": str(directory),
         "owner": msgspec.to_builtins(owner),
@@ -98,9 +99,10 @@ def failed(record: Written, failure: Failure) -> dict[str, Any]:
 def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
     """Return the draft of a resumed run's record, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
-    overrides = draft.get("overrides") if draft.get("overrides") is not None else earlier.get("overrides")
+    typed = draft if draft.get("overrides") is not None else earlier
     goes_on = same_work(configuration(earlier), configuration(draft))
-    return {**draft, "overrides": overrides, **(kept if goes_on else {})}
+    words = {name: typed.get(name) for name in ("overrides", "sources")}
+    return {**draft, **words, **(kept if goes_on else {})}
 
 
 #: How a stopped run continues, by whether its last step was saved; ``None`` if the run saves nothing.
@@ -129,7 +131,7 @@ def retyped(record: Written) -> str | None:
     if record.get("overrides") is None:
         return None
     words = [word for word in record["overrides"] if not bears(word.lstrip("+").partition("=")[0], "start")]
-    return f"{how_started(record)} {shlex.join(words)}".rstrip()
+    return f"{how_started(record)} {shlex.join([*(record.get('sources') or []), *words])}".rstrip()
 
 
 def requeued(record: Written, number: int, limit: int) -> dict[str, Any]:

@@ -494,6 +494,7 @@ class Record(Identity):
     micro_batch: MicroBatch | None = None  #: How the micro-batch was found; null if it was given.
     plan: Plan | None = None  #: What the run will need; null unless it was only planned.
     experts: Experts | None = None  #: Tokens by expert; null for a model without experts, and on virtual GPUs.
+    sources: list[str] | None = None  #: ``--config-dir`` and the like, as typed for the run; null if unknown.
 
 
 #: The maximum nesting depth of mappings and lists: deeper ones would overwhelm readers of a record.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 
 import pytest
 
@@ -51,8 +52,18 @@ def test_what_is_typed_has_no_repeats_and_is_quoted():
     assert typed.endswith(" 'model=a b' '+x='\"'\"'1'\"'\"''")
     assert record.retyped(run(overrides=[])) == record.retyped(run(overrides=["repeat.runs=5"]))
     assert record.retyped(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
+    typed = record.retyped(run(overrides=["a=1"], sources=["--config-dir", "my own"]))
+    assert typed.endswith(" --config-dir 'my own' a=1")
     assert record.retyped(run(overrides=None)) is None
     assert record.retyped(run()) is None
+
+
+def test_where_choices_come_from_is_on_record_and_stays_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "-cd", "mine", "model=mine"])
+    typed = record.begin({}, tmp_path, {}, ["model=mine"])
+    assert typed["sources"] == ["--config-dir", "mine"]
+    monkeypatch.setattr(sys, "argv", ["ptdbench", "run", "outputs/mine"])
+    assert record.going_on(record.begin({}, tmp_path, {}), typed)["sources"] == typed["sources"]
 
 
 def test_a_group_of_fields_is_read_by_its_type():
