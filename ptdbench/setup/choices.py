@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -86,7 +87,11 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
         rule = "must be a class or a function" if refused else f"Hydra refuses it: {' '.join(str(error).split())}"
         return Problem(option, target, rule)
     cause = error.__cause__ or error
-    reason = first_line(cause.__cause__ or cause)
+    cause = cause.__cause__ or cause
+    module, _, last = target.rpartition(".")
+    if module in sys.modules and isinstance(cause, ModuleNotFoundError) and cause.name == target:
+        return Problem(option, target, f"there is no {last} in {getattr(sys.modules[module], '__file__', module)}")
+    reason = first_line(cause)
     remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
     return Problem(option, target, f"cannot be imported: {reason}", remedy)
 

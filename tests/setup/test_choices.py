@@ -76,7 +76,9 @@ def test_arguments_without_names_and_conversion_are_those_that_are_given():
     ("target", "rule"),
     [
         ("gone.away.X", "cannot be imported: No module named 'gone'; it is looked for in the current directory"),
-        ("torch.nn.Linearr", "cannot be imported: No module named 'torch.nn.Linearr'; it is looked for"),
+        ("gone", "cannot be imported: No module named 'gone'; it is looked for"),
+        ("torch.nn.Linearr", "there is no Linearr in .*/torch/nn/__init__.py$"),
+        ("math.pie", "there is no pie in "),
         ("broken_package.Net", "cannot be imported: no license; it is looked for"),
         ("math.pi", "must be a class or a function"),
         ("os", "must be a class or a function"),
