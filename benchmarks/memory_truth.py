@@ -32,7 +32,7 @@ from benchmarks.rank import on_ranks
 from benchmarks.script import read
 from ptdbench.job import Job
 from ptdbench.launch import peers
-from ptdbench.planning import foresee
+from ptdbench.planning import memory_plan
 from ptdbench.problems import ConfigError
 from ptdbench.run import run
 from ptdbench.setup import run_spec
@@ -79,7 +79,7 @@ def main(options: argparse.Namespace) -> int:
         for column, real in zip(options.columns, carried_out(row, options.columns), strict=True):
             try:
                 verdicts.append(_told(row, column, real, planned(row, column)))
-            except (ConfigError, foresee.Failed) as error:
+            except (ConfigError, memory_plan.Failed) as error:
                 print(f"{row:18}{column:22} no plan: {error}", flush=True)
                 verdicts.append(False)
     print(f"{sum(verdicts)} of {len(verdicts)} cells pass; {time.monotonic() - started:.0f} s")
@@ -101,7 +101,7 @@ def carried_out(row: str, columns: Sequence[str]) -> list[dict[str, Any]]:
 
 def planned(row: str, column: str) -> dict[str, Any]:
     """The plan of a cell."""
-    return foresee.plan(foresee.Asked(asked(row, column, "virtual=h100"), False, f"{row}, {column}", run))
+    return memory_plan.plan(memory_plan.Asked(asked(row, column, "virtual=h100"), False, f"{row}, {column}", run))
 
 
 def _told(row: str, column: str, real: Mapping[str, Any], plan: Mapping[str, Any]) -> bool:

@@ -35,7 +35,7 @@ from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.precision import DTYPES, Copies, narrow
+from ptdbench.parallel.precision import DTYPES, Copies, cast_inputs
 from ptdbench.report.display import REDRAW_SECONDS, Display, Heading, Line, Live
 from ptdbench.setup import run_spec
 from ptdbench.workloads.train import assemble, steps
@@ -125,7 +125,7 @@ def _bare(job: Job) -> Step:
     model = module_of(spec.model)
     materialize(spec.model, model, device=device, seed=spec.config.general.seed)
     precision = spec.config.general.precision
-    narrow(model, (), precision)
+    cast_inputs(model, (), precision)
     if DTYPES[precision] != torch.float32:
         Copies(model, spec.model.layers(), DTYPES[precision])
     optimizer = spec.optimizer(model.named_parameters())

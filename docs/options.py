@@ -15,7 +15,7 @@ from pathlib import Path
 
 import yaml
 
-from ptdbench.records.bearing import OF_CHOICE
+from ptdbench.records.effects import OF_CHOICE
 from ptdbench.setup.compose import conf_folder
 
 CONF = conf_folder()

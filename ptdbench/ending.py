@@ -170,7 +170,7 @@ def remark(attempt: Attempt, rank: int, message: str) -> None:
     attempt.amend(add)
 
 
-def watchdog(read: config.Config, world: World, own_store: dist.Store, attempt: Attempt) -> Watchdog:
+def watchdog(read: config.Config, world: World, run_store: dist.Store, attempt: Attempt) -> Watchdog:
     """Return a watchdog that ends the run if a rank is stuck, and records which rank it was."""
 
     def report_stuck(rank: int, message: str, stacks: str) -> None:
@@ -180,4 +180,4 @@ def watchdog(read: config.Config, world: World, own_store: dist.Store, attempt: 
         _conclude(world, attempt, stuck)
 
     minutes = read.general.timeout_minutes
-    return Watchdog(world, own_store, attempt.failures, math.inf if minutes is None else 60 * minutes, report_stuck)
+    return Watchdog(world, run_store, attempt.failures, math.inf if minutes is None else 60 * minutes, report_stuck)

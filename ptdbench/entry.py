@@ -44,15 +44,15 @@ def main() -> NoReturn:
 
     Exit status 0: every run was ok. 1: a run was not, or the command line was invalid. ``128 + n``: signal ``n``.
     """
-    guarded(_main)
+    exit_with(_main)
 
 
-def guarded(work: Callable[[], int]) -> NoReturn:
+def exit_with(work: Callable[[], int]) -> NoReturn:
     """Call ``work``, which executes runs, and exit with its status, or with the status of the signal or error."""
     try:
         local.stop_on_signals()
         if discover(os.environ) is None:
-            settings.leave_sanitizer_to_ranks(os.environ)
+            settings.defer_sanitizer(os.environ)
         sys.exit(work())
     except ConfigError as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # a subclass: perhaps only this rank knows it
@@ -354,12 +354,12 @@ def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list
         workloads = {str(read.resolved["workload"].get("_target_")) for read in typed}
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
         echo(table.closing_lines(directory, records))
-    if _count_ok(records) < asked and _goes_on(directory, records):
+    if _count_ok(records) < asked and _needs_resume_hint(directory, records):
         echo(f"go on        {resume.command(directory)}")
     return records
 
 
-def _goes_on(directory: Path, records: Sequence[Written]) -> bool:
+def _needs_resume_hint(directory: Path, records: Sequence[Written]) -> bool:
     """Return whether to print how to resume: for an incomplete sweep, or a run whose error does not already say so."""
     from ptdbench.checkpoints import checkpoint_dir
 

@@ -90,7 +90,7 @@ def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -
     return str(value)
 
 
-def appear(path: Path, fill: Callable[[Path, Path], None]) -> bool:
+def create_atomically(path: Path, fill: Callable[[Path, Path], None]) -> bool:
     """Create a directory together with its first files, atomically; of several concurrent callers, one succeeds.
 
     Missing parents are created too. ``fill`` is called with a folder to write at least one file into, and ``path``.
@@ -144,7 +144,7 @@ def first_foreign_entry(directory: Path, is_ours: Callable[[str], bool]) -> Path
     return Path(min(others)) if others else None
 
 
-def in_the_way(path: Path) -> FileExistsError:
+def foreign_path_error(path: Path) -> FileExistsError:
     """Return the error for a path occupied by something that the program did not create."""
     return FileExistsError(f"{path} was not created by ptdbench: move it elsewhere")
 
@@ -157,7 +157,7 @@ def remove(directory: Path, is_ours: Callable[[str], bool]) -> None:
         OSError: It cannot be deleted, or something was added to it meanwhile, which is kept.
     """
     if other := first_foreign_entry(directory, is_ours):
-        raise in_the_way(other)
+        raise foreign_path_error(other)
     for name in filter(is_ours, os.listdir(directory)):
         (directory / name).unlink()
     directory.rmdir()

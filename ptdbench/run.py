@@ -109,7 +109,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
     """Execute a run, from the point of view of the process that starts it."""
     world = discover(os.environ)
     if world:
-        settings.let_segments_grow(os.environ)
+        settings.enable_expandable_segments(os.environ)
         settings.log_errors_only(os.environ)
     attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
     watch = Stopwatch(time.time() if world is None or _RUNS else psutil.Process().create_time())
@@ -122,7 +122,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
             rendezvous.export(world, os.environ)  # a user's model may read its rank when it is constructed
             devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
             with crash.kept(failure.crash_file(attempt.failures, world.rank)):
-                config = micro_batch.as_found(config, store.earlier_record(directory))
+                config = micro_batch.with_found_micro_batch(config, store.earlier_record(directory))
                 spec = _specify(config, world, watch)
             known = spec.summary
         else:
@@ -141,7 +141,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
         return
     if known.warning:
         echo(known.warning, sys.stderr)
-    if micro_batch.is_sought(config):
+    if micro_batch.needs_search(config):
         found = _find_micro_batch(config, attempt, heading, None)
         if found is None:
             return
@@ -251,8 +251,8 @@ def _as_rank(
     environ: Mapping[str, str], config: Config, attempt: Attempt, watch: Stopwatch, heading: Heading | None
 ) -> None:
     """Run as a local rank, after applying the settings that the fork server could not know."""
-    local.let_go_at_once()
-    settings.let_segments_grow(os.environ)
+    local.die_on_signals()
+    settings.enable_expandable_segments(os.environ)
     settings.log_errors_only(os.environ)
     settings.enable_sanitizer(os.environ)
     if sys.platform == "linux":
@@ -305,10 +305,10 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
     """Do the work of a rank: the run, from the point of view of a rank."""
     device = _prepared_device(spec, world)
     key = str(attempt.directory)
-    own_store = rendezvous.own_store(key)
+    run_store = rendezvous.run_store(key)
     patience = rendezvous.patience_for(spec.config.general.timeout_minutes)
     with (
-        ending.watchdog(spec.config, world, own_store, attempt) as dog,
+        ending.watchdog(spec.config, world, run_store, attempt) as dog,
         rendezvous.process_group(world, spec.backends, device, key, dog.limited, patience),
     ):
         with dog.limited(JOINED):
@@ -317,7 +317,7 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
         note = partial(ending.update_record, attempt)
         display.phase("working")  # until the workload sets a more specific phase
         workload: Workload = choices.build(spec.config, "workload")
-        outcome = workload(Job(spec, world, met, own_store, device, attempt.directory, watch, dog, display, note))
+        outcome = workload(Job(spec, world, met, run_store, device, attempt.directory, watch, dog, display, note))
         if world.is_first:
             with dog.paused():
                 ending.write_result(attempt, spec, device, met, outcome)

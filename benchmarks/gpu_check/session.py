@@ -22,7 +22,7 @@ import psutil
 from benchmarks.script import ROOT
 from ptdbench import run as product
 from ptdbench.entry import prepare_ranks
-from ptdbench.launch.settings import let_segments_grow
+from ptdbench.launch.settings import enable_expandable_segments
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
 from ptdbench.report.remarks import reason
@@ -83,7 +83,7 @@ class Session:
         """With a new folder for its records."""
         name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_gpu-check"
         directory = store.claim_directory(options.outputs, name, "outputs", lambda folder, _: ledger.begin(folder, []))
-        let_segments_grow(os.environ)  # as runs do, whichever part is first
+        enable_expandable_segments(os.environ)  # as runs do, whichever part is first
         session = cls(options.device, environment_of(options.device), directory, SIZES[options.device])
         return replace(session, sizes=SIZES[session.kind])
 

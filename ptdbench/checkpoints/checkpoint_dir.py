@@ -23,7 +23,7 @@ import torch.distributed as dist
 from msgspec import Struct, convert, to_builtins
 from msgspec.structs import asdict, replace
 
-from ptdbench.files import first_foreign_entry, in_the_way, remove, write_json
+from ptdbench.files import first_foreign_entry, foreign_path_error, remove, write_json
 from ptdbench.launch.collect import gather
 from ptdbench.records.schema import Count, Evaluation
 
@@ -255,7 +255,7 @@ def mark_best(run_directory: Path, step: int | None) -> None:
     best, fresh = folder / BEST, folder / f"{BEST}.new"
     for path in (best, fresh):
         if os.path.lexists(path) and not (path.is_symlink() and _STEP.fullmatch(os.readlink(path))):
-            raise in_the_way(path)
+            raise foreign_path_error(path)
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(_name(step))
     fresh.replace(best)
@@ -322,7 +322,7 @@ def _whole(path: Path) -> Manifest | None:
 def _set_aside(path: Path) -> Path:
     """Rename a checkpoint, so that it can be deleted; raises OSError if it contains foreign files."""
     if other := first_foreign_entry(path, _is_ours):
-        raise in_the_way(other)
+        raise foreign_path_error(other)
     aside = path.with_name(path.name + _DELETED)
     discard(aside)
     return path.rename(aside)

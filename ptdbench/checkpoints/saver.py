@@ -345,13 +345,13 @@ class Saver:
         def copied() -> dict[str, Tensor]:
             return prepared.result()()
 
-        copies = self._together(copied)
+        copies = self._on_all_ranks(copied)
         folder = checkpoint_dir.partial(self._run_directory, step)
         try:
             self._on_rank_0(lambda: checkpoint_dir.begin(folder))
-            self._together(lambda: _write_tensors(folder, copies, self.group))
+            self._on_all_ranks(lambda: _write_tensors(folder, copies, self.group))
             files: dict[str, Stamp] = {}
-            for of_rank in gather(self._together(lambda: _stamps(folder, self._rank)), self.group):
+            for of_rank in gather(self._on_all_ranks(lambda: _stamps(folder, self._rank)), self.group):
                 files |= of_rank
             world_size = dist.get_world_size(self.group)
             written = Manifest(step, world_size, model, facts, files, torch.__version__, time.time())
@@ -368,9 +368,9 @@ class Saver:
             raise
 
     def _on_rank_0(self, task: Callable[[], object]) -> None:
-        self._together(task if self._rank == 0 else lambda: None)
+        self._on_all_ranks(task if self._rank == 0 else lambda: None)
 
-    def _together(self, task: Callable[[], T]) -> T:
+    def _on_all_ranks(self, task: Callable[[], T]) -> T:
         """Run ``task`` in all ranks and return this rank's result; if it fails in one, all raise _Failed."""
         done = _tried(task)
         error = done.exception()

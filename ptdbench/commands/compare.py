@@ -150,7 +150,7 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     """Return the overrides without those of ``repeat``, and the options of ``repeat``, by default five runs."""
     from ptdbench.setup import commandline, compose
 
-    typed = commandline.in_full(words)
+    typed = commandline.expand_shorthands(words)
     for word in typed:
         option, _, value = word.partition("=")
         if option == "workload" and value != "train":

@@ -28,4 +28,4 @@ def main(arguments: argparse.Namespace) -> int:
     """Plan, and print a table; never returns, as runs may leave threads that keep this process alive."""
     from ptdbench import entry
 
-    entry.guarded(lambda: entry.plan(arguments.overrides, arguments.config_dir, arguments.json, arguments.again))
+    entry.exit_with(lambda: entry.plan(arguments.overrides, arguments.config_dir, arguments.json, arguments.again))

@@ -19,4 +19,4 @@ def main(arguments: argparse.Namespace) -> int:
     """Execute the runs; never returns, as they may leave threads that keep this process alive."""
     from ptdbench import entry
 
-    entry.guarded(lambda: entry.carry_out(arguments.directories))
+    entry.exit_with(lambda: entry.carry_out(arguments.directories))

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from filelock import FileLock
 
-from ptdbench.files import in_the_way
+from ptdbench.files import foreign_path_error
 
 HEADER_BYTES = 4096  # a page, so that the tokens begin on one
 
@@ -103,7 +103,7 @@ def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable
     partial = path.with_name(f"{path.name}.{platform.node()}.partial")
     for place in (path, partial):
         if os.path.lexists(place) and not _is_ours(place):
-            raise in_the_way(place)
+            raise foreign_path_error(place)
     text_bytes, digest = 0, hashlib.sha256()
     unfinished = partial.open("wb")
     try:

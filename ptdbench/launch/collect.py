@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Circle:
+class HostCollectives:
     """Collectives over all ranks of a run, through a CPU process group; ``None`` is the default group.
 
     Each method is called on all ranks present.
@@ -42,39 +42,39 @@ class Circle:
 
 
 #: The last one belongs to the run that this process takes part in.
-_circles = [Circle()]
+_collectives = [HostCollectives()]
 
 
 @contextmanager
-def through(circle: Circle) -> Iterator[None]:
-    """Use this circle for the collectives below within the context."""
-    _circles.append(circle)
+def through(collectives: HostCollectives) -> Iterator[None]:
+    """Use these collectives for the functions below within the context."""
+    _collectives.append(collectives)
     try:
         yield
     finally:
-        _circles.pop()
+        _collectives.pop()
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return every rank's ``value``, by rank; through ``group``, a CPU group of all ranks, if one is given."""
-    return (Circle(group) if group else _circles[-1]).gather(value)
+    return (HostCollectives(group) if group else _collectives[-1]).gather(value)
 
 
 def most(*numbers: float) -> list[float]:
     """Return the elementwise maximum over ranks; each rank passes the same number of values."""
-    return _circles[-1].reduce(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
+    return _collectives[-1].reduce(torch.tensor(numbers, dtype=torch.float64), dist.ReduceOp.MAX).tolist()
 
 
 def total(numbers: Tensor) -> Tensor:
     """Return the elementwise sum over ranks of a CPU tensor, in place if all ranks are present."""
-    return _circles[-1].reduce(numbers, dist.ReduceOp.SUM)
+    return _collectives[-1].reduce(numbers, dist.ReduceOp.SUM)
 
 
-def are_all_there() -> bool:
+def all_ranks_present() -> bool:
     """Return whether all ranks of the run are present."""
-    return _circles[-1].is_complete
+    return _collectives[-1].is_complete
 
 
 def barrier() -> None:
     """Wait until every rank has called this; does not wait for a GPU's queue."""
-    _circles[-1].barrier()
+    _collectives[-1].barrier()

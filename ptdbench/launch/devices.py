@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.peers import node
-from ptdbench.launch.settings import let_segments_grow
+from ptdbench.launch.settings import enable_expandable_segments
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, first_line, require
 from ptdbench.terminal import plural, rank_names
 
 
 @dataclass(frozen=True)
-class Sight:
+class VisibleGpus:
     """The GPUs that one rank sees."""
 
     rank: int  #: The rank.
@@ -52,7 +52,7 @@ def check(world: World, device: str, backend: str) -> None:
 
 
 @cache
-def _survey(world: World) -> list[Sight]:
+def _survey(world: World) -> list[VisibleGpus]:
     """Return what every rank sees, by rank; rank 0 gathers and broadcasts it."""
     own = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
     own.set(str(world.rank), json.dumps(asdict(_look(world))))
@@ -61,7 +61,7 @@ def _survey(world: World) -> list[Sight]:
         _await(own, keys, world, rendezvous.ARRIVAL)
         own.set("all", f"[{','.join(value.decode() for value in own.multi_get(keys))}]")
     _await(own, ["all"], world, 2 * rendezvous.ARRIVAL)  # rank 0 may still wait for another
-    return [Sight(**sight) for sight in json.loads(own.get("all"))]
+    return [VisibleGpus(**sight) for sight in json.loads(own.get("all"))]
 
 
 def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedelta) -> None:
@@ -74,8 +74,8 @@ def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedel
         raise rendezvous.NotMet([problem]) from None
 
 
-def _look(world: World) -> Sight:
-    let_segments_grow(os.environ)
+def _look(world: World) -> VisibleGpus:
+    enable_expandable_segments(os.environ)
     gpus, uuid, reason = torch.cuda.device_count(), "", ""
     try:
         if gpus == 1 and world.local_size > 1:
@@ -84,10 +84,10 @@ def _look(world: World) -> Sight:
             torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
         gpus, reason = 0, first_line(error).partition(". ")[0]
-    return Sight(world.rank, node(os.environ), world.local_size, gpus, uuid, reason)
+    return VisibleGpus(world.rank, node(os.environ), world.local_size, gpus, uuid, reason)
 
 
-def _mixed(seen: Sequence[Sight], device: str) -> Problem | None:
+def _mixed(seen: Sequence[VisibleGpus], device: str) -> Problem | None:
     """Find a mix of ranks with and without GPUs, and name the minority."""
     sides = [[sight for sight in seen if sight.gpus], [sight for sight in seen if not sight.gpus]]
     if not all(sides):
@@ -98,7 +98,7 @@ def _mixed(seen: Sequence[Sight], device: str) -> Problem | None:
     return Problem("device", device, rule, f"see why {nodes} has no GPU, leave it out, or try device=cpu")
 
 
-def _finds(ranks: Sequence[Sight]) -> str:
+def _finds(ranks: Sequence[VisibleGpus]) -> str:
     """Describe which ranks find what: ``rank 3 on n2 finds no GPU (Found no NVIDIA driver)``."""
     nodes = ", ".join(dict.fromkeys(sight.node for sight in ranks))
     counts = sorted({sight.gpus for sight in ranks})
@@ -108,7 +108,7 @@ def _finds(ranks: Sequence[Sight]) -> str:
     return f"{rank_names([sight.rank for sight in ranks])} on {nodes} {verb} {what}{reason}"
 
 
-def _too_many(seen: Sequence[Sight], device: str, backend: str, launcher: str) -> Problem | None:
+def _too_many(seen: Sequence[VisibleGpus], device: str, backend: str, launcher: str) -> Problem | None:
     """Find a node with more ranks than GPUs, or whose ranks were given the same GPU."""
     for sight in seen:
         if 1 < sight.gpus < sight.local_size:

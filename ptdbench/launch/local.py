@@ -234,7 +234,7 @@ def deferred() -> Iterator[None]:
         raise Stopped(noted[0])
 
 
-def let_go_at_once() -> None:
+def die_on_signals() -> None:
     """From now on, let the kernel end this process on a stop signal: a rank has nothing to clean up."""
     for number in _heard():
         signal.signal(number, signal.SIG_DFL)

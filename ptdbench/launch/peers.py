@@ -33,7 +33,7 @@ class Peer(Struct, frozen=True):
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
     """Bind this rank to its share of the node's cores, and return the description of every rank, in order."""
-    here = node(os.environ), booted()  # several virtual machines may be called localhost
+    here = node(os.environ), boot_id()  # several virtual machines may be called localhost
     on_node: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
     neighbors = [rank for rank, (where, _) in enumerate(on_node) if where == here]
     of_ranks, place = [on_node[rank][1] for rank in neighbors], neighbors.index(world.rank)
@@ -60,10 +60,10 @@ def node(environ: Mapping[str, str]) -> str:
 
 def machine() -> str:
     """Return an identifier of this machine, the same in all its containers: several hosts may be named localhost."""
-    return booted() or socket.gethostname()
+    return boot_id() or socket.gethostname()
 
 
-def booted() -> str:
+def boot_id() -> str:
     """Return the identifier of this boot of this machine's kernel; empty if it cannot be read."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text()

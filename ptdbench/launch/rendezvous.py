@@ -1,8 +1,8 @@
 """Rendezvous of a launch's ranks: a shared store, process groups, and answers on behalf of absent ranks.
 
 On virtual GPUs, some ranks may be absent. The others need three things of them. Objects, small figures and barriers:
-:class:`Some` answers with the value of the last present rank before the absent one. Store keys, from which process
-groups are made: :class:`Answers` has them. Messages of device memory: the virtual GPU discards them, see
+:class:`PresentCollectives` answers with the value of the last present rank before the absent one. Store keys, from
+which process groups are made: :class:`Answers` has them. Messages of device memory: the virtual GPU discards them, see
 :mod:`ptdbench.virtual.library`.
 """
 
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ptdbench.launch import address, gloo
-from ptdbench.launch.collect import Circle, through
+from ptdbench.launch.collect import HostCollectives, through
 from ptdbench.launch.watchdog import FIRST_STEP, JOINED, LEFT
 from ptdbench.launch.world import World, discover, restarts, torchrun_variables
 from ptdbench.problems import ConfigError, Problem
@@ -44,7 +44,7 @@ ENDLESS = timedelta(days=1)
 ARRIVAL = timedelta(minutes=2)
 
 #: Seconds that rank 0 waits for all ranks to learn that one is refused.
-HEARD = 5.0
+REFUSAL_SECONDS = 5.0
 
 
 #: Keeps stores implemented in Python alive: torch holds no reference, but an NCCL thread uses them until the process
@@ -113,7 +113,7 @@ def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError 
         found = find()
     except ConfigError:
         met.set(key, "")
-        until = time.monotonic() + HEARD  # the store ends with this rank
+        until = time.monotonic() + REFUSAL_SECONDS  # the store ends with this rank
         while met.add(f"{key} heard", 0) < world.size - 1 and time.monotonic() < until:
             time.sleep(0.01)
         raise
@@ -133,7 +133,7 @@ def launch_name(world: World) -> str:
     return agree("launch", world, lambda: uuid.uuid4().hex)
 
 
-def own_store(key: str) -> dist.Store:
+def run_store(key: str) -> dist.Store:
     """Return the part of the launch's store that belongs to one run; ``key`` must be unique in the launch."""
     return dist.PrefixStore(key, store())
 
@@ -153,12 +153,12 @@ def process_group(
         world: This rank's place.
         backend: ``gloo``, ``nccl``, or both, each with its kind of device.
         device: This rank's device.
-        key: See :func:`own_store`.
+        key: See :func:`run_store`.
         limited: A context for the collective work here, in which ranks may wait: :meth:`Watchdog.limited`.
         patience: Timeout of collectives, see :func:`patience_for`.
     """
     gloo.give_one_thread()
-    own = own_store(key)
+    own = run_store(key)
     meeting = own
     if world.present:
         _MEETINGS.append(Answers(world.size))
@@ -180,7 +180,7 @@ def process_group(
     if world.present and "nccl" in backend:
         # Otherwise torch would split the group, and wait for absent ranks in each part.
         dist.distributed_c10d._get_default_group().bound_device_id = None
-    with through(_circle(world, backend, own, patience)):
+    with through(_host_collectives(world, backend, own, patience)):
         yield own
     # Only after success: destroying a group whose peer has died may wait for it forever.
     with limited(LEFT):
@@ -212,7 +212,7 @@ def be_patient(patience: timedelta) -> None:
 _NAME_BYTES = 128
 
 
-class Some(Circle):
+class PresentCollectives(HostCollectives):
     """Collectives of the ranks ``present``, in ascending order, through a store; they also answer for the others."""
 
     is_complete = False
@@ -292,16 +292,16 @@ class Answers(dist.Store):
         """Do nothing: there is nothing to wait for."""
 
 
-def _circle(world: World, backend: str, own: dist.Store, patience: timedelta) -> Circle:
-    """Return the ranks' circle for small collectives, which do not go through device memory."""
+def _host_collectives(world: World, backend: str, own: dist.Store, patience: timedelta) -> HostCollectives:
+    """Return the small collectives of the ranks, which do not go through device memory."""
     if world.present:
-        return Some(world.present, world.rank, world.size, own)
+        return PresentCollectives(world.present, world.rank, world.size, own)
     if "nccl" not in backend:
-        return Circle()
+        return HostCollectives()
     beside = dist.new_group(backend="gloo", timeout=patience)
     assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
     beside.bound_device_id = None  # otherwise torch 2.11 would keep a number on that device for each barrier
-    return Circle(beside)
+    return HostCollectives(beside)
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:

@@ -42,7 +42,7 @@ def settings(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def let_segments_grow(environ: MutableMapping[str, str]) -> None:
+def enable_expandable_segments(environ: MutableMapping[str, str]) -> None:
     """Enable expandable segments: torch's GPU allocator then maps more pages to a segment instead of reserving another.
 
     This reduces fragmentation by activations of different sizes. Allocator variables set by the user are respected. Not
@@ -55,7 +55,7 @@ def let_segments_grow(environ: MutableMapping[str, str]) -> None:
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
-def leave_sanitizer_to_ranks(environ: MutableMapping[str, str]) -> None:
+def defer_sanitizer(environ: MutableMapping[str, str]) -> None:
     """Hide the request for torch's CUDA sanitizer, with which every operation, even on the CPU, uses CUDA.
 
     The process that starts ranks must not use CUDA, nor the fork server, whose forks could not use it then. Call this

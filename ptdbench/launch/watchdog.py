@@ -32,7 +32,7 @@ FIRST_STEP = 3
 
 #: Time limit in seconds for collective work before and after the steps, whatever the limit of a step: ranks do not
 #: arrive at it at the same time.
-TOGETHER = 600.0
+JOIN_OR_LEAVE_SECONDS = 600.0
 
 #: The phases of that work, worded for messages: "a rank has not ...".
 JOINED, LEFT = "joined the others", "left the process group"
@@ -141,7 +141,7 @@ class Watchdog:
 
     @contextmanager
     def limited(self, phase: str) -> Iterator[None]:
-        """Within the context, apply the limit :data:`TOGETHER`; ``phase`` is :data:`JOINED` or :data:`LEFT`."""
+        """Within the context, apply :data:`JOIN_OR_LEAVE_SECONDS`; ``phase`` is :data:`JOINED` or :data:`LEFT`."""
         self._phase = phase
         try:
             yield
@@ -192,7 +192,7 @@ class Watchdog:
 
     def _allowed(self) -> float:
         if self._mine.phase:
-            return TOGETHER
+            return JOIN_OR_LEAVE_SECONDS
         return self._limit * (FIRST_STEP if self._mine.step is None else 1)
 
     def _judge(self, now: float) -> tuple[int, str] | None:

@@ -146,7 +146,7 @@ class Router(nn.Module):
         """Whether a step depends on the choices of all ranks in the previous step."""
         return self.routing.balance in ("loss", "bias")
 
-    def pull(self, counts: Tensor) -> Tensor | None:
+    def auxiliary_gradient(self, counts: Tensor) -> Tensor | None:
         """Return the gradient of the auxiliary loss with respect to each token's scores, given these choices."""
         kind = self.routing.balance
         if kind not in ("loss", "micro_batch_loss"):
@@ -175,8 +175,8 @@ class _Counted(torch.autograd.Function):
         router, counts = ctx.router, ctx.counts.to(gradient)
         dropped = counts.sum(0, keepdim=True) - ctx.kept.sum(0, keepdim=True).to(gradient)
         router.counts.append(torch.cat([counts, dropped]))
-        pull = router.pull(counts)
-        return gradient if pull is None else gradient + pull, None, None, None
+        auxiliary_gradient = router.auxiliary_gradient(counts)
+        return gradient if auxiliary_gradient is None else gradient + auxiliary_gradient, None, None, None
 
 
 class Experts(nn.Module):

@@ -111,7 +111,7 @@ class Rotary(nn.Module):
         return positions.float()[:, None] * frequencies
 
 
-def turn(x: Tensor, angles: Tensor) -> Tensor:
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
     """Rotate pairs of feature ``i`` of the first half and feature ``i`` of the second half, in fp32 or better.
 
     Args:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         pairs, v = groups[:, :, :-1], groups[:, :, -1]
         if self.norms:
             pairs = torch.cat([self.norms[0](pairs[:, :, :-1]), self.norms[1](pairs[:, :, -1:])], dim=2)
-        turned = turn(pairs, angles)
+        turned = rotate(pairs, angles)
         q, k = turned[:, :, :-1].flatten(1, 2), turned[:, :, -1]
         return self.output(self.mix(q, k, v).transpose(1, 2).flatten(2))
 

@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
 from ptdbench.models.experts import Experts, Mixture, Product, Router, Routing
-from ptdbench.models.llama import Attention, Rotary, SwiGLU, problems_of_heads, turn
+from ptdbench.models.llama import Attention, Rotary, SwiGLU, problems_of_heads, rotate
 from ptdbench.models.protocol import Role
 from ptdbench.problems import Problem, at_least, require
 
@@ -204,10 +204,10 @@ class LatentAttention(nn.Module):
         angles = self.rotary(torch.arange(x.shape[1], device=x.device))
         both = [self.head_width, self.rotary_width]
         still, turned = self.query(x).unflatten(-1, (-1, sum(both))).transpose(1, 2).split(both, dim=-1)
-        q = torch.cat([still, turn(turned, angles)], dim=-1)
+        q = torch.cat([still, rotate(turned, angles)], dim=-1)
         latent, shared = self.latent(x).split([self.latent_width, self.rotary_width], dim=-1)
         of_heads = self.key_value(self.latent_norm(latent)).unflatten(-1, (-1, 2 * self.head_width)).transpose(1, 2)
         key, v = of_heads.chunk(2, dim=-1)
-        shared = turn(shared, angles).unsqueeze(1).expand(-1, key.shape[1], -1, -1)
+        shared = rotate(shared, angles).unsqueeze(1).expand(-1, key.shape[1], -1, -1)
         mixed = self.mix(q, torch.cat([key, shared], dim=-1), v)
         return self.output(mixed.transpose(1, 2).flatten(2))

@@ -52,7 +52,7 @@ class Muon(torch.optim.Optimizer):
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
             how = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-            self._parts.append(_OfWhole(matrices, dtype, lr=lr, weight_decay=weight_decay, **how))
+            self._parts.append(_GatheredMuon(matrices, dtype, lr=lr, weight_decay=weight_decay, **how))
         if others:
             first, second = betas
             self._parts.append(torch.optim.AdamW(others, adamw_lr, (first, second), eps, weight_decay, fused=fused))
@@ -62,13 +62,13 @@ class Muon(torch.optim.Optimizer):
         """Update all weights that have a gradient."""
         for part in self._parts:
             # Groups and state are those of this optimizer, which loading a checkpoint replaces.
-            is_of_matrices = isinstance(part, _OfWhole)
+            is_of_matrices = isinstance(part, _GatheredMuon)
             part.param_groups = [one for one in self.param_groups if (one["rule"] == "matrices") == is_of_matrices]
             part.state = self.state
             part.step()
 
 
-class _OfWhole(torch.optim.Muon):
+class _GatheredMuon(torch.optim.Muon):
     """torch's Muon, but it orthogonalizes in a given dtype, and gathers sharded matrices first.
 
     torch would run each product of the iteration on shards, which communicates in every product and sums rounded

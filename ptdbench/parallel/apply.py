@@ -17,13 +17,13 @@ from ptdbench.parallel import context, experts, fp8, tensor
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.batchnorm import synchronize_batchnorm
-from ptdbench.parallel.compile import Compile, beside, compile_parts
+from ptdbench.parallel.compile import Compile, compile_parts, parts_outside_layers
 from ptdbench.parallel.ddp import replicate
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.fsdp import shard
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Offload, Options
-from ptdbench.parallel.precision import DTYPES, Copies, Name, narrow
+from ptdbench.parallel.precision import DTYPES, Copies, Name, cast_inputs
 from ptdbench.parallel.wide import widen
 
 
@@ -87,7 +87,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if is_copied and not splits:
         widen(module)
     # Inside recomputation, which repeats casts instead of keeping their results, and compilation, which fuses them.
-    narrow(module, layers, setting.precision)
+    cast_inputs(module, layers, setting.precision)
     # Recomputation before compilation: the compiler sees it and can choose what to keep.
     if not setting.activations.after_compilation:
         setting.activations(layers)
@@ -96,7 +96,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if setting.activations.after_compilation:
         setting.activations(layers)
     # Outside all of these: weights are cast once for all micro-batches; the cast is neither traced nor recomputed.
-    units = [] if setting.compile == "whole" else [*layers, *beside(module, layers, parts)]
+    units = [] if setting.compile == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
     waits = not (is_replicated or splits)
     copies = Copies(module, units, DTYPES[setting.precision], vectors_wait=waits) if is_copied else None
     # FSDP gathers weights in the compute dtype. Shards must be contiguous.

@@ -141,7 +141,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
         of_freed = {weight for layer in freed for weight in layer.parameters()}
         for weight in stage.parameters():
             numbers = parts[weight].numel()
-            ranks = dims.refold_copies("expert") if weight in of_experts else dims.shards
+            ranks = dims.regroup_copies("expert") if weight in of_experts else dims.shards
             averaged += numbers * sent
             if ranks == 1:
                 continue

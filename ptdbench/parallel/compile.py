@@ -55,7 +55,7 @@ def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterabl
     """
     if not how:
         return
-    units = [module] if how == "whole" else [*layers, *beside(module, layers, parts)]
+    units = [module] if how == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
     options: dict[str, Any] = {"fullgraph": True} if how == "whole" else {}
     if how == "autotune":
         options["options"] = autotuning()
@@ -81,7 +81,7 @@ def autotuning() -> dict[str, bool]:
     return options | ({f"triton.{wanted}": True} if hasattr(config.triton, wanted) else {})
 
 
-def beside(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
+def parts_outside_layers(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the parts of a chain that have weights and share no module with a layer: embedding and head."""
     here, of_layers = set(module.modules()), {inner for layer in layers for inner in layer.modules()}
     return [

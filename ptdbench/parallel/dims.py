@@ -36,7 +36,7 @@ class Degree:
     options: tuple[str, ...] = ()  #: Options that have an effect only where the degree is not 1.
     #: Degrees of neighboring places whose ranks it regroups: it is not a factor of the number of ranks, but divides
     #: the product of these degrees.
-    refolds: tuple[str, ...] = ()
+    regroups: tuple[str, ...] = ()
 
 
 def degree(text: str, letter: str, **columns: Any) -> Any:
@@ -76,7 +76,7 @@ class Degrees(Generic[T]):
         options=("schedule", "stages_per_rank", "microbatches"),
     )  # fmt: skip
     expert: T = degree(
-        "Ranks that share the experts of a layer.", "e", preset="parallel=ep", refolds=("shard", "context", "tensor")
+        "Ranks that share the experts of a layer.", "e", preset="parallel=ep", regroups=("shard", "context", "tensor")
     )
 
     @classmethod
@@ -136,18 +136,18 @@ class Dims(Degrees[int]):
     def communicators(self) -> int:
         """NCCL communicators of a rank: of all ranks, of each degree above 1 that is not all ranks, two between stages.
 
-        A degree that refolds others has one for the ranks that share, and one for those with the same share.
+        A degree that regroups others has one for the ranks that share, and one for those with the same share.
         """
         sizes = [getattr(self, name) for name in self.order()]
         for name, row in self.rows().items():
-            if row.refolds and getattr(self, name) > 1:
-                sizes += [getattr(self, name), self.refold_copies(name)]
+            if row.regroups and getattr(self, name) > 1:
+                sizes += [getattr(self, name), self.regroup_copies(name)]
         between_stages = 2 * (self.pipeline > 1)
         return (self.world_size > 1) + sum(1 < size < self.world_size for size in sizes) + between_stages
 
-    def refold_copies(self, name: str) -> int:
-        """Return the number of ranks with the same share under a degree that refolds others."""
-        return math.prod(getattr(self, other) for other in self.rows()[name].refolds) // int(getattr(self, name))
+    def regroup_copies(self, name: str) -> int:
+        """Return the number of ranks with the same share under a degree that regroups others."""
+        return math.prod(getattr(self, other) for other in self.rows()[name].regroups) // int(getattr(self, name))
 
     def stage(self, rank: int) -> int:
         """Return the position of a rank in its pipeline, by the order of the mesh."""
@@ -165,23 +165,23 @@ def derive(
     """Derive the degrees of a run.
 
     Degrees that are ``auto`` are derived in the order pipeline, tensor, shard, replicate: each but the last is the
-    smallest divisor above 1 of the remaining factor, and the last takes all of it. A degree that refolds others is the
+    smallest divisor above 1 of the remaining factor, and the last takes all of it. A degree that regroups others is the
     greatest common divisor of their product and its units.
 
     Args:
         world_size: Total number of ranks.
         wanted: Each degree, or ``auto``.
         kind: The table.
-        units: For each degree that refolds others, the number of units that its ranks divide, such as experts.
+        units: For each degree that regroups others, the number of units that its ranks divide, such as experts.
 
     Raises:
         ConfigError: The degrees do not multiply to the world size; it states the equation and values that fit. Or a
-            degree that refolds others does not divide their product.
+            degree that regroups others does not divide their product.
     """
     rows = kind.rows()
-    factors = {name: wanted[name] for name in rows if not rows[name].refolds}
+    factors = {name: wanted[name] for name in rows if not rows[name].regroups}
     found = {name: size for name, size in factors.items() if size != "auto"}
-    derived = waiting(wanted, kind)
+    derived = auto_degrees(wanted, kind)
     rest, odd = divmod(world_size, math.prod(found.values()))
     if odd or (rest != 1 and not derived):
         require(_unequal(world_size, factors))
@@ -190,7 +190,7 @@ def derive(
         found[name] = rest if is_last or rest == 1 else divisors(rest)[1]
         rest //= found[name]
     dims = kind(**found)
-    folds = {name: [getattr(dims, other) for other in row.refolds] for name, row in rows.items() if row.refolds}
+    folds = {name: [getattr(dims, other) for other in row.regroups] for name, row in rows.items() if row.regroups}
     for name, fold in folds.items():
         size = wanted.get(name, 1)
         found[name] = math.gcd(math.prod(fold), units.get(name, 0)) if size == "auto" else size
@@ -198,18 +198,18 @@ def derive(
     return kind(**found)
 
 
-def waiting(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> list[str]:
+def auto_degrees(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> list[str]:
     """Return the degrees to derive from the number of ranks, in order."""
     order = {name: row.derived for name, row in kind.rows().items() if row.derived is not None}
     return sorted((name for name in order if wanted[name] == "auto"), key=lambda name: order[name])
 
 
 def _unfit(name: str, size: int, row: Degree, fold: list[int]) -> Problem | None:
-    """Return a problem if a degree does not divide the ranks that it refolds."""
+    """Return a problem if a degree does not divide the ranks that it regroups."""
     fits = divisors(math.prod(fold))
     if size in fits:
         return None
-    factors = " x ".join(f"{other}({of_other})" for other, of_other in zip(row.refolds, fold, strict=True))
+    factors = " x ".join(f"{other}({of_other})" for other, of_other in zip(row.regroups, fold, strict=True))
     return Problem(name, size, f"must divide {factors} = {fits[-1]}, whose ranks it divides", try_these(fits))
 
 

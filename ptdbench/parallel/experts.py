@@ -57,7 +57,7 @@ def problems(model: Model, dims: Dims) -> Iterator[Problem]:
         yield Problem("expert", ranks, rule, try_these([1, "parallel=fsdp", "or model=moe_tiny"]))
         return
     yield from undivided("expert", ranks, roles)
-    copies = dims.refold_copies("expert")
+    copies = dims.regroup_copies("expert")
     for rows in {weight.shape[SHARDED] for module in modules(model) for weight in module.parameters()}:
         if rows % copies:
             rule = f"leaves {copies} copies of each expert, which must divide the {rows} rows of its matrices"
@@ -81,7 +81,7 @@ def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
     found = {}
     for weight in (weight for module in modules(model) for weight in module.parameters()):
         first, second, *rest = weight.shape
-        shape = first // dims.expert, second // dims.refold_copies("expert"), *rest
+        shape = first // dims.expert, second // dims.regroup_copies("expert"), *rest
         found[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
     return found
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ptdbench.models.protocol import Model, module_of
-from ptdbench.parallel.compile import beside
+from ptdbench.parallel.compile import parts_outside_layers
 from ptdbench.parallel.dims import Dims, Size
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.experts import SHARDED
@@ -55,7 +55,7 @@ def shard(
     narrow = DTYPES[precision] != torch.float32
     assert how.sent != "powersgd"  # refused
     reduce_dtype = DTYPES[how.sent]  # FSDP also accumulates micro-batches in it
-    # Inputs are cast by precision.narrow(), as under every layout.
+    # Inputs are cast by precision.cast_inputs(), as under every layout.
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
     )
@@ -128,7 +128,9 @@ def _around(
         return [], []
     holders = Counter(weight for _, weight in module.named_parameters(remove_duplicate=False))
     alone = [
-        part for part in beside(module, layers, parts) if all(holders[weight] == 1 for weight in part.parameters())
+        part
+        for part in parts_outside_layers(module, layers, parts)
+        if all(holders[weight] == 1 for weight in part.parameters())
     ]
 
     def looks_up(part: nn.Module) -> bool:

@@ -44,17 +44,17 @@ class Mesh:
 
         #: The ranks over which weights are sharded, in each copy of the model.
         self.shard = in_each_copy(flat(*dims.order("weights"))) if {*dims.order("weights")} & {*names} else self.batch
-        #: For each degree above 1 that refolds others, their ranks in two dimensions: ``<name>_copies``, those with the
-        #: same share, and ``<name>``, those that share.
-        self.refolds = {}
+        #: For each degree above 1 that regroups others, their ranks in two dimensions: ``<name>_copies``, those with
+        #: the same share, and ``<name>``, those that share.
+        self.regrouped = {}
         for name, row in dims.rows().items():
-            if row.refolds and (size := getattr(dims, name)) > 1:
-                ranks = flat(*(other for other in dims.order() if other in row.refolds))
-                self.refolds[name] = ranks._unflatten(0, (dims.refold_copies(name), size), (f"{name}_copies", name))
-        fold = self.refolds.get("expert")
+            if row.regroups and (size := getattr(dims, name)) > 1:
+                ranks = flat(*(other for other in dims.order() if other in row.regroups))
+                self.regrouped[name] = ranks._unflatten(0, (dims.regroup_copies(name), size), (f"{name}_copies", name))
+        fold = self.regrouped.get("expert")
         #: Like ``shard``, for experts that are divided among ranks.
         self.experts = in_each_copy(fold["expert_copies"]) if fold else self.shard
-        self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.refolds.items()}
+        self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.regrouped.items()}
         self._degrees = dims.rows()
 
     def __getitem__(self, degree: str) -> DeviceMesh | None:

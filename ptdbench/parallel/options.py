@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Degrees, Dims, Size, waiting
+from ptdbench.parallel.dims import Degrees, Dims, Size, auto_degrees
 from ptdbench.parallel.pipeline import schedules
 from ptdbench.parallel.pipeline.schedules import Schedule
 
@@ -46,7 +46,7 @@ class Options(Degrees[Size]):
 
         A requested transform is applied even on one rank, so that its overhead can be measured.
         """
-        return getattr(dims, degree) > 1 or (dims.world_size == 1 and waiting(self.degrees())[:1] == [degree])
+        return getattr(dims, degree) > 1 or (dims.world_size == 1 and auto_degrees(self.degrees())[:1] == [degree])
 
     def shards(self, dims: Dims) -> bool:
         """Whether FSDP2 manages the weights; it also manages replicas of DTensors, which DDP does not support."""

@@ -35,7 +35,7 @@ def arithmetic(precision: Name, device_type: str) -> str:
     return "fp8" if precision in fp8.RECIPES else precision
 
 
-def narrow(module: nn.Module, layers: Collection[nn.Module], precision: Name) -> None:
+def cast_inputs(module: nn.Module, layers: Collection[nn.Module], precision: Name) -> None:
     """Cast the inputs of a module and its layers, except targets, to ``precision``; fp32 and tf32 change nothing.
 
     Layers are the units of sharding and compilation. Buffers keep their dtypes. Weights are cast by :class:`Copies`, or

@@ -14,7 +14,7 @@ from ptdbench.parallel import conflicts, context, experts, fsdp, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
-from ptdbench.parallel.dims import Dims, derive, waiting
+from ptdbench.parallel.dims import Dims, auto_degrees, derive
 from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
@@ -54,7 +54,7 @@ class Strategy(Options):
     def ranks(self, available: int) -> int:
         """Return the number of ranks if the config does not set it: as many of the available devices as fit."""
         fixed = Dims(**{name: degree for name, degree in self.degrees().items() if degree != "auto"}).world_size
-        return max(available // fixed, 1) * fixed if waiting(self.degrees()) else fixed
+        return max(available // fixed, 1) * fixed if auto_degrees(self.degrees()) else fixed
 
     def dims(self, world_size: int, model: Model | None = None) -> Dims:
         """Derive the degrees for a world size; an ``auto`` expert degree needs the ``model``, whose experts it divides.

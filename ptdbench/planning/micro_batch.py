@@ -62,7 +62,7 @@ _SHORT = {
 }
 
 
-def of_try(config: Config, steps: int = 3) -> dict[str, Any]:
+def try_options(config: Config, steps: int = 3) -> dict[str, Any]:
     """Return the options that shorten a run to a try; its optimizer state exists from the second step on."""
     found: dict[str, Any] = _SHORT | {"train.steps": steps}
     if isinstance(config.cluster, Slurm):
@@ -76,16 +76,16 @@ def of_try(config: Config, steps: int = 3) -> dict[str, Any]:
     return found
 
 
-def is_sought(config: Config) -> bool:
+def needs_search(config: Config) -> bool:
     """Return whether the micro-batch must be searched for."""
     train = config.resolved.get("train")
     return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
 
 
-def as_found(config: Config, record: Mapping[str, Any] | None) -> Config:
+def with_found_micro_batch(config: Config, record: Mapping[str, Any] | None) -> Config:
     """Return the configuration of a run with the micro-batch that was found before its ranks were started."""
     found = part(record or {}, MicroBatch).found
-    return config.changed({"train.micro_batch": found}) if found and is_sought(config) else config
+    return config.changed({"train.micro_batch": found}) if found and needs_search(config) else config
 
 
 #: Stand-in for the size of a GPU in bytes, until a try has reported it.
@@ -192,7 +192,7 @@ class Finder:
     def _needed(self, micro_batch: int, record: dict[str, Any]) -> int | None:
         """Return the bytes that a run would take: all ranks of this host together, or the GPU of the largest rank."""
         assert self._spec.training
-        metrics, waits = part(record, Metrics), waiting(self._spec.training, self._layouts[micro_batch])
+        metrics, waits = part(record, Metrics), missing_sample_bytes(self._spec.training, self._layouts[micro_batch])
         if self._spec.device_type == "cpu":
             peak = metrics.peak_memory_bytes
             return None if peak is None else (peak + waits) * self._ranks_here
@@ -203,7 +203,7 @@ class Finder:
     def _tried(self, micro_batch: int) -> Try:
         """Try a micro-batch in one short run."""
         started = time.monotonic()
-        record = self._carried_out(micro_batch, of_try(self.config), "")
+        record = self._carried_out(micro_batch, try_options(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
             self._search.room = self._room(part(record, Metrics))
         needed = None if record["status"] == "oom" else self._needed(micro_batch, record)
@@ -278,7 +278,7 @@ class Finder:
         Raises:
             Broken: The run has no throughput.
         """
-        options = of_try(self.config, _STEPS) | {"train.warmup_steps": 2}
+        options = try_options(self.config, _STEPS) | {"train.warmup_steps": 2}
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None
@@ -326,7 +326,7 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
 
 
 def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
-    """Return the shortest step with the same memory peak, except for :func:`waiting` samples."""
+    """Return the shortest step with the same memory peak, except for the samples of :func:`missing_sample_bytes`."""
     if layout.accumulation <= _PASSES:
         return layout
     batch = layout.global_batch // layout.accumulation * _PASSES
@@ -334,7 +334,7 @@ def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
     return shorter if shorter.microbatches == layout.microbatches else layout
 
 
-def waiting(training: TrainingSpec, layout: BatchPlan) -> int:
+def missing_sample_bytes(training: TrainingSpec, layout: BatchPlan) -> int:
     """Return the bytes of samples that the stand-in step lacks: a rank holds all samples of a step from its start."""
     missing = layout.replica_batch - stand_in(training, layout).replica_batch
     return missing * sum(one.nbytes for one in training.data.example())

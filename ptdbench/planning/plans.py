@@ -27,7 +27,7 @@ from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.measure.memory import host_memory
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store
-from ptdbench.records.bearing import bears
+from ptdbench.records.effects import affects
 from ptdbench.setup import commandline, compose, hydra_output
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
@@ -187,14 +187,14 @@ def _planned(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
 
 def _fields(one: _Lacking, carry_out: CarryOut, cores: int) -> dict[str, Any]:
     """Make and cache a plan; return its fields, or the failure."""
-    from ptdbench.planning import foresee
+    from ptdbench.planning import memory_plan
 
     started = time.monotonic()
     try:
-        found = foresee.plan(foresee.Asked(one.config, one.is_free, one.title, carry_out, cores))
+        found = memory_plan.plan(memory_plan.Asked(one.config, one.is_free, one.title, carry_out, cores))
     except ConfigError as refused:
         return _failed(refused)
-    except foresee.Failed as failed:
+    except memory_plan.Failed as failed:
         status = failed.record["status"]  # "oom" means host memory, which says nothing about the GPU
         return {"status": "failed" if status == "oom" else status, "error": failed.record["error"]}
     if one.key and found["plan"].get("reason") is None:
@@ -215,7 +215,7 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
     """Return the cache key: all that a plan on virtual GPUs depends on; ``None`` if that is unknown."""
     if "virtual" not in read.resolved:
         return None  # this machine's available memory changes
-    options = {name: value for name, value in read.resolved.items() if not bears(name, "nothing")}
+    options = {name: value for name, value in read.resolved.items() if not affects(name, "nothing")}
     named = {target.partition(".")[0] for target in _targets(read.resolved)} - {"ptdbench"}
     if any(map(_may_change, named | set(filter(util.find_spec, _PACKAGES)))):
         return None

@@ -116,7 +116,7 @@ def open_record(directory: Path, draft: Written) -> Written:
     with locked(directory):
         if earlier := store.earlier_record(directory):
             _require_ended(directory, earlier, draft.get("owner"))
-            draft = record.going_on(draft, earlier)
+            draft = record.with_earlier_results(draft, earlier)
         store.write_record(directory, draft)
     return draft
 
@@ -127,14 +127,14 @@ def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | 
         return
     in_other_job = owner["job"] and owner["job"] != slurm_job(os.environ)
     who = f"job {owner['job']}" if in_other_job else f"process {owner['pid']} on {owner['host']}"
-    if goes_on := _goes_on(owner):
+    if is_alive := _is_alive(owner):
         rule = f"{who} is writing its results there"
         raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
-    if goes_on is None:
+    if is_alive is None:
         echo(f"{directory}: was opened by {who}; whether that has ended cannot be determined from here", sys.stderr)
 
 
-def _goes_on(owner: Mapping[str, Any]) -> bool | None:
+def _is_alive(owner: Mapping[str, Any]) -> bool | None:
     """Return whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
     is_here = owner["host"] == socket.gethostname()
     is_in_this_job = owner["job"] == slurm_job(os.environ)

@@ -15,7 +15,7 @@ import msgspec
 from ptdbench.files import strict
 from ptdbench.problems import as_typed
 from ptdbench.records import schema, store
-from ptdbench.records.bearing import bearing, bears, leaves
+from ptdbench.records.effects import affects, leaves, options_affecting
 from ptdbench.records.failure import Failure, status_of
 from ptdbench.records.schema import Metrics, Owner, Written, part
 from ptdbench.terminal import command, sources, under
@@ -96,7 +96,7 @@ def failed(record: Written, failure: Failure) -> dict[str, Any]:
     return {**record, "status": status_of(failure), "error": failure.as_error()}
 
 
-def going_on(draft: Written, earlier: Written) -> dict[str, Any]:
+def with_earlier_results(draft: Written, earlier: Written) -> dict[str, Any]:
     """Return the draft of a resumed run's record, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     typed = draft if draft.get("overrides") is not None else earlier
@@ -126,11 +126,11 @@ def how_started(record: Written) -> str:
     return under(str(launcher)) if by_hand else command()
 
 
-def retyped(record: Written) -> str | None:
+def rerun_command(record: Written) -> str | None:
     """Return the command line for a new run with the same options; ``None`` if the overrides are not recorded."""
     if record.get("overrides") is None:
         return None
-    words = [word for word in record["overrides"] if not bears(word.lstrip("+").partition("=")[0], "start")]
+    words = [word for word in record["overrides"] if not affects(word.lstrip("+").partition("=")[0], "start")]
     return f"{how_started(record)} {shlex.join([*(record.get('sources') or []), *words])}".rstrip()
 
 
@@ -174,12 +174,12 @@ def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
 
 def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a resolved configuration that identify its run, by their dotted names."""
-    asked = {name: value for name, value in leaves(config) if not bears(name, "nothing", "queue") and value != {}}
-    unset = {name for name in bearing("shape") if asked.get(name) is None}
+    asked = {name: value for name, value in leaves(config) if not affects(name, "nothing", "queue") and value != {}}
+    unset = {name for name in options_affecting("shape") if asked.get(name) is None}
     return {name: value for name, value in asked.items() if name not in unset}
 
 
-def other_work(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def work_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Describe the options in which two resolved configurations' runs differ: ``train.steps=5 (here 7)``.
 
     Only the first three are named, as configurations of different package versions may differ in many.
@@ -214,9 +214,9 @@ def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
 def fingerprint(config: Mapping[str, Any]) -> str:
     """Return sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
-    Options that do not affect the work are ignored, see :mod:`ptdbench.records.bearing`.
+    Options that do not affect the work are ignored, see :mod:`ptdbench.records.effects`.
     """
-    return _digest({name: value for name, value in config.items() if not bears(name, "nothing")})
+    return _digest({name: value for name, value in config.items() if not affects(name, "nothing")})
 
 
 def _digest(options: Mapping[str, Any]) -> str:

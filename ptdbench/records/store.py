@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ptdbench.files import appear, read_bytes, replace_bytes, strict, write_json
+from ptdbench.files import create_atomically, read_bytes, replace_bytes, strict, write_json
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema
 from ptdbench.records.schema import Written
@@ -216,7 +216,7 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
         ConfigError: Another process is writing there, it is not writable, or it holds results.
     """
     with _writable(directory, option):
-        is_new = appear(directory, fill)
+        is_new = create_atomically(directory, fill)
     lock(directory, option)
     if not is_new:
         of_sweep = is_sweep(directory) or any(directory.glob(f"*/{RECORD}"))
@@ -279,7 +279,7 @@ def claim_directory(parent: Path, name: str, option: str, fill: Callable[[Path, 
     """
     stem = file_name(name).strip("-.") or "run"
     with _writable(parent, option):
-        return next(path for numbered in _numbered(stem) if appear(path := parent / numbered, fill))
+        return next(path for numbered in _numbered(stem) if create_atomically(path := parent / numbered, fill))
 
 
 def file_name(text: object) -> str:

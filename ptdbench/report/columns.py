@@ -61,13 +61,13 @@ class Column(text.Column[Row]):
     compares: bool = False  #: Whether it is meaningless for a single row.
     paged: bool = False  #: Whether only the page has it.
     moved: str = ""  #: Its format in the title of a table without room for it, if all rows have the same value.
-    #: ``spared`` if rows have repeats, if different: certainty of the order then matters more than steps of one run.
+    #: ``drop_order`` with repeats, if different: certainty of the order then matters more than steps of one run.
     in_repeats: int | None = None
 
     def in_table(self, repeats: bool, is_alike: bool) -> Column:
         """Return the column with its place in the order of omission; a column equal in all rows is omitted first."""
-        order = self.in_repeats if repeats and self.in_repeats is not None else self.spared
-        return replace(self, spared=-1 if is_alike else order)
+        order = self.in_repeats if repeats and self.in_repeats is not None else self.drop_order
+        return replace(self, drop_order=-1 if is_alike else order)
 
     def on_page(self) -> dict[str, Any]:
         """Return the column's description for the page."""
@@ -149,20 +149,20 @@ COLUMNS = (
     _figure("batch", "batch", lambda row: row.run.get("global_batch"), moved="batch {}"),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate", most=True),
     Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, most=True,
-           compares=True, spared=2, in_repeats=5),
+           compares=True, drop_order=2, in_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, scale=1e3,
            field="step", in_repeats=2),
     _figure("memory", "memory_mib", attrgetter("metrics.peak_memory_bytes"), memory_text, scale=2**-20,
-            field="memory", spared=3),
+            field="memory", drop_order=3),
     _figure("reserved", "reserved_mib", attrgetter("metrics.peak_reserved_bytes"), memory_text, scale=2**-20,
-            field="reserved", spared=1),
+            field="reserved", drop_order=1),
     _figure("MFU", "mfu", attrgetter("metrics.mfu"), _PERCENT, scale=100, most=True),
     _figure("MFU causal", "mfu_causal", attrgetter("metrics.mfu_causal"), _PERCENT, scale=100, most=True, paged=True),
     _figure("% of GEMM", "of_ceiling", attrgetter("metrics.share_of_ceiling"), _PERCENT, scale=100, most=True,
-            spared=0),
+            drop_order=0),
     _figure("J/sample", "joules", _joules, three_digits, paged=True),
     _figure("loss", "loss", lambda row: row.run.get("final_loss"), _THREE_DECIMALS),
-    Column("val", name="held_out", cell=_evaluation, value=lambda row: _last_evaluation(row)[1], spared=4),
+    Column("val", name="held_out", cell=_evaluation, value=lambda row: _last_evaluation(row)[1], drop_order=4),
     _figure("status", "status", _statuses, words=True, kept=True),
     _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), words=True, paged=True),
 )  # fmt: skip

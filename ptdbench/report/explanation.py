@@ -148,7 +148,7 @@ def _pair(directory: Path, other: Path) -> Group:
     """Compare one run with another."""
     run, against = _single(directory), _single(other)
     _require_phases(run, against)
-    if difference := recorded_phases.other_work(run, against):
+    if difference := recorded_phases.work_difference(run, against):
         rule = f"they did other work, {difference}; give two runs of the same model, global batch and precision"
         raise Refused(f"{directory} and {other}: {rule}")
     if directory.resolve() == other.resolve():

@@ -10,7 +10,7 @@ from typing import Any
 
 from ptdbench.comparison.alternatives import name_of_sweep
 from ptdbench.parallel.dims import Dims
-from ptdbench.records.bearing import OF_CHOICE, bears, leaves
+from ptdbench.records.effects import OF_CHOICE, affects, leaves
 from ptdbench.records.record import configuration, option
 from ptdbench.records.schema import Layout, Written, part
 from ptdbench.report.text import range_text
@@ -71,7 +71,7 @@ def options(record: Written) -> dict[str, Any]:
     kept = [
         (name.removesuffix(".name"), value)
         for name, value in sorted(leaves(configuration(record)), key=lambda leaf: leaf[0].count("."))
-        if not bears(name, "start", "sweep") and _last(name) not in _REPEATING
+        if not affects(name, "start", "sweep") and _last(name) not in _REPEATING
     ]
     return dict(kept)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.load import Run
-from ptdbench.records.record import retyped
+from ptdbench.records.record import rerun_command
 from ptdbench.report import columns, table
 from ptdbench.report.columns import Block, Column, Row
 from ptdbench.report.labels import Environments, as_text
@@ -35,7 +35,7 @@ def _of_model(found: Block) -> Iterator[str]:
     yield _table(found.columns(), found.rows)
     if lines := [*found.remarks, *found.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    typed = [(row.name, retyped(row.run) or "what was typed is not on record") for row in found.rows]
+    typed = [(row.name, rerun_command(row.run) or "what was typed is not on record") for row in found.rows]
     yield _folded("commands", [f"# {name}\n{command}" for name, command in typed])
 
 
@@ -48,7 +48,7 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
 def _of_workload(run: Run) -> Iterator[str]:
     yield f"## {_escaped(str(run.get('workload')))}"
     yield _fenced(table.of_workload(run, _WIDTH))
-    if typed := retyped(run):
+    if typed := rerun_command(run):
         yield _folded("command", [typed])
 
 

@@ -125,7 +125,7 @@ _WORK = {
 }
 
 
-def other_work(one: Written, other: Written) -> str | None:
+def work_difference(one: Written, other: Written) -> str | None:
     """Return how the work of two runs differs, which makes their steps incomparable; ``None`` if it does not."""
     for field, form in _WORK.items():
         if one.get(field) != other.get(field):

@@ -14,7 +14,7 @@ from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import throughput
 from ptdbench.comparison.ranking import Place, Ranking
 from ptdbench.records import schema
-from ptdbench.records.bearing import bears
+from ptdbench.records.effects import affects
 from ptdbench.records.failure import TRACEBACK
 from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Hardware, Layout, Metrics, MicroBatch, Remarks, Written, part
@@ -92,7 +92,7 @@ _NAMED = 5
 
 def training(run: Written) -> Hashable:
     """Return a key that is equal for two runs if and only if the losses of their common steps should be."""
-    kept = {name: value for name, value in options(run).items() if not bears(name, "layout")}
+    kept = {name: value for name, value in options(run).items() if not affects(name, "layout")}
     return _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
 

@@ -126,7 +126,7 @@ def _of_model(found: Block, width: int) -> str:
     }
     shown = [one.in_table(repeats, one.heading in alike) for one in known]
     lines, gone = text.table(shown, rows, width)
-    by_place = sorted(shown, key=lambda one: one.spared or 0)
+    by_place = sorted(shown, key=lambda one: one.drop_order or 0)
     spared = [one.heading for one in by_place if one.heading in gone and one.heading not in alike]
     remarks = [*text.left_out(spared, width), *found.remarks, *found.why]
     title = found.title(alike[heading] for heading in gone if heading in alike)

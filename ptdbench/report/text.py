@@ -49,7 +49,7 @@ class Column(Generic[R]):
     cell: Callable[[R], str]  #: The text for a row, :data:`MISSING` if there is no figure.
     words: bool = False  #: Whether it has words rather than figures.
     #: Its place in the order in which columns are omitted if there is no room; ``None``: never omitted.
-    spared: int | None = None
+    drop_order: int | None = None
     #: Width to which it may shrink before others are omitted, 0: that of its longest word; ``None``: it does not.
     least: int | None = None
 
@@ -83,7 +83,7 @@ def table(
     texts = [[column.heading, *map(column.cell, rows)] for column in columns]
     natural = [max(map(cell_len, of_column)) for of_column in texts]
     widths = dict(enumerate(natural))
-    order = sorted((column.spared, place) for place, column in enumerate(columns) if column.spared is not None)
+    order = sorted((column.drop_order, place) for place, column in enumerate(columns) if column.drop_order is not None)
     if width is not None:
         shrinking = [place for place, column in enumerate(columns) if column.least is not None]
         for place in shrinking:

@@ -14,12 +14,12 @@ from ptdbench.comparison.ranking import detectable_text, interval_text, level_of
 from ptdbench.comparison.significance import Comparison
 from ptdbench.comparison.variation import MIN_RUNS
 from ptdbench.records import record, schema
-from ptdbench.records.bearing import bears, leaves
+from ptdbench.records.effects import affects, leaves
 from ptdbench.records.schema import Environment, Written, part
 from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
-from ptdbench.report.recorded_phases import other_work
+from ptdbench.report.recorded_phases import work_difference
 from ptdbench.report.remarks import listed, reason
 from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
@@ -111,7 +111,7 @@ def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozens
     if versions[0] == versions[1]:
         return frozenset()
     one, other = values
-    names = {name for name in one.keys() ^ other.keys() if not bears(name, "nothing")}
+    names = {name for name in one.keys() ^ other.keys() if not affects(name, "nothing")}
     return frozenset(name for name in names if len((one | other)[name]) == 1)
 
 
@@ -124,7 +124,7 @@ def _not_compared(ignored: Collection[str]) -> list[str]:
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
     """Return how the work of the sides differs; ``None`` if any two did the same, or all runs of a side failed."""
     ok = [[one.median_run for one in side if one.sample] for side in (before, after)]
-    found = [other_work(one, other) for one, other in product(*ok)]
+    found = [work_difference(one, other) for one, other in product(*ok)]
     return found[0] if found and all(found) else None
 
 

@@ -98,7 +98,7 @@ _SHORT = "train.steps=20"
 _LENGTHS = ("train.steps", "experiment", "resume", "sweep.resume")
 
 
-def in_full(overrides: Iterable[str]) -> list[str]:
+def expand_shorthands(overrides: Iterable[str]) -> list[str]:
     """Return overrides with shorthands expanded."""
     words = (_PROFILE.get(override.lower(), override) for override in overrides)
     return [f"{_RUNS}={word.removeprefix(_REPEAT)}" if word.startswith(_REPEAT) else word for word in words]
@@ -117,7 +117,7 @@ def imply(arguments: argparse.Namespace) -> list[str]:
     silently ignore them and run in this process. ``repeat=5`` is a sweep, too, and ``repeat=auto`` a sweep of short
     runs, except with other configuration files, whose runs have their own length.
     """
-    overrides = in_full(arguments.overrides)
+    overrides = expand_shorthands(arguments.overrides)
     typed, extra = values(overrides), []
     if typed.get(LAUNCHER) == "submitit_slurm" and "cluster" not in typed:
         extra.append("cluster=slurm")

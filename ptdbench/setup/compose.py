@@ -29,8 +29,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ptdbench.problems import ConfigError, Problem, first_line, nearest, require, try_these
-from ptdbench.records.bearing import OF_CHOICE, leaves
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, in_full, option, quoted, search_in
+from ptdbench.records.effects import OF_CHOICE, leaves
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
 from ptdbench.terminal import command
 
@@ -127,7 +127,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
     """
     source = source or Source(conf_folder())
     with source.open():
-        parsed = _parse(in_full(overrides))
+        parsed = _parse(expand_shorthands(overrides))
         require(*_unfit(parsed))
         try:
             hydras = [_line(override) for override in parsed if override.is_hydra_override()]
@@ -136,7 +136,7 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             ours = [override for override in parsed if not override.is_hydra_override()]
             first = _compose(source.name, [*hydras, *_corner(ours, 0)])
             if params := first.hydra.sweeper.get("params"):  # a file in conf/ may define the lists of a sweep
-                ours = [*_parse(in_full(f"{name}={value}" for name, value in params.items())), *ours]
+                ours = [*_parse(expand_shorthands(f"{name}={value}" for name, value in params.items())), *ours]
                 first = _compose(source.name, [*hydras, *_corner(ours, 0)])
             require(_lacking(source.name, first, parsed))
             if first.hydra.mode is None:  # as Hydra does

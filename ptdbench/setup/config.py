@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
-from ptdbench.records.bearing import OF_CHOICE
+from ptdbench.records.effects import OF_CHOICE
 from ptdbench.records.record import Objective, configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature

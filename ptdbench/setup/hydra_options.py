@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, require
-from ptdbench.records.bearing import leaves
+from ptdbench.records.effects import leaves
 from ptdbench.records.record import DIRECTIONS
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option, values
 from ptdbench.setup.compose import Composed

@@ -17,7 +17,7 @@ from ptdbench import terminal
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
-from ptdbench.records.bearing import bearing, bears
+from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.schema import Written
 from ptdbench.setup.commandline import as_written, is_cluster, option, quoted, values
 from ptdbench.setup.config import Config, of_record
@@ -137,9 +137,9 @@ def _of_hydra(path: Path, option: str) -> Any:
 
 def _may_change(name: str, swept: set[str]) -> bool:
     """Return whether a resumed sweep may change this option: more blocks, for one, keep the order of existing ones."""
-    if name.startswith("hydra.") or name == RESHAPE or bears(name, "blocks"):
+    if name.startswith("hydra.") or name == RESHAPE or affects(name, "blocks"):
         return True
-    return name.startswith("cluster.") and bears(name, "queue") and name not in swept
+    return name.startswith("cluster.") and affects(name, "queue") and name not in swept
 
 
 def _asked_of_sweep(directory: Path) -> list[str]:
@@ -168,7 +168,7 @@ def _earlier(directory: Path, written: Written) -> list[str]:
         if not path.exists():
             raise _no_run(RUN, directory)
         typed = _words(path, RUN, directory, lambda saved: saved)
-    return [override for override in typed if not bears(option(override), "blocks")]
+    return [override for override in typed if not affects(option(override), "blocks")]
 
 
 def _no_run(asked: str, directory: Path) -> ConfigError:
@@ -207,12 +207,12 @@ def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], worl
     Under a launcher, only what matches its nodes and ranks, which the run will use.
     """
     if (was := record.option(written, "cluster", dict)) is None:
-        return [override for override in earlier if bears(option(override), "shape")]
+        return [override for override in earlier if affects(option(override), "shape")]
     typed = values(others).get("cluster")
     if typed not in (None, was.get("name")):
         return []
     of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster, this machine's GPUs are used
-    kept = {name: was.get(name.removeprefix("cluster.")) for name in bearing("shape") if name not in of_jobs}
+    kept = {name: was.get(name.removeprefix("cluster.")) for name in options_affecting("shape") if name not in of_jobs}
     if world:
         here = {"cluster.nodes": world.nodes, "cluster.ranks_per_node": world.local_size}
         kept = {name: value for name, value in kept.items() if here.get(name, value) == value}

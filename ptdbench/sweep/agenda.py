@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
-from ptdbench.files import appear, write_json
+from ptdbench.files import create_atomically, write_json
 from ptdbench.launch.world import discover
 from ptdbench.problems import ConfigError
 from ptdbench.records import failure, ownership, record, store
@@ -213,9 +213,9 @@ class Agenda:
         if request.refused:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
-        if not appear(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
+        if not create_atomically(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             ownership.open_record(directory, draft)
-        other = record.other_work(record.configuration(earlier), record.configuration(draft)) if earlier else None
+        other = record.work_difference(record.configuration(earlier), record.configuration(draft)) if earlier else None
         if earlier and other and (earlier["status"] == "ok" or earlier.get("steps")):
             echo(f"{directory.name}: was done with other options, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))

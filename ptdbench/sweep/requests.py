@@ -220,7 +220,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
         rule = "each rank of the script's job would search by itself"
         remedy = f"try {command()} -m cluster=slurm, which submits jobs"
         require(Problem(commandline.SWEEPER, name, rule, remedy))
-    for sought in filter(micro_batch.is_sought, composed.configs):
+    for sought in filter(micro_batch.needs_search, composed.configs):
         rule = "is found by short runs, each with fresh ranks, and the script of one run starts its ranks once"
         remedy = f"try {command()} cluster=slurm, which submits jobs"
         require(Problem("train.micro_batch", sought.train.micro_batch, rule, remedy))

@@ -21,7 +21,7 @@ from ptdbench import terminal
 from ptdbench.launch import forced_exit, local, slurm
 from ptdbench.launch.slurm import JobSteps, SlurmError
 from ptdbench.launch.world import discover
-from ptdbench.planning.micro_batch import is_sought
+from ptdbench.planning.micro_batch import needs_search
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import failure, ledger, store
 from ptdbench.setup.config import Container, Slurm
@@ -50,7 +50,7 @@ def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
     alike: dict[tuple[str, tuple[bool, ...]], list[list[int]]] = {}
     for job in _jobs(requests):
         given = _given([requests[place] for place in job])
-        alike.setdefault((given, tuple(is_sought(requests[place].config) for place in job)), []).append(job)
+        alike.setdefault((given, tuple(needs_search(requests[place].config) for place in job)), []).append(job)
     return list(alike.values())
 
 
@@ -161,7 +161,7 @@ class Array:
 
     def search(self, run: Request, folder: Path) -> JobSteps | None:
         """Return how a job's script starts ranks that try a micro-batch; ``None`` if none is searched for."""
-        if not is_sought(run.config):
+        if not needs_search(run.config):
             return None
         step = self._step([sys.executable, "-u", "-m", "ptdbench", "run"], folder)
         return JobSteps(world_of(self._shape), self._shape.gpus_per_node, resources.srun(self.cluster, step))
@@ -169,7 +169,7 @@ class Array:
     def _run(self, run: Request, folder: Path) -> Step:
         """Return the step that runs in every task of a job; if needed, the script first searches the micro-batch."""
         command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
-        return replace(self._step(command, folder), before=command if is_sought(run.config) else ())
+        return replace(self._step(command, folder), before=command if needs_search(run.config) else ())
 
     def _step(self, command: Sequence[str], folder: Path) -> Step:
         """Return the step of a command in every task of a job, in its container and with its output in a folder."""

@@ -281,7 +281,7 @@ class EnergyMeter:
         self._began: tuple[int, float] | None = None
 
     @contextmanager
-    def interrupted(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Return a context whose work between two steps is not metered; called in all ranks."""
         self.stop()
         yield

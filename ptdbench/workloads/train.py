@@ -90,7 +90,7 @@ class _Training:
                 evaluate()
             for _ in advance:
                 if evaluator.due() or recorder.due or checkpointing.due:
-                    with self._meter.interrupted():
+                    with self._meter.paused():
                         if checkpointing.due:  # first: an evaluation may take longer than the run has left
                             checkpointing.save()
                         if evaluator.due():

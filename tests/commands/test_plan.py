@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from ptdbench.measure.memory import HostMemory
-from ptdbench.planning import foresee, plans
+from ptdbench.planning import memory_plan, plans
 from ptdbench.problems import ConfigError
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
@@ -52,7 +52,7 @@ def nothing(*_: object) -> None:
 
 
 def planned(asked: Config, carry_out: Callable[..., None] = nothing) -> dict[str, Any]:
-    return foresee.plan(foresee.Asked(asked, False, "toy", carry_out))
+    return memory_plan.plan(memory_plan.Asked(asked, False, "toy", carry_out))
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
 
 @pytest.mark.usefixtures("anywhere")
 def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_one_has_it(monkeypatch):
-    monkeypatch.setattr(foresee, "host_memory", lambda: HostMemory(1 << 40, 100))
+    monkeypatch.setattr(memory_plan, "host_memory", lambda: HostMemory(1 << 40, 100))
     asked = small("parallel=fsdp", "offload=optimizer_and_weights")
     made = planned(asked)
     assert (made["status"], made["plan"]["fits"], made["plan"].get("capacity_bytes")) == ("ok", None, None)
@@ -225,7 +225,7 @@ def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_pa
 def test_a_batch_that_all_ranks_can_divide_is_found_where_the_nodes_are_not_given(words, factor):
     (asked,) = plans.composed(["model=toy", *words.split()], None).configs
     assert asked.cluster.nodes == "auto"
-    assert foresee._with_any_batch(asked).train.global_batch == factor * foresee._ANY_BATCH
+    assert memory_plan._with_any_batch(asked).train.global_batch == factor * memory_plan._ANY_BATCH
 
 
 @pytest.mark.ranks

@@ -8,7 +8,7 @@ from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.comparison.ranking import rank
 from ptdbench.records import ledger, store
-from ptdbench.records.bearing import leaves
+from ptdbench.records.effects import leaves
 from ptdbench.report.labels import names
 from tests.report.made import failed, repeated, run
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.launch import devices, rendezvous
-from ptdbench.launch.devices import Sight
+from ptdbench.launch.devices import VisibleGpus
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
 
 WORLD = World(rank=0, size=4, local_rank=0, local_size=2, launcher="srun")
 
 
-def refused(monkeypatch, seen: list[Sight], device: str = "auto", backend: str = "auto") -> str:
+def refused(monkeypatch, seen: list[VisibleGpus], device: str = "auto", backend: str = "auto") -> str:
     monkeypatch.setattr(devices, "_survey", lambda world: seen)
     try:
         devices.check(replace(WORLD, size=len(seen)), device, backend)
@@ -26,8 +26,8 @@ def refused(monkeypatch, seen: list[Sight], device: str = "auto", backend: str =
     return ""
 
 
-def on(node: str, *ranks: int, gpus: int, reason: str = "") -> list[Sight]:
-    return [Sight(rank, node, len(ranks), gpus, reason=reason) for rank in ranks]
+def on(node: str, *ranks: int, gpus: int, reason: str = "") -> list[VisibleGpus]:
+    return [VisibleGpus(rank, node, len(ranks), gpus, reason=reason) for rank in ranks]
 
 
 def test_ranks_that_find_the_same_kind_are_accepted(monkeypatch):
@@ -55,8 +55,8 @@ def test_a_launcher_may_not_start_more_ranks_than_there_are_gpus(monkeypatch):
 
 
 def test_each_rank_may_be_given_a_gpu_of_its_own_but_not_the_same_one(monkeypatch):
-    each = [Sight(0, "n1", 2, 1, "a"), Sight(1, "n1", 2, 1, "b")]
-    same = [Sight(0, "n1", 2, 1, "a"), Sight(1, "n1", 2, 1, "a")]
+    each = [VisibleGpus(0, "n1", 2, 1, "a"), VisibleGpus(1, "n1", 2, 1, "b")]
+    same = [VisibleGpus(0, "n1", 2, 1, "a"), VisibleGpus(1, "n1", 2, 1, "a")]
     assert not refused(monkeypatch, each)
     assert not refused(monkeypatch, same, backend="gloo")
     assert refused(monkeypatch, same) == (
@@ -97,7 +97,9 @@ def together(monkeypatch):
     monkeypatch.setattr(rendezvous, "ARRIVAL", timedelta(seconds=1))
 
     def check(size: int, gpus: dict[int, int]) -> dict[int, str]:
-        monkeypatch.setattr(devices, "_look", lambda world: Sight(world.rank, f"n{world.rank}", 1, gpus[world.rank]))
+        monkeypatch.setattr(
+            devices, "_look", lambda world: VisibleGpus(world.rank, f"n{world.rank}", 1, gpus[world.rank])
+        )
 
         def refusal(rank: int) -> str:
             with pytest.raises(ConfigError) as caught:

@@ -25,7 +25,7 @@ def meet() -> list[list[Peer]]:
     found = []
     for name, kernel, wanted in (("localhost", own, "auto"), (own, "the same", "auto"), (own, "the same", 1)):
         os.environ["SLURMD_NODENAME"] = name
-        peers.booted = lambda kernel=kernel: kernel
+        peers.boot_id = lambda kernel=kernel: kernel
         found.append(peers.meet(world, torch.device("cpu"), wanted))
     return found
 

@@ -209,7 +209,7 @@ def test_ranks_wait_longer_for_each_other_than_the_watchdog_waits_for_them(minut
 @pytest.mark.parametrize(("named", "devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
 def test_gloo_takes_the_interfaces_that_are_named_for_it_and_one_thread(monkeypatch, named, devices):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
-    monkeypatch.setattr(rendezvous, "own_store", lambda key: dist.HashStore())
+    monkeypatch.setattr(rendezvous, "run_store", lambda key: dist.HashStore())
     alone, patience = World(0, 1, 0, 1, "local"), timedelta(seconds=33)
     with rendezvous.process_group(alone, "gloo", torch.device("cpu"), "key", patience=patience):
         options = dist.group.WORLD._get_backend(torch.device("cpu")).options
@@ -220,7 +220,7 @@ def test_gloo_takes_the_interfaces_that_are_named_for_it_and_one_thread(monkeypa
 def test_only_groups_of_nccl_are_bound_to_a_device(monkeypatch, backend, bound):
     """Groups of gloo that are bound to a GPU cannot be split, and torch 2.11 tries to."""
     options = {}
-    monkeypatch.setattr(rendezvous, "own_store", lambda key: None)
+    monkeypatch.setattr(rendezvous, "run_store", lambda key: None)
     monkeypatch.setattr(rendezvous.dist, "init_process_group", lambda *_, **given: options.update(given))
     monkeypatch.setattr(rendezvous.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(rendezvous.dist, "new_group", lambda **_: rendezvous.dist.ProcessGroup(1, 2))
@@ -230,23 +230,26 @@ def test_only_groups_of_nccl_are_bound_to_a_device(monkeypatch, backend, bound):
 
 
 def in_each(present, size, ask):
-    """What ``ask(circle, rank)`` returns on each of the ranks that are there."""
+    """What ``ask(collectives, rank)`` returns on each of the ranks that are there."""
     store = dist.HashStore()
     with ThreadPoolExecutor(len(present)) as threads:
-        return list(threads.map(lambda rank: ask(rendezvous.Some(present, rank, size, store), rank), present))
+        return list(
+            threads.map(lambda rank: ask(rendezvous.PresentCollectives(present, rank, size, store), rank), present)
+        )
 
 
 def test_an_absent_rank_says_what_the_last_one_before_it_says():
     assert (
-        in_each([1, 4], 6, lambda circle, rank: circle.gather(f"r{rank}")) == [["r1", "r1", "r1", "r1", "r4", "r4"]] * 2
+        in_each([1, 4], 6, lambda collectives, rank: collectives.gather(f"r{rank}"))
+        == [["r1", "r1", "r1", "r1", "r4", "r4"]] * 2
     )
 
 
 def test_figures_are_those_of_the_ranks_that_are_there():
-    def ask(circle, rank):
+    def ask(collectives, rank):
         numbers = torch.tensor([float(rank), -1.0])
-        circle.barrier()
-        return [circle.reduce(numbers, how).tolist() for how in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)]
+        collectives.barrier()
+        return [collectives.reduce(numbers, how).tolist() for how in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)]
 
     assert in_each([0, 131, 255], 256, ask) == [[[386.0, -3.0], [255.0, -1.0]]] * 3
 

@@ -14,8 +14,8 @@ import torch
 
 from ptdbench.launch.settings import (
     bind_cores,
-    leave_sanitizer_to_ranks,
-    let_segments_grow,
+    defer_sanitizer,
+    enable_expandable_segments,
     log_errors_only,
     own_cores,
     settings,
@@ -45,7 +45,7 @@ def test_nothing_that_is_secret_or_of_somebodys_home_is_told():
 
 def test_segments_grow_where_they_can_and_nobody_has_said_otherwise(monkeypatch):
     def grown(environ: dict[str, str]) -> dict[str, str]:
-        let_segments_grow(environ)
+        enable_expandable_segments(environ)
         return environ
 
     monkeypatch.setattr("sys.platform", "linux")
@@ -64,7 +64,7 @@ def test_segments_grow_where_they_can_and_nobody_has_said_otherwise(monkeypatch)
 
 def test_the_sanitizer_is_for_ranks_and_not_for_what_starts_them():
     environ = {"TORCH_CUDA_SANITIZER": "1"}
-    leave_sanitizer_to_ranks(environ)
+    defer_sanitizer(environ)
     assert "TORCH_CUDA_SANITIZER" not in environ
     assert list(environ.values()) == ["1"]
 

@@ -129,18 +129,18 @@ def without_collectives(
     if is_culprit:
         (folder / "begun").touch()
     if how == "absent":
-        watchdog.TOGETHER = 4 * LIMIT  # the others need not come at the same time
+        watchdog.JOIN_OR_LEAVE_SECONDS = 4 * LIMIT  # the others need not come at the same time
         time.sleep(120 if is_culprit else 0)
     if is_culprit and how == "remain":
         dist.destroy_process_group = lambda: time.sleep(60)
-    store, device = rendezvous.own_store(str(folder)), torch.device("cpu")
+    store, device = rendezvous.run_store(str(folder)), torch.device("cpu")
     with (
         Watchdog(world, store, folder, LIMIT, report) as dog,
         rendezvous.process_group(world, "gloo", device, str(folder), dog.limited),
         dog.following(lambda: 3 if is_culprit else 5),
     ):
         dist.barrier()
-        watchdog.TOGETHER = LIMIT
+        watchdog.JOIN_OR_LEAVE_SECONDS = LIMIT
         for step in range(2000 if how == "ahead" else 1):  # hosts get on, and devices do not
             dog.beat(step + 1)
             time.sleep(0.02)

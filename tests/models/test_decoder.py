@@ -8,7 +8,7 @@ import torch
 from ptdbench.models import decoder
 from ptdbench.models.decoder import CausalMix
 from ptdbench.models.gpt import GPT
-from ptdbench.models.llama import Rotary, turn
+from ptdbench.models.llama import Rotary, rotate
 from ptdbench.models.materialize import parameter_count
 from tests.models.made import filled
 
@@ -53,7 +53,7 @@ def test_angles_are_fp32_where_the_arithmetic_is_not():
     angles = Rotary(8, 10000.0, 1.0)(torch.tensor([1000, 1001]))
     assert angles.dtype == torch.float32
     x = torch.ones(2, 8, dtype=torch.bfloat16)
-    turned = turn(x, angles)
+    turned = rotate(x, angles)
     assert turned.dtype == torch.bfloat16
-    torch.testing.assert_close(turned.float(), turn(x.float(), angles), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(turned.float(), rotate(x.float(), angles), rtol=1e-2, atol=1e-2)
     assert not torch.equal(turned[0], turned[1])

@@ -16,7 +16,7 @@ from ptdbench.models.protocol import Model, default_loss
 from ptdbench.models.resnet import ResNet
 from ptdbench.models.toy import Toy
 from ptdbench.parallel import tensor
-from ptdbench.parallel.precision import DTYPES, Copies, narrow
+from ptdbench.parallel.precision import DTYPES, Copies, cast_inputs
 from ptdbench.problems import ConfigError
 from tests.models.made import filled, small_resnet
 from tests.parallel.ranks import on_ranks
@@ -124,7 +124,7 @@ def test_the_loss_is_the_plain_loss_of_the_outputs(case):
 def test_the_loss_is_fp32_in_low_precision(case, precision):
     model, inputs, targets = case
     exact = model(inputs, targets)
-    narrow(model, model.layers(), precision)
+    cast_inputs(model, model.layers(), precision)
     Copies(model, model.layers(), DTYPES[precision])
     loss = model(inputs, targets)
     assert loss.dtype == torch.float32

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, wrap_forward
 from ptdbench.parallel.compile import compile_parts, start_afresh
 from ptdbench.parallel.offloading import _Run
-from ptdbench.parallel.precision import Copies, narrow
+from ptdbench.parallel.precision import Copies, cast_inputs
 from ptdbench.setup import training_spec
 from tests.conftest import read
 from tests.daily import cases
@@ -68,7 +68,7 @@ def test_gradients_are_bitwise_those_of_a_model_that_keeps_all(frugal, precision
     plain, model = small(), small()
     names = list(model.state_dict())
     for one in (plain, model):
-        narrow(one, one.layers(), precision)
+        cast_inputs(one, one.layers(), precision)
     frugal(model.layers())
     for one in (plain, model) if precision == "bf16" else ():
         Copies(one, one.layers(), torch.bfloat16)
@@ -165,7 +165,7 @@ def test_an_offloaded_layer_does_not_move_its_weights_nor_copies_of_them(precisi
     moved = []
     monkeypatch.setattr(_Run, "_offload", lambda _, tensor: (moved.append(tensor.shape), tensor.clone)[1])
     layer = nn.Linear(4, 4)
-    narrow(layer, [layer], precision)
+    cast_inputs(layer, [layer], precision)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     compile_parts(layer, [layer], (), how)
     Offload()([layer])

@@ -16,8 +16,8 @@ from ptdbench.local_part import local_part
 from ptdbench.models.llama import Llama
 from ptdbench.models.materialize import materialize
 from ptdbench.models.protocol import module_of
-from ptdbench.parallel.compile import Compile, beside, compile_parts, start_afresh
-from ptdbench.parallel.precision import Copies, narrow
+from ptdbench.parallel.compile import Compile, compile_parts, parts_outside_layers, start_afresh
+from ptdbench.parallel.precision import Copies, cast_inputs
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from ptdbench.setup import training_spec
@@ -72,10 +72,10 @@ def test_each_layer_is_a_graph_which_equal_layers_share_and_so_are_embedding_and
     plain, model = small(), small()
     names = list(model.state_dict())
     for one in (plain, model):
-        narrow(one, one.layers(), precision)
+        cast_inputs(one, one.layers(), precision)
     compiled(model)
     for one in (plain, model) if precision == "bf16" else ():
-        Copies(one, [*one.layers(), *beside(one, one.layers(), one.parts().values())], torch.bfloat16)
+        Copies(one, [*one.layers(), *parts_outside_layers(one, one.layers(), one.parts().values())], torch.bfloat16)
     torch.testing.assert_close(model(tokens(), tokens()), plain(tokens(), tokens()))
     assert len(graphs) == 3
     assert list(model.state_dict()) == names

@@ -81,7 +81,7 @@ class WithTwoMore(Dims):
     """A degree that is a factor of the ranks, and one that divides those of three others in its own way."""
 
     branch: int = degree("Copies in other branches.", "b", divides=("samples",), place=-1)
-    expert: int = degree("Ranks that share experts.", "e", refolds=("shard", "context", "tensor"))
+    expert: int = degree("Ranks that share experts.", "e", regroups=("shard", "context", "tensor"))
 
 
 def with_two_more(world_size, **degrees):
@@ -112,7 +112,7 @@ def test_a_degree_that_refolds_others_divides_their_ranks():
 def test_dimensions_that_are_refolded_are_neighbors():
     rows, order = WithTwoMore.rows(), WithTwoMore.order()
     for row in rows.values():
-        places = sorted(order.index(name) for name in row.refolds)
+        places = sorted(order.index(name) for name in row.regroups)
         assert places == list(range(places[0], places[-1] + 1)) if places else row.place is not None
     assert len({row.letter for row in rows.values()}) == len(rows)
     assert len({row.place for row in rows.values() if row.place is not None}) == len(order)

@@ -80,7 +80,7 @@ def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
 
 def to_copies(mesh: Any, *how: Any) -> Any:
     """Tokens go to the ranks with the same experts, of which there are as many."""
-    return _of_all_ranks(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).refolds["expert"]["expert_copies"], *how)
+    return _of_all_ranks(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["expert"]["expert_copies"], *how)
 
 
 def of_the_first(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ MISTAKES: Mistakes = {
     "auxiliary loss without copies": (lambda: after_init(_groups=lambda it: it._groups[1:]), "tensor", "loss"),
     "auxiliary loss without tensor ranks": (lambda: after_init(_groups=lambda it: it._groups[:1]), "tensor", "loss"),
     "auxiliary loss times the tensor degree": (lambda: after_init(_tensor=lambda _: 1), "tensor", "loss"),
-    "auxiliary loss by micro-batch": (of(Router, "pull", by_micro_batch), "shards", "loss"),
+    "auxiliary loss by micro-batch": (of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
     "auxiliary loss without its share of a step": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
     "stale loads": (of(Router, "balance", lambda *_: None), "shards", "loss"),
     "choices of shape inference counted": (lambda: after_init(_passes=lambda _: 100), "pipeline", "loss"),

@@ -14,7 +14,7 @@ from ptdbench.checkpoints.state import TrainingState
 from ptdbench.local_part import local_part
 from ptdbench.models.gpt import GPT
 from ptdbench.parallel import fp8
-from ptdbench.parallel.precision import Copies, narrow
+from ptdbench.parallel.precision import Copies, cast_inputs
 from ptdbench.parallel.strategy import Strategy
 from tests.parallel.made import data, gpt, laid_out
 from tests.parallel.ranks import on_ranks
@@ -60,7 +60,7 @@ def test_blocks_are_converted_and_embedding_and_head_are_not(monkeypatch):
     tokens, targets = torch.randint(128, (2, 2, 16))
     losses = {}
     for name, one in (("fp8", model), ("bf16", copy.deepcopy(wide)), ("fp32", wide)):
-        narrow(one, one.layers(), name)
+        cast_inputs(one, one.layers(), name)
         if name != "fp32":
             Copies(one, one.layers(), torch.bfloat16)
         loss = one(tokens, targets)
@@ -96,7 +96,7 @@ def test_a_converted_block_is_one_graph(monkeypatch):
     monkeypatch.setattr(fp8, "SMALLEST", 64)
     block = GPT(layers=1, heads=2, width=64, sequence_length=16, vocabulary=128).blocks[0]
     fp8.convert([block], "fp8", sharded=False, emulate=True)
-    narrow(block, [block], "fp8")
+    cast_inputs(block, [block], "fp8")
     inputs = torch.randn(2, 16, 64)
     compiled = torch.compile(block.forward, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(inputs), block(inputs))

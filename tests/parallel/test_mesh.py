@@ -35,8 +35,8 @@ def in_rank() -> dict[str, Any]:
         "more": {name: ranks(more[name]) for name in WithTwoMore.rows()},
         "batch": ranks(more.batch),
         "shard": ranks(more.shard),
-        "folds": ranks(more.refolds["expert"]),
-        "alone": (ranks(alone["expert"]), alone.refolds),
+        "folds": ranks(more.regrouped["expert"]),
+        "alone": (ranks(alone["expert"]), alone.regrouped),
     }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.measure import hardware
-from ptdbench.parallel.precision import DTYPES, AgreedGradScaler, Copies, arithmetic, narrow
+from ptdbench.parallel.precision import DTYPES, AgreedGradScaler, Copies, arithmetic, cast_inputs
 from tests.parallel.ranks import each, on_ranks
 
 
@@ -35,7 +35,7 @@ def test_what_products_run_in(precision, device, on, name):
 def test_a_module_computes_with_copies_of_its_weights_which_stay_fp32(precision, dtype):
     layer = nn.Linear(4, 4)
     state, masters = layer.state_dict(), list(layer.parameters())
-    narrow(layer, [], precision)
+    cast_inputs(layer, [], precision)
     Copies(layer, [], DTYPES[precision])
     inputs = torch.rand(2, 4)
     outputs = layer(inputs)
@@ -50,7 +50,7 @@ def test_a_module_computes_with_copies_of_its_weights_which_stay_fp32(precision,
 
 def test_a_new_value_of_a_weight_counts_at_once():
     layer = nn.Linear(1, 1, bias=False)
-    narrow(layer, [], "bf16")
+    cast_inputs(layer, [], "bf16")
     Copies(layer, [], torch.bfloat16)
     with torch.no_grad():
         for weight in layer.parameters():
@@ -158,7 +158,7 @@ class Told(nn.Module):
 
 def test_what_enters_is_cast_except_targets_and_integers():
     module, one = Told(), torch.ones(2)
-    narrow(module, [], "bf16")
+    cast_inputs(module, [], "bf16")
     tokens = torch.ones(2, dtype=torch.int64)
     for by_place, by_name in (((one,), {}), ((), {"targets": one})):
         module((one, [tokens]), *by_place, mask=one, size=3, **by_name)
@@ -172,14 +172,14 @@ def test_what_enters_is_cast_except_targets_and_integers():
 def test_a_layer_casts_what_it_gets_from_a_module_that_computes_in_fp32():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[0].register_forward_hook(lambda *seen: seen[-1].float())
-    narrow(module, [module[1]], "bf16")
+    cast_inputs(module, [module[1]], "bf16")
     Copies(module, [module[1]], torch.bfloat16)
     assert module(torch.ones(1, 2)).dtype == torch.bfloat16
 
 
 def test_batch_norms_and_buffers_stay_fp32():
     module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
-    narrow(module, [], "bf16")
+    cast_inputs(module, [], "bf16")
     Copies(module, [], torch.bfloat16)
     assert module(torch.rand(3, 3, 3, 3)).dtype == torch.bfloat16
     assert module[1].weight.dtype == module[1].running_mean.dtype == torch.float32
@@ -199,7 +199,7 @@ def test_modules_that_hold_their_weights_in_their_own_way(kind, made, taken):
         return found[0] if isinstance(found, tuple) else found
 
     expected = called()
-    narrow(module, [], "bf16")
+    cast_inputs(module, [], "bf16")
     Copies(module, [], torch.bfloat16)
     assert called().dtype == torch.bfloat16
     torch.testing.assert_close(called().float(), expected, rtol=0.05, atol=0.02)
@@ -208,7 +208,7 @@ def test_modules_that_hold_their_weights_in_their_own_way(kind, made, taken):
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_fp32_tensors_leave_the_forward_alone(precision):
     layer = nn.Linear(4, 4)
-    narrow(layer, [layer], precision)
+    cast_inputs(layer, [layer], precision)
     assert "forward" not in vars(layer)
     assert type(layer) is nn.Linear
 

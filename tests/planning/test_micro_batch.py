@@ -12,7 +12,7 @@ import pytest
 from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
-from ptdbench.planning.micro_batch import Broken, Finder, Found, as_found, of_try
+from ptdbench.planning.micro_batch import Broken, Finder, Found, try_options, with_found_micro_batch
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
 from ptdbench.report.display import Heading
@@ -159,10 +159,10 @@ def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
     asked = read(*TOY, "train.micro_batch=max")
-    assert as_found(asked, {"micro_batch": {"found": 4}}).train.micro_batch == 4
-    assert as_found(asked, {"micro_batch": {"found": None}}) is asked
+    assert with_found_micro_batch(asked, {"micro_batch": {"found": 4}}).train.micro_batch == 4
+    assert with_found_micro_batch(asked, {"micro_batch": {"found": None}}) is asked
     typed = asked.changed({"train.micro_batch": 2})
-    assert as_found(typed, {"micro_batch": {"found": 4}}) is typed
+    assert with_found_micro_batch(typed, {"micro_batch": {"found": 4}}) is typed
 
 
 def of_job(directory: Path, command: Sequence[str], *words: str) -> JobSteps:
@@ -197,12 +197,12 @@ def test_a_step_that_leaves_no_word_is_no_matter_of_memory(tmp_path):
 
 def test_a_try_of_a_job_that_queues_up_again_needs_no_checkpoint():
     asked = read(*TOY, "cluster=slurm", "cluster.requeue=true", "checkpoint.every_steps=2")
-    assert run_spec.specify(asked.changed(of_try(asked)), World(0, 2, 0, 2, "SLURM"))
+    assert run_spec.specify(asked.changed(try_options(asked)), World(0, 2, 0, 2, "SLURM"))
 
 
 def test_a_try_lasts_until_powersgd_has_all_its_state():
     asked = read(*TOY, "parallel.gradients=powersgd", "parallel.powersgd_start=1000")
-    tries = [asked.changed(of_try(asked, steps)) for steps in (2, 10)]
+    tries = [asked.changed(try_options(asked, steps)) for steps in (2, 10)]
     assert [one.train.steps for one in tries] == [4, 10]
     assert {one.call("parallel").options["powersgd_start"] for one in tries} == {2}
 
@@ -210,7 +210,7 @@ def test_a_try_lasts_until_powersgd_has_all_its_state():
 @pytest.mark.parametrize(("device", "steps"), [("device=cpu", 3 + 16), ("virtual=v100", 3)])
 def test_a_try_in_fp16_lasts_until_the_loss_scale_is_small_enough_for_a_step(device, steps):
     """One that is skipped for an overflow leaves the optimizer without its state; nothing overflows on virtual GPUs."""
-    assert of_try(read(*ANYWHERE, device, "precision=fp16"))["train.steps"] == steps
+    assert try_options(read(*ANYWHERE, device, "precision=fp16"))["train.steps"] == steps
 
 
 @pytest.mark.ranks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.planning.micro_batch import layouts, stand_in, waiting
+from ptdbench.planning.micro_batch import layouts, missing_sample_bytes, stand_in
 from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
 from tests.conftest import read
@@ -46,4 +46,4 @@ def test_two_passes_stand_for_more() -> None:
 def test_all_samples_of_a_step_are_there_from_its_start_on() -> None:
     made = training("parallel=fsdp", "train.global_batch=24")
     one = sum(of_one.nbytes for of_one in made.data.example())
-    assert [waiting(made, layout) // one for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]
+    assert [missing_sample_bytes(made, layout) // one for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]

@@ -48,14 +48,14 @@ def test_an_option_is_there_and_of_its_type_or_it_is_none():
 
 def test_what_is_typed_has_no_repeats_and_is_quoted():
     of_start = ["repeat.block=3", "+repeat.runs=5", "resume=a", "sweep.resume=b"]
-    typed = record.retyped(run(overrides=["model=a b", *of_start, "+x='1'"]))
+    typed = record.rerun_command(run(overrides=["model=a b", *of_start, "+x='1'"]))
     assert typed.endswith(" 'model=a b' '+x='\"'\"'1'\"'\"''")
-    assert record.retyped(run(overrides=[])) == record.retyped(run(overrides=["repeat.runs=5"]))
-    assert record.retyped(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
-    typed = record.retyped(run(overrides=["a=1"], sources=["--config-dir", "my own"]))
+    assert record.rerun_command(run(overrides=[])) == record.rerun_command(run(overrides=["repeat.runs=5"]))
+    assert record.rerun_command(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
+    typed = record.rerun_command(run(overrides=["a=1"], sources=["--config-dir", "my own"]))
     assert typed.endswith(" --config-dir 'my own' a=1")
-    assert record.retyped(run(overrides=None)) is None
-    assert record.retyped(run()) is None
+    assert record.rerun_command(run(overrides=None)) is None
+    assert record.rerun_command(run()) is None
 
 
 def test_where_choices_come_from_is_on_record_and_stays_there(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records.schema import Phases, part
-from ptdbench.report.recorded_phases import groups, missing, of_rank, other_work, step
+from ptdbench.report.recorded_phases import groups, missing, of_rank, step, work_difference
 from tests.report.made import DDP, FSDP, PDP, failed, phased, run
 
 
@@ -87,7 +87,7 @@ def test_phases_that_do_not_belong_together_are_damaged(changes, wrong):
     ],
 )
 def test_runs_of_other_work_are_not_compared(changes, difference):
-    assert other_work(DDP, DDP | changes) == difference
+    assert work_difference(DDP, DDP | changes) == difference
 
 
 def test_runs_of_the_same_work_are_a_group():

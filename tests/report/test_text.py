@@ -11,8 +11,8 @@ from ptdbench.report.text import Column, table
 COLUMNS = (
     Column("#", itemgetter(0)),
     Column("what it is", itemgetter(1), words=True, least=0),
-    Column("rate", itemgetter(2), spared=1),
-    Column("note", itemgetter(3), words=True, spared=0),
+    Column("rate", itemgetter(2), drop_order=1),
+    Column("note", itemgetter(3), words=True, drop_order=0),
 )
 ROWS = [("1", "two words", "12.5", "fine"), ("10", "word", "7", "")]
 

@@ -282,12 +282,12 @@ class TestOnAGpu:
         meter = self.meter(loop)
         for steps in (2, 2, 6):
             self.queue(nvml, loop, steps)
-            with meter.interrupted():
+            with meter.paused():
                 self.wait(nvml)  # as a drain does
                 nvml.now += 5.0
                 nvml.millijoules += 100_000
         self.queue(nvml, loop, 4)
-        with meter.interrupted():  # by the save of the last step
+        with meter.paused():  # by the save of the last step
             nvml.clock, nvml.reasons = 300, 0x1
         meter.stop()
         found = meter.finish()
@@ -314,7 +314,7 @@ class TestOnAGpu:
         meter = self.meter(loop)
         for _ in range(3):
             self.queue(nvml, loop, 4)
-            with meter.interrupted():
+            with meter.paused():
                 assert nvml.queued == 4
         meter.stop()
         assert nvml.queued == 4

@@ -21,7 +21,7 @@ def aheads(machines: str, skew: float) -> float:
     """
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(peers, "booted", lambda: machines[rank])
+        patched.setattr(peers, "boot_id", lambda: machines[rank])
         if machines[rank] != machines[0]:
             now = traces.time.time
             patched.setattr(traces, "time", SimpleNamespace(time=lambda: now() + skew))

@@ -126,7 +126,7 @@ def open_links(group: dist.ProcessGroup, device: torch.device) -> str:
     links = next((name for name, option in _OPTIONS.items() if hasattr(config, option)), "one")
     if links in _OPTIONS:
         setattr(config, _OPTIONS[links], True)
-    if links == "directions" and not collect.are_all_there():
+    if links == "directions" and not collect.all_ranks_present():
         from torch.distributed.pipelining.stage import _PP_DIRECTION_GROUP_CACHE
 
         # torch would split the group, which needs all of its ranks.
@@ -147,7 +147,7 @@ class Pipelined(Engine):
     def __init__(self, model: Model, setting: Setting, how: Options) -> None:
         layout, device, schedule = setting.layout, setting.device, how.pipeline_schedule
         #: A copy of the model to predict what arrives, if the previous stages are absent.
-        self._whole = None if collect.are_all_there() else without_weights(model)
+        self._whole = None if collect.all_ranks_present() else without_weights(model)
         mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
         group = mesh.get_group()
         where = cut(model, how.stage_ranks(layout.dims))

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from ptdbench.records.bearing import bearing, bears
+from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.schema import Written
 from ptdbench.records.store import Damaged
@@ -250,7 +250,7 @@ def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | Non
 
 def _is_of_size(option: str) -> bool:
     """Return whether an option is about the number of ranks, their degrees, or the batch."""
-    return bears(option, "degree", "ranks", "batch")
+    return affects(option, "degree", "ranks", "batch")
 
 
 def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
@@ -264,7 +264,12 @@ def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) 
         return lambda row: tuple(options[name][row["number"]] for name in names if name in options)
 
     waiting = [list(group)]
-    for key in (values(*bearing("degree")), values(*bearing("batch")), itemgetter("nodes"), itemgetter("sweep")):
+    for key in (
+        values(*options_affecting("degree")),
+        values(*options_affecting("batch")),
+        itemgetter("nodes"),
+        itemgetter("sweep"),
+    ):
         waiting = [part for rows in waiting for part in _parts(rows, key)]
     for one in waiting:
         fastest = {row["ranks"]: row for row in sorted(one, key=lambda row: row["rate"])}

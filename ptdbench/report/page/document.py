@@ -13,9 +13,9 @@ from typing import Any
 from ptdbench.comparison.alternatives import of_sweeps, throughput
 from ptdbench.files import strict
 from ptdbench.profiling.phases import KINDS, PHASES
-from ptdbench.records.bearing import bearing
+from ptdbench.records.effects import options_affecting
 from ptdbench.records.load import Run
-from ptdbench.records.record import option, retyped
+from ptdbench.records.record import option, rerun_command
 from ptdbench.records.schema import Written
 from ptdbench.report import breakdown, columns, recorded_phases, table
 from ptdbench.report.columns import Block
@@ -49,7 +49,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         "models": models,
         "columns": [column.on_page() for column in columns.COLUMNS],
         "options": differing,
-        "told": bearing("told"),
+        "told": options_affecting("told"),
         "common": {name: texts[0] for name, texts in values.items() if len(set(texts)) == 1},
         "phases": PHASES,
         "kinds": KINDS,
@@ -104,7 +104,7 @@ def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
         "step_p95": row.step.p95,
         "phases": [*recorded_phases.step(record).phases.values()] if has_phases else None,
         "kinds": (kinds := breakdown.memory_of_largest_rank(record)) and list(kinds.values()),
-        "command": retyped(record),
+        "command": rerun_command(record),
         "runs": [_run(run, environments) for run in row.runs],
     }
 
@@ -127,7 +127,7 @@ def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
         "title": title,
         "text": table.of_workload(run, _WIDTH),
         "curves": curves.workload_curves(run),
-        "command": retyped(run),
+        "command": rerun_command(run),
         "runs": [_run(run, environments)],
     }
 

@@ -15,7 +15,7 @@ from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
-from ptdbench.planning.micro_batch import CarryOut, is_sought, layouts, of_try, stand_in, waiting
+from ptdbench.planning.micro_batch import CarryOut, layouts, missing_sample_bytes, needs_search, stand_in, try_options
 from ptdbench.planning.search import Search, Try
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, schema, store
@@ -63,7 +63,7 @@ class Asked:
     @property
     def sets_batch(self) -> bool:
         """Whether the global batch follows from the micro-batch."""
-        return self.is_free and is_sought(self.config)
+        return self.is_free and needs_search(self.config)
 
 
 def plan(asked: Asked) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def plan(asked: Asked) -> dict[str, Any]:
     """
     name = asked.config.call("workload").name
     require(None if name == "train" else Problem("workload", name, "only training is planned", "omit it"))
-    short = asked.config.changed(of_try(asked.config, 2) | {"memory_reserve": None})
+    short = asked.config.changed(try_options(asked.config, 2) | {"memory_reserve": None})
     spec = run_spec.specify(_with_any_batch(short) if asked.sets_batch else short, None)
     assert spec.training
     if spec.virtual is None:
@@ -158,7 +158,7 @@ class _Virtual:
         """Run the requested or the found micro-batch, and search for the largest one."""
         candidates = list(self._layouts)
         search = Search(candidates, self._room, lambda size: self._tried(size, profiled=False), points=_POINTS)
-        if is_sought(self._asked.config):
+        if needs_search(self._asked.config):
             shown = search.largest() or candidates[0]
         else:
             shown = self._training.layout.micro_batch
@@ -192,7 +192,7 @@ class _Virtual:
 
     def _beside(self, micro_batch: int) -> dict[str, int]:
         """Return the memory outside torch's allocator, and that of samples missing from the stand-in step."""
-        samples = waiting(self._training, self._layouts[micro_batch])
+        samples = missing_sample_bytes(self._training, self._layouts[micro_batch])
         return self._outside | ({"samples": samples} if samples else {})
 
     def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> dict[str, Any]:

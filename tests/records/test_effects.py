@@ -1,8 +1,8 @@
-"""What options bear on, by the table that all who compare runs go by."""
+"""What options affect, by the table that all who compare runs go by."""
 
 import pytest
 
-from ptdbench.records.bearing import bearing, bears, leaves
+from ptdbench.records.effects import affects, leaves, options_affecting
 from ptdbench.setup.config import resolve
 from tests.conftest import composed
 
@@ -21,15 +21,15 @@ from tests.conftest import composed
         ("logger.project", "nothing", True),
     ],
 )
-def test_an_option_bears_on_what_is_said_of_it_or_else_of_its_group(option, word, does):
-    assert bears(option, word) is does
+def test_an_option_affects_what_is_said_of_it_or_else_of_its_group(option, word, does):
+    assert affects(option, word) is does
 
 
 def test_what_the_table_names_is_there():
     names = {name for cluster in ("local", "slurm") for name, _ in leaves(resolve(composed(f"cluster={cluster}")))}
     known = names | {name.rpartition(".")[0] for name in names}
     words = ("nothing", "layout", "shape", "queue", "blocks", "degree", "ranks", "batch")
-    assert {option for word in words for option in bearing(word)} - known == set()
+    assert {option for word in words for option in options_affecting(word)} - known == set()
 
 
 def test_an_empty_group_is_an_option():

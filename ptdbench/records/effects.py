@@ -38,7 +38,7 @@ OF_CHOICE = ("name", "label", "_target_", "_partial_")
 
 
 @cache
-def bears(option: str, *on: str) -> bool:
+def affects(option: str, *on: str) -> bool:
     """Return whether an option, by its dotted name, affects any of these."""
     group = option
     while group not in _OPTIONS and group:
@@ -46,7 +46,7 @@ def bears(option: str, *on: str) -> bool:
     return any(word in _OPTIONS.get(group, ()) for word in on)
 
 
-def bearing(on: str) -> tuple[str, ...]:
+def options_affecting(on: str) -> tuple[str, ...]:
     """Return the options in the table that affect this."""
     return tuple(option for option, words in _OPTIONS.items() if on in words)
 
