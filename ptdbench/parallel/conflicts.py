@@ -169,8 +169,8 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
 
 def _unsharded(optimizer: object) -> str | None:
     """Return the name of an optimizer whose step uses operations that torch lacks for DTensors."""
-    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
-        return type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return "Adafactor"
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
         group["fused"] for group in optimizer.param_groups
     ):

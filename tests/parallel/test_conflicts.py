@@ -151,7 +151,7 @@ def test_near_what_is_refused_something_is_not(options, ranks, batch):
 ONE_GRAPH = "compile=whole: is one graph, and"
 WEIGHTS = [torch.nn.Parameter(torch.zeros(1))]
 UNSHARDED = {
-    "Adafactor": torch.optim.Adafactor(WEIGHTS), "Rprop": torch.optim.Rprop(WEIGHTS),
+    "Adafactor": torch.optim.Adafactor(WEIGHTS),
     "SGD with fused=true": torch.optim.SGD(WEIGHTS, fused=True),
     "Adagrad with fused=true": torch.optim.Adagrad(WEIGHTS, fused=True),
 }  # fmt: skip

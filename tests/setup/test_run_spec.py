@@ -203,8 +203,8 @@ class TestUpdatesOfTheUser:
             ((f"optimizer._target_={__name__}.Rateless",),
              f"optimizer._target_={__name__}.Rateless: has parameter groups without lr, which lr_schedule scales; "
              "give every group an lr"),
-            (("optimizer._target_=torch.optim.Rprop", "optimizer.lr=0.1", "parallel=fsdp"),
-             "optimizer._target_=Rprop: has no step for sharded weights in torch; try adamw, or parallel=ddp"),
+            (("optimizer._target_=torch.optim.Adafactor", "optimizer.lr=0.1", "parallel=fsdp"),
+             "optimizer._target_=Adafactor: has no step for sharded weights in torch; try adamw, or parallel=ddp"),
             (("optimizer._target_=torch.optim.SGD", "lr_schedule._target_=types.SimpleNamespace"),
              "lr_schedule._target_=types.SimpleNamespace: has no factor(); "
              "write it as ptdbench.optim.schedules.Schedule"),
