@@ -63,7 +63,7 @@ def test_where_choices_come_from_is_on_record_and_stays_there(tmp_path, monkeypa
     typed = record.begin({}, tmp_path, {}, ["model=mine"])
     assert typed["sources"] == ["--config-dir", "mine"]
     monkeypatch.setattr(sys, "argv", ["ptdbench", "run", "outputs/mine"])
-    assert record.going_on(record.begin({}, tmp_path, {}), typed)["sources"] == typed["sources"]
+    assert record.with_earlier_results(record.begin({}, tmp_path, {}), typed)["sources"] == typed["sources"]
 
 
 def test_a_group_of_fields_is_read_by_its_type():

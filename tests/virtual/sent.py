@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.rank import on_ranks
-from benchmarks.script import composed
+from benchmarks.script import read
 from ptdbench.job import Job
 from ptdbench.launch import peers
 from ptdbench.profiling import events, trace
@@ -33,7 +33,7 @@ DEVICES = {"virtual": ("virtual=h100",), "gloo": ("device=cpu",)}
 def sent(words: str, device: str) -> list[Any]:
     """The messages of each rank in their order: operation, bytes, ranks of the group, and the peer in it."""
     ranks, *layout = words.split()
-    run = composed(*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}")
+    run = read(*SMALL, *layout, *DEVICES[device], f"cluster.ranks_per_node={ranks}")
     found: list[Any] = on_ranks(run, _in_rank)
     return found
 
