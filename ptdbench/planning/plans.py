@@ -159,12 +159,14 @@ def _in_pool(
     """Make plans in a pool of worker processes; raises BrokenProcessPool if one of them dies."""
     context, others = get_context("spawn"), active_children()
     pool = ProcessPoolExecutor(processes, context, _begin, (prepare, [one.config for one in lacking]))
+    futures = [pool.submit(_planned, one, carry_out, at_once) for one in lacking]
     try:
-        for future in [pool.submit(_planned, one, carry_out, at_once) for one in lacking]:
+        for future in futures:
             yield future.result()
     finally:
-        for process in set(active_children()).difference(others):  # a worker would otherwise finish its current plan
-            process.terminate()
+        if not all(future.done() for future in futures):  # a worker would otherwise finish its current plan
+            for process in set(active_children()).difference(others):
+                process.terminate()
         pool.shutdown(cancel_futures=True)
 
 
