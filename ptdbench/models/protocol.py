@@ -47,7 +47,7 @@ class Role:
     #: - ``attention``: a module that is called with queries, keys and values, ``[batch, heads, length, head width]``,
     #:   and returns their mixture in the same shape; the only module in which tokens interact.
     kind: Kind
-    units: int = 0  #: Number of indivisible units, which ranks must divide evenly; 0: the features that are cut.
+    units: int = 0  #: Number of indivisible units, which ranks must divide evenly; with 0, the features that are cut.
     unit: str = "features"  #: What the units are called in errors, such as ``heads``.
     #: For ``attention``: whether it is causal softmax attention, scaled by the root of the head width and without
     #: dropout, so that ring attention can replace it.
