@@ -82,7 +82,7 @@ _SOURCES = {"--config-dir": "-cd", "--config-path": "-cp", "--config-name": "-cn
 
 
 def sources() -> list[str]:
-    """``--config-dir FOLDER`` and its kind, as far as they were given."""
+    """Return the options of ``_SOURCES`` that were given, such as ``--config-dir FOLDER``, as words."""
     words, found = _typed(), []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")

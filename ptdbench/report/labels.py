@@ -179,7 +179,7 @@ def _schedule(record: Written) -> str:
 
 
 def _batch(record: Written) -> int | None:
-    """The global batch that was asked for: in a plan, that of the record may follow from what fits."""
+    """Return the requested global batch: in a plan, that of the record may follow from what fits."""
     return option(record, "train.global_batch", int) or record.get("global_batch")
 
 

@@ -206,7 +206,7 @@ def status(found: Versus, threshold: float | None) -> int:
 
 
 def gate(found: Versus, threshold: float) -> list[str]:
-    """Why a gate with a threshold does not pass, where verdicts do not say so."""
+    """Return why a gate with a threshold does not pass, unless the verdicts say so."""
     other = [pair.label for pair in found.pairs if pair.losses]
     unsure = [
         pair.label
