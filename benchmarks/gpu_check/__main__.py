@@ -5,10 +5,11 @@
     python -m benchmarks.gpu_check --part numbers ceilings
     python -m benchmarks.gpu_check --table             # what is on record of each device
 
-Every part adds what it found to ``benchmarks/gpu/<device>.json``, in place of what it found there before. Exit status
-0: all checks passed; 1: one failed; 2: there is no GPU here. ``--device cpu`` tries the parts themselves with small
-models; it shows nothing about a GPU and records nothing unless ``--results`` says where. Nor is anything recorded of a
-GPU that is not there (``benchmarks/on_virtual.py``), which has no numbers and no times to compare.
+Parts that time nothing run first, several at once, each in a process of its own. Every part adds what it found to
+``benchmarks/gpu/<device>.json``, in place of what it found there before. Exit status 0: all checks passed; 1: one
+failed; 2: there is no GPU here. ``--device cpu`` tries the parts themselves with small models; it shows nothing about a
+GPU and records nothing unless ``--results`` says where. Nor is anything recorded of a GPU that is not there
+(``benchmarks/on_virtual.py``), which has no numbers and no times to compare.
 
 The wheels (``benchmarks/README.md`` lists them) are made elsewhere by ``pip wheel``. They are unpacked and not
 installed; what they hold comes before what the machine has.
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -60,10 +63,12 @@ def _check(options: argparse.Namespace) -> int:
     if options.device == "cuda" and not gpus:
         print(f"gpu-check needs a GPU, and torch {torch.__version__} finds none on this machine", file=sys.stderr)
         return 2
+    asked = options.part or list(parts.PARTS)
+    beside = [name for name in asked if name in parts.UNTIMED] if options.jobs > 1 and len(asked) > 1 else []
+    failed = _beside_each_other(beside, options)
     session = Session.begin(options)
     folder = options.results or (results.FOLDER if session.kind == "cuda" else None)
-    failed = []
-    for name in options.part or parts.PARTS:
+    for name in (name for name in asked if name not in beside):
         print(f"\n{name}: {parts.PARTS[name].__doc__}", flush=True)
         keep = partial(results.keep, folder, session.device_name, name) if folder else (lambda _: None)
         session.carry_out(name, parts.PARTS[name], keep)
@@ -71,6 +76,31 @@ def _check(options: argparse.Namespace) -> int:
     print(f"\nrecords in {session.directory}")
     print(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
     return int(bool(failed))
+
+
+def _beside_each_other(names: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Carry out each part in a process of its own, and print what it prints when it is done; the parts that failed."""
+    alone = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_check",
+        "--device",
+        options.device,
+        "--outputs",
+        str(options.outputs),
+    ]
+    alone += ["--results", str(options.results)] if options.results else []
+
+    def carried_out(name: str) -> subprocess.CompletedProcess[str]:
+        command = [*alone, "--part", name]
+        return subprocess.run(command, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT, text=True, check=False)
+
+    failed = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for name, done in zip(names, pool.map(carried_out, names), strict=True):
+            print(done.stdout, end="", flush=True)
+            failed += [f"{name}: see above"] if done.returncode else []
+    return failed
 
 
 @contextmanager
@@ -96,6 +126,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--wheels", type=Path, help="folder of wheels to put on the path")
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="default: %(default)s")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/gpu)")
+    parser.add_argument("--jobs", type=int, default=4, help="parts run at once; 4 need 80 GB (default: %(default)s)")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
     return parser.parse_args()
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from ptdbench.files import write_json
 from ptdbench.report import text
 
@@ -39,10 +41,11 @@ class Found:
 def keep(folder: Path, device: str, part: str, found: Found) -> None:
     """Write what a part found into the device's file, in place of what it found before; other parts stay."""
     path = folder / f"{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
-    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"device": device, "parts": {}}
-    known["parts"][part] = asdict(found)
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, known)
+    with FileLock(path.with_suffix(".lock"), fallback_to_soft=False):  # parts run beside each other
+        known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"device": device, "parts": {}}
+        known["parts"][part] = asdict(found)
+        write_json(path, known)
 
 
 def tables(folder: Path) -> str:

@@ -183,7 +183,7 @@ def test_a_part_replaces_what_it_found_before_and_leaves_the_others(tmp_path: Pa
     assert "nothing is on record" in results.tables(tmp_path / "results")
     for part, passed in (("numbers", False), ("images", False), ("numbers", True)):
         results.keep(tmp_path / "results", H100, part, found(passed))
-    assert [path.name for path in (tmp_path / "results").iterdir()] == ["NVIDIA-H100-80GB-HBM3.json"]
+    assert [path.name for path in (tmp_path / "results").glob("*.json")] == ["NVIDIA-H100-80GB-HBM3.json"]
     rows = [line.split()[:3] for line in results.tables(tmp_path / "results").splitlines() if "figure" in line][1:]
     assert rows == [["numbers", "loss", "ok"], ["images", "loss", "FAIL"]]
 
