@@ -1,11 +1,15 @@
-"""Memory that torchtitan has published, against what its recipe reserves on virtual GPUs.
+"""Memory of real GPUs, against what virtual ones say: torchtitan's published runs, and those of ``make gpu-check``.
 
     python benchmarks/virtual_truth.py
     python benchmarks/virtual_truth.py --only 0 7
+    python benchmarks/virtual_truth.py --measured
 
 One rank of each run of ``virtual/published.csv`` takes three steps of torchtitan's recipe, see ``titan.py``, on a
 virtual GPU; what torch's allocator has reserved at most is set beside what torchtitan reports, which is the same
 counter. The table is written to docs/virtual.md; a part of it prints only. Nothing here is fitted to the rows.
+
+What ``make gpu-check`` has measured is in ``gpu/``; its runs are repeated with the same options on a virtual GPU, best
+with the same torch.
 
 Sources: ``benchmarks/llama3_h100_202412_torchtitan.md`` (202412) and ``benchmarks/
 llama3-8b_h200_202506_trainy-whitefiber.md`` (202506) in pytorch/torchtitan at b5bcd76c6.
@@ -15,18 +19,23 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from msgspec import convert
 
-from benchmarks.cells import inserted
+from benchmarks.cells import drawn, inserted
+from benchmarks.gpu_check import results
 from benchmarks.rank import on_ranks
-from benchmarks.script import parser_of, read
+from benchmarks.script import parser_of, read, trained
 from benchmarks.titan import Recipe, Training
 from benchmarks.virtual_matrix import PAGE
 from ptdbench.job import Job
@@ -47,6 +56,9 @@ REASONS = {
 
 #: The GPUs: torchtitan's H100 have 96 GB, which no row comes near.
 GPUS = {"h100": [f"virtual.gpu.memory={96 * 2**30}", "virtual=h100"], "h200": ["virtual=h200"]}
+
+#: The virtual GPU of each device that ``make gpu-check`` has measured.
+VIRTUAL = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
 
 
 @dataclass(frozen=True)
@@ -84,8 +96,51 @@ def _most_reserved(job: Job, recipe: Recipe) -> int:
     return torch.cuda.max_memory_reserved()
 
 
+def of_gpu_check() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """The device, environment and figures of each run of ``make gpu-check`` whose memory was measured."""
+    for path in sorted(results.FOLDER.glob("*.json")):
+        known = json.loads(path.read_text())
+        for found in known["parts"].values():
+            for check in found["checks"]:
+                if "peak_reserved_bytes" in check["figures"]:
+                    yield known["device"], found["environment"], check["figures"]
+
+
+def measured() -> tuple[str, int]:
+    """A table of these runs on virtual GPUs, and how many reserve another amount by more than is allowed."""
+    rows, missed = {}, 0
+    for device, environment, figures in of_gpu_check():
+        words = [word for word in figures["overrides"] if not word.startswith(("device=", "profile.", "train.steps="))]
+        with TemporaryDirectory() as folder:
+            # As on a fresh machine: to time its kernels the compiler allocates too, which may be the peak.
+            fresh = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            typed = (*words, f"train.steps={STEPS}", f"virtual={VIRTUAL[device]}")
+            record = trained(Path(folder, "run"), *typed, env={**os.environ, **fresh})
+        peaks = ("peak_memory_bytes", "peak_reserved_bytes")
+        pairs = [(figures[peak], record["metrics"][peak]) for peak in peaks]
+        missed += abs(pairs[1][1] / pairs[1][0] - 1) > TOLERANCE
+        shown = [f"{real / 2**30:.3f} | {virtual / 2**30:.3f} | {virtual / real - 1:+.2%}" for real, virtual in pairs]
+        run = " ".join(word for word in words if not word.startswith(("cluster.", "parallel=single")))
+        rows[f"`{run}`"] = [device, environment["torch"], *shown]
+        print(run, *shown, flush=True)
+    columns = ["GPU", "torch", "allocated GiB | virtual | off by", "reserved GiB | virtual | off by"]
+    head, line, *lines = drawn(columns, rows)
+    table = [head, f"{line}{'---|' * 4}", *lines, "", f"*Virtual with torch {torch.__version__}.*"]
+    return "\n".join(table), missed
+
+
 def main(options: argparse.Namespace) -> int:
-    """Print the table; 1 if a row or the mean is off."""
+    """Print the tables; 1 if a row or the mean is off."""
+    if options.only:
+        return published_rows(options)
+    table, missed = measured()
+    print(f"\n{table}")
+    PAGE.write_text(inserted(PAGE.read_text(), "measured", table))
+    return int(missed > 0) if options.measured else max(int(missed > 0), published_rows(options))
+
+
+def published_rows(options: argparse.Namespace) -> int:
+    """Print the table of what is published; 1 if a row or the mean is off."""
     rows = published()
     chosen = [rows[number] for number in options.only] if options.only else rows
     lines = ["| run | published GiB | virtual GiB | off by |", "|---|---|---|---|"]
@@ -113,4 +168,5 @@ def main(options: argparse.Namespace) -> int:
 if __name__ == "__main__":
     parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", type=int, metavar="ROW", help="some rows of the file, by number from 0")
+    parser.add_argument("--measured", action="store_true", help="the runs of make gpu-check only")
     sys.exit(main(parser.parse_args()))
