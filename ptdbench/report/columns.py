@@ -60,7 +60,8 @@ class Column(text.Column[Row]):
     kept: bool = False  #: Whether every table has it, even without figures.
     compares: bool = False  #: Whether it is meaningless for a single row.
     paged: bool = False  #: Whether only the page has it.
-    moved: str = ""  #: Its format in the title of a table without room for it, if all rows have the same value.
+    #: What the title of a table without room for it says of its text, if all rows have the same.
+    in_title: Callable[[str], str] | None = None
     #: ``drop_order`` with repeats, if different: certainty of the order then matters more than steps of one run.
     in_repeats: int | None = None
 
@@ -144,9 +145,10 @@ COLUMNS = (
     Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING,
            value=lambda row: len(row.runs), field="count"),
     _figure("parallel", "configuration", attrgetter("label"), field="label", words=True, kept=True, least=0),
-    _figure("ranks", "ranks", lambda row: row.run.get("world_size"), moved="{} ranks"),
+    _figure("ranks", "ranks", lambda row: row.run.get("world_size"),
+            in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
     _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, paged=True),
-    _figure("batch", "batch", lambda row: row.run.get("global_batch"), moved="batch {}"),
+    _figure("batch", "batch", lambda row: row.run.get("global_batch"), in_title="batch {}".format),
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate", most=True),
     Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, most=True,
            compares=True, drop_order=2, in_repeats=5),

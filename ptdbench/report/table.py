@@ -120,9 +120,9 @@ def _of_model(found: Block, width: int) -> str:
     rows, known = found.rows, found.columns()
     repeats = any(len(row.runs) > 1 for row in rows)
     alike = {
-        one.heading: one.moved.format(one.cell(rows[0]))
+        one.heading: one.in_title(one.cell(rows[0]))
         for one in known
-        if one.moved and len({*map(one.cell, rows)}) == 1
+        if one.in_title and len({*map(one.cell, rows)}) == 1
     }
     shown = [one.in_table(repeats, one.heading in alike) for one in known]
     lines, gone = text.table(shown, rows, width)

@@ -139,7 +139,7 @@ def p2p_tables(p2p: Mapping[str, Any], width: int) -> str:
 def collectives_tables(collectives: Mapping[str, Any], width: int) -> str:
     """Render times and bandwidths by size, the fits, and what the bandwidths mean."""
     groups = collectives["groups"]
-    title = f"{plural(len(groups), 'group')} of {len(groups[0])} ranks"
+    title = f"{plural(len(groups), 'group')} of {plural(len(groups[0]), 'rank')}"
     if len(groups) > 1:
         title += f" ({collectives['group']}), at the same time"
     blocks = [f"{title}; every result was checked\n{_sizes(collectives['results'], width)}"]

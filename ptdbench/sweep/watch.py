@@ -105,7 +105,7 @@ def _label(run: Run) -> str:
 def _shape(record: Record) -> str:
     if not record.nodes or not record.world_size:
         return MISSING
-    return f"{plural(len(record.nodes), 'node')}, {record.world_size} ranks"
+    return f"{plural(len(record.nodes), 'node')}, {plural(record.world_size, 'rank')}"
 
 
 def _step(run: Run) -> str:

@@ -193,6 +193,12 @@ def test_a_table_is_whole_in_its_columns(width):
     assert "vs best" in text
 
 
+def test_a_title_counts_a_single_rank():
+    one = {"world_size": 1, "metrics": {**run()["metrics"], "mfu": None}}
+    text = render([run("pdp", **one), run("ddp", **one), failed("fsdp", "word " * 100) | one], 60)
+    assert " · 1 rank · " in text.splitlines()[0]
+
+
 def test_on_a_terminal_the_fastest_and_what_failed_stand_out(monkeypatch):
     text = render([run("ddp"), failed("fsdp", "no\x1b[2J [red]")])  # neither is obeyed
     for no_color, codes in (("", {"1", "32", "31"}), ("1", {"1"})):

@@ -120,6 +120,11 @@ def test_bad_input_is_refused_before_any_rank_starts(override, message):
     assert refusal(*TWO, f"workload.{override}").startswith(f"workload.{message}")
 
 
+def test_a_single_rank_has_nobody_to_send_to():
+    told = refusal(*TWO, "cluster.ranks_per_node=1")
+    assert told.startswith("workload=collectives: a collective takes two ranks, and there is one; try ")
+
+
 def test_a_pipeline_that_does_not_divide_the_ranks_is_refused():
     told = refusal(*TWO, "cluster.ranks_per_node=4", "workload.group=pipeline", "workload.pipeline_size=3")
     assert told == "workload.pipeline_size=3: must divide the number of ranks, 4; try 1, 2, 4"
