@@ -35,6 +35,8 @@ def clock_ahead(rank: int, device: torch.device) -> float:
     rank 0's answer is assumed to be from halfway between request and response.
     """
     machines = gather(machine())
+    if dist.get_backend() == "gloo":  # which cannot send a GPU's tensors
+        device = torch.device("cpu")
     first: dict[str, int] = {}
     for number, name in enumerate(machines):
         first.setdefault(name, number)

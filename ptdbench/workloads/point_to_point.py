@@ -28,6 +28,7 @@ from ptdbench.measure.operations import DTYPES, compare, sent
 from ptdbench.measure.timing import Effort, summary
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.report import workload_tables
+from ptdbench.setup.checks import cannot_send
 
 #: Bytes of the answer to a message.
 ANSWER = 8
@@ -63,14 +64,9 @@ class PointToPoint(Effort):
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for a single rank, and for a backend that cannot send."""
-        found = []
-        if world_size < 2:
-            remedy = "try cluster.ranks_per_node=2, or more nodes"
-            found.append(Problem("workload", "p2p", "a pair takes two ranks, and there is one", remedy))
-        if (backend, device_type) == ("gloo", "cuda"):
-            rule = "gloo cannot send a GPU's tensors"
-            found.append(Problem("backend", backend, rule, "try backend=nccl, or device=cpu"))
-        require(*found)
+        remedy = "try cluster.ranks_per_node=2, or more nodes"
+        lone = Problem("workload", "p2p", "a pair takes two ranks, and there is one", remedy)
+        require(lone if world_size < 2 else None, cannot_send(backend, device_type))
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""

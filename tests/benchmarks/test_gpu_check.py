@@ -151,6 +151,15 @@ def test_only_what_gloo_refuses_may_be_missing_of_two_ranks_on_one_gpu() -> None
     assert verdicts(of) == {**dict.fromkeys(passed, True), "pdp of 2": False}
 
 
+@pytest.mark.ranks
+def test_what_is_refused_because_of_gloo_is_told_as_that(on_cpu: Session) -> None:
+    on_one_gpu = ("virtual=h100", "device=auto", "backend=gloo", "cluster.ranks_per_node=2")
+    parts._carried(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
+    (check,) = on_cpu.checks
+    assert check.passed
+    assert check.said.startswith("not carried by gloo: failed: ConfigError: backend=gloo: gloo cannot send a GPU's ")
+
+
 def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:
     def broken(_: Session) -> None:
         raise KeyError("metrics")

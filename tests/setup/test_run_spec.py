@@ -73,6 +73,8 @@ class TestSound:
         assert make(f"parallel={strategy}").world_size == ranks
 
 
+RING = "parallel=ddp parallel.context=2 parallel.context_method=ring"
+
 #: What is typed, and the whole answer.
 TOLD = {
     "model.heads=3": "model.heads=3: must divide width=128; try 1, 2, 4",
@@ -103,6 +105,11 @@ TOLD = {
     "objective=held_out_accuracy data.held_out=0.1 eval.every=5": "objective=held_out_accuracy: the samples of "
     "data=text have no classes; try held_out_loss",
     "virtual=h100 device=cpu": "device=cpu: virtual=h100 is a GPU; try auto, or virtual=none",
+    **{
+        f"virtual=h100 backend=gloo {layout}": "backend=gloo: gloo cannot send a GPU's tensors; try backend=nccl, or "
+        "device=cpu"
+        for layout in ("parallel=pdp", RING, "parallel=tp parallel.sequence=true", "workload=p2p")
+    },
     "virtual=h100 train.micro_batch=best": "train.micro_batch=best: is found by times, and virtual GPUs have none; "
     "try max",
     **{
@@ -125,6 +132,12 @@ class TestRefused:
     @pytest.mark.parametrize("typed", TOLD)
     def test_one_problem_is_one_message(self, typed):
         assert refused(*typed.split(), device="auto" if "virtual" in typed else "cpu") == [TOLD[typed]]
+
+    def test_near_what_gloo_cannot_send_of_a_gpu_there_is_what_it_can(self):
+        for layout in ("parallel=ddp parallel.context=2", "parallel=tp", "parallel=fsdp", "model=moe_tiny parallel=ep"):
+            assert make("virtual=h100", "backend=gloo", *layout.split(), device="auto").backend == "gloo"
+        assert make("virtual=h100", "parallel=pdp", device="auto").backend == "nccl"
+        assert make("backend=gloo", *RING.split()).device_type == "cpu"
 
     @without_gpu
     def test_what_only_a_gpu_can_do(self):

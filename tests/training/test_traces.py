@@ -11,7 +11,8 @@ from ptdbench.profiling.phases import Ready
 from ptdbench.training import traces
 from tests.parallel.ranks import each, on_ranks
 
-CPU = torch.device("cpu")
+#: Of the ranks, from which gloo can send nothing, as from a GPU.
+META = torch.device("meta")
 
 
 def aheads(machines: str, skew: float) -> float:
@@ -25,7 +26,7 @@ def aheads(machines: str, skew: float) -> float:
         if machines[rank] != machines[0]:
             now = traces.time.time
             patched.setattr(traces, "time", SimpleNamespace(time=lambda: now() + skew))
-        return traces.clock_ahead(rank, CPU)
+        return traces.clock_ahead(rank, META)
 
 
 @pytest.mark.ranks
