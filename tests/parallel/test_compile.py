@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
@@ -49,6 +50,23 @@ def compiled(model: Any, how: Compile = "layers") -> Any:
     start_afresh(how)
     compile_parts(module_of(model), model.layers(), (model.parts() or {}).values(), how)
     return model
+
+
+def test_a_run_in_fp32_is_not_told_to_compute_in_tf32(monkeypatch):
+    """As torch 2.11 does, which has this text; others log it."""
+    from torch._inductor import compile_fx
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    with warnings.catch_warnings(record=True) as told:
+        start_afresh("layers")
+        compile_fx._warn_tf32_disabled.__wrapped__()
+        warnings.warn(
+            "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider"
+            " setting `torch.set_float32_matmul_precision('high')` for better performance.",
+            stacklevel=1,
+        )
+    assert told == []
 
 
 def test_as_many_processes_compile_as_the_rank_has_threads(monkeypatch):
