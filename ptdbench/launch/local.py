@@ -54,6 +54,9 @@ INTERVAL = 0.05
 #: Seconds that orphans of ranks have to exit by themselves, and again after SIGTERM.
 ORPHAN_SECONDS = 2.0
 
+#: In the command of the processes in which torch.compile compiles.
+_COMPILE_WORKER = "torch/_inductor/compile_worker"
+
 #: Seconds to wait, once a stop signal has ended a rank, for it to reach the others: a signal to all ranks is sent to
 #: one after another.
 _MOMENT = 0.5
@@ -378,10 +381,12 @@ def _ending_orphans() -> Iterator[None]:
     finally:
         left = psutil.wait_procs(_orphans(), ORPHAN_SECONDS)[1]
         for process in left:
-            command = str(process.pid)
+            commands = []
             with suppress(psutil.Error):
-                command += f" ({' '.join(process.cmdline())[:100]})"
-            echo(f"a rank had left a process running, which is ended: {command}", sys.stderr)
+                commands = [" ".join(one.cmdline()) for one in (process, *process.parents())]
+            if not any(_COMPILE_WORKER in command for command in commands):  # torch's, which need longer to end
+                shown = f"{process.pid} ({''.join(commands[:1])[:100]})"
+                echo(f"a rank had left a process running, which is ended: {shown}", sys.stderr)
         for number, seconds in ((signal.SIGTERM, ORPHAN_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
             for process in left:
                 with suppress(psutil.Error):

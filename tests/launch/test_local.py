@@ -105,6 +105,25 @@ def test_what_a_rank_has_started_and_left_running_is_ended_and_named(tmp_path, m
     assert f"a rank had left a process running, which is ended: {pid} (" in capsys.readouterr().err
 
 
+def leave_compiling(environ: dict[str, str], folder: Path) -> None:
+    """In a rank: start what is called as torch's compile worker and has a compiler of its own."""
+    worker = folder / "torch" / "_inductor" / "compile_worker" / "__main__.py"
+    worker.parent.mkdir(parents=True)
+    worker.write_text("import subprocess; subprocess.run(['sleep', '3600'])")
+    pid = subprocess.Popen([sys.executable, str(worker)]).pid
+    compiler = until(psutil.Process(pid).children)[0]
+    for one in (pid, compiler.pid):
+        (folder / f"{one}.pid").write_text(str(one))
+
+
+def test_what_compiles_for_a_rank_is_ended_and_not_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(local, "ORPHAN_SECONDS", 0.2)
+    local.start(leave_compiling, 1, tmp_path)
+    assert len(list(tmp_path.glob("*.pid"))) == 2
+    assert_gone(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
 def test_an_address_space_that_torch_does_not_fit_into_is_refused(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, resource.RLIM_INFINITY))
     monkeypatch.setattr(local, "_is_torch_for_cuda", lambda: False)
