@@ -230,7 +230,10 @@ def _start_ranks(config: Config, size: int, attempt: Attempt, watch: Stopwatch, 
     except local.LaunchError as error:
         _fail(attempt, failure.describe(error, rank=-1))
     except local.Stopped as stop:
-        _fail_if_open(attempt, failure.describe(stop, rank=-1))  # the ranks may have saved, and recorded it
+        reports = failure.read_failures(attempt.failures)
+        # A stopped rank does not know that all were. Without reports the ranks may have saved, and recorded it.
+        conclude = _fail if reports and all(map(failure.is_stop, reports)) else _fail_if_open
+        conclude(attempt, failure.describe(stop, rank=-1))
         raise
     else:
         _fail_if_open(attempt, failure.without_result())

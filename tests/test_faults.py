@@ -4,17 +4,20 @@ import errno
 import json
 import os
 import re
+import signal
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+import psutil
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ptdbench.measure import memory
 from tests import forked
-from tests.conftest import ROOT
+from tests.conftest import ROOT, record_of
 from tests.daily import cases
 from tests.launch.faulty import FAULTY
+from tests.programs import until
 
 pytestmark = pytest.mark.ranks
 
@@ -54,6 +57,19 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_
     assert error["message"] == f"stopped by SIGTERM after step {record['steps']} of 5; {begun_anew}"
     assert record["steps"] == len(record["losses"]) >= 3
     assert record["metrics"]["samples_per_second"] > 0
+
+
+def test_a_rank_that_fails_because_ctrl_c_has_ended_its_compiler_was_stopped(tmp_path):
+    """A terminal signals all processes; rank 0 waits for rank 1, which reports first."""
+    with forked.started(*SHORT, "+model.how=wait", "hydra.run.dir=run", cwd=tmp_path) as train:
+        whole = psutil.Process(train.pid)
+        until(lambda: any(one.name() == "sleep" for one in whole.children(recursive=True)) or train.poll() is not None)
+        for one in (whole, *whole.children(recursive=True)):
+            one.send_signal(signal.SIGINT)
+        ended = train.communicate()
+    record = record_of(tmp_path / "run")
+    assert (record["status"], record["error"]["message"]) == ("preempted", "stopped by SIGINT"), ended
+    assert ended.returncode == 128 + signal.SIGINT
 
 
 @cases(("how", "status"), [("raise", "failed"), ("kill", "failed"), ("oom", "oom")], daily=[("kill", "failed")])

@@ -59,6 +59,9 @@ class StopSignal:
     ranks that decided on their own would wait for each other in different steps. Long operations between two steps
     are checked in the same way, with a separate count.
 
+    A rank that fails between a signal and that step raises :class:`ptdbench.launch.local.Stopped`: Ctrl-C also ends the
+    compilers that it waits for, and their failure is not how the run ended.
+
     All ranks enter it, each in its main thread, while the default process group exists. On exit it restores the
     previous handlers, or ignores stop signals if it has reported one: Ctrl-C reaches the ranks twice, directly and
     through their launcher.
@@ -79,6 +82,8 @@ class StopSignal:
         self._handling.__exit__(kind, error, trace)
         if self._agreed:
             local.ignore_signals()
+        elif self._number and isinstance(error, Exception):
+            raise local.Stopped(self._number) from error
 
     def received(self, done: int) -> str | None:
         """Return the name of a signal that some rank received, or ``None``; called on every rank between two steps.

@@ -4,6 +4,7 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ class Faulty(nn.Module):
 
     Args:
         how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``,
-            ``limit`` (its address space), ``diverge`` or ``none``.
+            ``limit`` (its address space), ``diverge``, ``wait`` (for a process, which is to end well) or ``none``.
         rank: On which rank.
         call: In which forward pass, counted from 1.
     """
@@ -55,6 +56,8 @@ class Faulty(nn.Module):
                 torch.ones(2**26)  # 256 MiB
             case "diverge":
                 return outputs * torch.nan
+            case "wait":
+                subprocess.run(["sleep", "3600"], check=True)
             case "none":
                 pass
             case unknown:

@@ -74,3 +74,20 @@ def test_all_ranks_hear_the_same_and_once_they_have_they_ignore_what_comes_later
     }
     expected = {case: [name, name, signal.SIG_IGN if name else signal.SIG_DFL] for case, name in heard.items()}
     assert on_ranks(2, each, press, list(heard)) == [expected] * 2
+
+
+def fail() -> list[str]:
+    """How a failure ends a rank that has been told to stop, and one that has not."""
+    told = []
+    for number in (signal.SIGINT, 0):
+        try:
+            with StopSignal():
+                os.kill(os.getpid(), number)
+                raise RuntimeError("its compiler has failed")
+        except (local.Stopped, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_rank_that_fails_after_a_signal_was_stopped_by_it():
+    assert on_ranks(1, fail) == [["stopped by SIGINT", "its compiler has failed"]]
