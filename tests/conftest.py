@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
@@ -149,6 +150,9 @@ _OF_LAUNCHERS = (
 #: The environment before any test changed it.
 _ENVIRON = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
 
+#: The same, where a program may use this machine's GPUs.
+ENVIRON_WITH_GPUS = dict(_ENVIRON)
+
 #: Begins the reason of a test that was left out because the machine lacks something.
 _LEFT_OUT = "left out: "
 
@@ -157,7 +161,11 @@ def pytest_configure(config: pytest.Config) -> None:
     """Give tests a user cache of their own: a ceiling that a test has measured is not a figure for people.
 
     And compile the package once, also where Python is told not to: each process that a test starts would do it again.
+    And hide GPUs, so that tests come to the same on every machine; ``pytest -m gpu`` runs those that need one.
     """
+    runs_tests = config.getoption("dist", "no") == "no"  # and does not only start workers, which shall hide them
+    if runs_tests and config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = _ENVIRON["CUDA_VISIBLE_DEVICES"] = ""
     if not hasattr(config, "workerinput"):  # not once more in each worker
         compileall.compile_dir(Path(ptdbench.__file__).parent, quiet=2)
     folder = tempfile.mkdtemp(prefix="ptdbench-cache-")
@@ -257,6 +265,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Mark what uses SLURM, Open MPI or ranks, so that ``-m "not slurm"`` never misses a test."""
     for fixture in _MARKS.keys() & set(getattr(item, "fixturenames", ())):
         item.add_marker(_MARKS[fixture])
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        item.add_marker(pytest.mark.skip("needs a GPU, which only pytest -m gpu sees"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from benchmarks.gpu_check import parts, results, session
 from benchmarks.gpu_check.__main__ import importable
@@ -235,7 +234,6 @@ def test_what_is_not_explained_of_a_step_is_limited(record: dict[str, Any], pass
     assert said in of.checks[0].said
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("script", "need"), [("gpu_check", "gpu-check needs a GPU"), ("gpu_cluster", "gpu-cluster needs two GPUs")]

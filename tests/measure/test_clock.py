@@ -94,7 +94,7 @@ def test_finished_steps_are_counted_anew_when_they_are_forgotten(device):
     assert device.finished() == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_a_real_gpu_is_timed_by_its_own_stream():
     device, x = clock.for_device(torch.device("cuda", 0)), torch.ones(4096, 4096, device="cuda")
     for _ in range(2):

@@ -58,7 +58,7 @@ def test_environment_says_what_runs_here_and_leaves_cuda_alone(monkeypatch):
     assert json.loads(json.dumps(found)) == found
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_environment_of_a_gpu():
     found = environment("cuda")
     assert found["devices"] == [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

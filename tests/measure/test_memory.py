@@ -50,9 +50,10 @@ def test_without_proc_memory_in_use_is_the_peak_and_the_peak_that_of_getrusage(m
     assert memory.peak_bytes(CPU) == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_gpu_peak_counts_tensors_until_it_is_reset():
     device = torch.device("cuda", 0)
+    torch.cuda.init()  # as a run has; before, torch has no peak to reset
     memory.reset_peak(device)
     before = memory.peak_bytes(device)
     block = torch.empty(64 * MIB, dtype=torch.uint8, device=device)

@@ -89,10 +89,10 @@ def test_gloo_has_one_thread_for_each_group(of_ranks):
     ("name", "dtype"),
     [
         ("CPU", torch.float32),
-        ("CUDNN", torch.bfloat16),
-        ("FLASH", torch.bfloat16),
-        ("EFFICIENT", torch.bfloat16),
-        ("EFFICIENT", torch.float32),
+        pytest.param("CUDNN", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("FLASH", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("EFFICIENT", torch.bfloat16, marks=pytest.mark.gpu),
+        pytest.param("EFFICIENT", torch.float32, marks=pytest.mark.gpu),
     ],
     ids=str,
 )
@@ -101,8 +101,6 @@ def test_what_a_kernel_returns_can_be_merged(name, dtype, queries, keys, is_caus
 
     torch chooses cuDNN for widths that it takes.
     """
-    if name != "CPU" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
     kernel, device = getattr(ring, name), "cpu" if name == "CPU" else "cuda"
     generator = torch.Generator().manual_seed(0)
     lengths, width = (queries, keys, keys, queries), 8 if name == "CUDNN" else 6

@@ -17,8 +17,6 @@ from ptdbench.setup import choices, run_spec
 from tests.conftest import read
 from tests.workloads import made_task
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-
 
 def make(*overrides: str, device: str = "cpu", world: World | None = None) -> run_spec.RunSpec:
     return run_spec.specify(read(f"device={device}", *overrides), world)
@@ -139,7 +137,6 @@ class TestRefused:
         assert make("virtual=h100", "parallel=pdp", device="auto").backend == "nccl"
         assert make("backend=gloo", *RING.split()).device_type == "cpu"
 
-    @without_gpu
     def test_what_only_a_gpu_can_do(self):
         assert refused("device=cuda", "backend=nccl") == [
             "device=cuda: this machine has no GPU that torch can use; try auto, cpu",
