@@ -44,6 +44,25 @@ def test_a_head_computes_the_same_by_operations_eager_and_as_a_graph(found):
     assert max(found["whole"].values()) < 1e-5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "vocabulary"), [(7, 5), (33, 50257), (9, 128256), (17000, 128256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, rows, vocabulary):
+    """Up to more elements than 2**31, of which the last rows are looked at."""
+    if dtype == torch.float32 and rows * vocabulary > 2**31:
+        pytest.skip("takes the memory of large GPUs")
+    generator = torch.Generator("cuda").manual_seed(0)
+    logits = torch.randn(rows, vocabulary, generator=generator, device="cuda", dtype=dtype)
+    targets = torch.randint(vocabulary, (rows,), generator=generator, device="cuda")
+    last = logits[-32:].double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(last, targets[-32:], reduction="none")
+    expected.sum().backward()
+    losses, gradient = softmax.cross_entropy_(logits, targets, None, gradient=True)
+    torch.testing.assert_close(losses[-32:].double(), expected.detach(), rtol=1e-5, atol=1e-5)
+    off = (gradient[-32:].double() - last.grad).norm() / last.grad.norm()
+    assert off < {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
+
+
 def test_only_cuda_has_kernels_from_ampere_on_and_where_triton_runs(monkeypatch):
     class Properties:
         major = 8
