@@ -125,7 +125,7 @@ def test_a_launched_rank_that_fails_before_it_meets_the_others_says_why(director
 
 
 @pytest.mark.parametrize(
-    ("saved", "says"), [(True, "it has saved: "), (False, "could not be saved (see remarks)"), (None, "begins anew: ")]
+    ("saved", "says"), [(True, "it has saved: "), (False, "could not be saved (see remarks)"), (None, "starts over: ")]
 )
 def test_a_run_that_is_asked_to_stop_says_what_it_saved_and_is_requeued_with_that_alone(
     directory, monkeypatch, saved, says

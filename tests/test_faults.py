@@ -52,7 +52,8 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == ("preempted", -1, "Stopped")
     begun_anew = (
-        f"no checkpoint (see checkpoint.every_steps), so this begins anew: python train.py resume={record['directory']}"
+        "no checkpoint (see checkpoint.every_steps), so resuming starts over: "
+        f"python train.py resume={record['directory']}"
     )
     assert error["message"] == f"stopped by SIGTERM after step {record['steps']} of 5; {begun_anew}"
     assert record["steps"] == len(record["losses"]) >= 3

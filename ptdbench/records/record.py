@@ -108,8 +108,8 @@ def with_earlier_results(draft: Written, earlier: Written) -> dict[str, Any]:
 #: How a stopped run continues, by whether its last step was saved; ``None`` if the run saves nothing.
 _HOW_IT_GOES_ON = {
     True: "it has saved",
-    False: "this step could not be saved (see remarks), so this goes on from an earlier one",
-    None: "no checkpoint (see checkpoint.every_steps), so this begins anew",
+    False: "this step could not be saved (see remarks), so resuming continues from an earlier one",
+    None: "no checkpoint (see checkpoint.every_steps), so resuming starts over",
 }
 
 

@@ -182,7 +182,7 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
     own = checkpoint_dir.latest_manifest(goes_on) if goes_on else None
     if (found := own or checkpoint_dir.latest_manifest(Path(named))) is None:
         rule = "holds no complete checkpoint"
-        raise ConfigError([Problem("resume", named, rule, "omit it to start anew; see checkpoint.every_steps")])
+        raise ConfigError([Problem("resume", named, rule, "omit it to start over; see checkpoint.every_steps")])
     if other := record.other_model(found.model, read.resolved["model"]):
         rule, remedy = f"resume={named} holds {other}", "a run begins with the weights of its model"
         raise ConfigError([Problem("model", read.call("model").name, rule, remedy)])
@@ -256,7 +256,7 @@ def _check_alone(whole: DictConfig, cluster: Slurm) -> None:
     """Refuse options that need a process to watch the jobs, which a plain script lacks."""
     remedy = f"try {command()} cluster={cluster.name}, which submits jobs"
     if (sweep := whole.sweep.resume) is not None:
-        rule = "goes on as the jobs that it was"
+        rule = "continues as the jobs that it was submitted as, not in a script"
         require(Problem("sweep.resume", sweep, rule, f"try {command()} sweep.resume={sweep}"))
     if whole.repeat.runs == "auto":
         rule = "needs the results of a block before the next one, and each rank of the script's job would decide alone"

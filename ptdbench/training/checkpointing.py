@@ -92,7 +92,7 @@ class Checkpointing:
             if search.found:
                 return search.found, group
         if named:
-            raise ConfigError([Problem("resume", named, "holds no complete checkpoint", "omit it to start anew")])
+            raise ConfigError([Problem("resume", named, "holds no complete checkpoint", "omit it to start over")])
         return None
 
     @property

@@ -266,7 +266,7 @@ class TestRefused:
     def test_a_run_without_checkpoints(self, ended, tmp_path):
         shutil.rmtree(ended / "checkpoints")
         said = self.refused("resume=run", "train.steps=6", cwd=tmp_path)
-        assert "run: holds no complete checkpoint; omit it to start anew" in said
+        assert "run: holds no complete checkpoint; omit it to start over" in said
 
     def test_another_shape_in_its_own_place_and_results_are_not_overwritten(self, ended, tmp_path):
         before = (ended / "record.json").read_bytes()

@@ -118,7 +118,7 @@ def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, 
         ),
         (
             ["sweep.resume=outputs/sweep"],
-            "sweep.resume=outputs/sweep: goes on as the jobs that it was; "
+            "sweep.resume=outputs/sweep: continues as the jobs that it was submitted as, not in a script; "
             "try python train.py sweep.resume=outputs/sweep",
         ),
         (

@@ -95,6 +95,6 @@ def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(alone
     tensors.write_bytes(bytes(tensors.stat().st_size))
     with pytest.raises(ConfigError) as caught:
         carried_out(tmp_path / "next", f"resume={tmp_path}")
-    assert str(caught.value) == f"resume={tmp_path}: holds no complete checkpoint; omit it to start anew"
+    assert str(caught.value) == f"resume={tmp_path}: holds no complete checkpoint; omit it to start over"
     skipped = f"warning: {tensors.parent} is skipped: {tensors.name} does not match its checksum\n"
     assert capsys.readouterr().err == skipped
