@@ -97,9 +97,9 @@ def _most_reserved(job: Job, recipe: Recipe) -> int:
 
 
 def of_gpu_check() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """The device, environment and figures of each run of ``make gpu-check`` whose memory was measured."""
-    for path in sorted(results.FOLDER.glob("*.json")):
-        known = json.loads(path.read_text())
+    """The device, environment and figures of each run of ``make gpu-check`` whose memory a virtual GPU can show."""
+    files = (json.loads(path.read_text()) for path in sorted(results.FOLDER.glob("*.json")))
+    for known in (file for file in files if file["device"] in VIRTUAL):
         for found in known["parts"].values():
             for check in found["checks"]:
                 if "peak_reserved_bytes" in check["figures"]:

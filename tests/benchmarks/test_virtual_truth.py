@@ -4,6 +4,9 @@ import sys
 
 import pytest
 
+from benchmarks import virtual_truth
+from benchmarks.script import read
+from ptdbench.setup import choices
 from tests.conftest import ROOT
 from tests.programs import call
 
@@ -17,3 +20,13 @@ def test_eager_rows_are_within_three_percent(environ):
     done = call(sys.executable, "benchmarks/virtual_truth.py", "--only", *ROWS, cwd=ROOT, environ=environ, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 rows are off by" in done.stdout
+
+
+def test_runs_that_were_measured_are_known_with_their_options_and_peaks():
+    found = [(device, figures) for device, _, figures in virtual_truth.of_gpu_check()]
+    assert {device for device, _ in found} <= set(virtual_truth.VIRTUAL)
+    assert len(found) >= 6
+    for device, figures in found:
+        typed = (word for word in figures["overrides"] if not word.startswith("device="))
+        assert choices.virtual(read(*typed, f"virtual={virtual_truth.VIRTUAL[device]}")).gpu.name == device
+        assert 0 < figures["peak_memory_bytes"] <= figures["peak_reserved_bytes"]
