@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -66,7 +67,8 @@ def test_a_rank_that_fails_because_ctrl_c_has_ended_its_compiler_was_stopped(tmp
         whole = psutil.Process(train.pid)
         until(lambda: any(one.name() == "sleep" for one in whole.children(recursive=True)) or train.poll() is not None)
         for one in (whole, *whole.children(recursive=True)):
-            one.send_signal(signal.SIGINT)
+            with suppress(psutil.NoSuchProcess):
+                one.send_signal(signal.SIGINT)
         ended = train.communicate()
     record = record_of(tmp_path / "run")
     assert (record["status"], record["error"]["message"]) == ("preempted", "stopped by SIGINT"), ended

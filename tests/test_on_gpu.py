@@ -23,3 +23,4 @@ def test_those_that_need_one_pass_on_it():
     asked = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
     done = call(*asked, cwd=ROOT, environ=ENVIRON_WITH_GPUS, timeout=500)
     assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout

@@ -80,20 +80,15 @@ def _check(options: argparse.Namespace) -> int:
 
 def _beside_each_other(names: Sequence[str], options: argparse.Namespace) -> list[str]:
     """Carry out each part in a process of its own, and print what it prints when it is done; the parts that failed."""
-    alone = [
-        sys.executable,
-        "-m",
-        "benchmarks.gpu_check",
-        "--device",
-        options.device,
-        "--outputs",
-        str(options.outputs),
-    ]
-    alone += ["--results", str(options.results)] if options.results else []
+    options_of_all = ["--device", options.device, "--outputs", str(options.outputs.resolve())]
+    if options.results:
+        options_of_all += ["--results", str(options.results.resolve())]
 
     def carried_out(name: str) -> subprocess.CompletedProcess[str]:
-        command = [*alone, "--part", name]
-        return subprocess.run(command, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT, text=True, check=False)
+        command = [sys.executable, "-m", "benchmarks.gpu_check", *options_of_all, "--part", name]
+        return subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
 
     failed = []
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -120,13 +115,15 @@ def importable(wheels: Path | None) -> Iterator[None]:
 
 def _parse() -> argparse.Namespace:
     parser = parser_of(__doc__, "gpu_check")
-    parser.add_argument("--part", nargs="+", metavar="NAME", help="default: all parts, one after the other")
+    parser.add_argument("--part", nargs="+", metavar="NAME", help="default: all parts")
     parser.add_argument("--list", action="store_true", help="list the parts and end")
     parser.add_argument("--table", action="store_true", help="show what is on record and end")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to put on the path")
     parser.add_argument("--outputs", type=Path, default=ROOT / "outputs", help="default: %(default)s")
     parser.add_argument("--results", type=Path, help="folder of the results (default: benchmarks/gpu)")
-    parser.add_argument("--jobs", type=int, default=4, help="parts run at once; 4 need 80 GB (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=4, help="parts run at once; 4 need 80 GB of GPU memory (default: %(default)s)"
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: %(default)s")
     return parser.parse_args()
 

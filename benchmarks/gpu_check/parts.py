@@ -341,5 +341,5 @@ PARTS: dict[str, Callable[[Session], None]] = {
     "silent": silent,
 }
 
-#: Those whose verdicts no other program on the machine changes, so that they run beside each other.
+#: Those whose verdicts need no quiet machine, so that they run beside each other.
 UNTIMED = ("numbers", "narrow", "images-fp32", "images-tf32", "images-bf16", "two-ranks", "silent")

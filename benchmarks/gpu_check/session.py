@@ -218,7 +218,8 @@ def speed(found: Record) -> dict[str, Any]:
     metrics = found["metrics"]
     rates = ("tokens_per_second", "samples_per_second", "mfu", "share_of_ceiling")
     kept = {name: metrics.get(name) for name in (*rates, "peak_memory_bytes", "peak_reserved_bytes")}
-    return {**kept, "step_seconds": metrics["step_seconds"]["median"], "overrides": found["overrides"]}
+    power = {"watts": ((found.get("hardware") or {}).get("gpu") or {}).get("watts")}
+    return {**kept, **power, "step_seconds": metrics["step_seconds"]["median"], "overrides": found["overrides"]}
 
 
 def speed_text(found: Record) -> str:

@@ -370,6 +370,14 @@ def _die_with_server() -> None:
         os._exit(1)
 
 
+def _commands(process: psutil.Process) -> Iterator[str]:
+    """Yield the commands of a process, its parent, and so on, as far as they still exist."""
+    with suppress(psutil.Error):
+        yield " ".join(process.cmdline())
+        for parent in process.parents():
+            yield " ".join(parent.cmdline())
+
+
 @contextmanager
 def _ending_orphans() -> Iterator[None]:
     """On exit, end processes that ranks left behind: they would take cores, memory and ports from the next run.
@@ -381,9 +389,7 @@ def _ending_orphans() -> Iterator[None]:
     finally:
         left = psutil.wait_procs(_orphans(), ORPHAN_SECONDS)[1]
         for process in left:
-            commands = []
-            with suppress(psutil.Error):
-                commands = [" ".join(one.cmdline()) for one in (process, *process.parents())]
+            commands = [*_commands(process)]
             if not any(_COMPILE_WORKER in command for command in commands):  # torch's, which need longer to end
                 shown = f"{process.pid} ({''.join(commands[:1])[:100]})"
                 echo(f"a rank had left a process running, which is ended: {shown}", sys.stderr)

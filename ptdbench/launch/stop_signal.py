@@ -15,7 +15,12 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
+
 from ptdbench.launch import collect, local
+
+#: Errors that end a run in their own way, whatever signal has arrived.
+_OF_THEIR_OWN = (MemoryError, FloatingPointError, torch.OutOfMemoryError)
 
 
 @contextmanager
@@ -60,7 +65,7 @@ class StopSignal:
     are checked in the same way, with a separate count.
 
     A rank that fails between a signal and that step raises :class:`ptdbench.launch.local.Stopped`: Ctrl-C also ends the
-    compilers that it waits for, and their failure is not how the run ended.
+    compilers that it waits for, and their failure is not how the run ended. Running out of memory and diverging are.
 
     All ranks enter it, each in its main thread, while the default process group exists. On exit it restores the
     previous handlers, or ignores stop signals if it has reported one: Ctrl-C reaches the ranks twice, directly and
@@ -82,7 +87,7 @@ class StopSignal:
         self._handling.__exit__(kind, error, trace)
         if self._agreed:
             local.ignore_signals()
-        elif self._number and isinstance(error, Exception):
+        elif self._number and isinstance(error, Exception) and not isinstance(error, _OF_THEIR_OWN):
             raise local.Stopped(self._number) from error
 
     def received(self, done: int) -> str | None:

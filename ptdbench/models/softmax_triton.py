@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Adjacent columns of a thread: 16 bytes of bf16.
+#: Adjacent columns that share a maximum: what a thread loads of bf16 at once, 16 bytes.
 _LANE = tl.constexpr(8)
 
-#: Maximum columns of a block: one lane for each of 512 threads, the fastest on an H200 of 20 shapes that were tried.
+#: Maximum columns of a block: a lane for each of 512 threads. The fastest on an H200 of the shapes that were tried.
 _MOST_COLUMNS = 2**12
 
 #: Below all logits, but finite: the difference of two infinities is NaN.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ class Selective(Activations):
 
     def __call__(self, layers: Sequence[nn.Module]) -> None:
         """Apply selective activation checkpointing to these layers."""
+        if all(type(layer).__module__.startswith("ptdbench.") for layer in layers):
+            # Once compiled, torch warns of operations in place, which must not be recomputed: these layers have none.
+            logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         for layer in layers:
             _recompute(layer, partial(create_selective_checkpoint_contexts, _policy))
 

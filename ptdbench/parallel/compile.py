@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -45,8 +44,6 @@ def start_afresh(how: Compile) -> None:
         config.optimize_ddp = False
         # torch 2.11 recommends TF32 to every run in fp32, which is what the user asked for.
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* available but not enabled")
-        # It warns that activations=selective must not recompute operations in place, of which the layers have none.
-        logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
         if _THREADS not in os.environ:  # each rank would use all cores of the node
             from torch._inductor import config as of_inductor
 

@@ -2,11 +2,13 @@ import os
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.gpu_check import __main__ as main
 from benchmarks.gpu_check import parts, results, session
 from benchmarks.gpu_check.__main__ import importable
 from benchmarks.gpu_check.results import Check, Found
@@ -175,6 +177,33 @@ def test_who_holds_the_device_is_found_by_its_open_file(tmp_path: Path) -> None:
     with device.open():
         assert os.getpid() in session.holders(f"{tmp_path}/nvidia\\d+")
     assert session.holders(f"{tmp_path}/nvidia\\d+") == {}
+
+
+def test_processes_of_others_on_the_device_are_none_of_the_session(tmp_path: Path, monkeypatch) -> None:
+    device = tmp_path / "nvidia0"
+    monkeypatch.setenv(session.MARK, "mine")
+    waiting = [sys.executable, "-c", "input()"]
+    with device.open("w") as held:
+        mine, other = (
+            subprocess.Popen(waiting, stdin=subprocess.PIPE, stdout=held, env={**os.environ, session.MARK: mark})
+            for mark in ("mine", "of another")
+        )
+    try:
+        assert set(session.holders(f"{tmp_path}/nvidia\\d+")) == {mine.pid}
+    finally:
+        for process in (mine, other):
+            process.communicate(b"\n")
+
+
+def test_parts_beside_each_other_say_which_failed(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, int(command[-1] == "narrow"), f"{command[-1]} done\n")
+
+    monkeypatch.setattr(main.subprocess, "run", run)
+    options = Namespace(device="cuda", outputs=Path("outputs"), results=None, jobs=2)
+    assert main._beside_each_other(["numbers", "narrow"], options) == ["narrow: see above"]
+    assert capsys.readouterr().out == "numbers done\nnarrow done\n"
+    assert set(parts.UNTIMED) < set(parts.PARTS)
 
 
 def test_a_process_that_stays_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

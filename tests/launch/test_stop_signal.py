@@ -79,15 +79,16 @@ def test_all_ranks_hear_the_same_and_once_they_have_they_ignore_what_comes_later
 def fail() -> list[str]:
     """How a failure ends a rank that has been told to stop, and one that has not."""
     told = []
-    for number in (signal.SIGINT, 0):
+    failure = RuntimeError("its compiler has failed")
+    for number, error in ((signal.SIGINT, failure), (0, failure), (signal.SIGINT, MemoryError("no more"))):
         try:
             with StopSignal():
                 os.kill(os.getpid(), number)
-                raise RuntimeError("its compiler has failed")
-        except (local.Stopped, RuntimeError) as error:
-            told.append(str(error))
+                raise error
+        except (local.Stopped, RuntimeError, MemoryError) as found:
+            told.append(str(found))
     return told
 
 
-def test_a_rank_that_fails_after_a_signal_was_stopped_by_it():
-    assert on_ranks(1, fail) == [["stopped by SIGINT", "its compiler has failed"]]
+def test_a_rank_that_fails_after_a_signal_was_stopped_by_it_unless_memory_ran_out():
+    assert on_ranks(1, fail) == [["stopped by SIGINT", "its compiler has failed", "no more"]]

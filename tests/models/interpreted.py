@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ptdbench.models import linear_cross_entropy, softmax, softmax_triton
 
-#: More columns than a block has, one more than a power of two, and fewer than a block.
-VOCABULARIES = (20000, 1025, 50)
+#: More columns than a block has, one more than a power of two, and fewer than a lane.
+VOCABULARIES = (20000, 1025, 5)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
