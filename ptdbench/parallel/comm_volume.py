@@ -118,8 +118,9 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     """Return the traffic of FSDP.
 
     A layer is gathered for its forward and again for its backward passes; the last layer and the weights outside layers
-    once for both. Gradients are reduce-scattered once per step, or under a pipeline once per pass of its schedule; the
-    shards are averaged between copies (Zhao et al. 2023, arXiv 2304.11277). Shards are padded to equal sizes. How often
+    once for both. Gradients are reduce-scattered once per step, or if requested once per micro-batch, and the shards
+    averaged between copies once per step (Zhao et al. 2023, arXiv 2304.11277); under a pipeline both happen once per
+    pass of its schedule. Shards are padded to equal sizes. How often
     pipeline stages gather layers that they free in between depends on the order of micro-batches: unknown. For weights
     gathered in fp8, ranks first agree on the scales.
     """
@@ -131,6 +132,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     once = passes if how.frees_between_microbatches(dims) or is_staged else 1
     again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
     item, sent = DTYPES[work.precision].itemsize, _SENT[how.sent] * (passes if is_staged else 1)
+    sums = passes if how.reduce_scatter_each_microbatch else 1
     of_fp8 = {layer.weight for layer in fp8.converted(layers, work.precision, sharded=True)}
     of_fp8 = of_fp8 if fp8.is_gathered(work.precision, sharded=True) else set()
     gathered = reduced = averaged = agreed = 0.0
@@ -150,7 +152,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
             gathered += whole * (_WIDE if weight in norms else 1 if weight in of_fp8 else item) * times
             agreed += _WIDE * (weight in of_fp8)
             gathered += whole * work.gathers * (of[weight] == "matrices")
-            reduced += whole * sent
+            reduced += whole * sent * sums
     return {
         "all_gather": gathered,
         "reduce_scatter": reduced,

@@ -76,6 +76,9 @@ def of_degrees(how: Options) -> list[Row]:
         (not is_one["pipeline"] and is_set["reshard_between_microbatches"], "reshard_between_microbatches",
          "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches",
          "try auto"),
+        (not is_one["pipeline"] and is_set["reduce_scatter_each_microbatch"], "reduce_scatter_each_microbatch",
+         "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",
+         "try false"),
         (has_shards and compresses,
          "gradients", "needs whole gradients, and this layout shards them", "try auto, bf16, or parallel=ddp"),
         *(

@@ -58,8 +58,8 @@ class Degrees(Generic[T]):
         "Ranks that share the weights of one copy, and its share of the batch.", "s", divides=("samples", "weights"),
         place=2, derived=2, preset="parallel=fsdp,hsdp",
         options=(
-            "reshard_after_forward", "reshard_between_microbatches", "prefetch", "separate_reduce_scatter",
-            "reduce_scatter_buffers", "message_buffers",
+            "reshard_after_forward", "reshard_between_microbatches", "reduce_scatter_each_microbatch", "prefetch",
+            "separate_reduce_scatter", "reduce_scatter_buffers", "message_buffers",
         ),
     )  # fmt: skip
     context: T = degree(

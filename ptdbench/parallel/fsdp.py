@@ -105,12 +105,14 @@ def shard(
 
     @contextmanager
     def deferred() -> Iterator[None]:
-        root.set_requires_gradient_sync(False)
+        in_shards = how.reduce_scatter_each_microbatch  # then only the all-reduce between copies is left for the end
+        set_synced = root.set_requires_all_reduce if in_shards else root.set_requires_gradient_sync
+        set_synced(False)
         root.set_reshard_after_backward(how.frees_between_microbatches(dims))
         try:
             yield
         finally:
-            root.set_requires_gradient_sync(True)
+            set_synced(True)
             root.set_reshard_after_backward(True)
 
     return LaidOutModule(module, module, deferred, release=partial(_reshard, module))

@@ -28,6 +28,7 @@ class Options(Degrees[Size]):
     powersgd_start: int = 2
     reshard_after_forward: bool | int = True
     reshard_between_microbatches: bool | Literal["auto"] = "auto"
+    reduce_scatter_each_microbatch: bool = False
     prefetch: int = 1
     separate_reduce_scatter: bool = False
     reduce_scatter_buffers: int = 1
@@ -85,6 +86,11 @@ class Options(Degrees[Size]):
         """
         between = self.reshard_between_microbatches
         return bool(self.frees_after_forward(dims)) if between == "auto" else between
+
+    def accumulates_whole(self, plan: BatchPlan) -> bool:
+        """Whether the gradients of sharded weights are whole between the micro-batches of a step."""
+        is_accumulating = plan.accumulation > 1 and not self.applies("pipeline", plan.dims)
+        return is_accumulating and plan.dims.shards > 1 and not self.reduce_scatter_each_microbatch
 
     def has_static_graph(self, plan: BatchPlan) -> bool:
         """Resolve ``static_graph``; ``auto`` enables it where it is sound.

@@ -270,8 +270,7 @@ class _Virtual:
         rule = f"micro-batch {shown} needs {needs}, and {has}"
         if search.best:
             return f"{rule}; train.micro_batch={search.best} fits"
-        config, training = self._asked.config, self._training
-        average = config.train.ema is not None
+        training, average = self._training, self._asked.config.train.ema is not None
         (whole,) = footprints(training.model, training.optimizer, average=average)
         smallest = min(search.tries, key=lambda one: one.micro_batch)
         none = f"{rule}; no micro-batch fits"
@@ -279,16 +278,20 @@ class _Virtual:
             return none
         rest = smallest.needed_bytes - (0 if self._spec.is_on_host else max(one.total for one in self._state))
         if rest >= self._room:
-            return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {_else(config)}"
+            return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {self._else()}"
         least = math.ceil(whole.total / (self._room - rest))
         return f"{none}; {smallest.micro_batch} would with its state sharded over about {least:,} GPUs"
 
-
-def _else(config: Config) -> str:
-    """Suggest options that reduce the memory of activations."""
-    words = []
-    if config.call("activations").name == "keep":
-        words.append("activations=recompute")
-    if config.general.precision == "fp32":
-        words.append("precision=bf16")
-    return f"try {', '.join([*words, 'parallel.tensor or parallel.context'])}"
+    def _else(self) -> str:
+        """Suggest options that reduce the memory beside the training state, which the smallest micro-batch exceeds."""
+        config, how, words = self._asked.config, self._training.strategy, []
+        smallest = next(iter(self._layouts.values()))
+        if smallest.dims.replicate == smallest.dims.world_size:
+            words.append("parallel=fsdp")
+        if how.accumulates_whole(smallest):
+            words.append("parallel.reduce_scatter_each_microbatch=true")
+        if config.call("activations").name == "keep":
+            words.append("activations=recompute")
+        if config.general.precision == "fp32":
+            words.append("precision=bf16")
+        return f"try {', '.join([*words, 'parallel.tensor or parallel.context'])}"

@@ -69,6 +69,9 @@ def _against_lack_of_memory(record: Written) -> Iterator[str]:
         yield "a smaller eval.micro_batch, as a search leaves evaluation out"
     if record.get("parallel") in ("single", "ddp"):
         yield "parallel=fsdp"
+    layout, reduces = part(record, Layout), option(record, "parallel.reduce_scatter_each_microbatch", bool)
+    if reduces is False and (layout.accumulation or 1) > 1 and (layout.shard or 1) > 1 and layout.pipeline == 1:
+        yield "parallel.reduce_scatter_each_microbatch=true"
     if option(record, "activations.name", str) == "keep":
         yield "activations=recompute"
     if record.get("precision") == "fp32":

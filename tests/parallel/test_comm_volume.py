@@ -55,6 +55,9 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
                                             {"micro_batch": 1}),
     "fsdp that keeps them in a pass": (
         Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 1}),
+    "fsdp that reduces each": (Strategy(shard="auto", reduce_scatter_each_microbatch=True), {"micro_batch": 1}),
+    "hsdp that reduces each": (
+        Strategy(replicate=2, shard="auto", reduce_scatter_each_microbatch=True), {"micro_batch": 1}),
     "fsdp that gathers ahead": (Strategy(shard="auto", prefetch=2), {"micro_batch": 1}),
     "fsdp in groups": (Strategy(shard="auto", reshard_after_forward=2), {}),
     "fsdp that recomputes": (Strategy(shard="auto"), {"activations": Recompute()}),

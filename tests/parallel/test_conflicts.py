@@ -53,6 +53,9 @@ def split(*values: Any) -> Any:
          f"reshard_between_microbatches=false: {NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4, "pipeline": 2, "reshard_between_microbatches": True}, "reshard_between_microbatches=true: has no "
          "effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches; try auto"),
+        ({"shard": 4, "pipeline": 2, "reduce_scatter_each_microbatch": True},
+         "reduce_scatter_each_microbatch=true: has no effect under a pipeline, whose schedule reduces the gradients of "
+         "a stage after its last micro-batch; try false"),
         ({"shard": 4, "schedule": "gpipe"}, f"schedule=gpipe: {NO_EFFECT}=pdp"),
         ({"shard": 4, "sequence": True}, f"sequence=true: {NO_EFFECT}=tp,3d"),
         ({"shard": 4, "context_method": "ring"}, f"context_method=ring: {NO_EFFECT}.context=2"),

@@ -36,6 +36,8 @@ CASES: dict[str, tuple[Any, dict[str, Any], str, str]] = {
     "untied, kept": (UNTIED, {"reshard_after_forward": False}, "embedding 0 1 2 head", "head 2 1 0 embedding"),
     "untied, kept between": (UNTIED, {"reshard_between_microbatches": False},
                              "embedding 0 1 2 head 1 0 1 0", "head 2 1 0 embedding"),
+    "untied, reduced each": (UNTIED, {"reduce_scatter_each_microbatch": True},
+                             "embedding 0 1 2 head 1 0 " * 2, "head 2 1 0 embedding " * 2),
     # One weight is in one group: the root has it.
     "tied": (TIED, {}, "root 0 1 2 1 0 " * 2, "2 1 0 root"),
     "tied, one module": (partial(OneModule, key_value_heads=2, hidden=24, **SHAPE), {},
@@ -67,7 +69,7 @@ def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, list[st
 
 
 @pytest.mark.ranks
-@cases("name", CASES, daily=["untied", "untied, kept between", "tied"])
+@cases("name", CASES, daily=["untied", "untied, kept between", "untied, reduced each", "tied"])
 def test_weights_are_gathered_as_late_as_they_can_and_no_more_often_than_needed(of_ranks, name):
     *_, gathered, reduced = CASES[name]
     for of_rank in of_ranks:

@@ -51,6 +51,9 @@ EXACT = {
                                                 bucket_mb=0.001),
     "reshard 2, kept between": Lever(shard="auto", reshard_after_forward=2, micro_batch=1,
                                      reshard_between_microbatches=False),
+    "reduced each, kept": Lever(shard="auto", reshard_after_forward=False, micro_batch=1,
+                                reduce_scatter_each_microbatch=True),
+    "reduced each, hsdp": Lever(replicate=2, shard="auto", micro_batch=2, reduce_scatter_each_microbatch=True),
     "prefetch 9, hsdp": Lever(replicate=2, shard="auto", prefetch=9, micro_batch=2),
     "prefetch 2, reshard 2": Lever(shard="auto", prefetch=2, reshard_after_forward=2),
     "prefetch 2, stages": Lever(shard="auto", pipeline=2, microbatches=4, prefetch=2),
@@ -58,6 +61,8 @@ EXACT = {
         "own messages, hsdp": Lever(replicate=2, shard="auto", separate_reduce_scatter=True, reduce_scatter_buffers=2),
     } if HAS_SETTERS else {}),
     "offload, accumulated": Lever(shard="auto", offload="optimizer_and_weights", micro_batch=1, prefetch=2),
+    "offload, reduced each": Lever(shard="auto", offload="optimizer_and_weights", micro_batch=2,
+                                   reduce_scatter_each_microbatch=True),
     "offload, hsdp": Lever(replicate=2, shard="auto", offload="optimizer_and_weights"),
     "offload, stages": Lever(shard="auto", pipeline=2, microbatches=4, offload="optimizer_and_weights"),
 }  # fmt: skip

@@ -86,6 +86,7 @@ def test_a_refusal_is_whole_and_has_no_rank_to_blame():
 
 
 OTHERS = "parallel=fsdp, activations=recompute, precision=bf16"
+ACCUMULATING = {"micro_batch": 1, "accumulation": 4, "shard": 2, "pipeline": 1}
 FRUGAL = {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
 
 
@@ -101,6 +102,9 @@ FRUGAL = {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
          "; try a smaller eval.micro_batch, as a search leaves evaluation out"),
         (FRUGAL, "; try activations=recompute"),
         (FRUGAL | {"config": {"activations": {"name": "recompute"}}}, ""),
+        (FRUGAL | {"config": {"parallel": {"reduce_scatter_each_microbatch": False}}, "layout": ACCUMULATING},
+         "; try parallel.reduce_scatter_each_microbatch=true"),
+        (FRUGAL | {"config": {"parallel": {"reduce_scatter_each_microbatch": True}}, "layout": ACCUMULATING}, ""),
     ],
 )  # fmt: skip
 def test_out_of_memory_says_what_to_try(fields, tried):
