@@ -79,6 +79,7 @@ ROWS: dict[str, tuple[int, str]] = {
 COLUMNS: dict[str, tuple[str, float]] = {
     "plain": ("", EXACT),
     "accumulated": ("train.micro_batch=1 parallel.microbatches=4", EXACT),
+    "reduced each": ("train.micro_batch=1 parallel.reduce_scatter_each_microbatch=true", EXACT),
     "clipped": ("train.clip_norm=0.3", EXACT),
     "untied": ("model.tie_weights=false", EXACT),
     "llama": (

@@ -16,6 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``plan``."""
     parser.add_argument("overrides", nargs="*", metavar="OPTION=VALUE", help="as for train.py; lists are compared")
     parser.add_argument("--config-dir", "-cd", type=Path, metavar="FOLDER", help="one more folder of configurations")
+    parser.add_argument("--multirun", "-m", action="store_true", help="as for train.py; lists need no -m here")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
     parser.add_argument("--again", action="store_true", help="plan again what an earlier plan has answered")
     parser.epilog = (

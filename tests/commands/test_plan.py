@@ -71,7 +71,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
     words = (*SMALL, *TIGHT, "virtual.gpu.memory=457000000", "train.micro_batch=max", "train.global_batch=256")
     with tempfile.TemporaryDirectory() as folder:  # its path is short, as those of sockets must be
-        done = plan({**environ, "TMPDIR": folder}, tmp_path, *words, "parallel=fsdp", "parallel.shard=2,3")
+        done = plan({**environ, "TMPDIR": folder}, tmp_path, "-m", *words, "parallel=fsdp", "parallel.shard=2,3")
         assert not [*Path(folder).glob("pymp-*")]  # each process that plans had one
     assert done.returncode == 0, done.stderr
     fits, *refused = records_of(tmp_path)
