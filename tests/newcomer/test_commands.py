@@ -28,6 +28,9 @@ SHORTENED = {
     r"n_trials=20": "hydra.sweeper.n_trials=4",
     r"sampler\.seed=1 experiment": "train.steps=5 hydra.sweeper.n_trials=2",
     r"workload=(p2p|collectives|matmul)": "workload.seconds=0.01",
+    r"train\.py (?!.*virtual).*ranks_per_node=8": "train.steps=10",
+    r"model\.router\.balance=": "train.steps=10",
+    r"cluster\.nodes=1,2,4,8 .*activations=keep,": "cluster.nodes=1,8 activations=keep,recompute",
 }
 
 COMMANDS = sorted(
