@@ -199,14 +199,14 @@ def prepare_data(config: Config, data: Data | None = None) -> None:
     """Prepare the data of a configuration once per node, unless already done; ``data`` if already built.
 
     Raises:
-        ConfigError: The data are unusable, or have no held-out part although evaluation is requested.
+        ConfigError: The data are unusable, or hold out no samples although evaluation is requested.
     """
     data = _data(config) if data is None else data
     under("data", data.prepare)
-    if (every := config.eval.every) is not None and data.held_out is None:
+    if (every := config.eval.every) is not None and not data.held_out:
         call = config.call("data")
-        other = "give data.held_out" if "held_out" in call.options else "data with a held-out part"
-        require(Problem("eval.every", every, f"data={call.name} has no held-out part", f"try null, or {other}"))
+        other = "give data.held_out" if "held_out" in call.options else "data with held-out samples"
+        require(Problem("eval.every", every, f"data={call.name} has no held-out samples", f"try null, or {other}"))
 
 
 def _data(config: Config) -> Data:

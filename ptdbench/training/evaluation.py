@@ -12,6 +12,7 @@ import torch.distributed as dist
 from msgspec import convert, to_builtins
 from torch import Tensor
 
+from ptdbench.data.feed import moved
 from ptdbench.data.protocol import HeldOut, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import total
@@ -92,7 +93,7 @@ class Evaluator:
             torch.cuda.synchronize(self._job.device)  # do not time queued training steps
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
-        assert held_out is not None  # assemble() refuses data without a held-out part
+        assert held_out  # assemble() refuses data without held-out samples
         module.eval()
         with torch.no_grad(), self._loop.update.averaged():
             for buffer in module.buffers():  # batch norm statistics differ between replicas: use the first one's
@@ -123,16 +124,16 @@ class Evaluator:
         size, replicas = self._job.spec.config.eval.micro_batch, self._job.training.layout.replicas
         blocks = math.ceil(len(held_out) / size)
         sums = torch.zeros(blocks, 3, dtype=torch.float64, device=self._job.device)
-        for batch, first in enumerate(range(0, blocks, replicas), start=1):
+        for batches, first in enumerate(range(0, blocks, replicas), start=1):
             # An idle replica recomputes the first block of the round: under FSDP every forward needs all ranks.
             block = first + self._loop.replica
             idle = block >= blocks
             start = (first if idle else block) * size
-            inputs, targets = read(held_out, start, min(start + size, len(held_out)), self._example)
-            found = self._evaluate_block(inputs.to(self._job.device), targets.to(self._job.device))
+            batch = read(held_out, start, min(start + size, len(held_out)), self._example)
+            found = self._evaluate_block(*moved(batch, self._job.device))
             if found is not None and not idle:
                 sums[block] = found
-            if stopped(batch):
+            if stopped(batches):
                 return None
         return total(sums.cpu())  # exact: a block is zero on all ranks but one
 

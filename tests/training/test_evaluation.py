@@ -22,12 +22,15 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.data.protocol import HeldOutPart
 from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.models import foreign
+from ptdbench.problems import ConfigError
+from ptdbench.setup.training_spec import prepare_data
 from ptdbench.training import evaluation as module
 from ptdbench.training.evaluation import Evaluation, Evaluator
 from ptdbench.workloads import train
-from tests.conftest import Record, composed, run_on_shared_ranks
+from tests.conftest import Record, composed, read, run_on_shared_ranks
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
 from tests.workloads import made_task
@@ -189,7 +192,27 @@ def test_a_model_is_judged_by_its_own_loss_and_by_an_accuracy_if_it_tells_classe
 def test_data_that_keep_nothing_are_refused(shared_run):
     record = shared_run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
     assert record["status"] == "failed"
-    assert "eval.every=2: data=synthetic_vectors has no held-out part" in record["error"]["message"]
+    assert "eval.every=2: data=synthetic_vectors has no held-out samples" in record["error"]["message"]
+
+
+def test_a_held_out_part_without_samples_is_refused(monkeypatch):
+    nothing = HeldOutPart(0, lambda start, stop: made_task.Kept().samples(start, stop))
+    monkeypatch.setattr(made_task.Largest, "held_out", nothing)
+    with pytest.raises(ConfigError, match=r"^eval.every=2: data=synthetic_vectors has no held-out samples; try null"):
+        prepare_data(read(*TASK, "eval.every=2"))
+
+
+def test_batches_are_copied_to_the_device_like_those_of_steps(monkeypatch):
+    copied = []
+    monkeypatch.setattr(module, "moved", lambda batch, device: (copied.append(len(batch[0])), batch)[1])
+    monkeypatch.setattr(module, "total", lambda sums: sums)
+    data, model = made_task.Largest(seed=0), made_task.Margin()
+    training = SimpleNamespace(data=data, model=model, layout=SimpleNamespace(replicas=1))
+    config = SimpleNamespace(eval=SimpleNamespace(micro_batch=50))
+    job: Any = SimpleNamespace(device=torch.device("cpu"), training=training, spec=SimpleNamespace(config=config))
+    loop: Any = SimpleNamespace(replica=0, engine=SimpleNamespace(outputs=model))
+    assert Evaluator(job, loop)._sums(made_task.Kept(), lambda _: None) is not None
+    assert copied == [50, 50, 1]
 
 
 class Seen(NamedTuple):
