@@ -58,6 +58,12 @@ def problems(options: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
+def single_rank(workload: str, world_size: int) -> Problem | None:
+    """Return a problem if a single rank is to measure messages, which have no receiver then."""
+    remedy = "try cluster.ranks_per_node=2, or more nodes"
+    return Problem("workload", workload, "needs at least two ranks", remedy) if world_size < 2 else None
+
+
 def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
     """List sizes from ``min_bytes``, each ``factor`` times the previous, up to ``max_bytes``, which is always last."""
     found = []

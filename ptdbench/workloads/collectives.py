@@ -72,9 +72,8 @@ class Collectives(Effort):
         has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
         rule = f"{backend} cannot do this on a GPU's tensors: {', '.join(lacks)}"
         remedy = f"try {', '.join(has)}, or backend=nccl"
-        alone = "a collective takes two ranks, and there is one", "try cluster.ranks_per_node=2, or more nodes"
         require(
-            Problem("workload", "collectives", *alone) if world_size < 2 else None,
+            timing.single_rank("collectives", world_size),
             Problem("workload.ops", self.ops, rule, remedy) if lacks else None,
             *_group_problems(self.group, self.pipeline_size, world_size),
         )

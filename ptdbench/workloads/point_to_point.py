@@ -64,9 +64,7 @@ class PointToPoint(Effort):
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for a single rank, and for a backend that cannot send."""
-        remedy = "try cluster.ranks_per_node=2, or more nodes"
-        lone = Problem("workload", "p2p", "a pair takes two ranks, and there is one", remedy)
-        require(lone if world_size < 2 else None, cannot_send(backend, device_type))
+        require(timing.single_rank("p2p", world_size), cannot_send(backend, device_type))
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""

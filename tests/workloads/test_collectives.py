@@ -122,7 +122,7 @@ def test_bad_input_is_refused_before_any_rank_starts(override, message):
 
 def test_a_single_rank_has_nobody_to_send_to():
     told = refusal(*TWO, "cluster.ranks_per_node=1")
-    assert told.startswith("workload=collectives: a collective takes two ranks, and there is one; try ")
+    assert told.startswith("workload=collectives: needs at least two ranks; try cluster.")
 
 
 def test_a_pipeline_that_does_not_divide_the_ranks_is_refused():

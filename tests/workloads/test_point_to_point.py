@@ -85,7 +85,7 @@ def test_a_message_that_arrives_wrong_is_a_failed_run_that_names_it(run):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["cluster.ranks_per_node=1"], "workload=p2p: a pair takes two ranks, and there is one; try cluster."),
+        (["cluster.ranks_per_node=1"], "workload=p2p: needs at least two ranks; try cluster."),
         (["workload.pairs=some"], "workload.pairs=some: there are no such pairs; try all, ring"),
         (["workload.overlap_bytes=[0]"], "workload.overlap_bytes=0: must be a whole number of at least 1"),
         (["workload.max_bytes=0"], "workload.max_bytes=0: must be a whole number of at least 1"),
