@@ -250,6 +250,13 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
     return found
 
 
+def is_by_copy_engines(events: Sequence[Event], calls: Sequence[Call]) -> bool:
+    """Return whether all-gathers between ranks ran no NCCL kernels, as with ``NCCL_CTA_POLICY=2``."""
+    recorded = [event.facts for event in events if event.name == _RECORDED]
+    between_ranks = [str(facts.get(_NCCL_NAME)) for facts in recorded if facts.get("Group size", 1) > 1]
+    return "all_gather" in {operation_of(name) for name in between_ranks} - {call.operation for call in calls}
+
+
 def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mapping[str, Any]]]]:
     """Yield when the host launches kernels of messages, and the metadata recorded before in its thread.
 

@@ -30,6 +30,7 @@ from ptdbench.profiling.events import (
     checked,
     events_of,
     intersect,
+    is_by_copy_engines,
     is_of_nccl,
     item_bytes,
     launches_of,
@@ -261,6 +262,8 @@ def _of_device(
     launches, inside = launches_of(events), union(steps)
     computed = [event for event in on_device if not is_of_nccl(event)]
     calls = calls_of_nccl(events, (event for event in on_device if is_of_nccl(event)))
+    if is_by_copy_engines(events, calls):
+        raise ValueError("the trace does not tell all-gathers by copy engines from other copies; unset NCCL_CTA_POLICY")
     kernels = [event for event in computed if event.kind == "kernel"]
     copies = [event for event in computed if event.kind != "kernel"]
     busy = union(event.interval for event in computed)

@@ -224,12 +224,19 @@ def test_messages_are_told_from_each_other_though_they_have_one_size_and_know_th
 
 WRONG = event("ncclDevKernel_AllReduce", 1, 2, "kernel", **{"In msg nelems": None})
 ON_GPU = [event("gemm", 2, 4, "kernel", 5), sent("all_reduce", 4, 5, [10])]
+GATHER = {"Collective name": "_allgather_base", "Group size": 2}
+COPIED = [
+    event("record_param_comms", 1, 2, **GATHER),
+    event("Memcpy PtoP (Device -> Device)", 2, 3, "gpu_memcpy", 5),
+    event("gemm", 3, 4, "kernel", 6),
+]
 
 
 @pytest.mark.parametrize(
     ("events", "device", "message"),
     [
         ([*step(0, 1, 3, 10), *ON_GPU], "cuda", "does not show when a GPU waits for gloo; try backend=nccl"),
+        ([*step(0, 1, 3, 10), *COPIED], "cuda", "does not tell all-gathers by copy engines from other copies"),
         ([*step(0, 1, 3, 10), WRONG], "cuda", "is no trace of torch's profiler"),  # a field of another form
         ([event("aten::mm", 0, 1)], "cpu", "holds no profiled step"),
         (step(0, 1, 3, 10), "cuda", "the profiler could not watch the GPU"),
