@@ -6,7 +6,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,24 +81,28 @@ def keep(job: Job, folder: str, write: Callable[[Path], None], ahead: float, nam
     ``folder`` is for the compressed traces of single ranks, which ``write`` writes, and ``name`` is the merged file.
     This rank's clock is ``ahead`` seconds ahead of rank 0's.
     """
-    error = None
-    try:
-        (job.directory / folder).mkdir(exist_ok=True)
-        write(_of_rank(job, folder, job.world.rank))
-    except (OSError, RuntimeError, ValueError) as failed:
-        error = str(failed)
-    told: list[tuple[float, str | None]] = gather((ahead, error))
+    told: list[tuple[float, str | None]] = gather((ahead, _written(_of_rank(job, folder, job.world.rank), write)))
     if not job.world.is_first:
         return
     error = next((one for _, one in told if one), None)
     if not error:
-        try:
-            of_ranks = [_of_rank(job, folder, rank) for rank in range(job.world.size)]
-            perfetto.merge(of_ranks, _names(job), [offset for offset, _ in told], job.directory / name)
-        except (OSError, RuntimeError, ValueError) as failed:
-            error = str(failed)
+        of_ranks = [_of_rank(job, folder, rank) for rank in range(job.world.size)]
+        merge = partial(perfetto.merge, of_ranks, _names(job), [offset for offset, _ in told])
+        error = _written(job.directory / name, merge)
     if error:
         echo(f"warning: not all traces could be written: {error}", sys.stderr)
+
+
+def _written(path: Path, write: Callable[[Path], None]) -> str | None:
+    """Write a trace; if that fails, return why, and leave no part of it."""
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write(path)
+    except (OSError, RuntimeError, ValueError) as error:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        return str(error)
+    return None
 
 
 def _of_rank(job: Job, folder: str, rank: int) -> Path:

@@ -339,6 +339,16 @@ def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
     assert record["metrics"]["samples_per_second"] > 0
 
 
+def test_a_trace_that_is_written_in_part_is_removed(tmp_path):
+    def write(path: Path) -> None:
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "trace" / "rank0.json.gz"
+    assert traces._written(path, write) == "[Errno 28] No space left on device"
+    assert not path.exists()
+
+
 @pytest.mark.thorough
 def test_traces_that_cannot_be_written_cost_nothing_else(tmp_path):
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
