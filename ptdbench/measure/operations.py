@@ -203,6 +203,11 @@ class Operation:
         return count * item_bytes * (ranks if self.has_shares else 1)
 
 
+# Since torch 2.14 the older names warn.
+_all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
 def _broadcast(at: Place, count: int) -> Message:
     data = at.empty(count)
     return Message(
@@ -248,7 +253,7 @@ def _gather(at: Place, count: int, to_all: bool = False) -> Message:
     def gather(asynchronous: bool) -> dist.Work | None:
         if to_all:
             assert whole is not None
-            return dist.all_gather_into_tensor(whole, share, group=at.group, async_op=asynchronous)
+            return _all_gather_tensor(whole, share, group=at.group, async_op=asynchronous)
         shares = None if whole is None else list(whole.chunk(ranks))
         return dist.gather(share, shares, at.root, group=at.group, async_op=asynchronous)
 
@@ -265,7 +270,7 @@ def _reduce_scatter(at: Place, count: int) -> Message:
     ranks = len(at.ranks)
     whole, share = at.empty(count * ranks), at.empty(count)
     return Message(
-        lambda asynchronous: dist.reduce_scatter_tensor(
+        lambda asynchronous: _reduce_scatter_tensor(
             share, whole, at.reduction.op, group=at.group, async_op=asynchronous
         ),
         given=whole,

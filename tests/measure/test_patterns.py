@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 
 import pytest
 import torch
 
-from ptdbench.measure.operations import DTYPES, REDUCTIONS, Place, sent
+from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Place, sent, verify
+from tests.parallel.ranks import pretended
 
 CPU = torch.device("cpu")
 ALL = pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTYPES, REDUCTIONS)))
@@ -76,3 +78,11 @@ def test_a_shifted_element_shows_and_the_count_is_right(count):
     assert data.shape == (count,)
     assert (data[1:] != data[:-1]).all()
     assert 1 <= data.min() <= data.max() <= 113
+
+
+def test_no_operation_is_called_by_a_deprecated_name():
+    place = Place(None, [0], 0, CPU, DTYPES["fp32"], REDUCTIONS["sum"])
+    with pretended(1), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name, operation in OPERATIONS.items():
+            verify(operation.prepare(place, 4), name, place, asynchronous=False)
