@@ -221,7 +221,8 @@ def _ceilings(ranks: Sequence[Figures], load: Sequence[OtherLoad]) -> list[Ceili
 def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> str | None:
     """Store the ceilings on every node; return what could not be stored and why, on rank 0.
 
-    A ceiling measured beside other load, which makes a device slower, does not replace a higher one.
+    A ceiling measured beside other load, which makes a device slower, does not replace a higher one; with
+    ``only_higher``, none does.
     """
     if world.local_rank > 0:
         return None
@@ -232,8 +233,9 @@ def keep_ceilings(world: World, found: Figures, only_higher: bool = False) -> st
         key, new = convert(one, Key), convert(one, Measured)
         known = look_up(key)
         if known and known.flops_per_second > new.flops_per_second and (new.beside_load or only_higher):
+            load = "taken beside other load, and " if new.beside_load else ""
             higher = f"{flops_text(known.flops_per_second)} measured earlier is higher"
-            remarks.append(f"{one['dtype']} not kept for later runs: taken beside other load, and {higher}")
+            remarks.append(f"{one['dtype']} not kept for later runs: {load}{higher}")
             continue
         try:
             store_ceiling(key, new)

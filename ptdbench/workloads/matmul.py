@@ -52,10 +52,11 @@ class Matmul:
             require(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
 
     def __call__(self, job: Job) -> Outcome:
-        """Run one rank's part; the measured ceilings are stored for later runs."""
+        """Run one rank's part; the ceilings are stored for later runs, those of chosen shapes only if higher."""
         shapes, dtypes = self._chosen(job.device.type)
         found = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
-        return Outcome({"matmul": {**found, "kept": ceiling.keep_ceilings(job.world, found)}})
+        kept = ceiling.keep_ceilings(job.world, found, only_higher=self.shapes != "auto")
+        return Outcome({"matmul": {**found, "kept": kept}})
 
     def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:
         shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else self.shapes

@@ -1,11 +1,16 @@
 """The workload ``matmul``: its record, what it refuses, and the ceiling that later runs find."""
 
 import os
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from ptdbench.launch.world import World
+from ptdbench.measure import ceiling
 from ptdbench.setup import run_spec
+from ptdbench.workloads.matmul import Matmul
 from tests.conftest import read
 from tests.workloads.made_job import refusal
 
@@ -79,6 +84,16 @@ def test_what_is_refused(overrides, lines):
     said = refusal("workload=matmul", "device=cpu", *(f"workload.{option}" for option in overrides))
     for told, line in zip(said.splitlines(), lines, strict=True):
         assert told.startswith(f"workload.{line}")
+
+
+def test_products_of_chosen_shapes_replace_only_a_lower_ceiling(monkeypatch):
+    kept = []
+    monkeypatch.setattr(ceiling, "measure", lambda *_, **__: {})
+    monkeypatch.setattr(ceiling, "keep_ceilings", lambda *_, only_higher: kept.append(only_higher))
+    job: Any = SimpleNamespace(world=None, device=torch.device("cpu"), watchdog=SimpleNamespace(alive=None))
+    for shapes in ("auto", [64]):
+        Matmul(shapes=shapes)(job)
+    assert kept == [False, True]
 
 
 def test_a_job_may_have_more_memory_than_the_machine_that_submits_it():
