@@ -171,7 +171,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
     """
     broken: dict[Path, str] = {}
     # Rank 0's list: a network file system may show an older one to other hosts.
-    for name in gather([path.name for path in _complete_by_name(run_directory)], group)[0]:
+    for name in gather([path.name for path in _published(run_directory)], group)[0]:
         path = run_directory / FOLDER / name
         found, fault = _examine(path, dist.get_rank(group), dist.get_world_size(group))
         faults = list(dict.fromkeys(of_rank for of_rank in gather(fault, group) if of_rank))
@@ -183,7 +183,7 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
     """Return the manifest of the newest checkpoint that seems complete; fast, as it does not read the files."""
-    return next(filter(None, map(_whole, _complete_by_name(run_directory))), None)
+    return next(filter(None, map(_manifest_if_complete, _published(run_directory))), None)
 
 
 def partial(run_directory: Path, step: int) -> Path:
@@ -229,7 +229,7 @@ def prune(run_directory: Path, keep: int, best: int | None = None, broken: Conta
     Raises:
         OSError: A checkpoint cannot be deleted.
     """
-    manifests = ((path, _whole(path)) for path in _complete_by_name(run_directory) if path not in broken)
+    manifests = ((path, _manifest_if_complete(path)) for path in _published(run_directory) if path not in broken)
     for path, manifest in [(path, manifest) for path, manifest in manifests if manifest][keep:]:
         tensors = {file.name for file in path.glob("*.distcp")}
         is_alone = tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours)
@@ -269,12 +269,12 @@ def remove_partial(run_directory: Path) -> None:
     Raises:
         OSError: Something cannot be removed.
     """
-    for path in _left(run_directory, _PARTIAL):
-        if _whole(path) and not os.path.lexists(path.with_name(path.name.removesuffix(_PARTIAL))):
+    for path in _leftovers(run_directory, _PARTIAL):
+        if _manifest_if_complete(path) and not os.path.lexists(path.with_name(path.name.removesuffix(_PARTIAL))):
             publish(path)
         else:
             remove(path, _is_ours)
-    for path in _left(run_directory, _DELETED):
+    for path in _leftovers(run_directory, _DELETED):
         remove(path, _is_ours)
 
 
@@ -286,14 +286,14 @@ def _is_ours(name: str) -> bool:
     return bool(_FILE.fullmatch(name))
 
 
-def _left(run_directory: Path, suffix: str) -> list[Path]:
+def _leftovers(run_directory: Path, suffix: str) -> list[Path]:
     """List directories with this suffix that contain only the saver's files."""
     named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
     steps = [path for path in named if _STEP.fullmatch(path.name.removesuffix(suffix))]
     return [path for path in steps if not first_foreign_entry(path, _is_ours)]
 
 
-def _complete_by_name(run_directory: Path) -> list[Path]:
+def _published(run_directory: Path) -> list[Path]:
     """List directories with a final name, newest first."""
     named = (path for path in (run_directory / FOLDER).glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
     return sorted(named, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
@@ -310,7 +310,7 @@ def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | N
     return found, None
 
 
-def _whole(path: Path) -> Manifest | None:
+def _manifest_if_complete(path: Path) -> Manifest | None:
     """Return the manifest if all files exist with the expected sizes; reading them would take too long."""
     with suppress(Broken):
         manifest = read_manifest(path)

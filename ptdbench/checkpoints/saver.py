@@ -256,9 +256,9 @@ class Saver:
         def prepare() -> Callable[[], dict[str, Tensor]]:
             mine = self._shares.select(tensors)
             copied = self._staging(mine, steady) if self._staging else lambda: mine
-            return lambda: _finite(copied(), steady)
+            return lambda: _require_finite(copied(), steady)
 
-        prepared = _tried(prepare)
+        prepared = _attempt(prepare)
         self._begin(lambda: self._save(step, prepared, model, facts))
         self.stall_seconds.append(time.perf_counter() - started)
 
@@ -267,13 +267,13 @@ class Saver:
         if self._staging:
             self._staging.settle()
 
-    def judged(self, step: int, facts: Facts, is_best: bool) -> None:
+    def amend(self, step: int, facts: Facts, is_best: bool) -> None:
         """Add facts about saved weights, in JSON types, to their checkpoint; called in all ranks, between two steps.
 
         Rank 0's facts replace earlier ones of the same names. ``step`` is that of the last save, which may be in
         progress; if it failed, nothing happens.
         """
-        self._begin(lambda: self._judge(step, facts, is_best))
+        self._begin(lambda: self._amend(step, facts, is_best))
 
     def wait(self) -> None:
         """Wait until the last save has succeeded or failed."""
@@ -296,16 +296,16 @@ class Saver:
         before = self._thread
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-        def aside() -> None:
+        def in_background() -> None:
             if device is not None:  # a thread starts on device 0, where waiting for an event may create a context
                 torch.cuda.set_device(device)
             if before:
                 before.join()
-            _stand_back()
+            _lower_priority()
             task()
 
         # A daemon, so that a run whose peers have died can end.
-        self._thread = threading.Thread(target=aside, name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=in_background, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _save(self, step: int, prepared: Prepared, model: Mapping[str, Any], facts: Facts) -> None:
@@ -317,12 +317,12 @@ class Saver:
         self.saved.append(step)
         self._mark_and_prune(step)
 
-    def _judge(self, step: int, facts: Facts, is_best: bool) -> None:
-        def note() -> None:
+    def _amend(self, step: int, facts: Facts, is_best: bool) -> None:
+        def amend() -> None:
             if checkpoint_dir.amend(self._run_directory, step, facts) and is_best:
                 self.best = step
 
-        self._tidy(step, "its evaluation could not be noted", note)
+        self._try_on_rank_0(step, "its evaluation could not be added", amend)
         if is_best:
             self._mark_and_prune(step)
 
@@ -330,10 +330,10 @@ class Saver:
         run_directory, best = self._run_directory, self.best
         mark = partial(checkpoint_dir.mark_best, run_directory, best)
         prune = partial(checkpoint_dir.prune, run_directory, self._keep, best, self.broken)
-        self._tidy(step, "the best checkpoint could not be marked", mark)
-        self._tidy(step, "older checkpoints could not be deleted", prune)
+        self._try_on_rank_0(step, "the best checkpoint could not be marked", mark)
+        self._try_on_rank_0(step, "older checkpoints could not be deleted", prune)
 
-    def _tidy(self, step: int, fault: str, task: Callable[[], object]) -> None:
+    def _try_on_rank_0(self, step: int, fault: str, task: Callable[[], object]) -> None:
         try:
             self._on_rank_0(task)
         except Exception as error:
@@ -372,7 +372,7 @@ class Saver:
 
     def _on_all_ranks(self, task: Callable[[], T]) -> T:
         """Run ``task`` in all ranks and return this rank's result; if it fails in one, all raise _Failed."""
-        done = _tried(task)
+        done = _attempt(task)
         error = done.exception()
         mine = f"rank {self._rank}: {type(error).__name__}: {error}" if error else None
         mine = str(error) if isinstance(error, _Failed) else mine  # its message already names the ranks
@@ -386,7 +386,7 @@ class _Failed(Exception):
     """A save failed; the message names the ranks and their errors."""
 
 
-def _finite(tensors: dict[str, Tensor], steady: Container[str]) -> dict[str, Tensor]:
+def _require_finite(tensors: dict[str, Tensor], steady: Container[str]) -> dict[str, Tensor]:
     """Return the tensors; raise if a weight is not finite: nothing resumes from it, and a good checkpoint would go."""
     for name, tensor in tensors.items():
         if name.startswith("model.") and name in steady and not local_part(tensor).sum(dtype=torch.float32).isfinite():
@@ -394,7 +394,7 @@ def _finite(tensors: dict[str, Tensor], steady: Container[str]) -> dict[str, Ten
     return tensors
 
 
-def _tried(task: Callable[[], T]) -> Future[T]:
+def _attempt(task: Callable[[], T]) -> Future[T]:
     done: Future[T] = Future()
     try:
         done.set_result(task())
@@ -420,7 +420,7 @@ def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:
     return {path.name: checkpoint_dir.stamp(path) for path in mine}
 
 
-def _stand_back() -> None:
+def _lower_priority() -> None:
     """Lower this thread's CPU and I/O priority, and let it run on every core that the process was given."""
     with suppress(OSError):
         settings.unbind_thread()

@@ -176,14 +176,14 @@ def _cut(stream: BinaryIO) -> Iterator[bytes]:
     rest = b""
     while read := stream.read(_BLOCK_BYTES - len(rest)):
         block = rest + read
-        end = _good_end(block) if len(block) == _BLOCK_BYTES else len(block)
+        end = _block_end(block) if len(block) == _BLOCK_BYTES else len(block)
         yield block[:end]
         rest = block[end:]
     if rest:
         yield rest
 
 
-def _good_end(block: bytes) -> int:
+def _block_end(block: bytes) -> int:
     """Return where to end a block: after its last line, or else not within a UTF-8 character."""
     if after_line := block.rfind(b"\n") + 1:
         return after_line
@@ -223,7 +223,7 @@ def _walk(
 # Bytes to encode at once: enough blocks for some dozens of cores, and a few hundred MB of memory.
 _BATCH_BYTES = 1 << 23
 # Report progress only from this size on, which takes a second or two.
-_WORTH_TELLING = 4_000_000
+_PROGRESS_BYTES = 4_000_000
 #: Names of the token that ends a document.
 _ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
@@ -262,7 +262,7 @@ class Tokenizer:
         Raises:
             OSError, Malformed: As for :func:`ptdbench.data.corpus.blocks`.
         """
-        with _telling(name, sum(document.size for document in documents)) as done:
+        with _progress(name, sum(document.size for document in documents)) as done:
             for batch in _batches(blocks(documents)):
                 yield Piece(self._tokens(batch), sum(len(block.text) for block in batch))
                 done(sum(block.size for block in batch))
@@ -308,12 +308,12 @@ def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
 
 
 @contextmanager
-def _telling(name: str, total: int) -> Iterator[Callable[[int], object]]:
+def _progress(name: str, total: int) -> Iterator[Callable[[int], object]]:
     """Report the progress of tokenizing ``total`` bytes, if they are many; yields a function to call with bytes done.
 
     A terminal shows a bar; elsewhere, where lines stay, one line is printed at the start and one at the end.
     """
-    if total < _WORTH_TELLING:
+    if total < _PROGRESS_BYTES:
         yield lambda _: None
     elif redraws(sys.stderr):
         from rich import progress as rich

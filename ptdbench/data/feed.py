@@ -48,7 +48,7 @@ class Feed:
         started = time.perf_counter()
         batch = self._next_batch(step)
         self.wait_seconds.append(time.perf_counter() - started)
-        return moved(batch, self._device)
+        return to_device(batch, self._device)
 
     def forget(self) -> None:
         """Discard the waiting times recorded so far."""
@@ -56,7 +56,7 @@ class Feed:
 
     def peek(self, step: int) -> Batch:
         """Return the batch of a step, on the device, without advancing or timing."""
-        return moved(self._batches[step], self._device)
+        return to_device(self._batches[step], self._device)
 
     def close(self) -> None:
         """Stop the worker processes or the thread."""
@@ -79,7 +79,7 @@ class Feed:
         return next(self._ahead)
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return a batch on the device; on a GPU, its copy from pinned memory is queued."""
     if device.type == "cpu":
         return batch
@@ -87,7 +87,7 @@ def moved(batch: Batch, device: torch.device) -> Batch:
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def _belong_to_the_rank(_: int) -> None:
+def _init_worker(_: int) -> None:
     """Ignore signals in a worker, as its rank handles them, and die silently with the rank.
 
     torchrun and SLURM signal all processes of a job, and a worker that exits would also end its rank, which may be
@@ -123,7 +123,7 @@ def _by_workers(batches: _Batches, first: int, count: int, pinned: bool) -> Gene
         pin_memory=pinned,  # in a thread of this process
         # Forked by the rank, to die with it: children of a fork server would outlive it.
         multiprocessing_context="fork",
-        worker_init_fn=_belong_to_the_rank,
+        worker_init_fn=_init_worker,
         # A separate generator, so that the rank's random state is the same as in a run without workers.
         generator=torch.Generator(),
     )

@@ -89,10 +89,12 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
     """
     found: Any = source.samples(start, stop)
     shapes = [(stop - start, *one.shape[1:]) for one in example]
-    told = [_told(one) for one in found] if isinstance(found, tuple | list) else [_told(found)]
-    if told != [str(shape) for shape in shapes]:
+    shown = [_described(one) for one in found] if isinstance(found, tuple | list) else [_described(found)]
+    if shown != [str(shape) for shape in shapes]:
         rule = f"must return tensors of shape {shapes[0]} and {shapes[1]}, as example() has them"
-        raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(told)}")
+        raise TypeError(
+            f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(shown)}"
+        )
     inputs, targets = found
     return inputs, targets
 
@@ -132,7 +134,7 @@ def _matches(one: str | float, other: str | float) -> bool:
     return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3) or (math.isnan(one) and math.isnan(other))
 
 
-def _told(found: object) -> str:
+def _described(found: object) -> str:
     """Return the shape of a tensor, or the type of anything else."""
     return str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
 

@@ -128,7 +128,7 @@ class Text(Sequences):
 
     @cached_property
     def _files(self) -> list[File]:
-        with _blaming("path", self.path):
+        with _as_problem_of("path", self.path):
             files = standard_library() if self.path is None else files_at(self.path)
         if not files:
             raise ConfigError([self._too_short(0)])
@@ -149,7 +149,7 @@ class Text(Sequences):
         # In the file's name, the text's name is for people and the key for programs.
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
         file = self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
-        with _blaming("cache", self.cache):
+        with _as_problem_of("cache", self.cache):
             stored = cached_tokens(file, dtype, source, lambda: self._pieces(held_out))
         if len(stored.tokens) <= self.sequence_length:
             raise ConfigError([self._too_short(len(stored.tokens), held_out)])
@@ -162,7 +162,7 @@ class Text(Sequences):
     def _pieces(self, held_out: bool) -> Iterator[Piece]:
         """Tokenize one part; raises ConfigError if it has no tokens, as an empty part must not be stored."""
         empty = True
-        with _blaming("path", self.path):
+        with _as_problem_of("path", self.path):
             part = self._parts[held_out]
             name = f"{self._name}, held out" if held_out else self._name
             for piece in self._tokenizer.pieces(part, name) if self._tokenizer else byte_tokens(part):
@@ -212,7 +212,7 @@ def _must_exist(path: Path) -> Problem | None:
 
 
 @contextmanager
-def _blaming(option: str, value: object) -> Iterator[None]:
+def _as_problem_of(option: str, value: object) -> Iterator[None]:
     """Turn an OSError or a malformed file into a problem of the option."""
     try:
         yield

@@ -90,7 +90,7 @@ def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
     return seen["links"][places.index(one)][places.index(other)]
 
 
-def reasons_now(nvml: Any, handle: Any) -> list[str] | None:
+def clock_reasons_now(nvml: Any, handle: Any) -> list[str] | None:
     """Return what limits the clocks of a GPU now, in words; ``None`` if it does not report that."""
     bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
     if bits is None:  # drivers before 535 only know the older name
@@ -112,7 +112,7 @@ def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
         "sm_clock_mhz": of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
         "sm_clock_most_mhz": of("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
         "memory_clock_mhz": of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-        "clock_reasons": reasons_now(nvml, handle),
+        "clock_reasons": clock_reasons_now(nvml, handle),
         "temperature_celsius": of("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
         "power_watts": _watts(of("nvmlDeviceGetPowerUsage")),
         "power_limit_watts": _watts(of("nvmlDeviceGetEnforcedPowerLimit")),

@@ -58,7 +58,7 @@ class Shape:
         return f"{self.m}x{self.n}x{self.k}"
 
 
-def flushing(device: torch.device) -> Callable[[], Tensor]:
+def cache_flusher(device: torch.device) -> Callable[[], Tensor]:
     """Return a function that flushes the last-level cache by updating a buffer of twice its size; work is queued."""
     buffer = torch.zeros(2 * cache_bytes(device) // 4, device=device)
     return partial(buffer.add_, 1)  # reads too: pure writes may bypass the cache
@@ -80,7 +80,7 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
     )
     out = torch.empty(shape.m, shape.n, dtype=DTYPES[dtype], device=device)
     with hardware.tf32_allowed(dtype == "tf32"):
-        found = repeat(lambda: torch.mm(a, b, out=out), flushing(device), device, seconds)
+        found = repeat(lambda: torch.mm(a, b, out=out), cache_flusher(device), device, seconds)
     _verify(a, b, out, dtype, shape)
     return found
 
@@ -103,7 +103,7 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
             host = bytes_on("cpu", pinned)
             kinds[f"host to device, {name}"] = (1, host, bytes_on(own))
             kinds[f"device to host, {name}"] = (1, bytes_on(own), host)
-    flush = flushing(device)
+    flush = cache_flusher(device)
     return {
         kind: (times * size, repeat(partial(target.copy_, source, non_blocking=True), flush, device, seconds))
         for kind, (times, source, target) in kinds.items()

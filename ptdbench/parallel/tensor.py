@@ -138,7 +138,7 @@ def _styles(sequence: bool) -> dict[str, ParallelStyle]:
         "outputs_of_each": _OutputsOfEach(),
         "inputs": RowwiseParallel(output_layouts=shared),
         "vocabulary": _Vocabulary(output_layouts=Replicate()),
-        "loss": _OfLoss(),
+        "loss": _LossOverVocabulary(),
         "entry": _Entry(output_layouts=shared, desired_output_layouts=Replicate(), use_local_output=False),
         "each": _Each(),
         "tokens": _Tokens(sequence),
@@ -238,7 +238,7 @@ class _Vocabulary(ColwiseParallel):
         return forward
 
 
-class _OfLoss(ParallelStyle):
+class _LossOverVocabulary(ParallelStyle):
     """The style of a loss over a cut vocabulary, computed from local tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -107,13 +107,13 @@ class Checkpointing:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
                 self._save(self._saver)
 
-    def judged(self) -> None:
+    def store_evaluation(self) -> None:
         """Store an evaluation of the last step with its checkpoint, and save the weights if they are the best yet."""
         is_best = self._evaluator.is_best
         if is_best:
             self.save()
         if self._saver and self._saved == self._loop.done:
-            self._saver.judged(self._saved, {"evaluations": self._evaluator.as_dicts()}, is_best)
+            self._saver.amend(self._saved, {"evaluations": self._evaluator.as_dicts()}, is_best)
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until it is on disk."""

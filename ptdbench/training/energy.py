@@ -29,7 +29,7 @@ from ptdbench.training.loop import StepLoop
 POWERCAP = Path("/sys/class/powercap")
 
 #: An upper bound of a package's power in watts: it limits a stretch to the time in which a counter wraps at most once.
-_MOST_WATTS = 2000.0
+_MAX_WATTS = 2000.0
 
 #: NVML's performance policies (<nvml.h>) that hold clocks back, in words; not low utilization, which costs nothing.
 _POLICIES = {0: "power limit", 1: "temperature limit", 2: "sync boost", 3: "board limit", 5: "reliability limit"}
@@ -54,7 +54,7 @@ class Counter(ABC):
     """An energy counter, read at both ends of stretches of steps."""
 
     source = ""  #: The interface of the counter.
-    least_seconds = 0.0  #: Shorter stretches are ignored: ten times the update interval of the counter.
+    min_seconds = 0.0  #: Shorter stretches are ignored: ten times the update interval of the counter.
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -72,7 +72,7 @@ class Counter(ABC):
 
     def end(self, steps: int, seconds: float) -> None:
         """End the stretch, of this many steps and seconds."""
-        if self.reason is not None or seconds < self.least_seconds:
+        if self.reason is not None or seconds < self.min_seconds:
             return
         try:
             self._joules += self._spent(self._before, self._read(), seconds)
@@ -85,9 +85,7 @@ class Counter(ABC):
         """Return the count of all stretches so far."""
         reason = self.reason
         if reason is None and not self._steps:
-            reason = (
-                f"no stretch of steps after the warm-up lasted {self.least_seconds:g} s, the least for {self.source}"
-            )
+            reason = f"no stretch of steps after the warm-up lasted {self.min_seconds:g} s, the least for {self.source}"
         return Counted(self.device, self._steps, self._seconds, self._joules, reason)
 
     @abstractmethod
@@ -103,7 +101,7 @@ class Packages(Counter):
     """All CPU packages of a machine, without its memory modules, by RAPL."""
 
     source = "RAPL"
-    least_seconds = 0.1
+    min_seconds = 0.1
 
     def __init__(self, device: str, root: Path | None = None) -> None:
         super().__init__(device)
@@ -127,7 +125,7 @@ class Packages(Counter):
             raise Unreadable(f"RAPL cannot be read: {error}") from None
 
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
-        if seconds * _MOST_WATTS > (least := min(self._ranges)):
+        if seconds * _MAX_WATTS > (least := min(self._ranges)):
             rule = f"RAPL's counters, which start again after {least:.0f} J"
             raise Unreadable(f"a stretch of {seconds:.0f} s is too long for {rule}")
         ends = zip(before, after, self._ranges, strict=True)
@@ -141,7 +139,7 @@ class Gpu(Counter):
     """
 
     source = "NVML"
-    least_seconds = 1.0
+    min_seconds = 1.0
 
     def __init__(self, host: str, uuid: str, nvml: Any = None) -> None:
         super().__init__(f"{uuid} of {host}")
@@ -165,7 +163,7 @@ class Gpu(Counter):
         if self._nvml:
             clock = self._ask("nvmlDeviceGetClockInfo", self._nvml.NVML_CLOCK_SM)
             self._clocks += [] if clock is None else [clock]
-            self._seen |= dict.fromkeys(gpu_state.reasons_now(self._nvml, self._handle) or ())
+            self._seen |= dict.fromkeys(gpu_state.clock_reasons_now(self._nvml, self._handle) or ())
 
     def begin(self) -> None:
         """Begin a stretch."""
@@ -175,7 +173,7 @@ class Gpu(Counter):
     def end(self, steps: int, seconds: float) -> None:
         """End the stretch."""
         super().end(steps, seconds)
-        if seconds < self.least_seconds:
+        if seconds < self.min_seconds:
             return
         after = self._held_now()
         self._held_seconds += seconds

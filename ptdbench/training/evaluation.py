@@ -12,7 +12,7 @@ import torch.distributed as dist
 from msgspec import convert, to_builtins
 from torch import Tensor
 
-from ptdbench.data.feed import moved
+from ptdbench.data.feed import to_device
 from ptdbench.data.protocol import HeldOut, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import total
@@ -31,7 +31,7 @@ class Evaluator:
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.done: list[Evaluation] = []  #: The evaluations so far, including those before a checkpoint.
-        self._told = 0
+        self._reported = 0
         self._job = job
         self._loop = loop
         self._example = job.training.data.example()
@@ -57,12 +57,12 @@ class Evaluator:
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the evaluations stored in a checkpoint, in the format of a record."""
         self.done = convert(list(done), list[Evaluation])
-        self._told = len(self.done)
+        self._reported = len(self.done)
 
     def news(self) -> list[dict[str, Any]]:
         """Return the evaluations since the last call, as stored in a record."""
-        told, self._told = self._told, len(self.done)
-        return self.as_dicts()[told:]
+        reported, self._reported = self._reported, len(self.done)
+        return self.as_dicts()[reported:]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the evaluations so far, as stored in a record."""
@@ -130,7 +130,7 @@ class Evaluator:
             idle = block >= blocks
             start = (first if idle else block) * size
             batch = read(held_out, start, min(start + size, len(held_out)), self._example)
-            found = self._evaluate_block(*moved(batch, self._job.device))
+            found = self._evaluate_block(*to_device(batch, self._job.device))
             if found is not None and not idle:
                 sums[block] = found
             if stopped(batches):

@@ -197,7 +197,7 @@ def _seconds_of_starts(
     return of_starts[last], timed
 
 
-def first_not_finite(path: Path) -> int | None:
+def first_nonfinite_loss(path: Path) -> int | None:
     """Return the first step whose loss is not finite; lost steps, which have no time either, do not count."""
     losses, seconds = (series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds"))
     wrong = np.flatnonzero(np.isnan(losses) & np.isfinite(seconds))

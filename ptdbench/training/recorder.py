@@ -50,11 +50,11 @@ class Recorder:
         self._startup: dict[str, float] | None = None
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
-        self._news: list[Mapping[str, Any]] = []  # evaluations not shown yet
+        self._unshown_evaluations: list[Mapping[str, Any]] = []  # evaluations not shown yet
         self._ceiling: Ceiling | None = None
         self._next = 1
         self._seconds_per_step = 0.0
-        self._drained_at = self._note_at = time.perf_counter()
+        self._drained_at = self._next_figures_at = time.perf_counter()
         services = [TensorBoard(), choices.build(job.spec.config, "logger")] if job.world.is_first else []
         #: The writers of the run's curves to TensorBoard and a logging service, on rank 0.
         self.logs = [Log(service, job.directory) for service in services if service]
@@ -127,14 +127,14 @@ class Recorder:
         barrier()
 
     def _show(self, news: Sequence[Mapping[str, Any]]) -> None:
-        self._news += news
+        self._unshown_evaluations += news
         if self._unshown:
             rows = np.concatenate(self._unshown)
             with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
                 known = store.load_record(self._job.directory)
                 for log in self.logs:
-                    log.show(known, self._loop.done - len(rows), rows, self._news)
-                self._unshown, self._news = [], []
+                    log.show(known, self._loop.done - len(rows), rows, self._unshown_evaluations)
+                self._unshown, self._unshown_evaluations = [], []
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
         """Return the measured fields of the record on rank 0, if all steps so far are on disk; else nothing.
@@ -146,7 +146,7 @@ class Recorder:
         allocated, reserved, outside, negative = map(int, most(*peaks, outside, -size))
         segments = self.segments()
         started = time.perf_counter()
-        if not self._job.world.is_first or self._unwritten or (if_quick and started < self._note_at):
+        if not self._job.world.is_first or self._unwritten or (if_quick and started < self._next_figures_at):
             return {}
         with self._job.watchdog.paused():
             self._ceiling = self._ceiling or ceiling_of_run(self._job)
@@ -154,7 +154,7 @@ class Recorder:
             if size:
                 fields["metrics"] |= {"outside_memory_bytes": outside, "device_memory_bytes": -negative}
         took = time.perf_counter() - started
-        self._note_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
+        self._next_figures_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
         return fields
 
     def segments(self) -> list[dict[str, Any]]:
@@ -163,7 +163,7 @@ class Recorder:
         The first call gathers the ranks' startup times up to the end of the first step.
         """
         if self._startup is None:
-            self._startup = _until_the_last(gather(self._job.watch.laps))
+            self._startup = _until_last_rank(gather(self._job.watch.laps))
         mine = {
             "first_step": self._loop.first_step,
             "steps": self._loop.taken,
@@ -197,9 +197,9 @@ class Recorder:
         rows["learning_rate"] = update.learning_rates
         seconds = total(seconds)
         if not job.spec.virtual:  # virtual GPUs compute no losses or norms, and their times mean nothing
-            rows["loss"] = _finite(losses / job.training.layout.replicas)  # divide after the sum
+            rows["loss"] = _finite_or_nan(losses / job.training.layout.replicas)  # divide after the sum
             if update.gradient_norms:
-                rows["gradient_norm"] = _finite(torch.stack(update.gradient_norms))
+                rows["gradient_norm"] = _finite_or_nan(torch.stack(update.gradient_norms))
             rows["wait_seconds"] = waits_and_memory[:count]
             rows["step_seconds"] = seconds.numpy()
         loop.forget()
@@ -226,12 +226,12 @@ def _layout(job: Job) -> dict[str, Any]:
     }
 
 
-def _finite(values: torch.Tensor) -> np.ndarray:
+def _finite_or_nan(values: torch.Tensor) -> np.ndarray:
     found = values.double().cpu().numpy()
     return np.where(np.isfinite(found), found, np.nan)
 
 
-def _until_the_last(laps: Sequence[dict[str, float]]) -> dict[str, float]:
+def _until_last_rank(laps: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return rank 0's laps, with the first step extended until the last rank has finished it."""
     ends = [sum(of_rank.values()) for of_rank in laps]
     waited = max(ends) - ends[0]

@@ -27,7 +27,7 @@ from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop, Update, collect_garbage
-from ptdbench.training.metrics import first_not_finite
+from ptdbench.training.metrics import first_nonfinite_loss
 from ptdbench.training.progress_reporter import ProgressReporter
 from ptdbench.training.recorder import Recorder
 from ptdbench.workloads.check import preliminary, with_check
@@ -84,7 +84,7 @@ class _Training:
 
             def evaluate() -> None:
                 if evaluator(stop_signal.meanwhile()):
-                    checkpointing.judged()
+                    checkpointing.store_evaluation()
 
             if loop.done and evaluator.due():  # the run was interrupted between checkpoint and evaluation
                 evaluate()
@@ -114,8 +114,8 @@ class _Training:
         self._recorder.finish()
         fields = {**self._recorder.figures(), "remarks": remarks, "evaluations": self._evaluator.as_dicts()}
         # Only rank 0 has the series of the whole run; they decide whether all ranks go on to the profiling pass.
-        wrong = gather(first_not_finite(self._recorder.path) if job.world.is_first else None)[0]
-        error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is not a finite number")
+        wrong = gather(first_nonfinite_loss(self._recorder.path) if job.world.is_first else None)[0]
+        error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is NaN or infinite")
         if told := metrics.experts_field(job, self.loop):
             fields["experts"] = told
         if not stopped:

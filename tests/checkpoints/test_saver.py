@@ -76,8 +76,8 @@ def test_only_the_newest_are_kept_and_the_same_step_may_be_saved_again(keeper, w
 
 def test_what_is_found_out_of_saved_weights_is_added_to_their_facts(keeper, weight, tmp_path):
     keeper.save(3, weight, {}, {"seen": 1, "kept": 2})
-    keeper.judged(3, {"seen": 5}, is_best=False)  # while they are being written
-    keeper.judged(4, {"seen": 6}, is_best=True)  # of weights that could not be saved
+    keeper.amend(3, {"seen": 5}, is_best=False)  # while they are being written
+    keeper.amend(4, {"seen": 6}, is_best=True)  # of weights that could not be saved
     keeper.wait()
     assert checkpoint_dir.newest(tmp_path).found.manifest.facts == {"seen": 5, "kept": 2}
     assert names(tmp_path) == ["step-00000003"]
@@ -87,12 +87,12 @@ def test_what_is_found_out_of_saved_weights_is_added_to_their_facts(keeper, weig
 def test_the_best_stays_beside_the_newest_until_a_better_one_is_on_the_disk(keeper, weight, tmp_path):
     best = tmp_path / "checkpoints" / "best"
     keeper.save(1, weight, {}, {})
-    keeper.judged(1, {}, is_best=True)
+    keeper.amend(1, {}, is_best=True)
     save(keeper, weight, 2, 3, 4)
     assert names(tmp_path) == ["best", "step-00000001", "step-00000003", "step-00000004"]
     assert best.readlink().name == "step-00000001"
     keeper.save(5, weight, {}, {})
-    keeper.judged(5, {}, is_best=True)
+    keeper.amend(5, {}, is_best=True)
     keeper.wait()
     assert names(tmp_path) == ["best", "step-00000004", "step-00000005"]
     assert best.readlink().name == "step-00000005"
@@ -223,7 +223,7 @@ def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, w
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "notes.txt").write_text("mine")
     save(keeper, weight, 2, 3, 4)
-    keeper.judged(4, {}, is_best=True)
+    keeper.amend(4, {}, is_best=True)
     save(keeper, weight, 5)
     assert keeper.saved == [1, 3, 4, 5]
     rule = "was not created by ptdbench: move it elsewhere"

@@ -76,7 +76,7 @@ def test_what_comes_between_precedes_every_repetition_and_is_not_counted(monkeyp
 
 def test_the_flush_is_larger_than_the_largest_cache_and_changes_all_of_it(monkeypatch, tmp_path):
     assert products.cache_bytes(CPU) == 2**20
-    flush = products.flushing(CPU)
+    flush = products.cache_flusher(CPU)
     flush()
     buffer = flush()
     assert (buffer.nbytes, buffer.eq(2).all()) == (2 * 2**20, True)

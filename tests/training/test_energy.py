@@ -216,7 +216,7 @@ def trained(directory: Path, options: DictConfig, root: Path) -> Any:
         return mock.patch.object(owner, name, method)
 
     with (
-        mock.patch.object(module, "POWERCAP", root), mock.patch.object(Packages, "least_seconds", 0.0),
+        mock.patch.object(module, "POWERCAP", root), mock.patch.object(Packages, "min_seconds", 0.0),
         taking(StepLoop, "step", 2), taking(Evaluator, "_evaluate", 1000), taking(Checkpointing, "_save", 5000),
     ):  # fmt: skip
         return train.Train()(of_rank).fields["hardware"]

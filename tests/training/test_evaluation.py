@@ -204,7 +204,7 @@ def test_a_held_out_part_without_samples_is_refused(monkeypatch):
 
 def test_batches_are_copied_to_the_device_like_those_of_steps(monkeypatch):
     copied = []
-    monkeypatch.setattr(module, "moved", lambda batch, device: (copied.append(len(batch[0])), batch)[1])
+    monkeypatch.setattr(module, "to_device", lambda batch, device: (copied.append(len(batch[0])), batch)[1])
     monkeypatch.setattr(module, "total", lambda sums: sums)
     data, model = made_task.Largest(seed=0), made_task.Margin()
     training = SimpleNamespace(data=data, model=model, layout=SimpleNamespace(replicas=1))

@@ -23,7 +23,7 @@ from ptdbench.parallel.pipeline.stage import Cut, Stage, add_up_shared, cut, fin
 from ptdbench.parallel.precision import DTYPES
 
 
-class _Asking(PipelineStage):
+class _InferringStage(PipelineStage):
     """A stage that always infers shapes in its first pass."""
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
@@ -32,7 +32,7 @@ class _Asking(PipelineStage):
         return torch.tensor([0], dtype=torch.int32, device=self.device)
 
 
-class LoneStage(_Asking):
+class LoneStage(_InferringStage):
     """A stage that infers shapes without its neighbors, on a virtual device that discards its messages."""
 
     #: What the previous stage would send for a micro-batch, on the meta device; ``None`` for the first stage.
@@ -175,7 +175,7 @@ class Pipelined(Engine):
         self._dtype = DTYPES[setting.precision]
         self._sequence = layout.dims.tensor if how.sequence else 1  #: Ranks that share the positions of a message.
         self.links = open_links(group, device)
-        kind = _Linked if self._whole is None else LoneStage
+        kind = _LinkedStage if self._whole is None else LoneStage
         self._stages = {
             number: kind(part.module, number, len(where.stages), device, group=group) for number, part in parts.items()
         }
@@ -269,7 +269,7 @@ class Pipelined(Engine):
         return self._scale(share)
 
 
-class _Linked(_Asking):
+class _LinkedStage(_InferringStage):
     """A stage whose neighbor may be on the same rank."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:

@@ -102,7 +102,7 @@ class Stage(nn.Module):
         The loss is not a scalar because the schedule concatenates the results of micro-batches along a dimension.
         """
         if inputs.requires_grad:
-            inputs = _Arrived.apply(inputs)
+            inputs = _ContiguousGradient.apply(inputs)
         for part in self._chain[:-1]:
             inputs = part(inputs)
         last = self._chain[-1]
@@ -112,7 +112,7 @@ class Stage(nn.Module):
         return last(inputs).contiguous()
 
 
-class _Arrived(torch.autograd.Function):
+class _ContiguousGradient(torch.autograd.Function):
     """Marks the input from another stage, so that the gradient to send back is contiguous.
 
     Since torch 2.14 a stage receives gradients into memory with the strides that they had in a trial pass.
