@@ -113,7 +113,7 @@ class TrainingState:
                 if isinstance(value, Tensor):
                     found[f"optimizer.{name}.{key}"] = unwrapped(value)
                 elif value is not None:
-                    rule = f"keeps {key} as {type(value).__name__}, and only tensors can be kept in checkpoints"
+                    rule = f"keeps {key} as {type(value).__name__}, but checkpoints hold only tensors"
                     optimizer_name = type(self._optimizer).__name__
                     raise ConfigError([Problem("optimizer", optimizer_name, rule, "try adamw, sgd")])
         return found

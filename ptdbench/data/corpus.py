@@ -117,8 +117,8 @@ def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
     """
     places = np.fromiter((document.place for document in Part(files)), np.uint64)
     if places.size < 2:
-        rule = "the text is one document, which is either trained on or kept from it"
-        remedy = "try 0, or a folder of several files (split -l 1000 cuts one up), or a .jsonl file of several lines"
+        rule = "the text is a single document, which is not split"
+        remedy = "try 0, or a folder of several files (split -l 1000 splits a file), or a .jsonl file of several lines"
         raise ConfigError([Problem("held_out", share, rule, remedy)])
     cut = min(max(int(share * _PLACES), int(places.min()) + 1), int(places.max()))
     return Part(files, start=cut), Part(files, stop=cut)

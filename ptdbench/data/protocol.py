@@ -92,9 +92,7 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
     shown = [_described(one) for one in found] if isinstance(found, tuple | list) else [_described(found)]
     if shown != [str(shape) for shape in shapes]:
         rule = f"must return tensors of shape {shapes[0]} and {shapes[1]}, as example() has them"
-        raise TypeError(
-            f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(shown)}"
-        )
+        raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(shown)}")
     inputs, targets = found
     return inputs, targets
 

@@ -63,7 +63,7 @@ def connect(nvml: Any = None) -> tuple[Any, str | None]:
         ``(module, None)``, or ``(None, reason)`` if NVML is not available.
     """
     if torch.version.hip and nvml is None:
-        return None, "NVML knows NVIDIA's GPUs, and these are AMD's"
+        return None, "NVML supports only NVIDIA GPUs, and these are AMD's"
     try:
         nvml = nvml or importlib.import_module("pynvml")
         nvml.nvmlInit()

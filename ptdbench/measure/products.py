@@ -153,5 +153,5 @@ def _verify(a: Tensor, b: Tensor, out: Tensor, dtype: str, shape: Shape) -> None
     if not error <= TOLERANCE[dtype]:  # true for NaN, too
         raise ArithmeticError(
             f"the {dtype} product {shape} on {a.device} is wrong by {error:.1e} of its size, "
-            f"where {TOLERANCE[dtype]:.0e} is the most that rounding explains"
+            f"and rounding explains at most {TOLERANCE[dtype]:.0e}"
         )

@@ -43,6 +43,11 @@ class Effort:
         """Return whether ``min_repetitions`` of something that takes ``once`` seconds fit into ``max_seconds``."""
         return self.min_repetitions * once <= self.max_seconds
 
+    @property
+    def too_long(self) -> str:
+        """The reason for skipping a size."""
+        return f"{self.min_repetitions} repetitions would take more than workload.max_seconds"
+
 
 def problems(options: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of the sizes and the effort in a workload's options."""
@@ -90,7 +95,7 @@ def require_memory(device: torch.device, local_size: int, need: int, option: str
     rank = min(range(len(room)), key=lambda number: room[number][0])
     least, place = room[rank]
     if need > least:
-        rule = f"takes {need / 2**30:.3g} GiB of memory on a rank, and rank {rank} has {least / 2**30:.3g} GiB: {place}"
+        rule = f"needs {need / 2**30:.3g} GiB of memory per rank, and rank {rank} has {least / 2**30:.3g} GiB: {place}"
         raise ConfigError([Problem(option, value, rule, "try less")])
 
 

@@ -263,7 +263,7 @@ def _of_device(
     computed = [event for event in on_device if not is_of_nccl(event)]
     calls = calls_of_nccl(events, (event for event in on_device if is_of_nccl(event)))
     if is_by_copy_engines(events, calls):
-        raise ValueError("the trace does not tell all-gathers by copy engines from other copies; unset NCCL_CTA_POLICY")
+        raise ValueError("all-gathers by copy engines look like other copies in the trace; unset NCCL_CTA_POLICY")
     kernels = [event for event in computed if event.kind == "kernel"]
     copies = [event for event in computed if event.kind != "kernel"]
     busy = union(event.interval for event in computed)

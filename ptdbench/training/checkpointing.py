@@ -137,7 +137,7 @@ class Checkpointing:
         if reshaped:
             self.resumed += f", with {reshaped}"
             if self._job.world.is_first:
-                echo(f"{found.path}: goes on with {reshaped}", sys.stderr)
+                echo(f"{found.path}: continues with {reshaped}", sys.stderr)
         self._recorder.begin(step, source, facts)
         self._evaluator.resume(facts.get("evaluations", []))
         if self._saver and self._saved >= 0:

@@ -85,7 +85,7 @@ class Counter(ABC):
         """Return the count of all stretches so far."""
         reason = self.reason
         if reason is None and not self._steps:
-            reason = f"no stretch of steps after the warm-up lasted {self.min_seconds:g} s, the least for {self.source}"
+            reason = f"no interval after the warm-up lasted {self.min_seconds:g} s, the minimum for {self.source}"
         return Counted(self.device, self._steps, self._seconds, self._joules, reason)
 
     @abstractmethod
@@ -116,7 +116,7 @@ class Packages(Counter):
         except (OSError, ValueError) as error:
             self.reason = f"RAPL cannot be read: {error}"
         else:
-            self.reason = None if zones else f"this machine shows no CPU packages in {root} (RAPL)"
+            self.reason = None if zones else f"there are no CPU packages in {root} (RAPL)"
 
     def _read(self) -> Sequence[float]:
         try:
@@ -126,8 +126,8 @@ class Packages(Counter):
 
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
         if seconds * _MAX_WATTS > (least := min(self._ranges)):
-            rule = f"RAPL's counters, which start again after {least:.0f} J"
-            raise Unreadable(f"a stretch of {seconds:.0f} s is too long for {rule}")
+            rule = f"RAPL's counters, which wrap after {least:.0f} J"
+            raise Unreadable(f"an interval of {seconds:.0f} s is too long for {rule}")
         ends = zip(before, after, self._ranges, strict=True)
         return sum(last - first + (full if last < first else 0.0) for first, last, full in ends)
 
@@ -207,7 +207,7 @@ class Gpu(Counter):
 
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
         if after[0] < before[0]:
-            raise Unreadable("NVML's energy counter went backwards: the driver was loaded again")
+            raise Unreadable("NVML's energy counter went backwards: the driver was reloaded")
         return after[0] - before[0]
 
     def _held_now(self) -> dict[str, int]:

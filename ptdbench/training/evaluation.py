@@ -31,7 +31,6 @@ class Evaluator:
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
         self.done: list[Evaluation] = []  #: The evaluations so far, including those before a checkpoint.
-        self._reported = 0
         self._job = job
         self._loop = loop
         self._example = job.training.data.example()
@@ -57,12 +56,6 @@ class Evaluator:
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the evaluations stored in a checkpoint, in the format of a record."""
         self.done = convert(list(done), list[Evaluation])
-        self._reported = len(self.done)
-
-    def news(self) -> list[dict[str, Any]]:
-        """Return the evaluations since the last call, as stored in a record."""
-        reported, self._reported = self._reported, len(self.done)
-        return self.as_dicts()[reported:]
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return the evaluations so far, as stored in a record."""

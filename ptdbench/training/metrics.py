@@ -125,7 +125,7 @@ def ceiling_of_run(job: Job) -> Ceiling:
     if job.spec.virtual:
         return None, "virtual GPUs have none"
     if dtype == "fp8":
-        return None, "workload=matmul measures no products in fp8"
+        return None, "workload=matmul does not measure fp8 products"
     if job.device.type == "cuda" and (name := device_name(job)) != torch.cuda.get_device_name(job.device):
         return None, f"the ranks have different GPUs: {name}"
     return known_ceiling(job.world, job.device, dtype, job.spec.config.cluster.cpus_per_rank)

@@ -147,7 +147,7 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
         if device_type != "cpu" and any(
             call.operation in events.POINT_TO_POINT and call.peer is None for call in found.calls
         ):
-            return "NCCL's trace does not say between which stages a message went: waiting would pass for communication"
+            return "NCCL's trace does not say between which stages a message went: waiting would count as communication"
         return found
     except (OSError, RuntimeError, ValueError) as error:
         return f"the trace cannot be written and read: {error}"

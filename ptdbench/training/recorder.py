@@ -50,7 +50,7 @@ class Recorder:
         self._startup: dict[str, float] | None = None
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
-        self._unshown_evaluations: list[Mapping[str, Any]] = []  # evaluations not shown yet
+        self._shown_evaluations = 0
         self._ceiling: Ceiling | None = None
         self._next = 1
         self._seconds_per_step = 0.0
@@ -66,6 +66,7 @@ class Recorder:
         """
         facts = facts or {}
         self._earlier = list(facts.get("segments", []))
+        self._shown_evaluations = len(facts.get("evaluations", []))
         if not self._job.world.is_first:
             return
         self._job.note({"steps": steps or None})  # drop steps of an earlier start after its last checkpoint
@@ -75,8 +76,8 @@ class Recorder:
             known = series.copy(source / series.NAME, self.path, steps)
         if known < steps:
             series.append(self.path, series.unknown(steps - known))
-            lost = f"{source}/{series.NAME} holds {known} of the {steps} steps before"
-            lost += ": the numbers of the others are lost"
+            lost = f"{source}/{series.NAME} holds {known} of the {steps} earlier steps"
+            lost += ": the figures of the others are lost"
             self.warnings.append(lost)
             echo(f"warning: {lost}", sys.stderr)
 
@@ -109,10 +110,10 @@ class Recorder:
                 self._write()
         barrier()  # otherwise the other ranks would wait for rank 0 within the next timed step
 
-    def show(self, evaluations: Sequence[Mapping[str, Any]], news: Sequence[Mapping[str, Any]]) -> None:
-        """Write new steps and evaluations (``news``) to TensorBoard, and figures and all ``evaluations`` to the record.
+    def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
+        """Write new steps and evaluations to TensorBoard, and figures and all evaluations to the record.
 
-        Called in all ranks, between two steps.
+        Called in all ranks, between two steps, with all evaluations of the run so far.
         """
         self.drain()
         taken, pace = self._loop.taken, max(self._seconds_per_step, 1e-9)
@@ -123,18 +124,17 @@ class Recorder:
             with self._job.watchdog.paused():  # on rank 0 only: another rank that misses the barrier is stuck
                 if fields:
                     self._job.note({**fields, "evaluations": evaluations})
-                self._show(news)
+                self._show(evaluations)
         barrier()
 
-    def _show(self, news: Sequence[Mapping[str, Any]]) -> None:
-        self._unshown_evaluations += news
+    def _show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
         if self._unshown:
             rows = np.concatenate(self._unshown)
             with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
                 known = store.load_record(self._job.directory)
                 for log in self.logs:
-                    log.show(known, self._loop.done - len(rows), rows, self._unshown_evaluations)
-                self._unshown, self._unshown_evaluations = [], []
+                    log.show(known, self._loop.done - len(rows), rows, evaluations[self._shown_evaluations :])
+                self._unshown, self._shown_evaluations = [], len(evaluations)
 
     def figures(self, if_quick: bool = False) -> dict[str, Any]:
         """Return the measured fields of the record on rank 0, if all steps so far are on disk; else nothing.

@@ -70,7 +70,7 @@ class Collectives(Effort):
         """Raise ConfigError for missing ranks and for operations that the backend does not support."""
         lacks = [name for name in lacking(backend, device_type) if self.ops != "all" and name in _listed(self.ops, ())]
         has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
-        rule = f"{backend} cannot do this on a GPU's tensors: {', '.join(lacks)}"
+        rule = f"{backend} does not support on GPU tensors: {', '.join(lacks)}"
         remedy = f"try {', '.join(has)}, or backend=nccl"
         require(
             timing.single_rank("collectives", world_size),
@@ -199,7 +199,7 @@ def _group_problems(
             sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
             yield Problem("workload.pipeline_size", pipeline_size, rule, try_these(sizes))
         elif group != "all" and len(groups_of(group, world_size, pipeline_size)[0]) < 2:
-            rule = f"{world_size} ranks with {stages} in a pipeline leave one rank to each of these groups"
+            rule = f"{world_size} ranks with {stages} in a pipeline leave one rank in each of these groups"
             yield Problem("workload.group", group, rule, "try all, or another workload.pipeline_size")
         return
     missing = [rank for rank in group if not isinstance(rank, int) or not 0 <= rank < world_size]
@@ -230,8 +230,7 @@ def _measure_series(
         message = operation.prepare(place, count) if place else None
         seconds, posted = _time(job, message, place, name, series.mode == "async", options)
         if not seconds:
-            rule = f"{options.min_repetitions} repetitions would take more than workload.max_seconds"
-            return rows, [{**asdict(series), "from_bytes": size, "reason": rule}]
+            return rows, [{**asdict(series), "from_bytes": size, "reason": options.too_long}]
         rows.append({**asdict(series), **_figures(series.op, size, ranks, seconds, posted)})
     return rows, []
 

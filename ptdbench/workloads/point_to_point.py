@@ -120,7 +120,7 @@ def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: lis
         job.watchdog.alive()
         seconds = _round_trips(job, options, source, target, size) if latency else []
         if not seconds or latency is None:
-            cut.append({**place, "from_bytes": size, "reason": _too_long(options)})
+            cut.append({**place, "from_bytes": size, "reason": options.too_long})
             break
         told = summary(seconds)
         one_way = max(told["median"] - latency, told["median"] / 2)  # an answer is never slower than the message
@@ -145,7 +145,7 @@ def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict
         if exchange:
             exchange.verify()
         if not seconds:
-            cut.append({"ranks": list(pair), "from_bytes": size, "reason": _too_long(options)})
+            cut.append({"ranks": list(pair), "from_bytes": size, "reason": options.too_long})
             break
         row = _row(size, seconds)
         rows.append(row | {"bandwidth": 2 * size / row["seconds"]["median"]})
@@ -159,7 +159,7 @@ def _overlap(
     exchange = _Exchange.of(job, pair, size)
     alone = timing.repeat(exchange.run if exchange else None, job.device, options)
     if not alone:
-        cut.append({"ranks": list(pair), "from_bytes": size, "reason": f"overlap: {_too_long(options)}"})
+        cut.append({"ranks": list(pair), "from_bytes": size, "reason": f"overlap: {options.too_long}"})
         return
     compute = _computation(job, options, exchange is not None, summary(alone)["median"])
     together = functools.partial(exchange.run, compute) if exchange else None
@@ -183,10 +183,6 @@ def hidden(communication: float, computation: float, together: float) -> float:
 
 def _row(size: int, seconds: Sequence[float]) -> dict[str, Any]:
     return {"bytes": size, "repetitions": len(seconds), "seconds": summary(seconds)}
-
-
-def _too_long(options: PointToPoint) -> str:
-    return f"{options.min_repetitions} repetitions would take more than workload.max_seconds"
 
 
 def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:

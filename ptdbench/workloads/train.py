@@ -93,10 +93,11 @@ class _Training:
                     with self._meter.paused():
                         if checkpointing.due:  # first: an evaluation may take longer than the run has left
                             checkpointing.save()
-                        if evaluator.due():
+                        evaluated = evaluator.due()
+                        if evaluated:
                             evaluate()
-                        if (news := evaluator.news()) or recorder.due:
-                            recorder.show(evaluator.as_dicts(), news)
+                        if evaluated or recorder.due:
+                            recorder.show(evaluator.as_dicts())
                 if stopped := stop_signal.received(loop.taken):
                     self._meter.stop()
                     break

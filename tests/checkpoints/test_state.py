@@ -308,7 +308,7 @@ def test_an_optimizer_whose_state_would_be_lost_is_refused():
     state = TrainingState(model, optimizer, [], 0)
     assert "model.bias" in state.collect(with_buffers=True)
     optimizer.step()
-    with pytest.raises(ConfigError, match="optimizer=Counting: keeps steps as int, and only tensors can be kept"):
+    with pytest.raises(ConfigError, match="optimizer=Counting: keeps steps as int, but checkpoints hold only tensors"):
         state.collect(with_buffers=True)
 
 

@@ -236,7 +236,7 @@ COPIED = [
     ("events", "device", "message"),
     [
         ([*step(0, 1, 3, 10), *ON_GPU], "cuda", "does not show when a GPU waits for gloo; try backend=nccl"),
-        ([*step(0, 1, 3, 10), *COPIED], "cuda", "does not tell all-gathers by copy engines from other copies"),
+        ([*step(0, 1, 3, 10), *COPIED], "cuda", "all-gathers by copy engines look like other copies"),
         ([*step(0, 1, 3, 10), WRONG], "cuda", "is no trace of torch's profiler"),  # a field of another form
         ([event("aten::mm", 0, 1)], "cpu", "holds no profiled step"),
         (step(0, 1, 3, 10), "cuda", "the profiler could not watch the GPU"),

@@ -72,14 +72,14 @@ class TestPackages:
         found = metered(Packages("n1", tmp_path), lambda: file.write_text("389013\n"))
         assert (found.joules, found.reason) == (pytest.approx(1.0), None)
         reason = metered(Packages("n1", tmp_path), seconds=40.0).reason
-        assert reason == "a stretch of 40 s is too long for RAPL's counters, which start again after 65533 J"
+        assert reason == "an interval of 40 s is too long for RAPL's counters, which wrap after 65533 J"
 
     def test_a_machine_without_counters(self, tmp_path):
         root = tmp_path / "powercap"
         for prepare in (lambda: None, root.mkdir, lambda: zone(root, "intel-rapl:1", "psys")):  # the platform alone
             prepare()
             found = metered(Packages("n1", root))
-            assert found == Counted("n1", reason=f"this machine shows no CPU packages in {root} (RAPL)")
+            assert found == Counted("n1", reason=f"there are no CPU packages in {root} (RAPL)")
 
     def test_counters_that_may_not_be_read(self, tmp_path, monkeypatch):
         file = zone(tmp_path, "intel-rapl:0", "package-0")
@@ -103,7 +103,7 @@ class TestPackages:
         file = zone(tmp_path, "intel-rapl:0", "package-0")
         counter = Packages("n1", tmp_path)
         found = metered(counter, lambda: file.write_text("1000000\n"), seconds=0.09)
-        assert found == Counted("n1", reason="no stretch of steps after the warm-up lasted 0.1 s, the least for RAPL")
+        assert found == Counted("n1", reason="no interval after the warm-up lasted 0.1 s, the minimum for RAPL")
         assert metered(counter, lambda: file.write_text("3000000\n"), seconds=0.1).joules == 2.0
 
 
@@ -171,10 +171,10 @@ class TestGpu:
     def test_a_counter_that_goes_backwards_and_a_stretch_shorter_than_counters_resolve_are_no_figure(self):
         nvml = made_nvml()
         found = metered(Gpu("n1", "GPU-a", nvml), lambda: self.work(nvml, joules=-1))
-        assert found.reason == "NVML's energy counter went backwards: the driver was loaded again"
+        assert found.reason == "NVML's energy counter went backwards: the driver was reloaded"
         gpu = Gpu("n1", "GPU-a", nvml)
         found = metered(gpu, lambda: self.work(nvml), seconds=0.9)
-        assert found.reason == "no stretch of steps after the warm-up lasted 1 s, the least for NVML"
+        assert found.reason == "no interval after the warm-up lasted 1 s, the minimum for NVML"
         assert gpu.clocks()["held_back"] is None
 
     def test_a_gpu_that_nvml_does_not_know(self):
@@ -296,7 +296,7 @@ class TestOnAGpu:
         assert gpu["joules_per_token"] == 300.0 / 4 / 5
         assert (clocks["rank"], clocks["sm_clock_mhz"], clocks["held_back"]["power limit"]) == (0, 1200, 0.5)
         assert (clocks["sm_clock_least_mhz"], clocks["clock_reasons"]) == (1200, [])  # not those of an idle GPU
-        assert found["cpu"]["reason"] == f"this machine shows no CPU packages in {tmp_path} (RAPL)"
+        assert found["cpu"]["reason"] == f"there are no CPU packages in {tmp_path} (RAPL)"
         msgspec.convert(found, schema.Hardware)
         assert not nvml.is_up
 

@@ -98,7 +98,7 @@ def test_steps_and_evaluations_are_shown_as_soon_as_the_record_can_be_read(tmp_p
     with mock.patch.object(store, "load_record", side_effect=[fault, {}]):
         found._show([{"step": 3}])
         loop.done, found._unshown = 5, [*found._unshown, series.unknown(2)]
-        found._show([{"step": 5}])
+        found._show([{"step": 3}, {"step": 5}])
     ((_, first, rows, news),) = (call.args for call in log.show.call_args_list)
     assert (first, len(rows), found._unshown) == (0, 5, [])
     assert news == [{"step": 3}, {"step": 5}]
@@ -115,7 +115,7 @@ def test_steps_whose_series_are_gone_have_no_numbers_and_a_remark(shared_run, le
     assert found["error"] is None  # which is no divergence
     assert [loss is None for loss in found["losses"]] == [step in range(left or 0, 4) for step in range(6)]
     (remark,) = found["remarks"]["checkpoints"]
-    assert remark == f"{begun}/series.npy holds {left or 0} of the 4 steps before: the numbers of the others are lost"
+    assert remark == f"{begun}/series.npy holds {left or 0} of the 4 earlier steps: the figures of the others are lost"
     assert found["metrics"]["samples_per_second"] > 0
 
 

@@ -113,7 +113,7 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
         ("group=[0,2]", "group=[0, 2]: there is no rank 2; the ranks are 0 to 1"),
         ("group=[0,0]", "group=[0, 0]: must name two ranks or more, each once"),
         ("group=[1]", "group=[1]: must name two ranks or more, each once"),
-        ("group=data", "group=data: 2 ranks with 2 in a pipeline leave one rank to each of these groups;"),
+        ("group=data", "group=data: 2 ranks with 2 in a pipeline leave one rank in each of these groups;"),
     ],
 )
 def test_bad_input_is_refused_before_any_rank_starts(override, message):
@@ -131,7 +131,7 @@ def test_a_pipeline_that_does_not_divide_the_ranks_is_refused():
 
 
 def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():
-    with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo cannot do this on a GPU's tensors: gather; "):
+    with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo does not support on GPU tensors: gather; "):
         Collectives(ops="gather").check(2, "cuda", "gloo")
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         Collectives(ops="gather").check(2, device, backend)

@@ -106,7 +106,7 @@ def test_bad_input_is_refused_before_any_rank_starts(overrides, message):
 def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch, workload, options, option):
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     job = SimpleNamespace(device=torch.device("cpu"), world=World(0, 2, 0, 2, "local"))
-    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: takes 4.19e\+06 GiB of memory on a rank"):
+    with pytest.raises(ConfigError, match=rf"^workload\.{option}={2**50}: needs 4.19e\+06 GiB of memory per rank"):
         workload.measure(job, options)
 
 
