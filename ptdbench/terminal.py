@@ -120,7 +120,7 @@ def echo(text: str, stream: TextIO | None = None) -> None:
         stream: The stream to print to; standard output if ``None``.
     """
     stream = sys.stdout if stream is None else stream
-    if stream is None:  # this process was started without one
+    if stream is None or getattr(stream, "closed", False):  # None: this process was started without one
         return
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:

@@ -9,7 +9,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
@@ -325,13 +325,8 @@ def _progress(name: str, total: int) -> Iterator[Callable[[int], object]]:
             task = bar.add_task(f"tokenizing {name}", total=total)
             yield lambda done: bar.advance(task, done)
     else:
-        _say(f"tokenizing {name} ({total / 1e6:,.0f} MB)")
+        echo(f"tokenizing {name} ({total / 1e6:,.0f} MB)", sys.stderr)
         start = perf_counter()
         yield lambda _: None
         seconds = perf_counter() - start
-        _say(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)")
-
-
-def _say(line: str) -> None:
-    with suppress(ValueError):  # standard error is closed, which must not fail the run
-        echo(line, sys.stderr)
+        echo(f"tokenized {name} in {seconds:,.0f} s ({total / 1e6 / seconds:,.1f} MB/s)", sys.stderr)

@@ -48,7 +48,7 @@ class Feed:
         started = time.perf_counter()
         batch = self._next_batch(step)
         self.wait_seconds.append(time.perf_counter() - started)
-        return to_device(batch, self._device)
+        return self.to_device(batch)
 
     def forget(self) -> None:
         """Discard the waiting times recorded so far."""
@@ -56,7 +56,14 @@ class Feed:
 
     def peek(self, step: int) -> Batch:
         """Return the batch of a step, on the device, without advancing or timing."""
-        return to_device(self._batches[step], self._device)
+        return self.to_device(self._batches[step])
+
+    def to_device(self, batch: Batch) -> Batch:
+        """Return a batch on the device; on a GPU, its copy from pinned memory is queued."""
+        if self._device.type == "cpu":
+            return batch
+        inputs, targets = (tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch)
+        return inputs.to(self._device, non_blocking=True), targets.to(self._device, non_blocking=True)
 
     def close(self) -> None:
         """Stop the worker processes or the thread."""
@@ -77,14 +84,6 @@ class Feed:
             )
         self._next = step + 1
         return next(self._ahead)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return a batch on the device; on a GPU, its copy from pinned memory is queued."""
-    if device.type == "cpu":
-        return batch
-    inputs, targets = (tensor if tensor.is_pinned() else tensor.pin_memory() for tensor in batch)
-    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
 def _init_worker(_: int) -> None:

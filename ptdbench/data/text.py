@@ -173,17 +173,15 @@ class Text(Sequences):
 
     def _too_short(self, count: int, held_out: bool = False) -> Problem:
         """Return the problem of a part with only ``count`` tokens."""
-        needed = "and a sample takes one more than its length for the targets"
-        shorter = [f"sequence_length={count - 1}"] if count > 1 else []
-        if held_out:
-            rule = f"what is kept from training has {count} tokens, {needed}"
-            return Problem("held_out", self._share, rule, try_these(["a larger share", *shorter]))
-        if count == 0:
+        if count == 0 and not held_out:
             what = "there is no text in it" if self.path else "the standard library's sources are missing here"
             return Problem("path", self.path, what, "try a text file or a folder of text files")
-        whose = "what is not held out" if self._share else "the text"
-        rule = f"{whose} has {count} tokens, {needed}"
-        return Problem("sequence_length", self.sequence_length, rule, try_these([count - 1] if count > 1 else []))
+        whose = "the held-out text" if held_out else "the text for training" if self._share else "the text"
+        rule = f"{whose} has {count} tokens, and a sample needs one more than its length, for the last target"
+        shorter = [f"model.sequence_length={count - 1}"] if count > 1 else []
+        if held_out:
+            return Problem("held_out", self._share, rule, try_these(["a larger share", *shorter]))
+        return Problem("sequence_length", self.sequence_length, rule, try_these(shorter))
 
 
 def _as_tensor(tokens: Tokens) -> torch.Tensor:

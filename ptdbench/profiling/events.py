@@ -252,9 +252,9 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
 
 def is_by_copy_engines(events: Sequence[Event], calls: Sequence[Call]) -> bool:
     """Return whether all-gathers between ranks ran no NCCL kernels, as with ``NCCL_CTA_POLICY=2``."""
-    recorded = [event.facts for event in events if event.name == _RECORDED]
-    between_ranks = [str(facts.get(_NCCL_NAME)) for facts in recorded if facts.get("Group size", 1) > 1]
-    return "all_gather" in {operation_of(name) for name in between_ranks} - {call.operation for call in calls}
+    recorded = [event.facts for event in events if event.name == _RECORDED and event.facts.get("Group size", 1) > 1]
+    called = {operation_of(str(facts.get(_NCCL_NAME))) for facts in recorded}
+    return "all_gather" in called - {call.operation for call in calls}
 
 
 def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mapping[str, Any]]]]:

@@ -177,7 +177,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_clock_remarks(by_name),
         *_each_once(records, Remarks, "check"),
         *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
-        *_checkpoint_remarks(by_name),
+        *(f"{name}: checkpoints: {_first(told)}" for name, run in by_name if (told := part(run, Remarks).checkpoints)),
         *virtual.remarks(records),
     ]
 
@@ -246,12 +246,8 @@ def _ceiling_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
         yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
 
 
-def _checkpoint_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
-    """Yield the first problem with the checkpoints of each run, and how many more its record has."""
-    for label, record in records:
-        if problems := part(record, Remarks).checkpoints:
-            more = f"; {len(problems) - 1} more in the record" if len(problems) > 1 else ""
-            yield f"{label}: checkpoints: {problems[0]}{more}"
+def _first(lines: Sequence[str]) -> str:
+    return lines[0] if len(lines) == 1 else f"{lines[0]}; {len(lines) - 1} more in the record"
 
 
 def _data_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:

@@ -109,7 +109,7 @@ class Checkpointing:
 
     def store_evaluation(self) -> None:
         """Store an evaluation of the last step with its checkpoint, and save the weights if they are the best yet."""
-        is_best = self._evaluator.is_best
+        is_best = self._evaluator.best is self._evaluator.done[-1]
         if is_best:
             self.save()
         if self._saver and self._saved == self._loop.done:

@@ -108,8 +108,9 @@ class Packages(Counter):
         root = root or POWERCAP
         try:
             # Parts of packages ("core", "dram") are separate zones, as is the platform ("psys"), which contains them.
-            zones = [zone for zone in sorted(root.glob("intel-rapl:*")) if _text(zone / "name").startswith("package")]
-            self._ranges = [int(_text(zone / "max_energy_range_uj")) / 1e6 for zone in zones]
+            names = sorted(root.glob("intel-rapl:*/name"))
+            zones = [name.parent for name in names if name.read_text().startswith("package")]
+            self._ranges = [int((zone / "max_energy_range_uj").read_text()) / 1e6 for zone in zones]
             self._files = [(zone / "energy_uj").open("rb", buffering=0) for zone in zones]
         except PermissionError as error:
             self.reason = f"permission denied: this user may not read {error.filename}"
@@ -252,10 +253,6 @@ def energy(
 def none(reason: str) -> dict[str, Any]:
     """Return an unknown energy in the format of a record, with the reason."""
     return asdict(Energy(reason=reason))
-
-
-def _text(path: Path) -> str:
-    return path.read_text().strip()
 
 
 class EnergyMeter:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from msgspec import convert, to_builtins
 from torch import Tensor
 
-from ptdbench.data.feed import to_device
 from ptdbench.data.protocol import HeldOut, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import total
@@ -47,11 +46,6 @@ class Evaluator:
         for evaluation in self.done:
             best = evaluation if best is None or evaluation.better_than(best) else best
         return best
-
-    @property
-    def is_best(self) -> bool:
-        """Whether the current weights have been evaluated and are the best so far."""
-        return bool(self.done) and self.done[-1].step == self._loop.done and self.best is self.done[-1]
 
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the evaluations stored in a checkpoint, in the format of a record."""
@@ -123,7 +117,7 @@ class Evaluator:
             idle = block >= blocks
             start = (first if idle else block) * size
             batch = read(held_out, start, min(start + size, len(held_out)), self._example)
-            found = self._evaluate_block(*to_device(batch, self._job.device))
+            found = self._evaluate_block(*self._loop.feed.to_device(batch))
             if found is not None and not idle:
                 sums[block] = found
             if stopped(batches):

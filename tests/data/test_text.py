@@ -113,7 +113,7 @@ def test_an_empty_folder_is_refused_and_a_cache_that_cannot_be_written(tmp_path,
 def test_a_text_shorter_than_a_sample_is_refused_at_prepare(file, cache):
     file.write_bytes(b"abcd")
     for _ in range(2):  # also where its tokens are there
-        assert told(refused(file, sequence_length=5)) == ("sequence_length", 5, "try 4")
+        assert told(refused(file, sequence_length=5)) == ("sequence_length", 5, "try model.sequence_length=4")
     assert not list(cache.glob("*.partial"))
     text(file, sequence_length=4).prepare()
 
@@ -203,11 +203,11 @@ class TestHeldOut:
         assert tokens == 12, "one document and its separator"
         assert len(text(folder, held_out=1e-9, sequence_length=11).held_out) == 1
         problem = refused(folder, held_out=1e-9, sequence_length=12)
-        assert told(problem) == ("held_out", 1e-9, "try a larger share, sequence_length=11")
+        assert told(problem) == ("held_out", 1e-9, "try a larger share, model.sequence_length=11")
         assert "12 tokens" in problem.rule
         problem = refused(folder, held_out=1 - 1e-9, sequence_length=12)
-        assert told(problem) == ("sequence_length", 12, "try 11")
-        assert problem.rule.startswith("what is not held out has 12 tokens")
+        assert told(problem) == ("sequence_length", 12, "try model.sequence_length=11")
+        assert problem.rule.startswith("the text for training has 12 tokens")
 
     def test_tokens_stand_for_the_bytes_of_the_text_they_were_made_of(self, folder, tmp_path):
         path = tiny_tokenizer.pairs(tmp_path / "pairs.json", "document 0 document 1 " * 20, size=290)

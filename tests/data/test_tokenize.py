@@ -134,7 +134,7 @@ class TestTelling:
     def test_says_in_two_lines_what_it_does_where_lines_stay_unless_it_is_little(self, tokenize, monkeypatch, capsys):
         tokenize()
         assert capsys.readouterr() == ("", "")
-        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 6000)
+        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 6000)
         tokenize()
         out, err = capsys.readouterr()
         first, last = err.splitlines()
@@ -143,14 +143,14 @@ class TestTelling:
         assert "MB/s" in last
 
     def test_says_nothing_of_an_end_that_did_not_come(self, tokenize, monkeypatch, capsys):
-        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 0)
+        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)
         monkeypatch.setattr(Tokenizer, "_tokens", lambda self, batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tokenize()
         assert "tokenized" not in capsys.readouterr().err
 
     def test_draws_a_bar_on_a_terminal(self, tokenize, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 0)
+        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)
         monkeypatch.setenv("TERM", "xterm")
         monkeypatch.setenv("COLUMNS", "120")
         monkeypatch.setattr(sys, "stderr", Terminal())
@@ -161,7 +161,7 @@ class TestTelling:
         assert "tokenized" not in drawn
 
     def test_goes_on_where_nobody_can_listen(self, tokenize, monkeypatch):
-        monkeypatch.setattr("ptdbench.data.corpus._WORTH_TELLING", 0)
+        monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)
         closed = io.StringIO()
         closed.close()
         monkeypatch.setattr(sys, "stderr", closed)

@@ -204,13 +204,13 @@ def test_a_held_out_part_without_samples_is_refused(monkeypatch):
 
 def test_batches_are_copied_to_the_device_like_those_of_steps(monkeypatch):
     copied = []
-    monkeypatch.setattr(module, "to_device", lambda batch, device: (copied.append(len(batch[0])), batch)[1])
+    feed = SimpleNamespace(to_device=lambda batch: (copied.append(len(batch[0])), batch)[1])
     monkeypatch.setattr(module, "total", lambda sums: sums)
     data, model = made_task.Largest(seed=0), made_task.Margin()
     training = SimpleNamespace(data=data, model=model, layout=SimpleNamespace(replicas=1))
     config = SimpleNamespace(eval=SimpleNamespace(micro_batch=50))
     job: Any = SimpleNamespace(device=torch.device("cpu"), training=training, spec=SimpleNamespace(config=config))
-    loop: Any = SimpleNamespace(replica=0, engine=SimpleNamespace(outputs=model))
+    loop: Any = SimpleNamespace(replica=0, engine=SimpleNamespace(outputs=model), feed=feed)
     assert Evaluator(job, loop)._sums(made_task.Kept(), lambda _: None) is not None
     assert copied == [50, 50, 1]
 
