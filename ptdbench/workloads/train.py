@@ -93,8 +93,7 @@ class _Training:
                     with self._meter.paused():
                         if checkpointing.due:  # first: an evaluation may take longer than the run has left
                             checkpointing.save()
-                        evaluated = evaluator.due()
-                        if evaluated:
+                        if evaluated := evaluator.due():
                             evaluate()
                         if evaluated or recorder.due:
                             recorder.show(evaluator.as_dicts())
