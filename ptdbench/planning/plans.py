@@ -28,7 +28,7 @@ from ptdbench.measure.memory import host_memory
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
-from ptdbench.setup import commandline, compose, hydra_output
+from ptdbench.setup import commandline, compose, hydra_options, hydra_output
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.terminal import echo
@@ -68,6 +68,7 @@ def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
     cluster = found.configs[0].cluster
     searches = found.first.hydra.runtime.choices.get(commandline.SWEEPER)
     require(
+        *hydra_options.unresolved(found),
         Problem(commandline.SWEEPER, searches, "a plan is of layouts that are known", "give lists of values")
         if found.searches
         else None,

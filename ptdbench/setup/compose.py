@@ -277,6 +277,9 @@ def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
             yield Problem(name, _typed_value(override), "is more than one choice in one run", remedy)
         if name in ("cluster", LAUNCHER) and override.is_sweep_override():  # a cluster brings its launcher along
             yield Problem(name, _typed_value(override), "one sweep runs on one cluster", "start one sweep for each")
+        elif override.is_hydra_override() and override.is_sweep_override() and not name.startswith(_PARAMS):
+            rule = "Hydra's own options have one value in a sweep"
+            yield Problem(name, _typed_value(override), rule, "start one sweep for each")
         for group in (LAUNCHER, SWEEPER):
             # Hydra would replace the plugin's options with the value, and fail.
             if name == group.replace("/", ".") and not isinstance(value, dict):

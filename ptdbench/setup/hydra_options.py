@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch.world import World
-from ptdbench.problems import Problem, as_typed, require
+from ptdbench.problems import Problem, as_typed, first_line, require
 from ptdbench.records.effects import leaves
 from ptdbench.records.record import DIRECTIONS
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option, values
@@ -53,6 +54,7 @@ LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
     """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
+    require(*unresolved(composed))
     require(*_without_effect(composed.first.hydra), _elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
     if composed.is_sweep:
@@ -61,6 +63,24 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
         require(*_unfit_for_search(composed, world, goes_on))
     elif composed.is_sweep:
         require(_of_one_directory(composed))
+
+
+def unresolved(composed: Composed) -> Iterator[Problem]:
+    """Yield what keeps a run's directory or environment variables from being known: references without a value."""
+    for whole, read in zip(composed.whole, composed.configs, strict=True):
+        hydra = config_of_run(whole, None, 0).hydra
+        variables = [(hydra.job.env_set, name) for name in hydra.job.env_set]
+        for node, name in [(hydra.run, "dir"), (hydra.sweep, "dir"), (hydra.sweep, "subdir"), *variables]:
+            try:
+                node[name]
+            except OmegaConfBaseException as error:
+                names = [one for one in leaves(read.resolved) if one[0].endswith((".name", ".label"))]
+                found = [(option, value) for option, value in names if "${" in str(value)]  # as in directories
+                option, value = [*found, (node._get_full_key(name), node._get_node(name)._value())][0]
+                rule = f"refers to something without a value ({first_line(error).rpartition('interpolation: ')[2]})"
+                if "${hydra:" in value:
+                    rule = "ptdbench runs the jobs, not Hydra, so ${hydra:...} has no value"
+                yield Problem(option, value, rule, "give the value itself")
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:

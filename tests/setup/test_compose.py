@@ -144,6 +144,8 @@ TOLD = {
     "'hydra.run.dir' is not Optional",
     "model@a=toy": "command line=model@a=toy: Could not override 'model@a'. Did you mean to override model?",
     "-m cluster=slurm,local": "cluster=slurm,local: one sweep runs on one cluster; start one sweep for each",
+    "-m +hydra.job.env_set.NCCL_ALGO=Ring,Tree": "hydra.job.env_set.NCCL_ALGO=Ring,Tree: Hydra's own options have one "
+    "value in a sweep; start one sweep for each",
     "-m optimizer.lr=interval(1e-4,1e-2)": "optimizer.lr=interval(1e-4,1e-2): is a range of numbers, of which a "
     "sweeper that searches chooses; add -m hydra/sweeper=optuna, or give a list of values",
     "-m hydra/sweeper=ax seed=1,2": "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip "

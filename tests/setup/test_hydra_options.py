@@ -7,6 +7,7 @@ import pytest
 from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from ptdbench.launch.world import World
+from ptdbench.planning import plans
 from ptdbench.problems import ConfigError
 from ptdbench.setup import hydra_options
 from ptdbench.setup.compose import compose_all
@@ -94,6 +95,24 @@ def test_runs_of_a_sweep_have_directories_of_their_own():
 def test_runs_of_a_sweep_lie_below_it(place):
     rule = "is no directory below that of the sweep; give one, or all of them another hydra.sweep.dir"
     assert refused(f"hydra.sweep.subdir={place}", "hydra.mode=MULTIRUN") == f"hydra.sweep.subdir={place}: {rule}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        ("model.name=${hydra:job.name}", "ptdbench runs the jobs, not Hydra, so ${hydra:...} has no value"),
+        ("model.name=${nope}", "refers to something without a value (Interpolation key 'nope' not found)"),
+        ("hydra.run.dir=x/${nope}", "refers to something without a value (Interpolation key 'nope' not found)"),
+        (
+            "+hydra.job.env_set.A=${oc.env:NOPE}",
+            "refers to something without a value (\"Environment variable 'NOPE' not found\")",
+        ),
+    ],
+)
+def test_what_the_directory_and_the_environment_refer_to_has_a_value(typed, told):
+    assert refused(typed) == f"{typed.removeprefix('+')}: {told}; give the value itself"
+    with pytest.raises(ConfigError, match="give the value itself"):
+        plans.composed([typed], None)
 
 
 class TestSearch:
