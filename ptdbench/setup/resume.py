@@ -20,7 +20,7 @@ from ptdbench.records import ledger, record, store
 from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.schema import Written
 from ptdbench.setup.commandline import as_written, is_cluster, option, quoted, values
-from ptdbench.setup.config import Config, of_record
+from ptdbench.setup.config import CALLS, Config, of_record
 
 RUN, SWEEP = "resume", "sweep.resume"
 
@@ -93,6 +93,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
         kept = [word for word in _without(kept, others) if option(word) not in (RUN, "repeat.block")]
+        kept = [word for word in kept if not option(word).startswith(_replaced(others, earlier, written))]
         return Line([*kept, *hydras, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
@@ -193,6 +194,13 @@ def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any])
 
 def _is_place(override: str) -> bool:
     return is_cluster(override) or option(override) == RESHAPE or option(override).startswith(("hydra.", "hydra/"))
+
+
+def _replaced(others: Iterable[str], earlier: Iterable[str], written: Written) -> tuple[str, ...]:
+    """Return the prefixes of a run's options that the others' choices replace: ``parallel.`` if pdp becomes ddp."""
+    typed = values(earlier)
+    was = {group: typed.get(group, record.option(written, f"{group}.name", str)) for group in CALLS}
+    return tuple(f"{group}." for group, choice in values(others).items() if group in CALLS and choice != was[group])
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:

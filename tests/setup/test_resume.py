@@ -77,6 +77,20 @@ class TestLine:
         again = self.line([f"resume={link}", "seed=1"])
         assert again.overrides == [*typed, "seed=1", f"resume={named}"]
 
+    @pytest.mark.parametrize(
+        ("more", "kept"),
+        [
+            ("parallel=ddp", ["model=toy", "model.width=7"]),  # a schedule is of the pipeline
+            ("parallel=pdp", ["model=toy", "parallel.schedule=gpipe", "model.width=7"]),
+            ("model=toy", ["parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]),
+            ("seed=1", ["model=toy", "parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]),
+        ],
+    )
+    def test_options_of_a_choice_end_with_it(self, tmp_path, more, kept):
+        typed = ["model=toy", "parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]
+        run = self.begun(tmp_path / "run", typed)
+        assert self.line([f"resume={run}", more]).overrides == [*kept, more, f"resume='{run}'"]
+
     def test_in_another_directory_it_is_a_run_of_its_own(self, tmp_path):
         run = self.begun(tmp_path / "run", ["model=toy"])
         words = ["model=toy", f"hydra.run.dir={tmp_path}/rest"]
