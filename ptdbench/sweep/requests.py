@@ -29,7 +29,7 @@ from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.run_spec import Summary
 from ptdbench.sweep import container, resources
 from ptdbench.sweep.resources import Shape
-from ptdbench.terminal import command
+from ptdbench.terminal import command, plural
 
 
 @dataclass(frozen=True)
@@ -165,14 +165,15 @@ def _planned(
     gpus = shape.gpus_per_node if shape else None
     try:
         summary = run_spec.summarize(read, world_of(shape) if shape else world, gpus)
-        _check_beginning(read, goes_on)
+        if summary.trains:
+            _check_beginning(read, goes_on)
     except ConfigError as error:
         return Request(whole, read, words, shape, None, error)
     return Request(whole, read, words, shape, summary, None)
 
 
 def _check_beginning(read: Config, goes_on: Path | None) -> None:
-    """Refuse a run whose ``resume`` names a checkpoint of another model, or no complete checkpoint.
+    """Refuse a run whose ``resume`` names no complete checkpoint, one of another model, or one after its last step.
 
     A run that ``goes_on`` in its directory prefers its own checkpoint, once there is one. In a resumed sweep each run
     that is not complete looks for its own.
@@ -186,6 +187,11 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
     if other := record.other_model(found.model, read.resolved["model"]):
         rule, remedy = f"resume={named} holds {other}", "a run begins with the weights of its model"
         raise ConfigError([Problem("model", read.call("model").name, rule, remedy)])
+    examines = read.eval.every or read.profile.trace
+    if goes_on is None and found.step >= read.train.steps and not examines:
+        rule = f"resume={named} has taken {plural(found.step, 'step')}, and none is left"
+        remedy = f"try {2 * found.step}, to train on from there, or eval.every=1 or profile=true, to examine it"
+        raise ConfigError([Problem("train.steps", read.train.steps, rule, remedy)])
 
 
 def world_of(shape: Shape) -> World:

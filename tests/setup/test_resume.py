@@ -282,6 +282,11 @@ class TestRefused:
         said = self.refused("resume=run", "train.steps=6", cwd=tmp_path)
         assert "run: holds no complete checkpoint; omit it to start over" in said
 
+    def test_a_checkpoint_after_which_no_step_is_left(self, ended, tmp_path):
+        said = self.refused("resume=run", "train.steps=3", cwd=tmp_path)
+        remedy = "try 8, to train on from there, or eval.every=1 or profile=true, to examine it"
+        assert said == f"train.steps=3: resume={ended} has taken 4 steps, and none is left; {remedy}"
+
     def test_another_shape_in_its_own_place_and_results_are_not_overwritten(self, ended, tmp_path):
         before = (ended / "record.json").read_bytes()
         said = self.refused(*TOY, "train.steps=3", "hydra.run.dir=run", cwd=tmp_path)
