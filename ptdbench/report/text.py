@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import textwrap
@@ -160,7 +161,8 @@ def emphasized(text: str) -> Text:
 def show(text: str) -> None:
     """Print tables, with :func:`emphasized` on a terminal that supports it, else unstyled."""
     console = Console(highlight=False)
-    if console.is_terminal and sys.stdout and console.encoding.startswith("utf"):
+    of_mpirun = "OMPI_COMM_WORLD_RANK" in os.environ  # Open MPI gives ranks a terminal, even if its output is a file
+    if console.is_terminal and not of_mpirun and sys.stdout and console.encoding.startswith("utf"):
         console.print(emphasized(text), soft_wrap=True)
     else:
         echo(text)
