@@ -112,14 +112,14 @@ def carry_out(directories: Sequence[Path]) -> int:
     """
     _import_from_here()
     world = discover(os.environ)
-    configs = [resume.startable(directory, world) for directory in directories]
+    configs = {directory: resume.startable(directory, world) for directory in directories}
     if world is None:
-        prepare_ranks(configs)
+        prepare_ranks([*configs.values()])
 
     from ptdbench.run import run
 
     all_ok = True
-    for directory, read in zip(directories, configs, strict=True):
+    for directory, read in configs.items():
         is_done = False
         try:
             with settings.added(hydra_output.recorded_environment(directory)):

@@ -173,8 +173,10 @@ def _earlier(directory: Path, written: Written) -> list[str]:
 
 
 def _no_run(asked: str, directory: Path) -> ConfigError:
-    rule = f"there is no run (no {store.RECORD})"
-    return ConfigError([Problem(asked, directory, rule, "give the directory of a run below outputs")])
+    rule, remedy = f"there is no run (no {store.RECORD})", "give the directory of a run below outputs"
+    if store.is_sweep(directory):
+        rule, remedy = "is a sweep", f"try {command(directory)}, or give the directory of one of its runs"
+    return ConfigError([Problem(asked, directory, rule, remedy)])
 
 
 def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
@@ -252,7 +254,7 @@ def startable(directory: Path, world: World | None) -> Config:
     """Return the configuration of a directory's run; raises ConfigError if it is complete or must run elsewhere."""
     try:
         written = store.load_record(directory)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise _no_run("run", directory) from None
     _refuse_complete(directory, written, "run")
     if world is None:

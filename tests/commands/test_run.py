@@ -76,6 +76,14 @@ def test_a_run_that_another_process_carries_out_does_not_keep_the_others_from_it
     assert store.load_record(other)["status"] == "ok"
 
 
+def test_a_run_that_is_named_twice_is_carried_out_once(tmp_path, monkeypatch):
+    run, starts = begun(tmp_path / "run"), []
+    monkeypatch.setattr(entry, "prepare_ranks", lambda _: None)
+    monkeypatch.setattr(product, "_start_ranks", lambda _, __, attempt, *___: starts.append(1) or finish(attempt))
+    assert entry.carry_out([run, run]) == 0
+    assert len(starts) == 1
+
+
 def finish(attempt: ownership.Attempt) -> None:
     """As its ranks would."""
     attempt.amend(lambda written: written | {"status": "ok", "steps": 4, "error": None})
@@ -95,6 +103,13 @@ class TestRefused:
     def test_what_is_no_run(self, tmp_path):
         told = "there is no run (no record.json); give the directory of a run below outputs"
         assert refused(tmp_path / "typo") == f"run={tmp_path / 'typo'}: {told}"
+        file = begun(tmp_path / "run") / "record.json"
+        assert refused(file) == f"run={file}: {told}"
+
+    def test_a_sweep(self, tmp_path):
+        (tmp_path / "sweep.json").touch()
+        remedy = f"try python train.py sweep.resume={tmp_path}, or give the directory of one of its runs"
+        assert refused(tmp_path) == f"run={tmp_path}: is a sweep; {remedy}"
 
     def test_one_that_is_complete(self, tmp_path):
         run = begun(tmp_path / "run", status="ok", steps=4, error=None)
