@@ -219,9 +219,9 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
         is_new = create_atomically(directory, fill)
     lock(directory, option)
     if not is_new:
-        of_sweep = is_sweep(directory) or any(directory.glob(f"*/{RECORD}"))
-        if not again and (of_sweep or (directory / RECORD).exists()):
-            remedy = f"try {'sweep.resume' if of_sweep else 'resume'}={directory} to continue it, or another directory"
+        own = "sweep.resume" if is_sweep(directory) else "resume" if (directory / RECORD).exists() else None
+        if not again and (own or any(directory.glob(f"*/{RECORD}"))):
+            remedy = f"try {own}={directory} to continue it, or another directory" if own else "give another directory"
             raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
         with _writable(directory, option):
             fill(directory, directory)

@@ -112,6 +112,13 @@ def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_l
         claim("train.steps=7")
 
 
+def test_a_folder_of_runs_is_no_sweep_that_could_go_on(tmp_path):
+    (tmp_path / "0").mkdir()
+    (tmp_path / "0" / "record.json").touch()
+    with pytest.raises(ConfigError, match="it already holds results; give another directory"):
+        hydra_output.claim(compose_all(["model=toy", f"hydra.run.dir={tmp_path}"]), None, None)
+
+
 def test_a_home_directory_that_no_shell_has_filled_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
