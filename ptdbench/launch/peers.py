@@ -48,7 +48,7 @@ def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
             device=f"{device} {torch.cuda.get_device_name(device)}" if device.type == "cuda" else "cpu",
             cores=sorted(settings.own_cores()),
             threads=torch.get_num_threads(),
-            settings=settings.here(),
+            settings=settings.recorded(os.environ),
         )
     )
 

@@ -33,8 +33,8 @@ _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLO
 _SANITIZER, _HIDDEN = "TORCH_CUDA_SANITIZER", "PTDBENCH_CUDA_SANITIZER"
 
 
-def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set, by name; paths are cut to their last part, as the rest is machine-specific."""
+def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to record, by name; paths are cut to their last part, as the rest is machine-specific."""
     names = (name for name in sorted(environ) if name.startswith(PREFIXES) and not _SECRET.search(name))
     return {
         name: f"…/{PurePosixPath(value).name}" if (value := environ[name]).startswith(("/", "~")) else value
@@ -88,11 +88,6 @@ def log_errors_only(environ: Mapping[str, str]) -> None:
     with suppress(OSError, ValueError):  # another platform or version: keep the warnings
         library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
         ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = 2  # glog's level of errors
-
-
-def here() -> dict[str, str]:
-    """Return the variables that are set in this process."""
-    return settings(os.environ)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import re
 import subprocess
@@ -134,7 +135,7 @@ def environment(device_type: str) -> dict[str, Any]:
         "cores": len(settings.own_cores()),
         "host": platform.node(),
         "os": platform.platform(),
-        "settings": settings.here(),
+        "settings": settings.recorded(os.environ),
     }
 
 

@@ -224,7 +224,7 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
         return None
     versions = {name: _version(name) for name in {*_PACKAGES, *named}}
     of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package()}
-    return of | {"cores": len(settings.own_cores()), "environment": settings.here()}
+    return of | {"cores": len(settings.own_cores()), "environment": settings.recorded(os.environ)}
 
 
 def _targets(options: Any) -> Iterator[str]:

@@ -18,7 +18,7 @@ from ptdbench.launch.settings import (
     enable_expandable_segments,
     log_errors_only,
     own_cores,
-    settings,
+    recorded,
     share_cores,
 )
 from tests.conftest import ROOT
@@ -31,8 +31,8 @@ def test_what_changes_results_or_speed_is_told():
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVIDIA_TF32_OVERRIDE": "0", "TORCHINDUCTOR_MAX_AUTOTUNE": "1",
     }  # fmt: skip
     others = {"PATH": "/bin", "MY_NCCL_DEBUG": "INFO", "HOME": "/home/a", "SLURM_JOB_ID": "7"}
-    assert settings(others | theirs) == theirs
-    assert list(settings(others | theirs)) == sorted(theirs)
+    assert recorded(others | theirs) == theirs
+    assert list(recorded(others | theirs)) == sorted(theirs)
 
 
 def test_nothing_that_is_secret_or_of_somebodys_home_is_told():
@@ -40,7 +40,7 @@ def test_nothing_that_is_secret_or_of_somebodys_home_is_told():
         "AWS_SECRET_ACCESS_KEY": "s", "TORCH_HUB_TOKEN": "s", "NCCL_TOPO_FILE": "/home/a/topo.xml",
         "TORCHINDUCTOR_CACHE_DIR": "~/cache",
     }  # fmt: skip
-    assert settings(environ) == {"NCCL_TOPO_FILE": "…/topo.xml", "TORCHINDUCTOR_CACHE_DIR": "…/cache"}
+    assert recorded(environ) == {"NCCL_TOPO_FILE": "…/topo.xml", "TORCHINDUCTOR_CACHE_DIR": "…/cache"}
 
 
 def test_segments_grow_where_they_can_and_nobody_has_said_otherwise(monkeypatch):
