@@ -63,7 +63,7 @@ def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentPars
     program = "python -m ptdbench" if sys.argv[0].endswith("__main__.py") else "ptdbench"
     about = "Which way of parallelizing a PyTorch model is fastest on this machine or cluster?"
     parser = argparse.ArgumentParser(prog=program, description=about)
-    parser.add_argument("--version", action="store_true", help="the version, and in a checkout its commit")
+    parser.add_argument("--version", action="store_true", help="print the version, and in a checkout the commit")
     choices = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     choices.add_parser("train", help="one run, or a sweep with -m, as python train.py: see train --help")
     of_commands = {}

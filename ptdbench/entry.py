@@ -145,8 +145,8 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
 
     _import_from_here()
     if world := discover(os.environ):
-        rule = f"starts what it needs itself, and {world.launcher} has started this"
-        raise ConfigError([Problem("plan", " ".join(overrides), rule, f"type it without {world.launcher}")])
+        rule = f"starts its own ranks, and {world.launcher} has started this process"
+        raise ConfigError([Problem("plan", " ".join(overrides), rule, f"run it without {world.launcher}")])
     local.check_sockets()
     local.check_address_space()
     composed = plans.composed(overrides, config_dir)
@@ -231,7 +231,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     options = composed.first.hydra.launcher
     runs = requests.of_cluster(composed, line.goes_on)
     if ignored := slurm.ignored_variables(os.environ):
-        echo(f"ignored: {' '.join(ignored)}; the resources of a job are given in the group cluster", sys.stderr)
+        echo(f"ignored: {' '.join(ignored)}; the resources of a job are set in the group cluster", sys.stderr)
     submission.check_paths(runs, Path(composed.first.hydra.sweep.dir))
     if cluster.submit == "test":
         return submission.show_test_only(runs, options)
@@ -299,7 +299,7 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
             carriers.all_of(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
-        remedy = f"make room, and go on with {resume.command(directory)}"
+        remedy = f"free some space, and continue with {resume.command(directory)}"
         raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
 
 
@@ -355,7 +355,7 @@ def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
         echo(table.closing_lines(directory, records))
     if _count_ok(records) < asked and _needs_resume_hint(directory, records):
-        echo(f"go on        {resume.command(directory)}")
+        echo(f"resume       {resume.command(directory)}")
     return records
 
 

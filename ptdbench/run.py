@@ -78,7 +78,7 @@ def run(
                 _add_result(sweep, directory)
     except OSError as error:  # _run handles its other errors: this one is a failure to write
         reason = f"{directory}: its record cannot be written: {error.strerror or error}"
-        echo(f"{reason}; make room, and go on with {resume.command(sweep or directory)}", sys.stderr)
+        echo(f"{reason}; free some space, and continue with {resume.command(sweep or directory)}", sys.stderr)
         raise SystemExit(1) from None
 
 

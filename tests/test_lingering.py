@@ -42,8 +42,8 @@ def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, 
     assert (record["status"], record["steps"]) == ("ok", 4)
     assert [note.partition(":")[0] for note in sorted(record["remarks"]["leaving"])] == ["rank 0", "rank 1"]
     for note in record["remarks"]["leaving"]:
-        assert note.endswith("was ended 1 s after its work was done: these threads still ran: uploader")
-    assert done.stderr.count("these threads still ran: uploader") == 2
+        assert note.endswith("was ended 1 s after its work was done: these threads were still running: uploader")
+    assert done.stderr.count("these threads were still running: uploader") == 2
 
 
 @pytest.mark.thorough
@@ -51,7 +51,7 @@ def test_what_runs_at_exit_does_not_keep_it_either(tmp_path, environ):
     """Only where Python ends a rank: local ranks are forks, which leave such things out."""
     done, record = finished(under_torchrun, tmp_path, environ, "atexit")
     assert (done.returncode, record["status"]) == (0, "ok"), done.stderr
-    assert all(note.endswith("what runs at exit did not return") for note in record["remarks"]["leaving"])
+    assert all(note.endswith("its exit handlers did not return") for note in record["remarks"]["leaving"])
 
 
 @LAUNCHED

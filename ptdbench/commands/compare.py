@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``compare``."""
     words = "two directories, of runs, sweeps or folders of them; with --python or --checkout what both sides run"
     parser.add_argument("words", nargs="*", metavar="before after", help=words)
-    let_run = "given twice: run what follows -- under both interpreters in turn, repeat=5 unless it says more"
+    let_run = "give twice: run the options after -- under both interpreters alternately, with repeat=5 by default"
     parser.add_argument("--python", action="append", default=[], metavar="PYTHON", help=let_run)
-    checkout = "given twice: the same at two commits of the repository in this directory"
+    checkout = "give twice: the same at two commits of the repository in this directory"
     parser.add_argument("--checkout", action="append", default=[], metavar="COMMIT", help=checkout)
     parser.add_argument(
         "--fail-if-slower",
@@ -67,8 +67,8 @@ def main(arguments: argparse.Namespace) -> int:
     try:
         together = _carried_out(arguments) if arguments.python or arguments.checkout else None
         if not together and len(arguments.words) != 2:
-            rule = "it takes the runs before and those after"
-            remedy = "give two directories, or --python or --checkout twice"
+            rule = "takes two directories, before and after"
+            remedy = "give both, or --python or --checkout twice"
             require(Problem("compare", " ".join(arguments.words), rule, remedy))
         folders = [together / "before", together / "after"] if together else [*map(Path, arguments.words)]
         sides = [_trained(folder) for folder in folders]
@@ -106,7 +106,7 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
 
     for name, given in (("--python", arguments.python), ("--checkout", arguments.checkout)):
         if given and (len(given) != 2 or (arguments.python and arguments.checkout)):
-            rule = "two sides take turns"
+            rule = "two sides are compared"
             require(Problem(name, ", ".join(given), rule, "give --python twice, or --checkout twice"))
     try:
         with local.stopping():
@@ -154,12 +154,12 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     for word in typed:
         option, _, value = word.partition("=")
         if option == "workload" and value != "train":
-            require(Problem(option, value, "what is compared is training", "omit it, or give workload=train"))
+            require(Problem(option, value, "only training can be compared", "omit it, or give workload=train"))
     own = [word for word in typed if commandline.option(word).startswith("repeat.")]
     for word in own:
         option, _, value = word.partition("=")
         if option in ("repeat.block", "repeat.series"):
-            require(Problem(option, value, "is given to each block of both sides", "omit it"))
+            require(Problem(option, value, "is set for each block of both sides", "omit it"))
     composed = compose.compose_all(["repeat.runs=5", *own], multirun=True)
     repeat = composed.configs[0].repeat
     if len(composed.overrides) > 1:

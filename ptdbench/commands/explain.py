@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ptdbench.terminal import echo
 
-HELP = "where the time and the memory of a step went, and why one run is faster than another"
+HELP = "time and memory breakdown of a step, and why one run is faster than another"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

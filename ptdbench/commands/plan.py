@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", "-cd", type=Path, metavar="FOLDER", help="one more folder of configurations")
     parser.add_argument("--multirun", "-m", action="store_true", help="as for train.py; lists need no -m here")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of a table")
-    parser.add_argument("--again", action="store_true", help="plan again what an earlier plan has answered")
+    parser.add_argument("--again", action="store_true", help="ignore cached plans")
     parser.epilog = (
         "Exit status 0: a layout fits, or its training state where only that is known. 1: none does, or can be "
         "planned. 128 + n: signal n."

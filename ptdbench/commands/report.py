@@ -100,7 +100,7 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
     there = [path for path in paths.values() if path.exists()]
     if there and not arguments.force:
         remedy = "give --force to overwrite it, or --output with another folder"
-        require(Problem("report", ", ".join(map(str, there)), "it is there already", remedy))
+        require(Problem("report", ", ".join(map(str, there)), "already exists", remedy))
     return paths
 
 

@@ -10,7 +10,7 @@ HELP = "start or continue the run in a directory; also under torchrun, srun and 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``run``."""
-    words = "directories of runs, each with the record.json that a command or ptdbench itself began"
+    words = "directories of runs, each with a record.json"
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=words)
     parser.epilog = "Exit status 0: every run was ok. 1: one was not, or could not be started. 128 + n: signal n."
 

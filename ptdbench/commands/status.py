@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ptdbench.terminal import echo
 
-HELP = "where every run of a sweep stands: queue, step, result, seconds to start"
+HELP = "the state of every run of a sweep: queue, step, result, startup time"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -69,7 +69,7 @@ def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedel
         own.wait(list(keys), patience)
     except dist.DistError:
         missing = [int(key) for key in keys if key != "all" and not own.check([key])] if world.rank == 0 else [0]
-        rule = f"{rank_names(missing)} did not say within {patience.seconds} s which devices there are"
+        rule = f"{rank_names(missing)} did not report their devices within {patience.seconds} s"
         problem = Problem(world.launcher, f"{world.size} ranks", rule, "see their own output")
         raise rendezvous.NotMet([problem]) from None
 
@@ -95,7 +95,7 @@ def _mixed(seen: Sequence[VisibleGpus], device: str) -> Problem | None:
     others, odd = sides if len(sides[0]) >= len(sides[1]) else reversed(sides)
     rule = f"{_finds(odd)}, and {_finds(others)}: all ranks must compute on the same kind of device"
     nodes = ", ".join(dict.fromkeys(sight.node for sight in seen if not sight.gpus))
-    return Problem("device", device, rule, f"see why {nodes} has no GPU, leave it out, or try device=cpu")
+    return Problem("device", device, rule, f"see why {nodes} has no GPU, exclude it, or try device=cpu")
 
 
 def _finds(ranks: Sequence[VisibleGpus]) -> str:

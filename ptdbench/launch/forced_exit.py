@@ -54,22 +54,18 @@ def _status(error: BaseException | None) -> int:
 def _leave(status: int) -> None:
     time.sleep(SECONDS)
     try:
-        _explain()
+        living = [thread.name for thread in threading.enumerate() if not thread.daemon]
+        threads = ", ".join(name for name in living if name != threading.main_thread().name)
+        kept = f"these threads were still running: {threads}" if threads else "its exit handlers did not return"
+        message = f"process {os.getpid()} was ended {SECONDS:g} s after its work was done: {kept}"
+        for listener in _listeners:
+            with suppress(OSError):
+                listener(message)
+        _flush()
+        with suppress(OSError, ValueError):
+            print(message, file=sys.stderr, flush=True)
     finally:
         os._exit(status)
-
-
-def _explain() -> None:
-    living = [thread.name for thread in threading.enumerate() if not thread.daemon]
-    threads = ", ".join(name for name in living if name != threading.main_thread().name)
-    kept = f"these threads still ran: {threads}" if threads else "what runs at exit did not return"
-    message = f"process {os.getpid()} was ended {SECONDS:g} s after its work was done: {kept}"
-    for listener in _listeners:
-        with suppress(OSError):
-            listener(message)
-    _flush()
-    with suppress(OSError, ValueError):
-        print(message, file=sys.stderr, flush=True)
 
 
 def _flush() -> None:

@@ -78,7 +78,7 @@ _loading: dict[str, str] = {}
 
 _STOP_NUMBERS = frozenset(getattr(signal, name) for name in STOP_SIGNALS)
 
-_SERVER_ENDED = "the fork server, which makes their processes, has ended (it was killed, or lacked memory or processes)"
+_SERVER_ENDED = "the fork server, which starts the ranks, has ended (it was killed, or lacked memory or processes)"
 
 
 class Stopped(BaseException):
@@ -111,7 +111,7 @@ def check_sockets() -> None:
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError as error:  # all folders that Python tried are read-only or full
-        given, remedy = os.environ.get("TMPDIR", "(not set)"), "make room, or set it to a folder that can be written to"
+        given, remedy = os.environ.get("TMPDIR", "(not set)"), "free some space, or set it to a writable folder"
         raise ConfigError([Problem("TMPDIR", given, str(error.strerror), remedy)]) from None
     spare = _SOCKET_BYTES - len(os.fsencode(folder))
     if spare < _SOCKET_NAME:
@@ -392,7 +392,7 @@ def _ending_orphans() -> Iterator[None]:
             commands = [*_commands(process)]
             if not any(_COMPILE_WORKER in command for command in commands):  # torch's, which need longer to end
                 shown = f"{process.pid} ({''.join(commands[:1])[:100]})"
-                echo(f"a rank had left a process running, which is ended: {shown}", sys.stderr)
+                echo(f"ended a process that a rank left running: {shown}", sys.stderr)
         for number, seconds in ((signal.SIGTERM, ORPHAN_SECONDS), (signal.SIGKILL, KILLED_SECONDS)):
             for process in left:
                 with suppress(psutil.Error):

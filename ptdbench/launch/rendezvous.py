@@ -56,7 +56,7 @@ class NotMet(ConfigError):
     """The ranks do not find each other; each rank knows only its own side of the problem."""
 
 
-_REACHABLE = "set MASTER_ADDR to an address of rank 0's host that all nodes reach, or see why other ranks have ended"
+_REACHABLE = "set MASTER_ADDR to an address of rank 0's host that all nodes can reach, or see why other ranks ended"
 _RESOLVABLE = "set MASTER_ADDR to a name or an address of rank 0's host that all nodes know"
 _OTHER_PORT = "set MASTER_PORT to a free port for all ranks, or end what uses this one"
 
@@ -355,13 +355,13 @@ def _await_all(opened: dist.TCPStore, world: World, place: str, identity: str) -
     if count == world.size:
         opened.set(complete, "")
     if count > world.size:
-        rule = f"more than {world.size} ranks came to {place}: another launch meets there too"
+        rule = f"more than {world.size} ranks came to {place}: another launch uses it too"
         raise NotMet([Problem("MASTER_PORT", place.rpartition(":")[2], rule, _OTHER_PORT)])
     try:
         opened.wait([complete], ARRIVAL)
     except dist.DistNetworkError:
-        rule = f"rank 0 has left {place} before all ranks were there"
+        rule = f"rank 0 left {place} before all ranks had arrived"
         raise NotMet([Problem(world.launcher, place, rule, "its own output says why")]) from None
     except dist.DistStoreError:
-        rule = f"{opened.add(arrived, 0)} of {world.size} ranks came within {ARRIVAL.seconds} s"
+        rule = f"{opened.add(arrived, 0)} of {world.size} ranks arrived within {ARRIVAL.seconds} s"
         raise NotMet([Problem(world.launcher, place, rule, _REACHABLE)]) from None

@@ -167,13 +167,13 @@ def discover(environ: Mapping[str, str]) -> World | None:
         if launcher.started(environ):
             return _place(environ, name, launcher)
     if unread := next((name for name in _SIZES if _is_several(environ, name)), None):
-        rule = "this is one rank of several, and their launcher is none of those that are recognized"
+        rule = "this is one of several ranks, and their launcher is not recognized"
         remedy = f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {unread}"
         raise ConfigError([Problem(unread, environ[unread], rule, remedy)])
     if all(environ.get(name) for name in _NAMELESS) and _is_several(environ, "WORLD_SIZE"):
         others = _said(environ, _NAMELESS[1:])
-        rule = f"with {others} this is one rank of several, but no launcher has left its mark: stale, or set by hand"
-        remedy = f"unset {' '.join(_NAMELESS)}, or start the ranks with torchrun"
+        rule = f"with {others} this is one of several ranks, but no launcher has set variables of its own"
+        remedy = f"unset {' '.join(_NAMELESS)} if they are stale, or start the ranks with torchrun"
         raise ConfigError([Problem("RANK", environ["RANK"], rule, remedy)])
     return None
 

@@ -170,7 +170,7 @@ def _state(by_stage: list[int], room: Room, need: int) -> str:
 def remedy(training: TrainingSpec, room: Room) -> str:
     """Name the minimum number of such machines or GPUs over which the sharded training state fits."""
     if not room.size:
-        return "end other programs"
+        return "close other programs"
     average = training.config.train.ema is not None
     (whole,) = footprints(training.model, training.optimizer, average=average)
     places = math.ceil(whole.total / room.size)

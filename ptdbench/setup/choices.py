@@ -70,7 +70,7 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
 
 def _held_back(call: Call, takes: Mapping[str, inspect.Parameter]) -> list[Problem]:
     """Find parameters named ``name`` or ``label``, which identify a choice, that are given or required."""
-    rule = "is what ptdbench calls the choice, and is not passed on"
+    rule = "is ptdbench's name for the choice, and is not passed on"
     remedy = "wrap the callable in a function with another argument name"
     words = {"name": (call.name, not call.is_custom), "label": (call.label or "(not set)", call.label is not None)}
     return [
@@ -92,7 +92,7 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
     if module in sys.modules and isinstance(cause, ModuleNotFoundError) and cause.name == target:
         return Problem(option, target, f"there is no {last} in {getattr(sys.modules[module], '__file__', module)}")
     reason = first_line(cause)
-    remedy = "it is looked for in the current directory, in PYTHONPATH and among what is installed"
+    remedy = "it is searched for in the current directory, in PYTHONPATH and among installed packages"
     return Problem(option, target, f"cannot be imported: {reason}", remedy)
 
 

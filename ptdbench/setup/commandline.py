@@ -77,7 +77,7 @@ def parse() -> argparse.Namespace:
     parser.error = refuse  # type: ignore[method-assign]
     arguments = parser.parse_intermixed_args()  # flags between overrides, too
     if arguments.experimental_rerun:
-        refuse("--experimental-rerun would have no effect: resume=RUN goes on with a run")
+        refuse("--experimental-rerun would have no effect: resume=RUN continues a run")
     if arguments.resolve and not arguments.cfg:
         refuse("--resolve goes with --cfg")
     if arguments.run and arguments.multirun:

@@ -290,7 +290,7 @@ def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
     """Yield lists given for a single run, and ranges, which the basic sweeper cannot enumerate."""
     for override in overrides:
         if isinstance(override.value(), IntervalSweep):
-            rule = "is a range of numbers, of which a sweeper that searches chooses"
+            rule = "is a range, from which only a sweeper that searches can choose"
             remedy = f"add -m {SWEEPER}=optuna, or give a list of values"
             yield Problem(override.key_or_group, _typed_value(override), rule, remedy)
         if override.is_sweep_override() and not is_sweep:
@@ -302,7 +302,7 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
     """Return a problem for each override that Hydra could not use, with what the user may have meant."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == config_name:
         remedy = try_these(nearest(config_name, _choices("")) or ["config"])
-        return [Problem("--config-name", config_name, "there is no such file in the folders of configurations", remedy)]
+        return [Problem("--config-name", config_name, "there is no such file in the configuration folders", remedy)]
     if misplaced := _MISPLACED.match(str(error)):
         return [_of_no_package(misplaced[1], misplaced[2])]
     unclear = Problem("command line", " ".join(_line(override) for override in overrides), _reason(error))
@@ -333,7 +333,7 @@ def _unknown_options(config_name: str, overrides: Sequence[Override], whole: Dic
             rule = "cannot be given on the command line where no file has it: Hydra fails"
             yield Problem(name, typed, rule, "give the lists themselves, as in -m optimizer.lr=0.1,0.2")
         elif name in whole.hydra.runtime.choices and _line(override).startswith("+"):
-            yield Problem(_line(override).partition("=")[0], typed, "it has a choice", f"try {name}={typed}")
+            yield Problem(_line(override).partition("=")[0], typed, "it already has a choice", f"try {name}={typed}")
         elif name in options or override.is_add():
             continue
         elif OmegaConf.select(whole, name.rpartition(".")[0]) == {}:  # a group for the user's own keys: cluster.extra

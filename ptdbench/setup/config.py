@@ -285,7 +285,7 @@ class Config:
     def _group(self, name: str) -> Mapping[str, Any]:
         options = self.resolved.get(name)
         if not isinstance(options, Mapping):
-            rule = f"is a group of options; look at them with {command()} --cfg job --package {name}"
+            rule = f"is a group of options; see {command()} --cfg job --package {name}"
             raise ConfigError([Problem(name, options, rule)])
         return options
 

@@ -102,7 +102,7 @@ def _elsewhere(composed: Composed) -> Problem | None:
     typed = values(composed.hydras)
     if f"hydra.{other}.dir" not in typed or f"hydra.{ours}.dir" in typed:
         return None
-    rule = "is of a single run, and this is a sweep" if composed.is_sweep else "is of a sweep, and this is a single run"
+    rule = "is for single runs, and this is a sweep" if composed.is_sweep else "is for sweeps, and this is a single run"
     value = typed[f"hydra.{other}.dir"]
     return Problem(f"hydra.{other}.dir", value, rule, f"try hydra.{ours}.dir={value}")
 
@@ -112,8 +112,8 @@ def _outside(composed: Composed) -> Problem | None:
     place = config_of_run(composed.whole[0], None, 0).hydra.sweep.subdir
     if Path(os.path.normpath(place)).parts[:1] not in ((), ("/",), ("..",)):
         return None
-    rule = "is no directory below that of the sweep"
-    return Problem("hydra.sweep.subdir", place, rule, "give one, or all of them another hydra.sweep.dir")
+    rule = "is not below the directory of the sweep"
+    return Problem("hydra.sweep.subdir", place, rule, "give a directory below it, or another hydra.sweep.dir")
 
 
 def _of_one_directory(composed: Composed) -> Problem | None:
@@ -155,7 +155,7 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 
 def _given_twice(composed: Composed) -> Iterator[Problem]:
     """Refuse resources outside the group ``cluster``; each problem names the option there, as it is typed."""
-    rule = "the resources of a job are given in the group cluster only"
+    rule = "the resources of a job are set in the group cluster only"
     for override in composed.hydras:
         group, _, name = option(override).rpartition(".")
         if group != LAUNCHER.replace("/", ".") or name in OPTIONS:
@@ -185,16 +185,16 @@ def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | N
         rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
         yield Problem("cluster.submit", "detach", rule, "try wait")
     if "virtual" in first.resolved:
-        rule = f"a virtual GPU computes nothing and takes no time, so that {SWEEPER}={name} would have nothing to go by"
+        rule = f"a virtual GPU computes nothing and takes no time, so {SWEEPER}={name} has nothing to go by"
         yield Problem("virtual", first.call("virtual").name, rule, "try a sweep of lists, or virtual=none")
     if first.sweep.same_nodes:
-        rule = f"{SWEEPER}={name} chooses runs by the results of others, and those of one job are chosen at once"
+        rule = f"{SWEEPER}={name} chooses each run by earlier results, and the runs of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
     sweeper: Any = OmegaConf.to_container(composed.first.hydra.sweeper, resolve=False)
     is_seeded = any(option.rpartition(".")[2] == "seed" and value is not None for option, value in leaves(sweeper))
     if goes_on and not is_seeded:
         rule = f"its values were drawn without a seed, and {name} would draw others now"
-        remedy = "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
+        remedy = "start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
         yield Problem("sweep.resume", goes_on, rule, remedy)
 
 

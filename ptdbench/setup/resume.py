@@ -113,7 +113,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
     wrong = [override for override in others if not _may_change(option(override), swept)]
     wrong += [word for word in others if option(word) == "hydra.sweep.dir" and not _names(word, directory)]
     if wrong:
-        rule = f"goes on with the sweep as it was, and {' '.join(wrong)} would change it"
+        rule = f"continues the sweep as it was, and {' '.join(wrong)} would change it"
         raise ConfigError([Problem(asked, directory, rule, "omit it, or start another sweep")])
     kept = [override for override in _without(task, others) if option(override) != RESHAPE]
     place = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={quoted(str(directory))}"]
@@ -158,7 +158,7 @@ def _ledger(directory: Path) -> ledger.Ledger:
     try:
         return ledger.read(directory)
     except store.Damaged as damage:
-        remedy = f"see with squeue that none of its jobs is left, remove {ledger.LEDGER}, and try again"
+        remedy = f"check with squeue that none of its jobs is left, remove {ledger.LEDGER}, and try again"
         raise ConfigError([Problem(SWEEP, directory, str(damage), remedy)]) from None
 
 
@@ -275,7 +275,7 @@ def _refuse_elsewhere(directory: Path, written: Written) -> None:
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
     rule = f"its ranks were started by {launcher}{where}, and this process is not a rank of a launcher"
     again = f"{terminal.under(str(launcher))} {RUN}={directory}"
-    remedy = f"start it as before, {again}, or give more options for a run of its own"
+    remedy = f"start it as before, {again}, or add options to start a new run from it"
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
 

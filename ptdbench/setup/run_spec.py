@@ -214,7 +214,7 @@ def _check_virtual(config: Config, world: World | None) -> None:
     if (ranks := config.call("virtual").options.get("ranks")) is not None:
         require(*_of_all_ranks(config, ranks))
     if isinstance(config.cluster, Slurm):
-        rule = f"virtual={name} is carried out on this machine, whatever its nodes"
+        rule = f"virtual={name} runs on this machine, whatever its nodes"
         require(Problem("cluster", config.cluster.name, rule, "omit cluster"))
     if world and not world.started_by.has_parent:
         rule = f"ranks with virtual GPUs are started by ptdbench, and {world.launcher} has started these"
@@ -226,11 +226,11 @@ def _of_all_ranks(config: Config, ranks: object) -> Iterator[Problem]:
     general = config.general
     if config.checkpoint.every_steps or general.resume:
         remedy = "try null, or omit checkpoint.every_steps and resume"
-        yield Problem("virtual.ranks", ranks, "a checkpoint is of all ranks", remedy)
+        yield Problem("virtual.ranks", ranks, "a checkpoint needs all ranks", remedy)
     if config.eval.every:
-        yield Problem("virtual.ranks", ranks, "an evaluation is of all ranks", "try null, or omit eval.every")
+        yield Problem("virtual.ranks", ranks, "an evaluation needs all ranks", "try null, or omit eval.every")
     if general.check or config.call("workload").name != "train":
-        rule = "only training is carried out by some ranks without the others"
+        rule = "only training can run on some of the ranks"
         yield Problem("virtual.ranks", ranks, rule, "try null, workload=train and check=false")
 
 
@@ -277,7 +277,7 @@ def _check_sought(config: Config, world: World | None, virtual: Machine | None) 
     """Refuse to search a micro-batch under a launcher, which starts ranks only once, or by times that do not exist."""
     asked = config.train.micro_batch
     if asked == "best" and virtual and not virtual.real_time:
-        rule = "is found by times, and virtual GPUs have none"
+        rule = "is found by timing runs, and virtual GPUs take no time"
         require(Problem("train.micro_batch", asked, rule, "try max"))
     if asked in ("max", "best") and world and world.launcher in LAUNCHERS:
         rule = f"is found by short runs, each with fresh ranks, and {world.launcher} has started these once"
@@ -288,13 +288,13 @@ def _check_sought(config: Config, world: World | None, virtual: Machine | None) 
 def _check_requeue(config: Config) -> None:
     cluster = config.cluster
     if isinstance(cluster, Slurm) and cluster.requeue and config.checkpoint.every_steps is None:
-        rule = "a run that is requeued goes on after its last checkpoint, and this one makes none"
+        rule = "a requeued run continues from its last checkpoint, and this one saves none"
         require(Problem("cluster.requeue", True, rule, "give checkpoint.every_steps"))
 
 
 def _check_evaluated(config: Config) -> None:
     if config.general.objective != "throughput" and config.eval.every is None:
-        rule = "is a figure of the held-out part, and eval.every=null never evaluates on it"
+        rule = "is measured on held-out samples, and eval.every=null never evaluates"
         require(Problem("objective", config.general.objective, rule, f"try eval.every={config.train.steps}"))
 
 
@@ -316,7 +316,7 @@ def _check_fp8(config: Config, training: TrainingSpec) -> None:
         return
     is_gathered, layers = fp8.is_gathered(name, sharded=is_sharded), training.model.layers()
     if is_gathered and (offload := config.resolved.get("offload")) != "none":
-        rule = f"is not available with offload={offload}: ranks agree on scales where they gather, on the GPU"
+        rule = f"is not available with offload={offload}: ranks agree on scales on the GPU, where they gather"
         require(Problem("precision", name, rule, "try fp8"))
     found = fp8.converted(layers, name, sharded=is_sharded)
     if is_gathered and (uneven := [layer.out_features for layer in found if layer.out_features % dims.shards]):
@@ -380,8 +380,8 @@ def require_same_shape(directory: Path, summary: Summary, allowed: bool) -> None
     if allowed or not summary.trains or (found := checkpoint_dir.latest_manifest(directory)) is None:
         return
     if changed := change_of_shape(found, summary.world_size, summary.fields["layout"]):
-        rule = f"{directory} would go on with {changed}, which may change its numbers"
-        remedy = "start it as before, try reshape=true, or give more options for a run of its own"
+        rule = f"{directory} would continue with {changed}, which may change its numbers"
+        remedy = "start it as before, set reshape=true, or add options to start a new run from it"
         require(Problem("reshape", False, rule, remedy))
 
 

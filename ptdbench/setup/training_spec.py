@@ -236,7 +236,7 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
         rule = "has parameter groups without lr, which lr_schedule scales"
         require(Problem("optimizer._target_", config.call("optimizer").target, rule, "give every group an lr"))
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
-        rule = f"is for matrices, and model={config.call('model').name} has none but in embeddings, head and kernels"
+        rule = f"is for matrices, and model={config.call('model').name} has none outside embeddings, head and kernels"
         require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))
     return make
 
@@ -265,7 +265,7 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
     for name in ("sequence_length", "image_size") if built.target.startswith("ptdbench.") else ():
         size, asked = built.options.get(name), given.options.get(name)
         if None not in (size, asked) and size != asked:
-            rule = f"must be {size}, that of model={built.name}, of which FLOPs are counted"
+            rule = f"must be {size}, that of model={built.name}, for which FLOPs are counted"
             require(Problem(f"data.{name}", asked, rule, f"try model.{name}={asked}"))
     module = module_of(model)
     if not all(parameter.is_meta for parameter in module.parameters()):
@@ -283,10 +283,10 @@ def _check_activations(config: Config, activations: Activations, model: Model) -
     """Refuse a treatment of activations for which the model lacks layers, or compilation lacks graphs of layers."""
     name = config.call("activations").name
     if activations.after_compilation and config.resolved["compile"] == "whole":
-        rule = "treats what each layer has saved when it ends, and compile=whole is one graph of all layers"
+        rule = "handles what each layer has saved at its end, and compile=whole makes one graph of all layers"
         require(Problem("activations", name, rule, "try compile=layers"))
     if not isinstance(activations, Keep) and not model.layers():
-        rule = f"is done layer by layer, and model={config.call('model').name} has no layers()"
+        rule = f"is applied layer by layer, and model={config.call('model').name} has no layers()"
         require(Problem("activations", name, rule, "try keep"))
 
 

@@ -207,7 +207,7 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
     except BaseException as error:
         how = f"The jobs go on. Look at them with: {command('status')} {sweep_directory}"
         if isinstance(error, OSError):
-            problem = f"{error.filename or sweep_directory}: {error.strerror or error}; make room, and look again"
+            problem = f"{error.filename or sweep_directory}: {error.strerror or error}; free some space, and look again"
             echo(f"{problem}\n{how}", sys.stderr)
             raise SystemExit(1) from None
         echo(how, sys.stderr)

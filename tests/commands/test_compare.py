@@ -189,12 +189,12 @@ def test_its_help_says_what_the_exit_statuses_mean(compare):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("outputs", "compare=outputs: it takes the runs before and those after; give two directories, or "),
-        ("--python python3", "--python=python3: two sides take turns; give --python twice, or --checkout twice"),
-        ("--python a --python b --checkout c", "--python=a, b: two sides take turns; "),
+        ("outputs", "compare=outputs: takes two directories, before and after; give both, or "),
+        ("--python python3", "--python=python3: two sides are compared; give --python twice, or --checkout twice"),
+        ("--python a --python b --checkout c", "--python=a, b: two sides are compared; "),
         ("BOTH repeat=3,5", "compare=repeat.runs=3,5: both sides run equally often; "),
-        ("BOTH repeat.block=3", "repeat.block=3: is given to each block of both sides; omit it"),
-        ("BOTH workload=hello", "workload=hello: what is compared is training; omit it"),
+        ("BOTH repeat.block=3", "repeat.block=3: is set for each block of both sides; omit it"),
+        ("BOTH workload=hello", "workload=hello: only training can be compared; omit it"),
         ("BOTH repeat=0", "repeat.runs=0: must be at least 1"),
     ],
 )

@@ -161,7 +161,7 @@ def test_without_virtual_gpus_the_training_state_is_known(environ, tmp_path, mac
     ("word", "said"),
     [
         ("cluster=slurm", "cluster=slurm: a plan is made on this machine; omit it, and give cluster.nodes"),
-        ("model.heads=interval(1,2)", "model.heads=interval(1,2): is a range of numbers"),
+        ("model.heads=interval(1,2)", "model.heads=interval(1,2): is a range"),
     ],
 )
 def test_a_command_line_that_is_no_plan_is_one_line(word, said):

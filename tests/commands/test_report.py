@@ -109,7 +109,7 @@ class TestForms:
 class TestRefused:
     def test_it_overwrites_nothing_unless_it_is_told_to(self, report, sweep):
         (sweep / "report.md").write_text("mine")
-        rule = f"report={sweep / 'report.md'}: it is there already"
+        rule = f"report={sweep / 'report.md'}: already exists"
         assert report(sweep, "--md", "--html") == (
             1, [], [f"{rule}; give --force to overwrite it, or --output with another folder"],
         )  # fmt: skip

@@ -39,7 +39,7 @@ def test_ranks_that_alone_have_no_gpu_or_one_are_named(monkeypatch):
     found = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: unknown")
     assert refused(monkeypatch, found) == (
         "device=auto: rank 2 on n2 finds no GPU (CUDA driver error: unknown), and ranks 0, 1 on n1 find 2 GPUs: all "
-        "ranks must compute on the same kind of device; see why n2 has no GPU, leave it out, or try device=cpu"
+        "ranks must compute on the same kind of device; see why n2 has no GPU, exclude it, or try device=cpu"
     )
     assert refused(monkeypatch, found, device="cuda").startswith("device=cuda: rank 2 on n2 finds no GPU")
     assert not refused(monkeypatch, found, device="cpu")
@@ -120,5 +120,5 @@ def test_all_ranks_say_the_same(together):
 
 def test_a_rank_that_says_nothing_is_named(together):
     assert together(2, {0: 2}) == {
-        0: "torchrun=2 ranks: rank 1 did not say within 1 s which devices there are; see their own output"
+        0: "torchrun=2 ranks: rank 1 did not report their devices within 1 s; see their own output"
     }

@@ -80,7 +80,7 @@ def test_no_folder_for_temporary_files_is_one_problem(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])
     monkeypatch.setenv("TMPDIR", "/full")
-    with pytest.raises(ConfigError, match=r"^TMPDIR=/full: No usable temporary directory found in .*; make room, "):
+    with pytest.raises(ConfigError, match=r"^TMPDIR=/full: No usable temporary directory found in .*; free some "):
         local.check_sockets()
 
 
@@ -102,7 +102,7 @@ def test_what_a_rank_has_started_and_left_running_is_ended_and_named(tmp_path, m
     local.start(leave_behind, 1, tmp_path)
     pid = int((tmp_path / "pid").read_text())
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert f"a rank had left a process running, which is ended: {pid} (" in capsys.readouterr().err
+    assert f"ended a process that a rank left running: {pid} (" in capsys.readouterr().err
 
 
 def leave_compiling(environ: dict[str, str], folder: Path) -> None:

@@ -128,7 +128,7 @@ class TestNotMet:
     def test_somebody_else_at_the_port_who_says_nothing(self, job, taken):
         assert self.refused(srun(job, 1) | {"MASTER_PORT": taken}) == [
             f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 1 s; set MASTER_ADDR "
-            "to an address of rank 0's host that all nodes reach, or see why other ranks have ended"
+            "to an address of rank 0's host that all nodes can reach, or see why other ranks ended"
         ]
 
     def test_another_launch_at_the_same_port(self, job):
@@ -136,12 +136,14 @@ class TestNotMet:
         said = self.refused(srun(job, 0) | here, srun(f"{job}1", 1) | here)
         assert len(said) == 2
         for one in said:
-            assert one.startswith(f"srun=localhost:{here['MASTER_PORT']}: 1 of 2 ranks came within 1 s; ")
+            assert one.startswith(f"srun=localhost:{here['MASTER_PORT']}: 1 of 2 ranks arrived within 1 s; ")
 
     def test_more_ranks_than_a_launch_has(self, job):
         here = {"MASTER_PORT": (port := str(free_port()))}
         (said,) = self.refused(*(srun(job, rank) | here for rank in (0, 1, 1)))
-        assert said.startswith(f"MASTER_PORT={port}: more than 2 ranks came to localhost:{port}: another launch meets ")
+        assert said.startswith(
+            f"MASTER_PORT={port}: more than 2 ranks came to localhost:{port}: another launch uses it "
+        )
 
 
 def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_requeue(job, monkeypatch):

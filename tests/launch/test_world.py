@@ -164,9 +164,9 @@ def test_every_source_is_told():
 
 def test_a_rank_that_no_launcher_claims_is_refused():
     assert refused(BY_HAND) == (
-        "RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 this is one rank of several, but no launcher has "
-        "left its mark: stale, or set by hand; "
-        "unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT, or start the ranks with torchrun"
+        "RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 this is one of several ranks, but no launcher has "
+        "set variables of its own; unset RANK WORLD_SIZE MASTER_ADDR MASTER_PORT if they are stale, or start the "
+        "ranks with torchrun"
     )
 
 
@@ -182,7 +182,7 @@ def test_a_rank_that_no_launcher_claims_is_refused():
 )
 def test_a_rank_of_a_launcher_that_is_not_recognized_starts_no_ranks_of_its_own(environ, size):
     assert refused(environ) == (
-        f"{size}=4: this is one rank of several, and their launcher is none of those that are recognized; "
+        f"{size}=4: this is one of several ranks, and their launcher is not recognized; "
         f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {size}"
     )
     assert all(discover(environ | known) == world for known, world in ALL.values())

@@ -94,7 +94,7 @@ def test_a_sweep_that_is_interrupted_goes_on_with_what_it_says(terminal, home):
     assert "exit=130" in screen
     (sweep,) = outputs(home)
     going_on = f"ptdbench train sweep.resume=outputs/{sweep.name}"
-    assert f"go on        {going_on}" in "".join(screen)  # tmux wraps what is wider
+    assert f"resume       {going_on}" in "".join(screen)  # tmux wraps what is wider
     terminal.type(f"{going_on}; echo again=$?")
     screen = terminal.until(lambda screen: any(re.fullmatch(r"again=\d+", line) for line in screen))
     assert "again=0" in screen

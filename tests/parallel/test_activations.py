@@ -196,12 +196,12 @@ def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
     ("overrides", "message"),
     [
         (("activations=offload", "compile=whole"),
-         "activations=offload: treats what each layer has saved when it ends, and compile=whole is one graph of all "
+         "activations=offload: handles what each layer has saved at its end, and compile=whole makes one graph of all "
          "layers; try compile=layers"),
         (("activations=recompute", "activations.every=0"), "activations.every=0: must be a whole number of at least 1"),
         (("activations=selective", "model=custom", "model._target_=torch.nn.Linear", "+model.in_features=32",
           "+model.out_features=8", "data=synthetic_vectors"),
-         "activations=selective: is done layer by layer, and model=Linear has no layers(); try keep"),
+         "activations=selective: is applied layer by layer, and model=Linear has no layers(); try keep"),
     ],
 )  # fmt: skip
 def test_what_would_be_without_effect_or_sense_is_refused(overrides, message):

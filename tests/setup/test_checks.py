@@ -62,7 +62,7 @@ def test_what_is_close_is_a_warning(host):
         (4, 1.2, ["parallel=single"], "; try parallel=fsdp on at least 3 such machines"),
         # The first stage has the embedding, the last one the head: shared, twice.
         (2, 2, ["parallel=pdp"], "take up to 1.4 GiB a rank, 2.4 GiB on 2 ranks"),
-        (4, 0.1, [], "0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); end other programs"),
+        (4, 0.1, [], "0.0 GiB for it (0.1 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); close other programs"),
         (4, 4, ["memory_reserve=0.5"], "2.0 GiB for it (4.0 GiB available, and memory_reserve=0.5 keeps 2.0 GiB)"),
     ],
 )

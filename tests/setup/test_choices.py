@@ -37,7 +37,7 @@ def optional(width=8, name=None, label="x"): ...
 def required(name, width): ...
 
 
-TAKEN = "is what ptdbench calls the choice, and is not passed on; wrap the callable in a function with another"
+TAKEN = "is ptdbench's name for the choice, and is not passed on; wrap the callable in a function with another"
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_arguments_without_names_and_conversion_are_those_that_are_given():
 @pytest.mark.parametrize(
     ("target", "rule"),
     [
-        ("gone.away.X", "cannot be imported: No module named 'gone'; it is looked for in the current directory"),
-        ("gone", "cannot be imported: No module named 'gone'; it is looked for"),
+        ("gone.away.X", "cannot be imported: No module named 'gone'; it is searched for in the current directory"),
+        ("gone", "cannot be imported: No module named 'gone'; it is searched for"),
         ("torch.nn.Linearr", "there is no Linearr in .*/torch/nn/__init__.py$"),
         ("math.pie", "there is no pie in "),
-        ("broken_package.Net", "cannot be imported: no license; it is looked for"),
+        ("broken_package.Net", "cannot be imported: no license; it is searched for"),
         ("math.pi", "must be a class or a function"),
         ("os", "must be a class or a function"),
         ("", "cannot be imported: Empty path"),

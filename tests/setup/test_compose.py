@@ -138,16 +138,17 @@ TOLD = {
         "train.steps=(no value): options are written NAME=VALUE, without spaces",
     ),
     "hydra.launcher=3": "hydra.launcher=3: is a group of options; try hydra/launcher=...",
-    "+parallel=fsdp": "+parallel=fsdp: it has a choice; try parallel=fsdp",
-    "++experiment=digits_resnet18": "++experiment=digits_resnet18: it has a choice; try experiment=digits_resnet18",
+    "+parallel=fsdp": "+parallel=fsdp: it already has a choice; try parallel=fsdp",
+    "++experiment=digits_resnet18": "++experiment=digits_resnet18: it already has a choice; try "
+    "experiment=digits_resnet18",
     "hydra.run.dir=null": "command line=hydra.run.dir=null: Error merging override hydra.run.dir=null: field "
     "'hydra.run.dir' is not Optional",
     "model@a=toy": "command line=model@a=toy: Could not override 'model@a'. Did you mean to override model?",
     "-m cluster=slurm,local": "cluster=slurm,local: one sweep runs on one cluster; start one sweep for each",
     "-m +hydra.job.env_set.NCCL_ALGO=Ring,Tree": "hydra.job.env_set.NCCL_ALGO=Ring,Tree: Hydra's own options have one "
     "value in a sweep; start one sweep for each",
-    "-m optimizer.lr=interval(1e-4,1e-2)": "optimizer.lr=interval(1e-4,1e-2): is a range of numbers, of which a "
-    "sweeper that searches chooses; add -m hydra/sweeper=optuna, or give a list of values",
+    "-m optimizer.lr=interval(1e-4,1e-2)": "optimizer.lr=interval(1e-4,1e-2): is a range, from which only a sweeper "
+    "that searches can choose; add -m hydra/sweeper=optuna, or give a list of values",
     "-m hydra/sweeper=ax seed=1,2": "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip "
     "install hydra-ax-sweeper",
     "hydra.sweeper=3": "hydra.sweeper=3: is a group of options; try hydra/sweeper=...",
@@ -182,7 +183,7 @@ class TestSyntax:
     def test_configurations_that_are_not_there(self, tmp_path):
         away = tmp_path / "away"
         for conf, name, told in (
-            (CONF, "confg", "--config-name=confg: there is no such file in the folders of configurations; try config"),
+            (CONF, "confg", "--config-name=confg: there is no such file in the configuration folders; try config"),
             (away, "config", f"--config-path={away}: there is no such folder (it would be {away})"),
         ):
             with pytest.raises(ConfigError) as caught:

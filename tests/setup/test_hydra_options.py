@@ -28,7 +28,7 @@ TOLD = {
     "hydra/hydra_logging=default": "hydra.hydra_logging={...}: nothing is logged through Hydra; omit it",
     "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: ptdbench runs the jobs, not "
     "Hydra, so they would never be called; omit them",
-    "hydra.sweep.dir=x": "hydra.sweep.dir=x: is of a sweep, and this is a single run; try hydra.run.dir=x",
+    "hydra.sweep.dir=x": "hydra.sweep.dir=x: is for sweeps, and this is a single run; try hydra.run.dir=x",
     "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: runs are started by ptdbench; try basic, submitit_local, "
     "submitit_slurm",
     "cluster=slurm hydra/launcher=basic": "hydra/launcher=basic: does not go with cluster=slurm; omit it",
@@ -43,7 +43,7 @@ def test_what_would_do_nothing(typed):
 
 
 def test_the_directory_of_a_run_is_not_that_of_a_sweep():
-    told = "hydra.run.dir=x: is of a single run, and this is a sweep; try hydra.sweep.dir=x"
+    told = "hydra.run.dir=x: is for single runs, and this is a sweep; try hydra.sweep.dir=x"
     assert refused("hydra.run.dir=x", "hydra.mode=MULTIRUN") == told
     composed = compose_all(["model=toy", "hydra.run.dir=x", "hydra.mode=MULTIRUN"])
     hydra_options.check(composed, None, Path("x"))  # a sweep begun so goes on
@@ -57,7 +57,7 @@ def test_what_is_typed_as_it_is_by_default():
 class TestResourcesOfJobs:
     """What users of hydra-submitit-launcher type is named with the option of ``cluster`` that gives it."""
 
-    RULE = "the resources of a job are given in the group cluster only"
+    RULE = "the resources of a job are set in the group cluster only"
 
     @pytest.mark.parametrize(
         ("typed", "remedy"),
@@ -93,7 +93,7 @@ def test_runs_of_a_sweep_have_directories_of_their_own():
 
 @pytest.mark.parametrize("place", [".", "../elsewhere/0", "/elsewhere/0", "a/../.."])
 def test_runs_of_a_sweep_lie_below_it(place):
-    rule = "is no directory below that of the sweep; give one, or all of them another hydra.sweep.dir"
+    rule = "is not below the directory of the sweep; give a directory below it, or another hydra.sweep.dir"
     assert refused(f"hydra.sweep.subdir={place}", "hydra.mode=MULTIRUN") == f"hydra.sweep.subdir={place}: {rule}"
 
 
@@ -126,13 +126,13 @@ class TestSearch:
             ("cluster=slurm cluster.submit=detach", "of its jobs before it can choose the next ones; try wait"),
             (
                 "cluster=slurm sweep.same_nodes=true",
-                "sweep.same_nodes=true: hydra/sweeper=optuna chooses runs by the results of others, and those of one "
+                "sweep.same_nodes=true: hydra/sweeper=optuna chooses each run by earlier results, and the runs of one "
                 "job are chosen at once; omit it",
             ),
             (
                 "virtual=h100",
-                "virtual=h100: a virtual GPU computes nothing and takes no time, so that hydra/sweeper=optuna would "
-                "have nothing to go by; try a sweep of lists, or virtual=none",
+                "virtual=h100: a virtual GPU computes nothing and takes no time, so hydra/sweeper=optuna has nothing "
+                "to go by; try a sweep of lists, or virtual=none",
             ),
         ],
     )
@@ -146,7 +146,7 @@ class TestSearch:
         )
         assert refused(*self.WORDS, goes_on=tmp_path).endswith(
             "its values were drawn without a seed, and optuna would draw others now; "
-            "start another sweep; one that can go on has hydra.sweeper.sampler.seed"
+            "start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
         )
 
     def test_what_a_sweeper_is_set_to_where_nobody_did(self):

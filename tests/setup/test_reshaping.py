@@ -53,8 +53,9 @@ def test_in_its_own_place_it_is_refused_with_what_to_type(tmp_path):
     with pytest.raises(ConfigError) as refused:
         run_spec.require_same_shape(tmp_path, summary(replicate=2), allowed=False)
     assert str(refused.value) == (
-        f"reshape=false: {tmp_path} would go on with 2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2), "
-        "which may change its numbers; start it as before, try reshape=true, or give more options for a run of its own"
+        f"reshape=false: {tmp_path} would continue with 2 ranks (replicate=2) instead of 4 ranks (replicate=2 "
+        f"shard=2), which may change its numbers; start it as before, set reshape=true, or add "
+        "options to start a new run from it"
     )
     run_spec.require_same_shape(tmp_path, summary(replicate=2), allowed=True)
     run_spec.require_same_shape(tmp_path, summary(replicate=2, shard=2), allowed=False)

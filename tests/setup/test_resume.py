@@ -180,7 +180,7 @@ class TestLine:
         line = self.line([f"sweep.resume={sweep}", "cluster.time_minutes=60", "+cluster.extra.nice=5"])
         assert line.overrides[-4:-2] == ["cluster.time_minutes=60", "+cluster.extra.nice=5"]
         for wrong in ("cluster.nodes=4", "cluster.mem_gb=8", "model=gpt_tiny", "cluster=local", "hydra.sweep.dir=x"):
-            with pytest.raises(ConfigError, match=f"goes on with the sweep as it was, and {wrong} would change it"):
+            with pytest.raises(ConfigError, match=f"continues the sweep as it was, and {wrong} would change it"):
                 self.line([f"sweep.resume={sweep}", wrong])
 
     @pytest.mark.parametrize("more", [[], ["hydra.launcher.array_parallelism=4"]], ids=" ".join)
@@ -238,7 +238,9 @@ class TestLine:
         run = self.submitted(tmp_path)
         (tmp_path / "sweep" / "sweep.json").write_text("{")
         for words in ([f"resume={run}"], [f"sweep.resume={tmp_path / 'sweep'}"]):
-            with pytest.raises(ConfigError, match=r"sweep\.json is damaged: .*; see with squeue that none of its jobs"):
+            with pytest.raises(
+                ConfigError, match=r"sweep\.json is damaged: .*; check with squeue that none of its jobs"
+            ):
                 self.line(words)
 
 
@@ -295,5 +297,5 @@ class TestRefused:
         (ended / "record.json").write_text(json.dumps(store.load_record(ended) | {"status": "preempted"}))
         before = (ended / "record.json").read_bytes()
         said = self.refused("resume=run", "cluster.ranks_per_node=3", cwd=tmp_path)
-        assert said.startswith("reshape=false: run would go on with 3 ranks (replicate=3) instead of 2 ranks (replicat")
+        assert said.startswith("reshape=false: run would continue with 3 ranks (replicate=3) instead of 2 ranks (rep")
         assert (ended / "record.json").read_bytes() == before

@@ -92,14 +92,14 @@ TOLD = {
     "on every node",
     "data.sequence_length=${model.length}": "data.sequence_length=${model.length}: refers to an option that does not "
     "exist; give data.sequence_length a value, or choose another data",
-    "data.sequence_length=64": "data.sequence_length=64: must be 128, that of model=gpt_tiny, of which FLOPs are "
+    "data.sequence_length=64": "data.sequence_length=64: must be 128, that of model=gpt_tiny, for which FLOPs are "
     "counted; try model.sequence_length=64",
-    "optimizer=muon model=resnet18": "optimizer=muon: is for matrices, and model=resnet18 has none but in embeddings, "
-    "head and kernels; try adamw",
-    "cluster=slurm cluster.requeue=true": "cluster.requeue=true: a run that is requeued goes on after its last "
-    "checkpoint, and this one makes none; give checkpoint.every_steps",
-    "model=toy objective=held_out_loss": "objective=held_out_loss: is a figure of the held-out part, and "
-    "eval.every=null never evaluates on it; try eval.every=60",
+    "optimizer=muon model=resnet18": "optimizer=muon: is for matrices, and model=resnet18 has none outside "
+    "embeddings, head and kernels; try adamw",
+    "cluster=slurm cluster.requeue=true": "cluster.requeue=true: a requeued run continues from its last checkpoint, "
+    "and this one saves none; give checkpoint.every_steps",
+    "model=toy objective=held_out_loss": "objective=held_out_loss: is measured on held-out samples, and "
+    "eval.every=null never evaluates; try eval.every=60",
     "objective=held_out_accuracy data.held_out=0.1 eval.every=5": "objective=held_out_accuracy: the samples of "
     "data=text have no classes; try held_out_loss",
     "virtual=h100 device=cpu": "device=cpu: virtual=h100 is a GPU; try auto, or virtual=none",
@@ -108,19 +108,18 @@ TOLD = {
         "device=cpu"
         for layout in ("parallel=pdp", RING, "parallel=tp parallel.sequence=true", "workload=p2p")
     },
-    "virtual=h100 train.micro_batch=best": "train.micro_batch=best: is found by times, and virtual GPUs have none; "
-    "try max",
+    "virtual=h100 train.micro_batch=best": "train.micro_batch=best: is found by timing runs, and virtual GPUs take no "
+    "time; try max",
     **{
         f"virtual=h100 virtual.ranks={ranks}": f"virtual.ranks={seen}: must be different ranks of the run, which has 2 "
         "ranks; try numbers from 0 to 1, or null for all"
         for ranks, seen in (("[0,2]", [0, 2]), ("[]", []))
     },
-    "virtual=h100 virtual.ranks=[0] checkpoint.every_steps=1": "virtual.ranks=[0]: a checkpoint is of all ranks; try "
+    "virtual=h100 virtual.ranks=[0] checkpoint.every_steps=1": "virtual.ranks=[0]: a checkpoint needs all ranks; try "
     "null, or omit checkpoint.every_steps and resume",
-    "virtual=h100 virtual.ranks=[0] eval.every=1": "virtual.ranks=[0]: an evaluation is of all ranks; try null, or "
+    "virtual=h100 virtual.ranks=[0] eval.every=1": "virtual.ranks=[0]: an evaluation needs all ranks; try null, or "
     "omit eval.every",
-    "virtual=h100 cluster=slurm": "cluster=slurm: virtual=h100 is carried out on this machine, whatever its nodes; "
-    "omit cluster",
+    "virtual=h100 cluster=slurm": "cluster=slurm: virtual=h100 runs on this machine, whatever its nodes; omit cluster",
     "virtual=v100 precision=bf16": "precision=bf16: virtual Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 "
     "units, and torch emulates it slowly; try fp16",
 }
@@ -151,8 +150,8 @@ class TestRefused:
         ]
         on_host = ("model=gpt_small", "parallel=fsdp", "offload=optimizer_and_weights")
         assert refused("precision=fp8_tensorwise", *on_host) == [
-            "precision=fp8_tensorwise: is not available with offload=optimizer_and_weights: ranks agree on scales "
-            "where they gather, on the GPU; try fp8"
+            "precision=fp8_tensorwise: is not available with offload=optimizer_and_weights: ranks agree on scales on "
+            "the GPU, where they gather; try fp8"
         ]
         make("precision=fp8", *on_host)
         uneven = ("model=gpt_small", "parallel=fsdp", "cluster.ranks_per_node=5", "train.global_batch=5")
