@@ -1,8 +1,8 @@
 """``ptdbench COMMAND``, also ``python -m ptdbench COMMAND``; each module of :mod:`ptdbench.commands` is one.
 
-A command has ``HELP``, ``add_arguments(parser)`` and ``main(arguments)``, which returns the exit status; that
-where its input cannot be used is 1, or its ``UNUSABLE``. It imports what it needs when it runs, so that ``--help``
-answers at once. ``train`` is none of them: Hydra reads what follows it.
+A command has ``HELP``, ``add_arguments(parser)`` and ``main(arguments)``, which returns the exit status; for unusable
+input that is 1, or its ``UNUSABLE``. It imports what it needs when it runs, so that ``--help`` answers at once.
+``train`` is not one of them: Hydra reads what follows it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ptdbench.terminal import echo
 
 
 def main() -> int:
-    """Exit status 0: it worked. 1: it could not be done, or a run was not ok."""
+    """Execute the command line; return exit status 0 for success, 1 for a failure or a run that was not ok."""
     if sys.argv[1:2] == ["train"]:
         del sys.argv[1]
         _train()
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def _parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of everything, and that of each command."""
+    """Return the parser of the whole command line, and that of each command."""
     program = "python -m ptdbench" if sys.argv[0].endswith("__main__.py") else "ptdbench"
     about = "Which way of parallelizing a PyTorch model is fastest on this machine or cluster?"
     parser = argparse.ArgumentParser(prog=program, description=about)
@@ -81,7 +81,7 @@ def _commands() -> list[str]:
 
 
 def _complete() -> int:
-    """Answer a shell that completes a line: which commands there are; Hydra knows what may follow ``train``."""
+    """Print the commands for a shell's completion; what may follow ``train`` is left to Hydra."""
     if "COMP_LINE" in os.environ:
         line = re.match(r"\s*(\S+)\s+train\s(.*)", os.environ["COMP_LINE"])
         if not line:

@@ -54,14 +54,11 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
         if discover(os.environ) is None:
             settings.defer_sanitizer(os.environ)
         sys.exit(work())
-    except ConfigError as error:
-        if is_first_rank(os.environ) or type(error) is not ConfigError:  # a subclass: perhaps only this rank knows it
+    except (ConfigError, store.Damaged) as error:
+        if is_first_rank(os.environ) or type(error) is not ConfigError:  # perhaps only this rank knows it
             echo(str(error), sys.stderr)
         else:
             _await_rank_0()
-        sys.exit(1)
-    except store.Damaged as damage:  # changed from outside while this process was running
-        echo(str(damage), sys.stderr)
         sys.exit(1)
     except local.Stopped as stop:
         echo(str(stop), sys.stderr)
