@@ -59,13 +59,13 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
         ConfigError: There is nothing to resume, or it cannot be resumed from here or with this configuration.
     """
     given = values(typed)
-    others = [override for override in typed if option(override) not in (RUN, SWEEP)]
+    others = [override for override in typed if option(override) != SWEEP]
     if (sweep := _path(given.get(SWEEP))) is not None:
         _require_same_file(SWEEP, sweep, "multirun.yaml", config_name)
         return _sweep(sweep, others, SWEEP)
     if (run := _path(given.get(RUN))) is not None:
         _require_same_file(RUN, run, ".hydra/hydra.yaml", config_name)
-        return _run(run, others, multirun, world)
+        return _run(run, [override for override in others if option(override) != RUN], multirun, world)
     return Line(list(typed), None)
 
 

@@ -179,7 +179,14 @@ class TestLine:
         sweep = tmp_path / "sweep"
         line = self.line([f"sweep.resume={sweep}", "cluster.time_minutes=60", "+cluster.extra.nice=5"])
         assert line.overrides[-4:-2] == ["cluster.time_minutes=60", "+cluster.extra.nice=5"]
-        for wrong in ("cluster.nodes=4", "cluster.mem_gb=8", "model=gpt_tiny", "cluster=local", "hydra.sweep.dir=x"):
+        for wrong in (
+            "cluster.nodes=4",
+            "cluster.mem_gb=8",
+            "model=gpt_tiny",
+            "cluster=local",
+            "hydra.sweep.dir=x",
+            "resume=x",
+        ):
             with pytest.raises(ConfigError, match=f"continues the sweep as it was, and {wrong} would change it"):
                 self.line([f"sweep.resume={sweep}", wrong])
 
