@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TextIO
 
 import rich.live
+from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.constrain import Constrain
 from rich.file_proxy import FileProxy
@@ -244,7 +245,7 @@ class Display:
             left, right = f"{heading} · {phase}… {duration_text(int(idle))}", ""
         else:
             left = f"{heading}  {self._steps()}"
-            room = width - len(left) - _BAR
+            room = width - cell_len(left) - _BAR
             right = cropped(plain(self._late_step(idle) or _fitting(self._figures(now), room)), room)
         return Line(left, right, self._done, self.total_steps or None)
 

@@ -6,14 +6,13 @@ import math
 import os
 import re
 import sys
-import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -128,7 +127,7 @@ def wrap(text: str, width: int | None) -> str:
     """Wrap a text to ``width`` columns, indenting all lines but the first; words, such as paths, are not broken."""
     if width is None:
         return text
-    return textwrap.fill(text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(_in_lines(re.split("[ \n]", text), width, indent="  "))
 
 
 def left_out(headings: Sequence[str], width: int | None) -> list[str]:
@@ -137,7 +136,20 @@ def left_out(headings: Sequence[str], width: int | None) -> list[str]:
 
 
 def _folded(cell: str, size: int) -> list[str]:
-    return [cell] if cell_len(cell) <= size else textwrap.wrap(cell, size, break_on_hyphens=False)
+    if cell_len(cell) <= size:
+        return [cell]
+    return _in_lines([part for word in cell.split() for part in chop_cells(word, size)], size)
+
+
+def _in_lines(words: Iterable[str], width: int, indent: str = "") -> list[str]:
+    """Join words to lines of at most ``width`` columns, of which a wide character (CJK) takes two."""
+    lines: list[str] = []
+    for word in words:
+        if lines and cell_len(f"{lines[-1]} {word}") <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"{indent}{word}" if lines else word)
+    return lines
 
 
 def _total(widths: Mapping[int, int]) -> int:

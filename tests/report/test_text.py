@@ -5,8 +5,9 @@ from __future__ import annotations
 from operator import itemgetter
 
 import pytest
+from rich.cells import cell_len
 
-from ptdbench.report.text import Column, show, table
+from ptdbench.report.text import Column, show, table, wrap
 
 COLUMNS = (
     Column("#", itemgetter(0)),
@@ -47,3 +48,17 @@ def test_ranks_of_mpirun_have_a_terminal_that_is_not_the_users(monkeypatch, caps
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
     show("#  parallel")
     assert ("\x1b" in capsys.readouterr().out) is not of_mpirun
+
+
+NAMES = ["模型并行 流水线并行 张量并行", "数据并行" * 6, "ascii only"]
+
+
+def test_a_wide_character_takes_two_columns():
+    lines, _ = table([Column("name", str, words=True, least=4), Column("#", lambda _: "1")], NAMES, 20)
+    assert max(map(cell_len, lines)) == 20
+    assert [cell_len(line) for line in lines if line.endswith("1")] == [20] * 3  # figures stay below each other
+    assert cell_len(max(wrap(f"{NAMES[0]} {NAMES[0]}", 20).splitlines(), key=cell_len)) <= 20
+
+
+def test_spaces_within_a_line_are_kept():
+    assert wrap("it is in /tmp/a  b,\nas the record", 22) == "it is in /tmp/a  b, as\n  the record"
