@@ -228,7 +228,11 @@ class MLflow:
         tags = {"sweep": start.sweep} if start.sweep else {}
         self._run = self._client.create_run(experiment, run_name=start.directory.name, tags=tags).info.run_id
         params = [Param(name, str(value)) for name, value in start.hparams.items()]
-        self._client.log_batch(self._run, params=params)
+        try:
+            self._client.log_batch(self._run, params=params)
+        except Exception:
+            self.end(is_ok=False)  # otherwise MLflow would show it as running forever
+            raise
         return self._run
 
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:

@@ -105,6 +105,17 @@ class TestLog:
         assert capsys.readouterr().err.startswith("logger: mlflow failed: ")
         assert not (tmp_path / loggers.FILE).exists()
 
+    @patch.dict(os.environ)
+    def test_a_run_of_mlflow_whose_parameters_are_refused_has_failed(self, tmp_path, capsys):
+        from mlflow import MlflowClient
+
+        uri = f"file:{tmp_path}/mlruns"
+        with patch.object(MlflowClient, "log_batch", side_effect=ConnectionError("gone")):
+            Log(loggers.MLflow("any", uri), tmp_path).show(RECORD, 0, rows(), [])
+        assert capsys.readouterr().err.startswith("logger: mlflow failed: ConnectionError: gone; ")
+        (logged,) = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("any").experiment_id])
+        assert logged.info.status == "FAILED"
+
     @pytest.mark.parametrize("end", [lambda log: log.finish(RECORD), Log.abort], ids=["finish", "abort"])
     def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys, end):
         (tmp_path / "no folder").touch()
