@@ -90,7 +90,7 @@ class Ranking:
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known about the order; otherwise any order is possible."""
+        """Whether anything is known about the order relative to the first place."""
         return any(place.against_best for place in self.places)
 
 
@@ -150,12 +150,12 @@ def remark(ranking: Ranking) -> str | None:
         return None
     counts = [len(place.alternative.sample) for place in ranked]
     each = f"{_runs(min(counts), max(counts))} each"
-    known = [place.against_best for place in ranked if place.against_best]
-    if not known:
+    known = [place.against_best for place in ranked if place.against_best]  # none if the first has too few runs
+    if not known and not any(place.faster for place in ranked):
         return f"{each}: no ranks; repeat=5 shows them"
     resolve = "resolves" if max(counts) == 1 else "resolve"
     said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
-    said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}")
+    said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}" if known else each)
     if min(counts) < MIN_RUNS:
         earlier = ranking.earlier and share_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
         judged = f"judged by earlier runs, which differ by {earlier}" if earlier else "no rank"

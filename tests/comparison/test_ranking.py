@@ -88,6 +88,13 @@ def test_few_runs_without_knowledge_of_the_machine_have_no_order(runs, each):
     assert ranking.remark(found) == f"{each}: no ranks; repeat=5 shows them"
 
 
+def test_an_order_behind_a_single_run_is_known():
+    found = ranked([run("single", 5000.0)], repeated("ddp", STEADY), repeated("fsdp", scaled(0.5)))
+    assert [place.rank for place in found.places] == [(1, 3), (1, 2), (2, 3)]
+    each = f"1 to {len(STEADY)} runs each"
+    assert ranking.remark(found) == f"ranks: simultaneous 95% confidence; {each}; fewer than 3 runs: no rank"
+
+
 def test_few_runs_are_ranked_by_what_is_known_of_the_machine():
     error, freedom = 0.01 * math.sqrt(2), 4.0  # eight degrees of freedom of eight at most
     within, among = (math.exp(error * stats.t.ppf(1 - 0.05 / (2 * pairs), freedom)) for pairs in (1, 3))
