@@ -56,8 +56,7 @@ def main() -> int:
 def _check(options: argparse.Namespace) -> int:
     import torch
 
-    from . import parts, results
-    from .session import Session
+    from . import parts
 
     gpus = torch.cuda.device_count() if options.device == "cuda" else 0
     if options.device == "cuda" and not gpus:
@@ -65,17 +64,27 @@ def _check(options: argparse.Namespace) -> int:
         return 2
     asked = options.part or list(parts.PARTS)
     beside = [name for name in asked if name in parts.UNTIMED] if options.jobs > 1 and len(asked) > 1 else []
-    failed = _beside_each_other(beside, options)
+    alone = [name for name in asked if name not in beside]
+    failed = _beside_each_other(beside, options) + (_one_by_one(alone, options) if alone else [])
+    print(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
+    return int(bool(failed))
+
+
+def _one_by_one(names: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Carry out the parts in this process, one after the other; the checks that failed."""
+    from . import parts, results
+    from .session import Session
+
+    failed = []
     session = Session.begin(options)
     folder = options.results or (results.FOLDER if session.kind == "cuda" else None)
-    for name in (name for name in asked if name not in beside):
+    for name in names:
         print(f"\n{name}: {parts.PARTS[name].__doc__}", flush=True)
         keep = partial(results.keep, folder, session.device_name, name) if folder else (lambda _: None)
         session.carry_out(name, parts.PARTS[name], keep)
         failed += [f"{name}: {check.name}" for check in session.checks if not check.passed]
     print(f"\nrecords in {session.directory}")
-    print(f"{len(failed)} checks failed: {'; '.join(failed)}" if failed else "all checks passed")
-    return int(bool(failed))
+    return failed
 
 
 def _beside_each_other(names: Sequence[str], options: argparse.Namespace) -> list[str]:

@@ -206,6 +206,12 @@ def test_parts_beside_each_other_say_which_failed(monkeypatch: pytest.MonkeyPatc
     assert set(parts.UNTIMED) < set(parts.PARTS)
 
 
+def test_parts_that_all_run_beside_each_other_leave_no_folder_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_beside_each_other", lambda names, _: [] if len(names) == 2 else ["none"])
+    monkeypatch.setattr(Session, "begin", lambda _: pytest.fail("nothing is left to carry out"))
+    assert main._check(Namespace(device="cpu", part=[*parts.UNTIMED][:2], jobs=2)) == 0
+
+
 def test_a_process_that_stays_on_the_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "RELEASE_SECONDS", 0.3)
     looks = iter([{1: "1 mine", 2: "2 old"}, {2: "2 old"}])
