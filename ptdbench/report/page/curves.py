@@ -235,8 +235,11 @@ def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | Non
         ``efficiency``: for each row the throughput per rank relative to the first row. For each kind the curve with the
         highest throughput comes first.
     """
-    kept = [name for name in options if not _is_of_size(name)]
     known = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
+    options = {  # the others differ between models only
+        name: texts for name, texts in options.items() if len({texts[row["number"]] for row in known}) > 1
+    }
+    kept = [name for name in options if not _is_of_size(name)]
     found = []
     for kind, size in (("strong", itemgetter("batch")), ("weak", lambda row: row["batch"] / row["ranks"])):
         alike = _grouped(

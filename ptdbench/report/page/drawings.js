@@ -45,18 +45,24 @@ const axis = (title, more = {}) => ({
 });
 
 function layout(height, more) {
-  const legend = { orientation: "h", yanchor: "bottom", y: 1.02, x: 0 };
+  const legend = { orientation: "h", yanchor: "bottom", y: 1.02, x: 0, maxheight: 1000 };
   const font = { family: "system-ui, 'Liberation Sans', sans-serif", size: 13, color: INK };
   const colors = { paper_bgcolor: "#ffffff", plot_bgcolor: "#ffffff" };
   return { height, font, legend, hovermode: "closest", margin: { l: 60, r: 20, t: 30, b: 50 }, ...colors, ...more };
 }
 
-/** Room for a legend above a figure, where about five names of lines stand beside each other. */
-const legendHeight = (names) => 24 + 20 * Math.ceil(names / 5);
+/** Width of text in a figure, about. */
+const textWidth = (texts) => 7.5 * Math.max(...texts.map((text) => text.length));
 
-/** Axes below a legend of so many names, which is left out where it would be too long. */
+/** Height of a legend of these names, as many beside each other as fit right of `left` pixels. */
+function legendHeight(names, left = 70) {
+  const room = document.getElementById("main").clientWidth - left - 20;
+  return 24 + 20 * Math.ceil(names.length / Math.max(1, Math.floor(room / (45 + textWidth(names)))));
+}
+
+/** Axes below a legend of these names, which is left out where it would be too long. */
 function underLegend(names, xaxis, yaxis) {
-  const showlegend = names <= MOST_NAMED;
+  const showlegend = names.length <= MOST_NAMED;
   const top = showlegend ? legendHeight(names) : 20;
   return layout(380 + top, { showlegend, margin: { l: 70, r: 20, t: top, b: 50 }, xaxis, yaxis });
 }
@@ -71,7 +77,7 @@ function barLayout(rows, title, more = {}) {
 
 /** Error bars of rows, where their intervals are known. */
 function intervals(rows) {
-  const ends = (end) => rows.map((row) => (row.high === null ? null : end(row)));
+  const ends = (end) => rows.map((row) => (row.high === null ? NaN : end(row))); // null would be drawn as 0
   const isKnownOfAny = rows.some((row) => row.high !== null);
   const array = ends((row) => row.high - row.rate);
   const arrayminus = ends((row) => row.rate - row.low);
@@ -119,13 +125,16 @@ function stacked(all, field, parts, scale, title) {
     const more = { name, marker: { color, pattern: filling } };
     return barTrace(bars, lengthOf, (row) => `${name} ${digits(lengthOf(row))}`, more);
   });
+  const drawn = traces.filter((trace) => trace.x.some((value) => value > 0));
+  const names = drawn.map((trace) => trace.name);
+  const top = legendHeight(names, textWidth(bars.map((row) => short(row.name, 50))));
+  const more = { barmode: "stack", margin: { l: 60, r: 20, t: top, b: 50 } };
+  const made = barLayout(bars, title, more);
+  made.height += top - 30;
+  made.legend.traceorder = "normal";
   return {
-    traces: traces.filter((trace) => trace.x.some((value) => value > 0)),
-    layout: barLayout(bars, title, {
-      barmode: "stack",
-      legend: { orientation: "h", yanchor: "bottom", y: 1, traceorder: "normal" },
-      margin: { l: 60, r: 20, t: 60, b: 50 },
-    }),
+    traces: drawn,
+    layout: made,
     note: notAll(bars, rows),
     head: ["configuration", ...parts.map((part) => part.name)],
     rows: rows.map((row) => [row.name, ...row[field].map((value) => value * scale)]),
@@ -186,7 +195,7 @@ function drawScaling(model, rows) {
   });
   const counts = [...new Set(traces.flatMap((trace) => trace.x))].sort((one, other) => one - other);
   const ranks = { type: "log", tickvals: counts, ticktext: counts.map(String) };
-  const top = legendHeight(2 * lines.length);
+  const top = legendHeight(traces.filter((trace) => trace.showlegend !== false).map((trace) => trace.name));
   return {
     traces,
     layout: layout(380 + top, {
@@ -243,7 +252,7 @@ function drawMemory(model, all) {
   });
   return {
     traces,
-    layout: underLegend(traces.length, axis("GiB of the rank that takes the most"), axis(`${model.unit}/s`)),
+    layout: underLegend(traces.map((trace) => trace.name), axis("GiB of the rank that takes the most"), axis(`${model.unit}/s`)),
     head: ["configuration", "memory (bytes)", `${model.unit}/s`, "on the Pareto front"],
     rows: rows.map((row) => [row.name, row.memory, row.rate, front.has(row) ? "yes" : "no"]),
   };
@@ -271,7 +280,7 @@ function bySteps(model, rows, field, scale, title, y) {
   });
   return {
     traces,
-    layout: underLegend(drawn.length, axis("step"), axis(title, y)),
+    layout: underLegend(traces.map((trace) => trace.name), axis("step"), axis(title, y)),
     note: model.rows.length > model.drawn ? `of the first ${model.drawn} rows, as far as the filter shows them` : "",
     head: ["configuration", "step", title],
     rows: drawn.flatMap((curve) =>
@@ -297,9 +306,10 @@ function drawCurves(curve) {
     const line = { color: COLORS[place % COLORS.length], dash: "dot" };
     return { type: "scatter", mode: "lines", name: plainly(name), x, y, line };
   });
+  const all = [...traces, ...bounds];
   return {
-    traces: [...traces, ...bounds],
-    layout: underLegend(traces.length + bounds.length, axis(curve.x, log), axis(curve.y, log)),
+    traces: all,
+    layout: underLegend(all.map((trace) => trace.name), axis(curve.x, log), axis(curve.y, log)),
     head: ["line", curve.x, curve.y, "of"],
     rows: [...curve.lines, ...curve.bounds].flatMap((line) =>
       line.x.map((x, place) => [line.name, x, line.y[place], line.text ? line.text[place] : null]),

@@ -7,6 +7,7 @@ function build() {
   if (failed) main.append(failed);
   report.others.forEach((other, place) => main.append(otherSection(other, place)));
   main.append(howToRepeat());
+  document.querySelectorAll("h1, h2").forEach(keepWordsWhole);
   const names = report.models.length
     ? [...columnsOf("").map((column) => column.name), ...Object.keys(report.common)]
     : [];
@@ -15,6 +16,12 @@ function build() {
   document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
   document.getElementById("theme").addEventListener("click", nextTheme);
   document.querySelectorAll("#filter, [for=filter]").forEach((part) => (part.hidden = !report.models.length));
+}
+
+/** Break a heading at spaces only: names of directories have hyphens, at which a browser would break them, too. */
+function keepWordsWhole(heading) {
+  const words = heading.textContent.split(" ").map((word) => element("span", {}, word));
+  heading.replaceChildren(...words.flatMap((word) => [word, " "]).slice(0, -1));
 }
 
 function modelSection(model, place) {

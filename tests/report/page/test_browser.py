@@ -80,6 +80,20 @@ def rows(page, model=0):
     return [dict(zip(texts[0], row, strict=True)) for row in texts[1:]]
 
 
+#: By how much the legend of a figure hangs into the plot below it, in pixels.
+HANGS = """figure => {
+  const box = (name) => document.querySelector(`[data-figure="${figure}"] ${name}`).getBoundingClientRect();
+  return box(".legend").bottom - box(".nsewdrag").top;
+}"""
+
+#: How many lines each word of a heading takes.
+LINES = """text => {
+  const [one, heading] = ["x", text].map((words) => element("h1", {}, words));
+  document.getElementById("main").append(one, heading);
+  keepWordsWhole(heading);
+  return [...heading.children].map((word) => word.offsetHeight / one.offsetHeight);
+}"""
+
 #: Puts one text after the other into the filter, as a user who types faster than the page follows.
 TYPED = """(texts) => {
   const filter = document.getElementById("filter");
@@ -163,6 +177,15 @@ class TestFigures:
         assert EVIL in report.inner_text("tr.detail")
         assert report.title() == "sweep"
         assert report.evaluate("() => document.documentElement.scrollWidth") <= 1300
+
+    def test_a_narrow_window_has_room_for_legends(self, opened, show, sweep):
+        page = show(sweep / "report.html")
+        page.set_viewport_size({"width": 480, "height": 900})
+        page.reload()
+        drawn(page)
+        assert [name for name in ("phases", "memory", "steps") if page.evaluate(HANGS, name) > 0] == []
+        assert page.locator("[data-figure=phases] .scrollbar").evaluate("bar => bar.getBoundingClientRect().height") == 0
+        assert page.evaluate(LINES, "2026-11-26_23-54-54_sweep, " * 5 + "last") == [1.0] * 6
 
     def test_what_other_workloads_found(self, report):
         points, roof = traces(report, "other-1-1")
@@ -282,6 +305,8 @@ class TestControls:
     def test_intervals_are_drawn_where_they_are_known(self, report):
         visible = "place => intervals(report.models[place].rows).visible"
         assert [report.evaluate(visible, place) for place in (0, 1)] == [True, False]
+        beside = "() => intervals([{ rate: 2, low: 1, high: 4 }, { rate: 1, low: null, high: null }])"
+        assert report.evaluate(f"{beside}.array.map(Number.isNaN)") == [False, True]  # plotly draws null as 0
 
     def test_a_click_on_a_configuration_shows_its_runs_and_what_to_type(self, report, sweep):
         report.get_by_role("button", name="fsdp", exact=True).first.click()
