@@ -56,25 +56,25 @@ class Column(text.Column[Row]):
     value: Callable[[Row], Any]  #: The value that the page sorts and compares, in units of records; a range's start.
     scale: float = 1.0  #: Factor from those units to the units of the filter of the page.
     field: str = ""  #: Its name in the rows of the page, if different.
-    most: bool = False  #: Whether the largest figure is the best.
-    kept: bool = False  #: Whether every table has it, even without figures.
-    compares: bool = False  #: Whether it is meaningless for a single row.
-    paged: bool = False  #: Whether only the page has it.
+    higher_is_better: bool = False  #: Whether the largest figure is the best one.
+    always_shown: bool = False  #: Whether every table has it, even without figures.
+    needs_several_rows: bool = False  #: Whether it is meaningless for a single row.
+    page_only: bool = False  #: Whether only the page has it.
     #: What the title of a table without room for it says of its text, if all rows have the same.
     in_title: Callable[[str], str] | None = None
     #: ``drop_order`` with repeats, if different: certainty of the order then matters more than steps of one run.
-    in_repeats: int | None = None
+    drop_order_with_repeats: int | None = None
 
     def in_table(self, repeats: bool, is_alike: bool) -> Column:
-        """Return the column with its place in the order of omission; a column equal in all rows is omitted first."""
-        order = self.in_repeats if repeats and self.in_repeats is not None else self.drop_order
-        return replace(self, drop_order=-1 if is_alike else order)
+        """Return the column with its order of omission; a column that is equal in all rows is omitted first."""
+        order = self.drop_order_with_repeats if repeats else None
+        return replace(self, drop_order=-1 if is_alike else self.drop_order if order is None else order)
 
     def on_page(self) -> dict[str, Any]:
         """Return the column's description for the page."""
-        head = self.name if self.words else self.heading
+        head = self.name if self.is_text else self.heading
         told = {"name": self.name, "head": head, "field": self.field or self.name, "scale": self.scale}
-        return told | {"most": self.most, "words": self.words}
+        return told | {"higher_is_better": self.higher_is_better, "is_text": self.is_text}
 
 
 def _rate(row: Row) -> str:
@@ -141,32 +141,35 @@ _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
 
 #: All columns, in display order.
 COLUMNS = (
-    Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, kept=True),
+    Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, always_shown=True),
     Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING,
            value=lambda row: len(row.runs), field="count"),
-    _figure("parallel", "configuration", attrgetter("label"), field="label", words=True, kept=True, least=0),
+    _figure("parallel", "configuration", attrgetter("label"), field="label", is_text=True, always_shown=True,
+            min_width=0),
     _figure("ranks", "ranks", lambda row: row.run.get("world_size"),
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
-    _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, paged=True),
+    _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, page_only=True),
     _figure("batch", "batch", lambda row: row.run.get("global_batch"), in_title="batch {}".format),
-    Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate", most=True),
-    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, most=True,
-           compares=True, drop_order=2, in_repeats=5),
+    Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
+           higher_is_better=True),
+    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, higher_is_better=True,
+           needs_several_rows=True, drop_order=2, drop_order_with_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, scale=1e3,
-           field="step", in_repeats=2),
+           field="step", drop_order_with_repeats=2),
     _figure("memory", "memory_mib", attrgetter("metrics.peak_memory_bytes"), memory_text, scale=2**-20,
             field="memory", drop_order=3),
     _figure("reserved", "reserved_mib", attrgetter("metrics.peak_reserved_bytes"), memory_text, scale=2**-20,
             field="reserved", drop_order=1),
-    _figure("MFU", "mfu", attrgetter("metrics.mfu"), _PERCENT, scale=100, most=True),
-    _figure("MFU causal", "mfu_causal", attrgetter("metrics.mfu_causal"), _PERCENT, scale=100, most=True, paged=True),
-    _figure("% of GEMM", "of_ceiling", attrgetter("metrics.share_of_ceiling"), _PERCENT, scale=100, most=True,
-            drop_order=0),
-    _figure("J/sample", "joules", _joules, three_digits, paged=True),
+    _figure("MFU", "mfu", attrgetter("metrics.mfu"), _PERCENT, scale=100, higher_is_better=True),
+    _figure("MFU causal", "mfu_causal", attrgetter("metrics.mfu_causal"), _PERCENT, scale=100, higher_is_better=True,
+            page_only=True),
+    _figure("% of GEMM", "of_ceiling", attrgetter("metrics.share_of_ceiling"), _PERCENT, scale=100,
+            higher_is_better=True, drop_order=0),
+    _figure("J/sample", "joules", _joules, three_digits, page_only=True),
     _figure("loss", "loss", lambda row: row.run.get("final_loss"), _THREE_DECIMALS),
     Column("val", name="held_out", cell=_evaluation, value=lambda row: _last_evaluation(row)[1], drop_order=4),
-    _figure("status", "status", _statuses, words=True, kept=True),
-    _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), words=True, paged=True),
+    _figure("status", "status", _statuses, is_text=True, always_shown=True),
+    _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, page_only=True),
 )  # fmt: skip
 
 
@@ -188,10 +191,10 @@ class Block:
         return title([run for row in self.rows for run in row.runs], moved)
 
     def columns(self) -> list[Column]:
-        """Return the columns of a table: those with a figure in any row, or kept."""
+        """Return the columns of a table: those with a figure in any row, or always shown."""
         one_row = len(self.rows) == 1
-        tabled = [one for one in COLUMNS if not one.paged and not (one.compares and one_row)]
-        known = [one for one in tabled if one.kept or any(one.cell(row) != MISSING for row in self.rows)]
+        tabled = [one for one in COLUMNS if not one.page_only and not (one.needs_several_rows and one_row)]
+        known = [one for one in tabled if one.always_shown or any(one.cell(row) != MISSING for row in self.rows)]
         return [replace(one, heading=one.heading.format(unit=self.unit)) for one in known]
 
 

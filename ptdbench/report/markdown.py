@@ -40,7 +40,7 @@ def _of_model(found: Block) -> Iterator[str]:
 
 
 def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
-    rule = ["---" if column.words else "---:" for column in columns]
+    rule = ["---" if column.is_text else "---:" for column in columns]
     cells = [[_escaped(column.cell(row)) for column in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in [[column.heading for column in columns], rule, *cells])
 

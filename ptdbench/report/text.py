@@ -47,11 +47,11 @@ class Column(Generic[R]):
 
     heading: str  #: Its heading.
     cell: Callable[[R], str]  #: The text for a row, :data:`MISSING` if there is no figure.
-    words: bool = False  #: Whether it has words rather than figures.
-    #: Its place in the order in which columns are omitted if there is no room; ``None``: never omitted.
+    is_text: bool = False  #: Whether it holds text rather than figures.
+    #: Columns are omitted in this order if there is no room; ``None``: never omitted.
     drop_order: int | None = None
     #: Width to which it may shrink before others are omitted, 0: that of its longest word; ``None``: it does not.
-    least: int | None = None
+    min_width: int | None = None
 
 
 def drawn(
@@ -66,7 +66,7 @@ def drawn(
     Columns hold figures, except those in ``words`` and the column ``folding``, which wraps at spaces.
     """
     columns = [
-        Column(name, itemgetter(place), name in words or name == folding, least=0 if name == folding else None)
+        Column(name, itemgetter(place), name in words or name == folding, min_width=0 if name == folding else None)
         for place, name in enumerate(headings)
     ]
     return "\n".join(table(columns, rows, width)[0])
@@ -85,17 +85,17 @@ def table(
     widths = dict(enumerate(natural))
     order = sorted((column.drop_order, place) for place, column in enumerate(columns) if column.drop_order is not None)
     if width is not None:
-        shrinking = [place for place, column in enumerate(columns) if column.least is not None]
+        shrinking = [place for place, column in enumerate(columns) if column.min_width is not None]
         for place in shrinking:
             longest_word = max(cell_len(word) for text in texts[place] for word in text.split() or [""])
-            widths[place] = min(natural[place], columns[place].least or longest_word)
+            widths[place] = min(natural[place], columns[place].min_width or longest_word)
         for _, place in order:
             if _total(widths) > width:
                 del widths[place]
         for place in shrinking:
             if place in widths:
                 widths[place] += min(natural[place] - widths[place], max(0, width - _total(widths)))
-    shown = [(texts[place], size, columns[place].words) for place, size in widths.items()]
+    shown = [(texts[place], size, columns[place].is_text) for place, size in widths.items()]
     gone = [column.heading for place, column in enumerate(columns) if place not in widths]
     return _lines(shown, _total(widths), folds), gone
 

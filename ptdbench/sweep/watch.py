@@ -140,10 +140,10 @@ def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, Run]], str]:
 #: The columns of a sweep's table, whose rows are :func:`numbered`.
 COLUMNS: Sequence[Column[tuple[int, Run]]] = (
     Column("#", lambda row: str(row[0])),
-    Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), words=True, drop_order=3),
-    Column("run", _of(_label), words=True, least=12),
-    Column("shape", _of(lambda run: run.job.shape if run.job else _shape(run.typed)), words=True, drop_order=1),
-    Column("state", _of(state_text), words=True, least=12),
+    Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), is_text=True, drop_order=3),
+    Column("run", _of(_label), is_text=True, min_width=12),
+    Column("shape", _of(lambda run: run.job.shape if run.job else _shape(run.typed)), is_text=True, drop_order=1),
+    Column("state", _of(state_text), is_text=True, min_width=12),
     Column("step", _of(_step), drop_order=4),
     Column("tokens/s", _of(_rate), drop_order=2),
     Column("startup s", _of(lambda run: _startup(run.typed)), drop_order=0),

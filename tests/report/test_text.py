@@ -11,9 +11,9 @@ from ptdbench.report.text import Column, show, table, wrap
 
 COLUMNS = (
     Column("#", itemgetter(0)),
-    Column("what it is", itemgetter(1), words=True, least=0),
+    Column("what it is", itemgetter(1), is_text=True, min_width=0),
     Column("rate", itemgetter(2), drop_order=1),
-    Column("note", itemgetter(3), words=True, drop_order=0),
+    Column("note", itemgetter(3), is_text=True, drop_order=0),
 )
 ROWS = [("1", "two words", "12.5", "fine"), ("10", "word", "7", "")]
 
@@ -37,7 +37,7 @@ def test_words_fold_before_columns_are_left_out_in_their_order(width, left_out, 
 
 
 def test_what_does_not_fold_is_cut():
-    narrow = [Column("what it is", itemgetter(1), words=True, least=5)]
+    narrow = [Column("what it is", itemgetter(1), is_text=True, min_width=5)]
     assert table(narrow, ROWS, 6, folds=False) == (["what …", "------", "two w…", "word"], [])
 
 
@@ -54,7 +54,7 @@ NAMES = ["模型并行 流水线并行 张量并行", "数据并行" * 6, "ascii
 
 
 def test_a_wide_character_takes_two_columns():
-    lines, _ = table([Column("name", str, words=True, least=4), Column("#", lambda _: "1")], NAMES, 20)
+    lines, _ = table([Column("name", str, is_text=True, min_width=4), Column("#", lambda _: "1")], NAMES, 20)
     assert max(map(cell_len, lines)) == 20
     assert [cell_len(line) for line in lines if line.endswith("1")] == [20] * 3  # figures stay below each other
     assert cell_len(max(wrap(f"{NAMES[0]} {NAMES[0]}", 20).splitlines(), key=cell_len)) <= 20

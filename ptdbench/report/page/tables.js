@@ -1,12 +1,12 @@
 // The table of a model: its columns, the filter, which speaks of them, and its rows, with what stands below one.
 
-/** `name` is typed in the filter, `of` is what is compared and sorted, `text` what is shown; `most`: the largest is best. */
+/** `name` is typed in the filter, `of` is what is compared and sorted, `text` what is shown. */
 function columnsOf(unit) {
-  const fixed = report.columns.map(({ name, head, field, scale, most, words }) => {
+  const fixed = report.columns.map(({ name, head, field, scale, higher_is_better, is_text }) => {
     const valueOf = (row) => (Array.isArray(row[field]) ? row[field][0] : row[field]);
     const of = (row) => (scale !== 1 && valueOf(row) ? scale * valueOf(row) : valueOf(row));
     const text = (row) => row.texts[name] ?? String(of(row));
-    return { name, head: head.replace("{unit}", unit), of, text, most, words };
+    return { name, head: head.replace("{unit}", unit), of, text, higher_is_better, is_text };
   });
   const options = Object.keys(report.options).map((name) => ({
     name,
@@ -139,12 +139,12 @@ function sortedRows(model) {
 function heading(column) {
   const sort = button(column.head || column.name, () => sortBy(column), { title: `sort by ${column.name}` });
   const order = state.sort !== column.name ? null : state.down ? "descending" : "ascending";
-  return element("th", { scope: "col", class: column.words ? "words" : null, "aria-sort": order }, sort);
+  return element("th", { scope: "col", class: column.is_text ? "words" : null, "aria-sort": order }, sort);
 }
 
 /** The best first, the other way round, and back to the order of the ranks. */
-function sortBy({ name, most }) {
-  const first = Boolean(most);
+function sortBy({ name, higher_is_better }) {
+  const first = Boolean(higher_is_better);
   if (state.sort !== name) Object.assign(state, { sort: name, down: first });
   else if (state.down === first) state.down = !first;
   else Object.assign(state, { sort: null, down: false });
@@ -157,7 +157,7 @@ function tableRow(model, row, columns) {
   const best = row.best ? { class: "best", title: "nothing is known to be faster" } : {};
   const shown = element("tr", { ...best, "data-row": row.number });
   const cells = columns.map((column) => {
-    const classes = [column.words ? "words" : "", column.name === "configuration" ? "label" : ""];
+    const classes = [column.is_text ? "words" : "", column.name === "configuration" ? "label" : ""];
     if (column.name === "status" && row.runs.some((run) => run.reason)) classes.push("bad");
     const value = column.of(row);
     let inside = isKnown(value) ? column.text(row) : "-";

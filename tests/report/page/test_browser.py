@@ -184,7 +184,8 @@ class TestFigures:
         page.reload()
         drawn(page)
         assert [name for name in ("phases", "memory", "steps") if page.evaluate(HANGS, name) > 0] == []
-        assert page.locator("[data-figure=phases] .scrollbar").evaluate("bar => bar.getBoundingClientRect().height") == 0
+        scrollbar = page.locator("[data-figure=phases] .scrollbar")
+        assert scrollbar.evaluate("bar => bar.getBoundingClientRect().height") == 0
         assert page.evaluate(LINES, "2026-11-26_23-54-54_sweep, " * 5 + "last") == [1.0] * 6
 
     def test_what_other_workloads_found(self, report):
