@@ -114,9 +114,9 @@ def page(table: Table, version: str) -> str:
     lines = drawn([*COLUMNS], {row: [text.removeprefix("ok ") for text in texts] for row, texts in rows.items()})
     every = [said for cells in table.values() for said in cells.values()]
     fine = sum(said.startswith("ok") for said in every)
-    head = f"{len(every)} of {len(ROWS) * len(COLUMNS)} cells have been run with torch {version}: {fine} came to their "
-    head += "end, with the peak of what was reserved on a rank; a number in parentheses is a refusal, with the reason "
-    head += "that a GPU would get."
+    head = f"{len(every)} of {len(ROWS) * len(COLUMNS)} cells have been run with torch {version}: {fine} ran to "
+    head += "completion, shown with the peak reserved memory of a rank; a number in parentheses is a refusal, for the "
+    head += "reason that a GPU would get."
     return "\n".join([head, "", *lines, "", *reasons, "", *described(layouts, COLUMNS)])
 
 

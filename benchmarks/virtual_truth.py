@@ -50,8 +50,8 @@ NODE, STEPS = 8, 3
 
 #: Why a row is left out, by its word in the last column.
 REASONS = {
-    "async": "asynchronous tensor parallelism wants torch's symmetric memory, which virtual GPUs do not have",
-    "kept": "torch's compiler of today keeps what ring attention computes in each block, in spite of recomputation",
+    "async": "asynchronous tensor parallelism needs torch's symmetric memory, which virtual GPUs do not have",
+    "kept": "torch's current compiler keeps what ring attention computes in each block, despite recomputation",
 }
 
 #: The GPUs: torchtitan's H100 have 96 GB, which no row comes near.

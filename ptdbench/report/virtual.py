@@ -11,12 +11,6 @@ from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import rank_names
 from ptdbench.units import size_text
 
-#: The explanation below a table of memory.
-_RESERVED = (
-    "reserved: what torch's allocator takes from the GPU, and decides whether a run fits; beside it are the CUDA "
-    "context and NCCL's buffers, which are not counted"
-)
-
 
 def is_ok(record: Written) -> bool:
     """Return whether a run on virtual GPUs, or a plan, finished: neither has a throughput."""
@@ -41,14 +35,14 @@ def remarks(records: Iterable[Written]) -> Iterator[str]:
 
 
 def of_model(record: Written) -> Iterator[str]:
-    """Yield how a model behaves differently on virtual GPUs: experts take turns, convolutions have no workspaces."""
+    """Yield how a model behaves differently on virtual GPUs."""
     if option(record, "model.router", dict):
         yield (
-            "experts take turns by position, as with model.router.balance=forced: nothing is computed to choose by; "
-            "real tokens choose less evenly"
+            "experts take turns by position, as with model.router.balance=forced, since no scores are computed; "
+            "real tokens are routed less evenly"
         )
     if any((part(record, Virtual).kernels or {}).get("convolution", ())):
-        yield "convolutions have no workspaces, which cuDNN chooses on a GPU and are part of its memory: it needs more"
+        yield "convolutions have no workspaces here; on a GPU cuDNN allocates them, which takes more memory"
 
 
 def explained(record: Written, called: str, width: int) -> str:
@@ -77,14 +71,15 @@ def _memory(record: Written, width: int) -> Iterator[str]:
         peaks = [found["allocated_bytes"][place], found["reserved_bytes"][place]]
         rows.append([str(rank), *map(size_text, [*peaks, *(kinds[kind][place] for kind in kinds)])])
     yield drawn(["rank", *names], rows, width)
-    yield wrap(f"{_RESERVED}; the context: about {size_text(found['context_bytes'])}", width)
+    on_top = f"the CUDA context (about {size_text(found['context_bytes'])}) and NCCL's buffers come on top"
+    yield wrap(f"reserved: what torch's allocator takes from the GPU; it decides whether a run fits; {on_top}", width)
 
 
 def _kernels(found: Mapping[str, Any], width: int) -> Iterator[str]:
     totals = [sum(counts) for counts in zip(*found["kernels"].values(), strict=True)]
-    of_first = ", ".join(f"{counts[0]} {kind}" for kind, counts in found["kernels"].items() if counts[0])
+    of_first = ", ".join(f"{counts[0]:,} {kind}" for kind, counts in found["kernels"].items() if counts[0])
     if totals:
-        yield wrap(f"kernels of a step on rank {found['ranks'][0]}: {totals[0]:,}: {of_first}", width)
+        yield wrap(f"{totals[0]:,} kernels in a step on rank {found['ranks'][0]}: {of_first}", width)
 
 
 def _messages(found: Mapping[str, Any], width: int) -> Iterator[str]:

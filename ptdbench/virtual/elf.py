@@ -68,5 +68,5 @@ def _text(data: mmap.mmap, at: int) -> bytes:
 def _mapped(library: Path) -> Iterator[mmap.mmap]:
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{library} is no 64-bit ELF library")
+            raise ValueError(f"{library} is not a 64-bit ELF library")
         yield data

@@ -37,5 +37,5 @@ def test_only_whole_strings_are_names(library):
 
 def test_what_is_no_library_is_an_error(tmp_path):
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(ValueError, match="is no 64-bit ELF library"):
+    with pytest.raises(ValueError, match="is not a 64-bit ELF library"):
         elf.defined(tmp_path / "text")
