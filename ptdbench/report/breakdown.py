@@ -13,7 +13,7 @@ from ptdbench.report.text import MISSING, decimals, difference, drawn, figure_te
 from ptdbench.units import three_digits
 
 _MEANT = (
-    "MiB that torch has allocated when a step takes the most; activations: what else the forward and the backward pass "
+    "MiB that torch has allocated at the peak of a step; activations: what else the forward and the backward pass "
     "allocate; communication: buffers, gathered weights included"
 )
 
@@ -92,7 +92,7 @@ def _table(heading: str, rows: Mapping[str, _Rank], width: int) -> list[str]:
     for title, rank in rows.items():
         sizes = [f"{size / 2**20:,.{places}f}" for size in (rank.peak, *(rank.bytes[kind] for kind in kinds))]
         shown.append([title, *sizes, *[str(rank.number)] * of_runs, rank.moment])
-    which = "; rank: the one that takes the most" if of_runs else ""
+    which = "; rank: the one that uses the most" if of_runs else ""
     return [drawn(headings, shown, width, words=["in"], folding=heading), wrap(_MEANT + which, width)]
 
 

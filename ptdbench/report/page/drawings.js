@@ -150,7 +150,7 @@ function drawKinds(model, rows) {
   const patterns = ["", "/", "", ".", "\\", "x"];
   const names = Object.values(report.kinds);
   const parts = names.map((name, place) => ({ name, color: COLORS[place], pattern: patterns[place] }));
-  return stacked(rows, "kinds", parts, 2 ** -20, "MiB of the rank that takes the most");
+  return stacked(rows, "kinds", parts, 2 ** -20, "MiB on the rank that uses the most");
 }
 
 /** Efficiencies relative to the first point that the filter shows. */
@@ -252,7 +252,7 @@ function drawMemory(model, all) {
   });
   return {
     traces,
-    layout: underLegend(traces.map((trace) => trace.name), axis("GiB of the rank that takes the most"), axis(`${model.unit}/s`)),
+    layout: underLegend(traces.map((trace) => trace.name), axis("GiB on the rank that uses the most"), axis(`${model.unit}/s`)),
     head: ["configuration", "memory (bytes)", `${model.unit}/s`, "on the Pareto front"],
     rows: rows.map((row) => [row.name, row.memory, row.rate, front.has(row) ? "yes" : "no"]),
   };

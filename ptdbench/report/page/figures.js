@@ -4,7 +4,7 @@ const FIGURES = [
   {
     id: "throughput",
     title: "Throughput",
-    about: "Geometric mean over runs with its 95 % interval, where there are at least three runs.",
+    about: "Geometric mean over runs, with its 95 % interval if there are at least three runs.",
     draw: drawThroughput,
   },
   {
@@ -17,27 +17,27 @@ const FIGURES = [
   {
     id: "scaling",
     title: "Scaling",
-    about: "Strong: the same global batch; weak: the same batch of each rank. Dotted: as the first point would scale.",
+    about: "Strong: constant global batch; weak: constant batch per rank. Dotted: linear scaling from the first point.",
     draw: drawScaling,
   },
   {
     id: "memory",
-    title: "Memory against throughput",
+    title: "Memory vs throughput",
     about:
-      "Above and to the left is better: by the means, nothing beats in both what lies on the dotted line. " +
-      "The axes do not begin at zero.",
+      "Up and to the left is better: no other row has more throughput and less memory than one on the dotted line, " +
+      "by their means. The axes do not start at zero.",
     draw: drawMemory,
   },
   {
     id: "kinds",
-    title: "What the memory is for",
-    about: "What torch has allocated when a step takes the most.",
+    title: "Memory by kind",
+    about: "What torch has allocated at the peak of a step.",
     draw: drawKinds,
   },
   {
     id: "steps",
     title: "Time of each step",
-    about: "Of the slowest rank, from the first step on; of repeats the run with the median throughput.",
+    about: "Of the slowest rank, from the first step on; for repeats, of the run with the median throughput.",
     draw: (model, rows) => bySteps(model, rows, "seconds", 1e3, "ms", { rangemode: "tozero" }),
   },
   {

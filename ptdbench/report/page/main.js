@@ -106,9 +106,9 @@ function howToRepeat() {
     folded(`environment ${place + 1}: ${title}`, isAlone, definitions(values)),
   );
   const common = Object.keys(report.common).length
-    ? folded("options that all rows share", false, definitions(report.common))
+    ? folded("options common to all rows", false, definitions(report.common))
     : null;
-  const heading = element("h2", {}, "How to repeat it");
+  const heading = element("h2", {}, "How to reproduce it");
   return element("section", { id: "repeat" }, heading, commands(), common, ...environments);
 }
 
@@ -165,7 +165,7 @@ function readAndUpdate() {
   waiting = setTimeout(update, 150);
 }
 
-const THEMES = { "": "as the system's", light: "light", dark: "dark" };
+const THEMES = { "": "system", light: "light", dark: "dark" };
 
 function nextTheme() {
   const names = Object.keys(THEMES);

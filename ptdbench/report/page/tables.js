@@ -55,10 +55,10 @@ function readFilter(text) {
     if (!name) return contains(plain.toLowerCase());
     const column = columnCalled(name);
     if (sign in COMPARE) {
-      if (value === "" || Number.isNaN(Number(value))) throw new Error(`${word}: ${value || "nothing"} is no number`);
+      if (value === "" || Number.isNaN(Number(value))) throw new Error(`${word}: ${value || "nothing"} is not a number`);
       const rows = report.models.flatMap((model) => model.rows);
       if (!rows.some((row) => typeof column.of(row) === "number"))
-        throw new Error(`${word}: ${name} is no number; try ${name}=`);
+        throw new Error(`${word}: ${name} is not a number; try ${name}=`);
       return (row) => typeof column.of(row) === "number" && COMPARE[sign](column.of(row), Number(value));
     }
     const values = [value, ...value.split(",")];
@@ -92,7 +92,7 @@ function columnCalled(typed) {
   const like = (ending.length ? ending : found.filter((column) => column.name.includes(name))).slice(0, 5);
   const remedy = (like.length ? like : all).map((column) => column.name);
   throw new Error(
-    `${name}: ${ending.length ? "several options end so" : "no option is called so"}; try ${remedy.join(", ")}`,
+    `${name}: ${ending.length ? "several options end in it" : "there is no such option"}; try ${remedy.join(", ")}`,
   );
 }
 

@@ -254,10 +254,10 @@ class TestControls:
 
     def test_a_filter_that_means_nothing_is_told_and_stays_while_an_earlier_one_waits(self, report):
         for typed, said in (
-            ("paralel=ddp", "paralel: no option is called so; try rank, runs,"),
-            ("rank<many", "rank<many: many is no number"),
-            ("status>1", "status>1: status is no number; try status="),
-            ("micro_batch=1", "micro_batch: several options end so; try train.micro_batch, eval.micro_batch"),
+            ("paralel=ddp", "paralel: there is no such option; try rank, runs,"),
+            ("rank<many", "rank<many: many is not a number"),
+            ("status>1", "status>1: status is not a number; try status="),
+            ("micro_batch=1", "micro_batch: several options end in it; try train.micro_batch, eval.micro_batch"),
         ):
             report.evaluate(TYPED, ["parallel=ddp", typed])  # at once, however busy the machine is
             assert report.inner_text("#found").startswith(said)
