@@ -123,11 +123,9 @@ def cropped(line: str, width: int | None) -> str:
     return line if width is None or cell_len(line) <= width else set_cell_size(line, max(width - 1, 0)) + "…"
 
 
-def wrap(text: str, width: int | None) -> str:
+def wrap(text: str, width: int | None, indent: str = "  ") -> str:
     """Wrap a text to ``width`` columns, indenting all lines but the first; words, such as paths, are not broken."""
-    if width is None:
-        return text
-    return "\n".join(_in_lines(re.split("[ \n]", text), width, indent="  "))
+    return text if width is None else "\n".join(_in_lines(re.split("[ \n]", text), width, indent))
 
 
 def left_out(headings: Sequence[str], width: int | None) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -307,6 +306,6 @@ def _verdict(check: Mapping[str, Any], width: int) -> Iterator[str]:
         *(("note", remark) for remark in check["remarks"]),
         ("verdict", f"{check_remark(check)} (tolerance {check['tolerance']:.0%}{again})"),
     ):
-        yield textwrap.fill(f"{title:14}{text}", width, subsequent_indent=" " * 14)
+        yield wrap(f"{title:14}{text}", width, " " * 14)
     for finding in check["findings"]:
-        yield textwrap.fill(finding["text"], width, initial_indent="  - ", subsequent_indent="    ")
+        yield wrap(f"  - {finding['text']}", width, "    ")
