@@ -8,7 +8,8 @@ from dataclasses import fields
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ptdbench.parallel import fp8, ring
+from ptdbench.models.protocol import Model
+from ptdbench.parallel import fp8, ring, tensor
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
@@ -168,6 +169,28 @@ def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> li
         ],
     }  # fmt: skip
     return rows[name]
+
+
+def of_gloo(how: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Row]:
+    """Return what gloo has only for tensors in host memory; ``gathers``: whether the optimizer gathers sharded updates.
+
+    Most collectives of GPU tensors, all-to-all included, pass through host memory. But to send and to receive, and in
+    functional all-gathers such as those of a DTensor's ``redistribute``, gloo takes a GPU's addresses for the host's:
+    the rank fails, or dies of SIGSEGV.
+    """
+    divides, shards = dims.tensor > 1, how.shards(dims) and dims.shards > 1
+    users = {
+        "ring attention": dims.context > 1 and how.context_method == "ring",
+        "sequence parallelism": divides and how.sequence,
+        "a mixture of experts under tensor parallelism": divides and tensor.shares_tokens(model),
+        "tensor parallelism for logits": divides and tensor.gathers_logits(model),
+        "the optimizer for updates of sharded matrices": gathers and (divides or shards),
+    }
+    remedy, lack = "try nccl, or device=cpu", "has no functional all-gather of GPU tensors, needed by"
+    return [
+        (dims.pipeline > 1, "backend", "cannot send GPU tensors, as the stages of a pipeline do", remedy),
+        *((is_user, "backend", f"{lack} {user}", remedy) for user, is_user in users.items()),
+    ]
 
 
 def _unsharded(optimizer: object) -> str | None:

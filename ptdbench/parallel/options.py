@@ -57,15 +57,6 @@ class Options(Degrees[Size]):
         """Whether DDP averages the gradients of unsharded weights, including over ranks that share a sequence."""
         return not self.shards(dims) and (self.applies("replicate", dims) or dims.ways("samples", "positions") > 1)
 
-    def sends(self, dims: Dims) -> bool:
-        """Whether ranks send messages that gloo has only for tensors in host memory.
-
-        Stages of a pipeline send to each other. Ring and sequence parallelism call functional all-gathers, in which
-        gloo takes a GPU's addresses for the host's, and the rank dies of SIGSEGV.
-        """
-        is_ring, is_sequence = self.context_method == "ring", self.sequence
-        return dims.pipeline > 1 or (dims.context > 1 and is_ring) or (dims.tensor > 1 and is_sequence)
-
     def communicators(self, dims: Dims) -> int:
         """Return the number of NCCL communicators of a rank."""
         return dims.communicators + (self.separate_reduce_scatter and dims.shards > 1)

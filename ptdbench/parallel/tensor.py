@@ -70,6 +70,18 @@ def _counted(model: Model, name: str, role: Role) -> Role:
     return replace(role, units=weight.shape[_DIMENSIONS[role.kind]])
 
 
+def shares_tokens(model: Model) -> bool:
+    """Return whether ranks share the positions of some modules even without sequence parallelism."""
+    return any(role.kind == "tokens" for role in roles_of(model).values())
+
+
+def gathers_logits(model: Model) -> bool:
+    """Return whether ranks gather the logits that each computes for its share of a vocabulary."""
+    roles = roles_of(model)
+    cut = [module_of(model).get_submodule(name) for name, role in roles.items() if role.kind == "vocabulary"]
+    return any(isinstance(one, nn.Linear) for one in cut) and not any(role.kind == "loss" for role in roles.values())
+
+
 def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
     """Return the dimension along which each cut parameter is cut; the bias of ``inputs`` is whole on each rank."""
     found = {}

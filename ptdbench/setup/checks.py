@@ -68,13 +68,6 @@ def check_capability(precision: object, name: str, capability: tuple[int, int]) 
     require(Problem("precision", precision, rule, try_these(_OTHERS[precision])))
 
 
-def cannot_send(backend: str, device_type: str) -> Problem | None:
-    """Return a problem if the backend cannot send tensors of such devices from one rank to another."""
-    if (backend, device_type) != ("gloo", "cuda"):
-        return None
-    return Problem("backend", backend, "gloo cannot send a GPU's tensors", "try backend=nccl, or device=cpu")
-
-
 #: A run whose training state exceeds this fraction of the memory gets a warning: activations need memory too.
 _CLOSE = 0.8
 

@@ -140,9 +140,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if trained:
-        found.catch(trained.strategy.check_beside, "backend", backend, trained.layout)
-        if trained.strategy.sends(trained.layout.dims):
-            found.catch(require, checks.cannot_send(backend, device_type))
+        found.catch(trained.check_backend, backend, device_type)
         found.catch(trained.strategy.check_beside, "virtual", virtual is not None, trained.layout)
     if workload and size:
         found.catch(workload.check, size, device_type, backend)

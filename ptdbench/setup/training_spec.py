@@ -17,7 +17,7 @@ from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, module_o
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
-from ptdbench.parallel import batch
+from ptdbench.parallel import batch, conflicts
 from ptdbench.parallel.activations import Activations, Keep
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
@@ -71,9 +71,21 @@ class TrainingSpec:
         With ``forced``, tokens are routed to the experts in turn, as on virtual GPUs.
         """
         recomputes, precision = not isinstance(self.activations, Keep), self.config.general.precision
-        gathers = getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
-        example, layout = self.data.example(), self.layout
+        example, layout, gathers = self.data.example(), self.layout, self.gathers
         return comm_bytes(CommModel(self.model, example, layout, self.strategy, precision, recomputes, gathers, forced))
+
+    @property
+    def gathers(self) -> int:
+        """Bytes per element that the optimizer gathers of each sharded matrix; 0: it gathers nothing."""
+        return getattr(self.optimizer(_of_one_number(module_of(self.model))), "gathers", 0)
+
+    def check_backend(self, backend: str, device_type: str) -> None:
+        """Raise ConfigError for a backend that lacks messages of this layout for tensors of such devices."""
+        self.strategy.check_beside("backend", backend, self.layout)
+        if (backend, device_type) == ("gloo", "cuda"):
+            gathers = self.gathers > 0 and self.config.general.offload == "none"
+            rows = conflicts.of_gloo(self.strategy, self.layout.dims, self.model, gathers=gathers)
+            require(next(conflicts.problems(self.strategy, rows, backend), None))
 
     @property
     def communicators(self) -> int:

@@ -158,7 +158,7 @@ def test_what_is_refused_because_of_gloo_is_told_as_that(on_cpu: Session) -> Non
     parts._carried(on_cpu, "pdp of 2", [5.0], "model=gpt_tiny", "parallel=pdp", *on_one_gpu)
     (check,) = on_cpu.checks
     assert check.passed
-    assert check.said.startswith("not carried by gloo: failed: ConfigError: backend=gloo: gloo cannot send a GPU's ")
+    assert check.said.startswith("not carried by gloo: failed: ConfigError: backend=gloo: cannot send GPU tensors, ")
 
 
 def test_an_error_of_a_part_is_a_failed_check(on_cpu: Session) -> None:

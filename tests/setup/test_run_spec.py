@@ -72,6 +72,7 @@ class TestSound:
 
 
 RING = "parallel=ddp parallel.context=2 parallel.context_method=ring"
+CLASSIFIER = "model=custom model._target_=tests.setup.test_run_spec.Classifier data.inputs=4 data.outputs=4"
 
 #: What is typed, and the whole answer.
 TOLD = {
@@ -104,9 +105,22 @@ TOLD = {
     "data=text have no classes; try held_out_loss",
     "virtual=h100 device=cpu": "device=cpu: virtual=h100 is a GPU; try auto, or virtual=none",
     **{
-        f"virtual=h100 backend=gloo {layout}": "backend=gloo: gloo cannot send a GPU's tensors; try backend=nccl, or "
-        "device=cpu"
-        for layout in ("parallel=pdp", RING, "parallel=tp parallel.sequence=true", "workload=p2p")
+        f"virtual=h100 backend=gloo {layout}": f"backend=gloo: {rule}; try nccl, or device=cpu"
+        for layout, rule in (
+            ("parallel=pdp", "cannot send GPU tensors, as the stages of a pipeline do"),
+            ("workload=p2p", "cannot send GPU tensors"),
+            *(
+                (layout, f"has no functional all-gather of GPU tensors, needed by {user}")
+                for layout, user in (
+                    (RING, "ring attention"),
+                    ("parallel=tp parallel.sequence=true", "sequence parallelism"),
+                    ("parallel=tp model=moe_tiny", "a mixture of experts under tensor parallelism"),
+                    (f"parallel=tp {CLASSIFIER}", "tensor parallelism for logits"),
+                    ("parallel=fsdp optimizer=muon", "the optimizer for updates of sharded matrices"),
+                    ("parallel=tp optimizer=muon", "the optimizer for updates of sharded matrices"),
+                )
+            ),
+        )
     },
     "virtual=h100 train.micro_batch=best": "train.micro_batch=best: is found by timing runs, and virtual GPUs take no "
     "time; try max",
@@ -131,7 +145,14 @@ class TestRefused:
         assert refused(*typed.split(), device="auto" if "virtual" in typed else "cpu") == [TOLD[typed]]
 
     def test_near_what_gloo_cannot_send_of_a_gpu_there_is_what_it_can(self):
-        for layout in ("parallel=ddp parallel.context=2", "parallel=tp", "parallel=fsdp", "model=moe_tiny parallel=ep"):
+        for layout in (
+            "parallel=ddp parallel.context=2",
+            "parallel=tp",
+            "parallel=fsdp",
+            "model=moe_tiny parallel=ep",
+            "optimizer=muon",
+            "optimizer=muon parallel=fsdp offload=optimizer_and_weights",
+        ):
             assert make("virtual=h100", "backend=gloo", *layout.split(), device="auto").backend == "gloo"
         assert make("virtual=h100", "parallel=pdp", device="auto").backend == "nccl"
         assert make("backend=gloo", *RING.split()).device_type == "cpu"
@@ -293,6 +314,16 @@ class Unfathomable(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) * (2 if inputs.sum().item() > 0 else 1)
+
+
+class Classifier(nn.Sequential):
+    """Its ranks share the classes, and its loss needs those of all."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4))
+
+    def roles(self) -> dict[str, str]:
+        return {"0": "vocabulary"}
 
 
 class Silent(Exception):

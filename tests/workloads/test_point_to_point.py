@@ -111,7 +111,7 @@ def test_memory_is_refused_by_the_option_that_takes_most(monkeypatch, workload, 
 
 
 def test_gloo_cannot_send_what_is_on_a_gpu():
-    with pytest.raises(ConfigError, match=r"^backend=gloo: gloo cannot send a GPU's tensors; try backend=nccl"):
+    with pytest.raises(ConfigError, match=r"^backend=gloo: cannot send GPU tensors; try nccl, or device=cpu$"):
         PointToPoint().check(2, "cuda", "gloo")
     PointToPoint().check(2, "cuda", "nccl")
 
