@@ -104,13 +104,13 @@ def has_weights(module: nn.Module, recurse: bool = True) -> bool:
 
 
 #: A block's first argument, its other positional arguments, and its keyword arguments.
-_Given = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
+_Arguments = tuple[Tensor, tuple[Any, ...], dict[str, Any]]
 
 #: The arguments after the first: positional and keyword.
-_Beside = tuple[tuple[Any, ...], dict[str, Any]]
+_OtherArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-#: The action in place of a block: ``act(name, given)`` returns what the block would.
-_Act = Callable[[str, _Given], Any]
+#: The action in place of a block: ``act(name, arguments)`` returns what the block would.
+_Act = Callable[[str, _Arguments], Any]
 
 
 class _Reached(Exception):
@@ -121,9 +121,9 @@ class _Reached(Exception):
         self.hidden = hidden
 
 
-def _stop(_: str, given: _Given) -> NoReturn:
+def _stop(_: str, arguments: _Arguments) -> NoReturn:
     """Stop the pass at this block."""
-    raise _Reached(given[0])
+    raise _Reached(arguments[0])
 
 
 class _Slot(nn.Module):
@@ -178,7 +178,7 @@ class Chain:
         self._in_tuple = False
         self._act: _Act = _stop
         self._hidden_shape = torch.Size()
-        self._known: dict[Any, dict[str, _Beside]] = {}
+        self._known: dict[Any, dict[str, _OtherArguments]] = {}
         if any(weight.is_meta for weight in module.parameters()):
             raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
         with refusing("cannot be tried between its blocks"), trying(module):
@@ -226,22 +226,22 @@ class Chain:
         self._dtype = hidden.dtype
         return self._run(shell, self._inputs(hidden), lambda *_: self._returned(hidden))
 
-    def _others(self, hidden: Tensor) -> dict[str, _Beside]:
-        """Return each block's arguments beside the hidden state; determined once per batch size."""
+    def _others(self, hidden: Tensor) -> dict[str, _OtherArguments]:
+        """Return each block's arguments other than the hidden state; determined once per batch size."""
         key = (hidden.shape, hidden.dtype, hidden.device)
         self._dtype = hidden.dtype
         if key not in self._known:
             with torch.no_grad():
-                self._known[key] = self._beside(self._back, self._inputs(hidden))
+                self._known[key] = self._capture_others(self._back, self._inputs(hidden))
         return self._known[key]
 
-    def _beside(self, shell: nn.Module, inputs: Tensor) -> dict[str, _Beside]:
-        """Determine each block's arguments beside the hidden state, by name: masks may differ between blocks."""
-        found: dict[str, _Beside] = {}
+    def _capture_others(self, shell: nn.Module, inputs: Tensor) -> dict[str, _OtherArguments]:
+        """Determine each block's arguments other than the hidden state, by name: masks may differ between blocks."""
+        found: dict[str, _OtherArguments] = {}
 
-        def act(name: str, given: _Given) -> Any:
-            found[name] = given[1:]
-            return self._returned(given[0]) if len(found) < len(self._blocks) else _stop(name, given)
+        def act(name: str, arguments: _Arguments) -> Any:
+            found[name] = arguments[1:]
+            return self._returned(arguments[0]) if len(found) < len(self._blocks) else _stop(name, arguments)
 
         with suppress(_Reached):  # stop at the last block: the weights after it may be on another rank
             self._run(shell, inputs, act)
@@ -280,7 +280,7 @@ class Chain:
 
     def _at(self, name: str, /, *arguments: Any, **options: Any) -> Any:
         """Perform the current action in place of a block."""
-        return self._act(name, _given(arguments, options))
+        return self._act(name, _split(arguments, options))
 
     def _stub(self, shape: torch.Size, fill: float, /, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return a tensor like that of a module before the blocks for this many inputs; values do not matter."""
@@ -314,13 +314,13 @@ class Chain:
         calls: list[str] = []
         returned: list[Tensor] = []
 
-        def act(name: str, given: _Given) -> Any:
+        def act(name: str, arguments: _Arguments) -> Any:
             calls.append(name)
-            hidden, arguments, options = given
+            hidden, others, options = arguments
             if returned and hidden is not returned[-1]:
                 raise NoChain(f"does not call {name} with what {calls[-2]} returns")
             if not returned:
-                found = self._blocks[name](hidden, *arguments, **options)
+                found = self._blocks[name](hidden, *others, **options)
                 self._in_tuple = isinstance(found, tuple)
                 hidden = self._hidden(found)
                 self._hidden_shape = hidden.shape
@@ -360,11 +360,11 @@ class Chain:
         shape = (2, *self._example.shape[1:])
         zeros, ones = (torch.full(shape, value, dtype=self._example.dtype) for value in (0, 1))
         hidden = torch.randn((2, *self._hidden_shape[1:]))
-        begun, beside = self._begin(zeros), tree_leaves(self._beside(self._back, zeros))
+        begun, others = self._begin(zeros), tree_leaves(self._capture_others(self._back, zeros))
         rest = self._finish(self._rest(self._back, hidden), None)
         with _spoiled(self._module, [*self._before.values(), *self._blocks.values()]):
             other = self._with_slots(self._stubs(1.0))
-            pairs = zip(beside, tree_leaves(self._beside(other, ones)), strict=True)
+            pairs = zip(others, tree_leaves(self._capture_others(other, ones)), strict=True)
             if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in pairs):
                 raise NoChain("calls its blocks with more than the hidden state that depends on samples or weights")
             if not torch.equal(rest, self._finish(self._rest(other, hidden), None)):
@@ -394,7 +394,7 @@ def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:
             one.__dict__["training"] = mode
 
 
-def _given(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Given:
+def _split(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Arguments:
     """Split a block's arguments into the first, positional or keyword, and the others."""
     if arguments:
         return arguments[0], arguments[1:], options

@@ -24,7 +24,7 @@ from ptdbench.parallel.fsdp import shard
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Offload, Options
 from ptdbench.parallel.precision import DTYPES, Copies, Name, cast_inputs
-from ptdbench.parallel.wide import widen
+from ptdbench.parallel.wide_gradients import enable_wide_gradients
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     is_copied = is_narrow and not is_sharded
     splits = how.splits_backward(dims)
     if is_copied and not splits:
-        widen(module)
+        enable_wide_gradients(module)
     # Inside recomputation, which repeats casts instead of keeping their results, and compilation, which fuses them.
     cast_inputs(module, layers, setting.precision)
     # Recomputation before compilation: the compiler sees it and can choose what to keep.

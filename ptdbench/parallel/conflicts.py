@@ -113,7 +113,7 @@ def of_layout(how: Options, plan: BatchPlan) -> list[Row]:
     ]  # fmt: skip
 
 
-def beside(how: Options, plan: BatchPlan | None, name: str, value: object) -> list[Row]:
+def of_option(how: Options, plan: BatchPlan | None, name: str, value: object) -> list[Row]:
     """Return the conflicts with an option outside ``parallel``, such as ``precision``; ``plan``: if it is known."""
     dims = plan.dims if plan else Dims()
     is_ring, splits = how.applies("context", dims) and how.context_method == "ring", how.splits_backward(dims)

@@ -96,7 +96,7 @@ def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = Fal
         spread(layer, mesh, Shard(0), Shard(0))
         received: list[int] = []
         layer.received = received  # type: ignore[assignment]
-        wrap_forward(layer, partial(_of_all_ranks, mesh, virtual, received))
+        wrap_forward(layer, partial(_with_exchange, mesh, virtual, received))
 
 
 def force(module: nn.Module) -> None:
@@ -111,7 +111,7 @@ def force(module: nn.Module) -> None:
 Forward = Callable[[Tensor, Tensor], Tensor]
 
 
-def _of_all_ranks(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Forward) -> Forward:
+def _with_exchange(mesh: DeviceMesh, virtual: bool, noted: list[int], compute: Forward) -> Forward:
     group, ranks = mesh.get_group(), mesh.size()
 
     def dispatch(tokens: Tensor, counts: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class Routing:
             self._taken.append(sum(received[-self._passes :]))
             received.clear()
         if balanced := {name: counts[:-1] for name, counts in counted.items() if self._routers[name].balances}:
-            whole = self._of_all_ranks(torch.cat([*balanced.values()]))
+            whole = self._sum_over_ranks(torch.cat([*balanced.values()]))
             for name, counts in zip(balanced, whole.split([len(one) for one in balanced.values()]), strict=True):
                 self._routers[name].balance(counts)
 
@@ -228,7 +228,7 @@ class Routing:
 
         Each value is ``[experts + 1]``. Called in all ranks.
         """
-        return {name: self._of_all_ranks(counts.clone()).tolist() for name, counts in self._totals.items()}
+        return {name: self._sum_over_ranks(counts.clone()).tolist() for name, counts in self._totals.items()}
 
     def fullest(self) -> float | None:
         """Return the tokens of the fullest rank relative to the mean over ranks, averaged over layers and steps.
@@ -242,11 +242,11 @@ class Routing:
         for some in steps.split(_AT_ONCE):
             taken = some.new_zeros(self._ranks, *some.shape)
             taken[self._place] = some
-            taken = self._of_all_ranks(taken)
+            taken = self._sum_over_ranks(taken)
             total += float((taken.amax(0) / taken.mean(0)).sum())
         return total / len(self._taken)
 
-    def _of_all_ranks(self, counts: Tensor) -> Tensor:
+    def _sum_over_ranks(self, counts: Tensor) -> Tensor:
         """Sum over the ranks, in place."""
         for group in self._groups:
             dist.all_reduce(counts, group=group)

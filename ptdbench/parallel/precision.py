@@ -98,7 +98,7 @@ class Copies:
             waiting = [one for one in own if vectors_wait and one.weight.dim() < 2]
             others = [one for one in own if not vectors_wait or one.weight.dim() >= 2]
             if groups := [group for group in (others, waiting if unit is module else []) if group]:
-                wrap_forward(unit, partial(self._giving, groups))
+                wrap_forward(unit, partial(self._with_copies, groups))
 
     @property
     def tensors(self) -> Collection[Tensor]:
@@ -126,7 +126,7 @@ class Copies:
         torch._foreach_copy_(copies, [local_part(weight) for weight in weights])
         self._are_current = True
 
-    def _giving(self, groups: Sequence[Sequence[_Own]], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_copies(self, groups: Sequence[Sequence[_Own]], forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``forward`` to use copies of its weights, in groups whose gradients are cast together."""
 
         @wraps(forward)
@@ -136,8 +136,8 @@ class Copies:
                 self._cast([one for own in groups for one in own])
             for own in groups:
                 weights = [one.weight for one in own]
-                given = _Given.apply([self._copies[weight] for weight in weights], *weights)
-                for one, copy in zip(own, given, strict=True):
+                found = _CastWeights.apply([self._copies[weight] for weight in weights], *weights)
+                for one, copy in zip(own, found, strict=True):
                     one.replace(copy)
             try:
                 return forward(*arguments, **named)
@@ -194,7 +194,7 @@ def _own(module: nn.Module) -> list[_Own]:
     ]
 
 
-class _Given(torch.autograd.Function):
+class _CastWeights(torch.autograd.Function):
     """Copies of weights as a function of the weights, whose gradients are cast in one operation."""
 
     @staticmethod

@@ -103,9 +103,9 @@ class Strategy(Options):
             positions = Role("positions", inputs.shape[1], "positions")
             require(*context.undividable([positions], layout.dims.context, self.context_method, "a sample"))
 
-    def check_beside(self, option: str, value: object, layout: BatchPlan | None = None) -> None:
+    def check_option(self, option: str, value: object, layout: BatchPlan | None = None) -> None:
         """Raise ConfigError if the value of an option outside ``parallel`` conflicts with these options."""
-        rows = conflicts.beside(self, layout, option, value)
+        rows = conflicts.of_option(self, layout, option, value)
         require(next(conflicts.problems(self, rows, value), None))
 
     def __call__(self, model: Model, setting: Setting) -> Engine:

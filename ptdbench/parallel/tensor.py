@@ -202,22 +202,22 @@ class _Tokens(_Each):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for router in (part for part in module.modules() if isinstance(part, Router)):
             # Runs before the hook of context parallelism, which numbers the positions of all these ranks.
-            router.positions.register_forward_pre_hook(partial(self._of_all, device_mesh), prepend=True)
-            router.positions.register_forward_hook(partial(self._own, device_mesh))
+            router.positions.register_forward_pre_hook(partial(self._number_all, device_mesh), prepend=True)
+            router.positions.register_forward_hook(partial(self._select_own, device_mesh))
         if not self._sequence:
-            wrap_forward(module, partial(self._of_share, device_mesh))
+            wrap_forward(module, partial(self._on_share, device_mesh))
         return super()._apply(module, device_mesh)
 
     @staticmethod
-    def _of_all(mesh: DeviceMesh, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _number_all(mesh: DeviceMesh, _module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (torch.arange(len(arguments[0]) * mesh.size(), device=arguments[0].device),)
 
     @staticmethod
-    def _own(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, positions: Tensor) -> Tensor:
+    def _select_own(mesh: DeviceMesh, _module: nn.Module, _inputs: Any, positions: Tensor) -> Tensor:
         return positions.tensor_split(mesh.size())[mesh.get_local_rank()]
 
     @staticmethod
-    def _of_share(mesh: DeviceMesh, run: Callable[[Tensor], Tensor]) -> Any:
+    def _on_share(mesh: DeviceMesh, run: Callable[[Tensor], Tensor]) -> Any:
         def forward(x: Tensor) -> Tensor:
             share = _redistributed(x, mesh, Replicate(), Shard(POSITIONS)).to_local()
             return _redistributed(run(share), mesh, Shard(POSITIONS), Replicate()).to_local()
@@ -235,11 +235,11 @@ class _Vocabulary(ColwiseParallel):
         if not isinstance(module, nn.Embedding):
             return super()._apply(module, device_mesh)
         spread(module, device_mesh, Shard(0), Shard(0))
-        wrap_forward(module, partial(self._of_own_rows, module, device_mesh))
+        wrap_forward(module, partial(self._look_up_own, module, device_mesh))
         return module
 
     @staticmethod
-    def _of_own_rows(module: nn.Embedding, mesh: DeviceMesh, look_up: Callable[[Tensor], Tensor]) -> Any:
+    def _look_up_own(module: nn.Embedding, mesh: DeviceMesh, look_up: Callable[[Tensor], Tensor]) -> Any:
         def forward(tokens: Tensor) -> Tensor:
             rows = len(module.weight)
             row = tokens - mesh.get_local_rank() * rows

@@ -141,7 +141,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if trained:
         found.catch(trained.check_backend, backend, device_type)
-        found.catch(trained.strategy.check_beside, "virtual", virtual is not None, trained.layout)
+        found.catch(trained.strategy.check_option, "virtual", virtual is not None, trained.layout)
     if workload and size:
         found.catch(workload.check, size, device_type, backend)
     found.close()

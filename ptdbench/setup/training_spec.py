@@ -81,7 +81,7 @@ class TrainingSpec:
 
     def check_backend(self, backend: str, device_type: str) -> None:
         """Raise ConfigError for a backend that lacks messages of this layout for tensors of such devices."""
-        self.strategy.check_beside("backend", backend, self.layout)
+        self.strategy.check_option("backend", backend, self.layout)
         if (backend, device_type) == ("gloo", "cuda"):
             gathers = self.gathers > 0 and self.config.general.offload == "none"
             rows = conflicts.of_gloo(self.strategy, self.layout.dims, self.model, gathers=gathers)
@@ -196,15 +196,15 @@ def _checks(
     """Yield the strategy's checks of the parts that could be built, to be called one by one."""
     if model and where:
         yield lambda: under("parallel", strategy.check, model, where)
-        yield lambda: strategy.check_beside("compile", config.resolved["compile"], where)
-        yield lambda: strategy.check_beside("offload", config.resolved["offload"], where)
+        yield lambda: strategy.check_option("compile", config.resolved["compile"], where)
+        yield lambda: strategy.check_option("offload", config.resolved["offload"], where)
     if data and where:
         yield lambda: under("parallel", strategy.check_sample, data.example()[0], where)
-    yield lambda: strategy.check_beside("precision", config.resolved["precision"], where)
+    yield lambda: strategy.check_option("precision", config.resolved["precision"], where)
     if activations and where:
-        yield lambda: strategy.check_beside("activations", activations, where)
+        yield lambda: strategy.check_option("activations", activations, where)
     if optimizer and model and where:
-        yield lambda: strategy.check_beside("optimizer", optimizer(_of_one_number(module_of(model))), where)
+        yield lambda: strategy.check_option("optimizer", optimizer(_of_one_number(module_of(model))), where)
 
 
 def prepare_data(config: Config, data: Data | None = None) -> None:

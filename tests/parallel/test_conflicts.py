@@ -195,9 +195,9 @@ UNSHARDED = {
            "adamw, or parallel=ddp") for options in (FSDP, {"tensor": "auto"}) for name, value in UNSHARDED.items()),
     ],
 )  # fmt: skip
-def test_beside_other_options(options, name, value, message):
+def test_with_other_options(options, name, value, message):
     strategy = Strategy(**options)
-    assert refused(strategy.check_beside, name, value, layout_of(strategy, strategy.ranks(4), 16)) == message
+    assert refused(strategy.check_option, name, value, layout_of(strategy, strategy.ranks(4), 16)) == message
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_beside_other_options(options, name, value, message):
 )  # fmt: skip
 def test_what_goes_with_other_options(options, name, value):
     strategy = Strategy(**options)
-    strategy.check_beside(name, value, layout_of(strategy, strategy.ranks(4), 16))
+    strategy.check_option(name, value, layout_of(strategy, strategy.ranks(4), 16))
 
 
 def test_an_older_torch_does_not_split_a_backward_pass(monkeypatch):

@@ -24,7 +24,7 @@ from tests.parallel.test_experts import LAYOUTS, SAMPLES, by_layout, model
 
 _init, _settle, _begin = Routing.__init__, Routing.settle, Routing.begin
 _compute, _route, _sort, _balance = Experts.forward, Router.forward, Router._sort, Router.balance
-_sent, _back, _of_all_ranks, _placed = experts._Sent.apply, experts._Sent.backward, experts._of_all_ranks, tensor.placed
+_sent, _back, _exchange, _placed = experts._Sent.apply, experts._Sent.backward, experts._with_exchange, tensor.placed
 
 
 def after_init(**values: Any) -> AbstractContextManager[Any]:
@@ -80,7 +80,7 @@ def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
 
 def to_copies(mesh: Any, *how: Any) -> Any:
     """Tokens go to the ranks with the same experts, of which there are as many."""
-    return _of_all_ranks(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["expert"]["expert_copies"], *how)
+    return _exchange(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["expert"]["expert_copies"], *how)
 
 
 def of_the_first(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ MISTAKES: Mistakes = {
     "another expert's tokens": (of(Experts, "forward", of_the_neighbor), "replicas", "loss"),
     "the results of other tokens": (of(experts._Sent, "apply", sent_wrongly), "shards", "loss"),
     "gradients that do not come back": (of(experts._Sent, "backward", staticmethod(not_sent_back)), "shards", "loss"),
-    "tokens to the ranks with the same experts": (of(experts, "_of_all_ranks", to_copies), "shards", "loss"),
+    "tokens to the ranks with the same experts": (of(experts, "_with_exchange", to_copies), "shards", "loss"),
     "the first rank's experts drawn on all": (of(tensor, "placed", of_the_first), "shards", "loss"),
     "tokens dropped beyond a fair share": (of(Router, "_sort", dropped), "shards", "loss"),
     "summands of routers taken for sums": (of(tensor._Each, "_apply", not_whole), "tensor", "loss"),

@@ -138,7 +138,7 @@ def of_other_rows(module: nn.Module, mesh: Any, look_up: Callable[[Tensor], Tens
 
 
 _broadcast = dist._broadcast_coalesced
-_rows, _over_ranks, _share = tensor._Vocabulary._of_own_rows, tensor._over_ranks, pipelined.Pipelined._share_of_loss
+_rows, _over_ranks, _share = tensor._Vocabulary._look_up_own, tensor._over_ranks, pipelined.Pipelined._share_of_loss
 
 
 def of_share(share: Tensor, mesh: Any, how: str) -> Tensor:
@@ -193,7 +193,7 @@ MISTAKES: Mistakes = {
     "gradients of the stream not added up": (
         of(tensor._Entry, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
     "another rank's rows of the embedding": (
-        of(tensor._Vocabulary, "_of_own_rows", staticmethod(of_other_rows)), "tensor"),
+        of(tensor._Vocabulary, "_look_up_own", staticmethod(of_other_rows)), "tensor"),
     "a loss of a share of the vocabulary": (of(tensor, "_over_ranks", of_share), "tensor"),
     "summands of norms taken for sums": (of(tensor._Entry, "_apply", taken_for_sums), "sequence"),
     "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),

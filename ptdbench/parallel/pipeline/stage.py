@@ -224,14 +224,14 @@ def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
     """Sum the gradients of each shared weight, in the same order on all ranks, so that all copies stay equal."""
     for one in weights:
         gradients = [_gradient(copy) for copy in (one.first, *one.others) if copy is not None]
-        total, *others = _of_all(sum(gradients[1:], gradients[0]), one.ranks, group)
+        total, *others = _exchange(sum(gradients[1:], gradients[0]), one.ranks, group)
         for other in others:
             total += other
         for gradient in gradients:
             gradient.copy_(total)
 
 
-def _of_all(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
+def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
     """Exchange a tensor among ``ranks``, which include this one; returns the tensors of all."""
     found = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
     messages = [

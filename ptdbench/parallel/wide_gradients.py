@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ptdbench.models.linear_cross_entropy import has_wide_products, master_of
 
 
-def widen(module: nn.Module) -> None:
+def enable_wide_gradients(module: nn.Module) -> None:
     """Let linear layers, embeddings and norms write weight gradients in the dtype of the weights.
 
     Modules that :class:`ptdbench.parallel.precision.Copies` has given copies compute with these as before, but pass
@@ -125,7 +125,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, of_master, None, None
 
 
-class _Widened(torch.autograd.Function):
+class _Upcast(torch.autograd.Function):
     """Cast of a copy to the dtype of its weight; the gradient goes to the weight, not to the copy."""
 
     @staticmethod
@@ -143,13 +143,13 @@ def _norm(part: nn.LayerNorm | nn.RMSNorm, compute: Callable[..., Tensor], x: Te
     def of_narrow(x: Tensor, *weights: Tensor | None) -> Tensor:
         return compute(x.float(), part.normalized_shape, *weights, part.eps).to(x.dtype)
 
-    found: Tensor = checkpoint(of_narrow, x, *(_widened(part, name) for name in names), use_reentrant=False)
+    found: Tensor = checkpoint(of_narrow, x, *(_upcast(part, name) for name in names), use_reentrant=False)
     return found
 
 
-def _widened(part: nn.Module, name: str) -> Tensor | None:
+def _upcast(part: nn.Module, name: str) -> Tensor | None:
     weight = part._parameters[name]
-    return None if weight is None else _Widened.apply(getattr(part, name), weight)
+    return None if weight is None else _Upcast.apply(getattr(part, name), weight)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:

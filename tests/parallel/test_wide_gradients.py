@@ -8,16 +8,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from ptdbench.parallel import wide
+from ptdbench.parallel import wide_gradients
 from ptdbench.parallel.precision import Copies
-from ptdbench.parallel.wide import widen
+from ptdbench.parallel.wide_gradients import enable_wide_gradients
 
 ROWS = 257
 
 
 def laid_out(module: nn.Module) -> nn.Module:
     """A module that computes in bf16."""
-    widen(module)
+    enable_wide_gradients(module)
     Copies(module, [], torch.bfloat16)
     return module
 
@@ -44,7 +44,8 @@ def test_a_linear_layer_computes_what_torch_does(shape, bias):
 
 
 def test_gradients_of_a_linear_layer_are_not_rounded(monkeypatch):
-    monkeypatch.setattr(wide, "_product", lambda left, right, dtype: left.to(dtype) @ right.to(dtype))  # as a GPU has
+    # As a GPU has.
+    monkeypatch.setattr(wide_gradients, "_product", lambda left, right, dtype: left.to(dtype) @ right.to(dtype))
     layer = nn.Linear(2, 2)
     weight, bias = layer.parameters()
     laid_out(layer)(ones(ROWS, 2)).sum().backward()
@@ -100,7 +101,7 @@ def test_a_frozen_weight_gets_no_gradient():
 def test_without_copies_a_layer_computes_with_its_weights():
     layer = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
     expected = layer(torch.arange(3))
-    widen(layer)
+    enable_wide_gradients(layer)
     assert torch.equal(layer(torch.arange(3)), expected)
 
 
@@ -111,12 +112,12 @@ def test_subclasses_replaced_forwards_and_divided_weights_stay_as_they_are(monke
     class Divided(nn.Parameter):
         pass
 
-    monkeypatch.setattr(wide, "DTensor", Divided)
+    monkeypatch.setattr(wide_gradients, "DTensor", Divided)
     module = nn.ModuleList([Other(1, 1), *(nn.Linear(1, 1) for _ in range(3))])
     module[1].forward = nn.Identity().forward
     module[2].weight = Divided(torch.ones(1, 1))
-    widen(module)
-    assert [type(part) for part in module] == [Other, nn.Linear, nn.Linear, wide.Linear]
+    enable_wide_gradients(module)
+    assert [type(part) for part in module] == [Other, nn.Linear, nn.Linear, wide_gradients.Linear]
 
 
 class Block(nn.Module):
@@ -139,7 +140,7 @@ def test_compiled_equal_blocks_are_one_graph_whose_vectors_have_gradients_that_a
 
     module = nn.Sequential(Block(), Block())
     named = dict(module.named_parameters())
-    widen(module)
+    enable_wide_gradients(module)
     compile_each(*module)
     Copies(module, list(module), torch.bfloat16)
     x = torch.arange(2 * ROWS).view(ROWS, 2).bfloat16().requires_grad_()
@@ -150,7 +151,7 @@ def test_compiled_equal_blocks_are_one_graph_whose_vectors_have_gradients_that_a
     assert any(not torch.equal(one, one.bfloat16().float()) for one in vectors)
     norm = nn.LayerNorm(2)
     weight, bias = norm.parameters()
-    widen(norm)
+    enable_wide_gradients(norm)
     compile_each(norm)
     Copies(norm, [], torch.bfloat16)
     norm(torch.tensor([[1.0, -1.0]]).bfloat16().expand(ROWS, 2)).sum().backward()
