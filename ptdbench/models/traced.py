@@ -138,7 +138,7 @@ def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Se
         expected = call(module, inputs)
         for piece in pieces:
             if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
-                raise NoChain("hands on something else than a tensor with the samples first")
+                raise NoChain("passes on something other than a tensor with the samples first")
             inputs = piece(inputs)
     alike = isinstance(expected, Tensor) and isinstance(inputs, Tensor) and expected.shape == inputs.shape
     if not alike or not (expected.is_meta or torch.equal(expected, inputs)):

@@ -14,6 +14,7 @@ from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
+from ptdbench.parallel.roles import roles_of
 from ptdbench.problems import Problem, as_typed, try_these
 
 #: Whether the option is ruled out, the option, the rule, and a remedy.
@@ -145,7 +146,7 @@ def of_option(how: Options, plan: BatchPlan | None, name: str, value: object) ->
         ],
         "backend": [
             ("nccl" not in str(value) and how.message_buffers != "caching", "parallel.message_buffers",
-             f"is memory of NCCL's, and the backend is {value}", "try caching"),
+             f"needs NCCL's own memory, and the backend is {value}", "try caching"),
             ("nccl" not in str(value) and how.async_tensor, "parallel.async_tensor",
              f"{_SHARED}, and the backend is {value}", "try false"),
         ],
@@ -163,7 +164,7 @@ def of_option(how: Options, plan: BatchPlan | None, name: str, value: object) ->
              "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept",
              "try auto, or precision=bf16"),
             (value in fp8.RECIPES and how.applies("tensor", dims), "precision",
-             "is not for tensor parallelism: its layers know no DTensors", "try bf16"),
+             "does not support tensor parallelism: its layers take no DTensors", "try bf16"),
             (gathers_fp8 and not isinstance(how.reshard_after_forward, bool), "parallel.reshard_after_forward",
              "is not for weights that are gathered in fp8", "try true, false, or precision=fp8"),
         ],
@@ -179,10 +180,11 @@ def of_gloo(how: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Ro
     the rank fails, or dies of SIGSEGV.
     """
     divides, shards = dims.tensor > 1, how.shards(dims) and dims.shards > 1
+    kinds = {role.kind for role in roles_of(model).values()}
     users = {
         "ring attention": dims.context > 1 and how.context_method == "ring",
         "sequence parallelism": divides and how.sequence,
-        "a mixture of experts under tensor parallelism": divides and tensor.shares_tokens(model),
+        "a mixture of experts under tensor parallelism": divides and "tokens" in kinds,
         "tensor parallelism for logits": divides and tensor.gathers_logits(model),
         "the optimizer for updates of sharded matrices": gathers and (divides or shards),
     }

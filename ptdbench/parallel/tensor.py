@@ -70,11 +70,6 @@ def _counted(model: Model, name: str, role: Role) -> Role:
     return replace(role, units=weight.shape[_DIMENSIONS[role.kind]])
 
 
-def shares_tokens(model: Model) -> bool:
-    """Return whether ranks share the positions of some modules even without sequence parallelism."""
-    return any(role.kind == "tokens" for role in roles_of(model).values())
-
-
 def gathers_logits(model: Model) -> bool:
     """Return whether ranks gather the logits that each computes for its share of a vocabulary."""
     roles = roles_of(model)

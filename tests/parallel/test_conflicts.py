@@ -174,8 +174,8 @@ UNSHARDED = {
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
         (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: is not for scaled losses: a step that overflows "
          "is skipped, and its infinite error would be kept; try auto, or precision=bf16"),
-        *(({"tensor": "auto"}, "precision", value, f"precision={value}: is not for tensor parallelism: its layers know "
-           "no DTensors; try bf16") for value in ("fp8", "fp8_tensorwise")),
+        *(({"tensor": "auto"}, "precision", value, f"precision={value}: does not support tensor parallelism: its "
+           "layers take no DTensors; try bf16") for value in ("fp8", "fp8_tensorwise")),
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise", "parallel.reshard_after_forward=2: is "
          "not for weights that are gathered in fp8; try true, false, or precision=fp8"),
         *((options, "compile", value, "parallel.async_tensor=true: is the compiler's work in each layer, and compile="
@@ -185,8 +185,8 @@ UNSHARDED = {
          "backend is gloo; try false"),
         (ASYNC, "virtual", True, "parallel.async_tensor=true: needs memory that GPUs write to each other, which "
          "virtual ones lack; try false"),
-        with_setters({**FSDP, "message_buffers": "nccl"}, "backend", "gloo", "parallel.message_buffers=nccl: is memory "
-                     "of NCCL's, and the backend is gloo; try caching"),
+        with_setters({**FSDP, "message_buffers": "nccl"}, "backend", "gloo", "parallel.message_buffers=nccl: needs "
+                     "NCCL's own memory, and the backend is gloo; try caching"),
         with_setters({**FSDP, "message_buffers": "symmetric"}, "virtual", True, "parallel.message_buffers=symmetric: "
                      "needs memory that GPUs write to each other, which virtual ones lack; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
