@@ -127,14 +127,14 @@ def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | 
         return
     in_other_job = owner["job"] and owner["job"] != slurm_job(os.environ)
     who = f"job {owner['job']}" if in_other_job else f"process {owner['pid']} on {owner['host']}"
-    if is_alive := _is_alive(owner):
+    if alive := is_alive(owner):
         rule = f"{who} is writing its results there"
         raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
-    if is_alive is None:
+    if alive is None:
         echo(f"{directory}: was opened by {who}; whether that has ended cannot be determined from here", sys.stderr)
 
 
-def _is_alive(owner: Mapping[str, Any]) -> bool | None:
+def is_alive(owner: Mapping[str, Any]) -> bool | None:
     """Return whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
     is_here = owner["host"] == socket.gethostname()
     is_in_this_job = owner["job"] == slurm_job(os.environ)

@@ -41,9 +41,10 @@ class Line:
     only: str | None = None  #: The directory of the only run of that sweep to resume; ``None`` for all runs.
 
 
-def command(directory: Path) -> str:
-    """Return the command that resumes a run or a sweep."""
-    return f"{terminal.command()} {shlex.quote(f'{SWEEP if store.is_sweep(directory) else RUN}={directory}')}"
+def command(directory: Path, sources: Sequence[str] = ()) -> str:
+    """Return the command that resumes a run or a sweep; ``sources`` are its ``--config-dir`` and the like, if known."""
+    place = f"{SWEEP if store.is_sweep(directory) else RUN}={directory}"
+    return f"{terminal.command()} {shlex.join([*sources, place])}"
 
 
 def read(typed: Sequence[str], multirun: bool, world: World | None, config_name: str = "config") -> Line:

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from msgspec import convert
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
-from ptdbench.records import ledger, schema, store
+from ptdbench.records import ledger, ownership, schema, store
 from ptdbench.records.failure import Failure, of_launcher, read_failures, root_cause, write_traceback
 from ptdbench.records.ownership import Attempt, Progress, read_progress
 from ptdbench.records.record import failed, is_open, option
@@ -75,6 +75,8 @@ class Sweep:
     silence: str = ""  #: Why SLURM could not be queried; empty if it could, or did not have to be.
     damage: Sequence[str] = ()  #: A message for each damaged line of its results, and for a damaged ledger.
     goes_on: bool = False  #: Whether a process here is executing it, and may start more runs.
+    #: Sweeps and single runs whose process was killed, to be resumed with these options, such as ``--config-dir``.
+    killed: Mapping[Path, Sequence[str]] = field(default_factory=dict)
 
     @property
     def is_over(self) -> bool:
@@ -132,7 +134,20 @@ def _one(directory: Path) -> Sweep:
     runs += _of_this_machine(directory, results, {run.directory for run in runs})
     if not runs:
         raise FileNotFoundError(directory)
-    return Sweep(sorted(runs, key=_number), silence, damage, store.is_locked(directory))
+    goes_on = store.is_locked(directory)
+    is_one = store.is_sweep(directory) or (directory / store.RECORD).exists()
+    killed = {
+        directory if is_one else directory / run.directory: run.record.get("sources") or []
+        for run in runs
+        if not goes_on and _was_killed(run)
+    }
+    return Sweep(sorted(runs, key=_number), silence, damage, goes_on, killed)
+
+
+def _was_killed(run: Run) -> bool:
+    """Return whether the process of a run here was killed; those of a comparison do not count, as it cannot resume."""
+    owner, series = run.record.get("owner"), option(run.record, "repeat.series", str)
+    return owner is not None and not (run.job or run.is_over or series) and ownership.is_alive(owner) is False
 
 
 def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:
@@ -153,6 +168,7 @@ def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
     """Combine several sweeps, and single runs beside them, into one whose directory contains them all."""
     runs: list[Run] = []
     damage: list[str] = []
+    killed: dict[Path, Sequence[str]] = {}
     silence = ""
     for path in sweeps:
         with suppress(FileNotFoundError):  # it has just begun, and has no run yet
@@ -161,10 +177,11 @@ def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
                 replace(run, directory=str(name / run.directory), sweep=name.name and str(name)) for run in sweep.runs
             ]
             damage += sweep.damage
+            killed |= sweep.killed
             silence = silence or sweep.silence
     if not runs:
         raise FileNotFoundError(directory)
-    return Sweep(runs, silence, damage, any(map(store.is_locked, sweeps)))
+    return Sweep(runs, silence, damage, any(map(store.is_locked, sweeps)), killed)
 
 
 def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:

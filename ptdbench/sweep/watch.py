@@ -23,6 +23,7 @@ from ptdbench.report import text
 from ptdbench.report.labels import name
 from ptdbench.report.remarks import OUTPUT, reason
 from ptdbench.report.text import MISSING, Column, cropped, wrap
+from ptdbench.setup import resume
 from ptdbench.sweep import status
 from ptdbench.sweep.status import Run, Sweep
 from ptdbench.terminal import command, echo, plain, plural
@@ -160,9 +161,10 @@ def table_lines(sweep: Sweep, width: int | None = None) -> tuple[list[str], list
 
 
 def table_text(sweep: Sweep, width: int | None = None) -> str:
-    """Return the table as plain text, then the omitted columns and the reasons; see :func:`table_lines`."""
+    """Return the table as plain text, then omitted columns, reasons and how to resume; see :func:`table_lines`."""
     lines, gone = table_lines(sweep, width)
-    return "\n".join([*lines, *(wrap(line, width) for line in (*text.left_out(gone, width), *reasons(sweep)))])
+    below = [wrap(line, width) for line in (*text.left_out(gone, width), *reasons(sweep))]
+    return "\n".join([*lines, *below, *(f"killed; go on with {resume.command(*one)}" for one in sweep.killed.items())])
 
 
 #: Seconds between two queries of the queue: short while the user waits for the first job, later longer to spare SLURM.

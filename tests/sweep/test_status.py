@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
 from msgspec.structs import asdict, replace
 
 from ptdbench.launch import slurm
@@ -96,6 +97,26 @@ class TestOnThisMachine:
         moved = sweep.path.rename(tmp_path / "elsewhere" / name)
         assert [(run.job.number, run.record["status"]) for run in status.look(moved).runs] == [(0, "ok"), (1, "failed")]
         assert sweep.asked == []
+
+
+@pytest.mark.parametrize(("job", "started"), [(None, 0.0), ("8", 0.0), (None, None)], ids=["killed", "job", "alive"])
+def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, started):
+    for number in range(2):
+        path = sweep.begin(number)
+    sweep.end(0)
+    ledger.begin(sweep.path, ["model=toy"])
+    owner = to_builtins(this_process("start", {"SLURM_JOB_ID": job} if job else {}))
+    owner |= {} if started is None else {"started": started}
+    store.write_record(path, store.load_record(path) | {"owner": owner, "sources": ["--config-dir", "my conf"]})
+    sweep.queue = {"8": state("8", "RUNNING n1")}
+    is_killed = started is not None and job is None
+    below = f"killed; go on with python train.py --config-dir 'my conf' sweep.resume={sweep.path}"
+    for folder, expected in (
+        (sweep.path, below),
+        (path, below.replace(f"sweep.resume={sweep.path}", f"resume={path}")),
+    ):
+        last = watch.table_text(status.look(folder)).splitlines()[-1]
+        assert last == expected if is_killed else "killed" not in last
 
 
 def test_a_run_on_a_virtual_gpu_says_so(sweep):
