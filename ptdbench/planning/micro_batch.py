@@ -6,6 +6,7 @@ whichever was out of memory, and none of them decides anything.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,8 +45,12 @@ SOUGHT = ("max", "best")
 #: Statuses of a try that tell whether it fits.
 _TELLING = ("ok", "oom", "diverged")
 
-#: Maximum number of blocks to compare two micro-batches, the steps of each run, and the largest difference of a tie.
-_BLOCKS, _STEPS, _TIED = 12, 10, 0.02
+#: Maximum number of blocks to compare two micro-batches, and the largest difference of a tie.
+_BLOCKS, _TIED = 10, 0.02
+
+#: Steps before the timed ones of a run to compare micro-batches; the fewest and the most timed steps; and the seconds
+#: that suffice: runs differ more than the steps within them, so that more of a slow step decide nothing sooner.
+_WARMUP, _FEWEST, _STEPS, _SECONDS = 2, 3, 8, 4.0
 
 #: Options that shorten a run to a try.
 _SHORT = {
@@ -117,6 +122,7 @@ class Finder:
     #: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
     steps: JobSteps | None = None
     _rates: dict[int, list[float]] = field(default_factory=dict)
+    _step_seconds: float = 0.0  #: Of a whole step of the largest micro-batch that fits; 0 if unknown.
 
     def find(self) -> Found:
         """Find the micro-batch.
@@ -202,12 +208,17 @@ class Finder:
 
     def _tried(self, micro_batch: int) -> Try:
         """Try a micro-batch in one short run."""
+        assert self._spec.training
         started = time.monotonic()
         record = self._carried_out(micro_batch, try_options(self.config), "")
         if self._spec.device_type != "cpu" and not self._spec.virtual and record.get("metrics"):
             self._search.room = self._room(part(record, Metrics))
         needed = None if record["status"] == "oom" else self._needed(micro_batch, record)
         fits = record["status"] != "oom" and (needed or 0) <= self._search.room
+        if fits and (known := part(record, Metrics).step_seconds):  # the last try that fits is of the largest
+            layout = self._layouts[micro_batch]
+            shorter = stand_in(self._spec.training, layout).accumulation
+            self._step_seconds = (known.median or 0.0) * layout.accumulation / shorter
         found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
         so_far = self._field(None)
         self.note(so_far | {"tries": [*so_far["tries"], {**vars(found), "rates": None}]})
@@ -237,9 +248,8 @@ class Finder:
     def _fastest(self, fitting: list[int]) -> int:
         """Return the fastest: going down from the largest, stop at the first that the next smaller one does not beat.
 
-        The two run alternately. A pair is settled when it is known to differ, or to be tied, by the statistics of
-        ``repeat=auto``; a pair that is not settled after the last block counts as tied, and a tie goes to the larger
-        one.
+        The two run alternately, until the smaller one is known to be faster, or to be no more than a tie faster, by the
+        statistics of ``repeat=auto``. If neither is known after the last block, the larger one is kept.
         """
         best, *smaller = reversed(fitting)
         for other in smaller:
@@ -249,7 +259,11 @@ class Finder:
         return best
 
     def _is_slower(self, best: int, other: int) -> bool:
-        """Return whether the larger one is known to be slower than the next smaller one."""
+        """Return whether the larger one is known to be slower than the next smaller one.
+
+        Both intervals are one-sided. Only that of the slower one is widened for several looks: to keep the larger one
+        too early costs a little speed, but is no false statement.
+        """
         level, looks = significance.level_of_look(_BLOCKS), significance.interim_looks(_BLOCKS)
         pair: dict[int, dict[Hashable, float]] = {best: {}, other: {}}
         for block in range(1, _BLOCKS + 1):
@@ -263,13 +277,10 @@ class Finder:
             if block not in looks:
                 continue
             apart = Pool([pair[best], pair[other]]).difference(pair[best], pair[other])
-            (sign,) = significance.differing([apart], level)
-            if sign:
-                return sign < 0
-            if apart:
-                known = significance.compare(apart, level)
-                if max(known.high, 1 / known.low) <= 1 + _TIED:
-                    return False
+            assert apart  # with at least three runs of each
+            is_slower = significance.compare(apart, 2 * level).high < 1
+            if is_slower or 1 / significance.compare(apart, 2 * significance.LEVEL).low <= 1 + _TIED:
+                return is_slower
         return False
 
     def _rate(self, size: int, what: str) -> float | None:
@@ -278,7 +289,9 @@ class Finder:
         Raises:
             Broken: The run has no throughput.
         """
-        options = try_options(self.config, _STEPS) | {"train.warmup_steps": 2}
+        enough = math.ceil(_SECONDS / self._step_seconds) if self._step_seconds else _STEPS
+        steps = _WARMUP + min(max(enough, _FEWEST), _STEPS)
+        options = try_options(self.config, steps) | {"train.warmup_steps": _WARMUP}
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None

@@ -122,6 +122,19 @@ def test_the_fastest_is_looked_for_from_the_largest_downward(tmp_path, room, fas
     assert set(measured) == {8: {8, 4}, 4: {8, 4, 2}, 2: {8, 4, 2, 1}}[expected]
 
 
+@pytest.mark.parametrize(("seconds", "steps"), [(None, 10), (0.01, 10), (1.0, 6), (60.0, 5)])
+def test_a_smaller_one_that_is_clearly_slower_takes_three_runs_of_few_slow_steps(tmp_path, room, seconds, steps):
+    def made(size: int, number: int) -> dict[str, Any]:
+        rate = (130.0 if size == 8 else 100.0) * (1 + number % 3 / 20)
+        known = {"peak_memory_bytes": MIB, "samples_per_second": rate, "step_seconds": seconds and {"median": seconds}}
+        return {"status": "ok", "metrics": known}
+
+    search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
+    assert {one["micro_batch"]: len(one["rates"]) for one in search.field["tries"] if one["rates"]} == {8: 3, 4: 3}
+    written = [json.loads(path.read_text())["config"]["train"] for path in tmp_path.glob("tries/*/record.json")]
+    assert {one["steps"] for one in written if one["warmup_steps"]} == {steps}
+
+
 def test_both_of_every_pair_are_carried_out_in_turns(tmp_path, room):
     """A rate of the pair before is minutes old: by then the machine may do something else."""
     order: list[int] = []
