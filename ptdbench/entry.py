@@ -277,7 +277,7 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
         ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
     """
     from ptdbench.run import run
-    from ptdbench.sweep import carriers
+    from ptdbench.sweep import execution
 
     writes = is_first_rank(os.environ)
     try:
@@ -288,12 +288,12 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
             with settings.added(only.environment):
                 run(directory, only.config, only.summary)
         elif composed.searches:
-            carriers.search(agenda, composed)
+            execution.search(agenda, composed)
         else:
             if writes:
                 with composed.source.open():
                     hydra_output.write_multirun(composed.sweep(), directory)
-            carriers.all_of(agenda, composed)
+            execution.run_all(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
         remedy = f"free some space, and continue with {resume.command(directory)}"

@@ -14,7 +14,7 @@ import pytest
 from ptdbench import entry
 from ptdbench.records import failure, record, store
 from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import carriers, requests
+from ptdbench.sweep import execution, requests
 from ptdbench.sweep.agenda import Agenda
 from tests import forked
 from tests.conftest import ROOT, outputs
@@ -154,7 +154,7 @@ def test_a_run_of_a_sweep_that_fails_says_so_at_once(tmp_path, monkeypatch, caps
         store.write_record(directory, record.failed(store.load_record(directory), failure.of_launcher("Lost", "gone")))
 
     monkeypatch.setattr("ptdbench.run.run", fail)
-    carriers.carrier(agenda, compose_all(["model=toy"]))([agenda.open(1)])
+    execution.executor(agenda, compose_all(["model=toy"]))([agenda.open(1)])
     assert capsys.readouterr().err == "[2/2] toy ddp seed=2: failed: Lost: gone\n"
 
 

@@ -19,9 +19,9 @@ from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
 from ptdbench.setup.compose import compose_all
-from ptdbench.sweep import carriers, status, submission, watch
+from ptdbench.sweep import execution, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
-from ptdbench.sweep.carriers import NoObjective
+from ptdbench.sweep.execution import NoObjective
 from ptdbench.sweep.submission import Array, arrays
 
 
@@ -297,7 +297,7 @@ class TestFollowed:
                 return SimpleNamespace(sweep=sweep)
 
             monkeypatch.setattr(Plugins.instance(), "instantiate_sweeper", instantiate)
-            carriers.search(agenda, compose_all(words, multirun=True))
+            execution.search(agenda, compose_all(words, multirun=True))
             return told
 
         return it
@@ -340,7 +340,7 @@ class TestFollowed:
         monkeypatch.setattr(watch, "follow", follow)
         words = ["parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=3"]
         composed = compose_all(["cluster=slurm", "model=toy", *words], multirun=True)
-        carriers.all_of(Agenda.of(composed, asked(*words), tmp_path, None), composed)
+        execution.run_all(Agenda.of(composed, asked(*words), tmp_path, None), composed)
         assert happened == ["submitted", "0 known", "submitted", "2 known", "submitted", "4 known"]
         assert [job.overrides[-1] for job in ledger.read(tmp_path).jobs] == [
             f"repeat.block={block}" for block in (0, 0, 1, 1, 2, 2)
@@ -350,9 +350,9 @@ class TestFollowed:
         told = []
         monkeypatch.setattr(watch, "follow", lambda _, known: told.append(known) or {"0_toy_ddp"})
         agenda = Agenda(tmp_path, queued=frozenset({"0_toy_ddp"}), searches=True)
-        carry = carriers.carrier(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
+        execute = execution.executor(agenda, compose_all(["cluster=slurm", "model=toy"], multirun=True))
         for _ in range(2):
-            carry([])
+            execute([])
         assert told == [set()]
 
     def test_what_a_sweeper_chose_and_nobody_can_compose_ends_it_with_the_reason(self, search, tmp_path):

@@ -32,19 +32,19 @@ from ptdbench.sweep.agenda import Agenda, Opened
 from ptdbench.terminal import echo
 
 #: Executes runs, each of which is opened when the iterator reaches it.
-Carrier = Callable[[Iterable[Opened]], None]
+Executor = Callable[[Iterable[Opened]], None]
 
 _YEAR_MINUTES = 60 * 24 * 365
 
 
-def all_of(agenda: Agenda, composed: Composed) -> None:
+def run_all(agenda: Agenda, composed: Composed) -> None:
     """Execute a sweep whose runs are known in advance, batch by batch, until the stopping rule ends it."""
-    carry = carrier(agenda, composed)
+    execute = executor(agenda, composed)
     for numbers in agenda.batches(composed.first.hydra.sweeper.get("max_batch_size")):
         if agenda.is_settled(numbers[0]):
             return
         agenda.eta.expect(agenda.to_do(numbers))
-        carry(opened(agenda, numbers))
+        execute(opened(agenda, numbers))
 
 
 def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Opened]:
@@ -52,8 +52,8 @@ def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Opened]:
     return (run for number in numbers if (run := agenda.open(number)))
 
 
-def carrier(agenda: Agenda, composed: Composed) -> Carrier:
-    """Return the carrier that the command line's ``hydra/launcher`` chooses."""
+def executor(agenda: Agenda, composed: Composed) -> Executor:
+    """Return the executor that the command line's ``hydra/launcher`` selects."""
     if composed.launcher == "submitit_slurm":
         return _BySlurm(agenda, composed.first.hydra.launcher)
     if composed.launcher == "submitit_local":
@@ -84,13 +84,13 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     from ptdbench.sweep import watch
     from ptdbench.sweep.submission import call_of, carry_out
 
-    executor = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
-    executor.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
+    submitter = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
+    submitter.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
     for run in runs:
         echo(f"{run.number} {run.request.config.label}: started", sys.stderr)
         # submitit hides all GPUs that were not requested through it.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        submitted = executor.submit(carry_out, *call_of(directory, run, CUDA_VISIBLE_DEVICES=visible))
+        submitted = submitter.submit(carry_out, *call_of(directory, run, CUDA_VISIBLE_DEVICES=visible))
         try:
             submitted.wait()
         except BaseException:
@@ -128,7 +128,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
     Raises:
         ConfigError: The sweeper failed, or a run that it chose cannot be composed or submitted.
     """
-    carry = carrier(agenda, composed)
+    execute = executor(agenda, composed)
     with composed.source.open():
         loader = GlobalHydra.instance().config_loader()
         own = [
@@ -148,7 +148,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
                     raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
                 agenda.requests.append(requests.of_search(whole, words))
             numbers = range(first, first + len(job_overrides))
-            carry(opened(agenda, numbers))
+            execute(opened(agenda, numbers))
             return [_outcome(agenda, number) for number in numbers]
 
         Plugins.instance().register(ptdbench_launcher.HandOver)
