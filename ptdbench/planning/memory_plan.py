@@ -55,7 +55,7 @@ class Asked:
     """A configuration to plan for."""
 
     config: Config  #: The configuration.
-    is_free: bool  #: Whether nobody gave a global batch, so that ``train.micro_batch=max`` is not bound by one.
+    is_free: bool  #: Whether no global batch was given, so that ``train.micro_batch=max`` is not bound by one.
     title: str  #: Its title in the display.
     carry_out: CarryOut  #: :func:`ptdbench.run.run`.
     cores: int = 1  #: Number of ranks to run at once.

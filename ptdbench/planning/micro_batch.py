@@ -242,7 +242,7 @@ class Finder:
         record = store.load_record(directory)
         is_told = record["status"] != "oom" or not self._spec.virtual or failure.is_of_gpu(schema.error(record))
         if record["status"] not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
-            raise Broken(f"the try of micro-batch {micro_batch} came to no result: {reason(record)}")
+            raise Broken(f"the trial run of micro-batch {micro_batch} does not show whether it fits: {reason(record)}")
         return record
 
     def _fastest(self, fitting: list[int]) -> int:
@@ -297,7 +297,7 @@ class Finder:
             return None
         rate = part(record, Metrics).samples_per_second
         if not rate:
-            raise Broken(f"the try of micro-batch {size} has no throughput; train.micro_batch=max needs none")
+            raise Broken(f"the trial run of micro-batch {size} has no throughput; try train.micro_batch=max")
         return rate
 
 

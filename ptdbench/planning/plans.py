@@ -123,7 +123,7 @@ class _Lacking:
     """A plan that is not cached."""
 
     config: Config
-    is_free: bool  #: Whether nobody gave a global batch.
+    is_free: bool  #: Whether no global batch was given.
     title: str  #: Its title in the display.
     key: dict[str, Any] | None  #: Its cache key; ``None`` if it cannot be cached.
 
