@@ -152,7 +152,7 @@ def remark(ranking: Ranking) -> str | None:
     each = f"{_runs(min(counts), max(counts))} each"
     known = [place.against_best for place in ranked if place.against_best]  # none if the first has too few runs
     if not known and not any(place.faster for place in ranked):
-        return f"{each}: no ranks; repeat=5 shows them"
+        return f"{each}: not ranked; repeat=5 ranks them"
     resolve = "resolves" if max(counts) == 1 else "resolve"
     said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
     said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}" if known else each)

@@ -120,9 +120,9 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     A layer is gathered for its forward and again for its backward passes; the last layer and the weights outside layers
     once for both. Gradients are reduce-scattered once per step, or if requested once per micro-batch, and the shards
     averaged between copies once per step (Zhao et al. 2023, arXiv 2304.11277); under a pipeline both happen once per
-    pass of its schedule. Shards are padded to equal sizes. How often
-    pipeline stages gather layers that they free in between depends on the order of micro-batches: unknown. For weights
-    gathered in fp8, ranks first agree on the scales.
+    pass of its schedule. Shards are padded to equal sizes. How often pipeline stages gather layers that they free in
+    between depends on the order of micro-batches: unknown. For weights gathered in fp8, ranks first agree on the
+    scales.
     """
     how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
     parts, of = local_parts(work.model, how, dims), rules(module_of(work.model))

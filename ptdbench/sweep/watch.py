@@ -164,7 +164,7 @@ def table_text(sweep: Sweep, width: int | None = None) -> str:
     """Return the table as plain text, then omitted columns, reasons and how to resume; see :func:`table_lines`."""
     lines, gone = table_lines(sweep, width)
     below = [wrap(line, width) for line in (*text.left_out(gone, width), *reasons(sweep))]
-    return "\n".join([*lines, *below, *(f"killed; go on with {resume.command(*one)}" for one in sweep.killed.items())])
+    return "\n".join([*lines, *below, *(f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items())])
 
 
 #: Seconds between two queries of the queue: short while the user waits for the first job, later longer to spare SLURM.

@@ -85,7 +85,7 @@ def test_a_single_alternative_has_no_order():
 def test_few_runs_without_knowledge_of_the_machine_have_no_order(runs, each):
     found = ranked(repeated("ddp", STEADY[:runs]), repeated("fsdp", scaled(0.1, STEADY[:runs])))
     assert [(place.rank, place.margin, place.against_best) for place in found.places] == [((1, 2), None, None)] * 2
-    assert ranking.remark(found) == f"{each}: no ranks; repeat=5 shows them"
+    assert ranking.remark(found) == f"{each}: not ranked; repeat=5 ranks them"
 
 
 def test_an_order_behind_a_single_run_is_known():

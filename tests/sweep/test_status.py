@@ -110,7 +110,7 @@ def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, s
     store.write_record(path, store.load_record(path) | {"owner": owner, "sources": ["--config-dir", "my conf"]})
     sweep.queue = {"8": state("8", "RUNNING n1")}
     is_killed = started is not None and job is None
-    below = f"killed; go on with python train.py --config-dir 'my conf' sweep.resume={sweep.path}"
+    below = f"killed; resume with python train.py --config-dir 'my conf' sweep.resume={sweep.path}"
     for folder, expected in (
         (sweep.path, below),
         (path, below.replace(f"sweep.resume={sweep.path}", f"resume={path}")),
