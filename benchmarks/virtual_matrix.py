@@ -115,8 +115,8 @@ def page(table: Table, version: str) -> str:
     every = [said for cells in table.values() for said in cells.values()]
     fine = sum(said.startswith("ok") for said in every)
     head = f"{len(every)} of {len(ROWS) * len(COLUMNS)} cells have been run with torch {version}: {fine} ran to "
-    head += "completion, shown with the peak reserved memory of a rank; a number in parentheses is a refusal, for the "
-    head += "reason that a GPU would get."
+    head += "completion, shown with the peak reserved memory of a rank; a number in parentheses is a refusal, with the "
+    head += "reason that a run on a GPU would be given."
     return "\n".join([head, "", *lines, "", *reasons, "", *described(layouts, COLUMNS)])
 
 

@@ -109,7 +109,8 @@ def carry_out(directories: Sequence[Path]) -> int:
     """
     _import_from_here()
     world = discover(os.environ)
-    configs = {directory: resume.startable(directory, world) for directory in directories}
+    unique = {directory.resolve(): directory for directory in directories}
+    configs = {directory: resume.startable(directory, world) for directory in unique.values()}
     if world is None:
         prepare_ranks([*configs.values()])
 

@@ -178,7 +178,7 @@ class Text(Sequences):
             return Problem("path", self.path, what, "try a text file or a folder of text files")
         whose = "the held-out text" if held_out else "the text for training" if self._share else "the text"
         rule = f"{whose} has {count} tokens, and a sample needs one more than its length, for the last target"
-        shorter = [f"model.sequence_length={count - 1}"] if count > 1 else []
+        shorter = [f"a sequence_length of {count - 1}"] if count > 1 else []
         if held_out:
             return Problem("held_out", self._share, rule, try_these(["a larger share", *shorter]))
         return Problem("sequence_length", self.sequence_length, rule, try_these(shorter))

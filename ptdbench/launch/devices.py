@@ -69,7 +69,7 @@ def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedel
         own.wait(list(keys), patience)
     except dist.DistError:
         missing = [int(key) for key in keys if key != "all" and not own.check([key])] if world.rank == 0 else [0]
-        rule = f"{rank_names(missing)} did not report their devices within {patience.seconds} s"
+        rule = f"{rank_names(missing)} sent no list of devices within {patience.seconds} s"
         problem = Problem(world.launcher, f"{world.size} ranks", rule, "see their own output")
         raise rendezvous.NotMet([problem]) from None
 

@@ -296,7 +296,8 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
             summands |= set(module.get_submodule(name).parameters())
     summands -= experts.parts(work.model, work.layout.dims).keys()
     # FSDP sums them when it reduces gradients: under a pipeline in each pass of its schedule.
-    times = work.layout.accumulation if work.is_sharded and work.layout.dims.pipeline > 1 else 1
+    reduces_each = work.layout.dims.pipeline > 1 or work.how.reduce_scatter_each_microbatch
+    times = work.layout.accumulation if work.is_sharded and reduces_each else 1
     yield {"all_reduce": float(times * sum(weight.nbytes for weight in summands))}
 
 

@@ -54,7 +54,7 @@ def shard(
     """
     narrow = DTYPES[precision] != torch.float32
     assert how.sent != "powersgd"  # refused
-    reduce_dtype = DTYPES[how.sent]  # FSDP also accumulates micro-batches in it
+    reduce_dtype = DTYPES[how.sent]  # FSDP also accumulates whole gradients of micro-batches in it
     # Inputs are cast by precision.cast_inputs(), as under every layout.
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False

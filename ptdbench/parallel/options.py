@@ -80,8 +80,8 @@ class Options(Degrees[Size]):
 
     def accumulates_whole(self, plan: BatchPlan) -> bool:
         """Whether the gradients of sharded weights are whole between the micro-batches of a step."""
-        is_accumulating = plan.accumulation > 1 and not self.applies("pipeline", plan.dims)
-        return is_accumulating and plan.dims.shards > 1 and not self.reduce_scatter_each_microbatch
+        is_sharded = plan.dims.shard > 1 and not self.applies("pipeline", plan.dims)
+        return is_sharded and plan.accumulation > 1 and not self.reduce_scatter_each_microbatch
 
     def has_static_graph(self, plan: BatchPlan) -> bool:
         """Resolve ``static_graph``; ``auto`` enables it where it is sound.

@@ -286,7 +286,7 @@ class _Virtual:
         """Suggest options that reduce the memory beside the training state, which the smallest micro-batch exceeds."""
         config, how, words = self._asked.config, self._training.strategy, []
         smallest = next(iter(self._layouts.values()))
-        if smallest.dims.replicate == smallest.dims.world_size:
+        if smallest.dims.replicate == smallest.dims.world_size > 1:
             words.append("parallel=fsdp")
         if how.accumulates_whole(smallest):
             words.append("parallel.reduce_scatter_each_microbatch=true")

@@ -242,7 +242,7 @@ class Finder:
         record = store.load_record(directory)
         is_told = record["status"] != "oom" or not self._spec.virtual or failure.is_of_gpu(schema.error(record))
         if record["status"] not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
-            raise Broken(f"the trial run of micro-batch {micro_batch} does not show whether it fits: {reason(record)}")
+            raise Broken(f"the trial run of micro-batch {micro_batch} ended without a result: {reason(record)}")
         return record
 
     def _fastest(self, fitting: list[int]) -> int:
@@ -290,8 +290,9 @@ class Finder:
             Broken: The run has no throughput.
         """
         enough = math.ceil(_SECONDS / self._step_seconds) if self._step_seconds else _STEPS
-        steps = _WARMUP + min(max(enough, _FEWEST), _STEPS)
-        options = try_options(self.config, steps) | {"train.warmup_steps": _WARMUP}
+        timed = min(max(enough, _FEWEST), _STEPS)
+        options = try_options(self.config, _WARMUP + timed)
+        options["train.warmup_steps"] = options["train.steps"] - timed  # those that fp16 may skip come first
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None

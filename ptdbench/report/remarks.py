@@ -177,7 +177,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_clock_remarks(by_name),
         *_each_once(records, Remarks, "check"),
         *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
-        *(f"{name}: checkpoints: {_first(told)}" for name, run in by_name if (told := part(run, Remarks).checkpoints)),
+        *_checkpoint_remarks(places),
         *virtual.remarks(records),
     ]
 
@@ -246,8 +246,12 @@ def _ceiling_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
         yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
 
 
-def _first(lines: Sequence[str]) -> str:
-    return lines[0] if len(lines) == 1 else f"{lines[0]}; {len(lines) - 1} more in the record"
+def _checkpoint_remarks(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+    """Yield the first problem with the checkpoints of each row's runs, and how many more their records have."""
+    for name, place in places:
+        told = [line for run in place.alternative.runs for line in part(run, Remarks).checkpoints or []]
+        if told:
+            yield f"{name}: checkpoints: {told[0]}" + (f"; {len(told) - 1} more on record" if told[1:] else "")
 
 
 def _data_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:

@@ -70,7 +70,8 @@ def unresolved(composed: Composed) -> Iterator[Problem]:
     for whole, read in zip(composed.whole, composed.configs, strict=True):
         hydra = config_of_run(whole, None, 0).hydra
         variables = [(hydra.job.env_set, name) for name in hydra.job.env_set]
-        for node, name in [(hydra.run, "dir"), (hydra.sweep, "dir"), (hydra.sweep, "subdir"), *variables]:
+        places = [(hydra.sweep, "dir"), (hydra.sweep, "subdir")] if composed.is_sweep else [(hydra.run, "dir")]
+        for node, name in [*places, *variables]:
             try:
                 node[name]
             except OmegaConfBaseException as error:

@@ -94,7 +94,8 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
         kept = [word for word in _without(kept, others) if option(word) not in (RUN, "repeat.block")]
-        kept = [word for word in kept if not option(word).startswith(_replaced(others, earlier, written))]
+        replaced = _replaced(directory, others, earlier)
+        kept = [word for word in kept if not option(word).startswith(replaced)]
         return Line([*kept, *hydras, *others, f"{RUN}={quoted(str(directory.resolve()))}"], None)
     _refuse_complete(directory, written)
     if world is None and (sweep := _submitted_by(directory)):
@@ -199,11 +200,14 @@ def _is_place(override: str) -> bool:
     return is_cluster(override) or option(override) == RESHAPE or option(override).startswith(("hydra.", "hydra/"))
 
 
-def _replaced(others: Iterable[str], earlier: Iterable[str], written: Written) -> tuple[str, ...]:
-    """Return the prefixes of a run's options that the others' choices replace: ``parallel.`` if pdp becomes ddp."""
-    typed = values(earlier)
-    was = {group: typed.get(group, record.option(written, f"{group}.name", str)) for group in CALLS}
-    return tuple(f"{group}." for group, choice in values(others).items() if group in CALLS and choice != was[group])
+def _replaced(directory: Path, others: Iterable[str], earlier: Iterable[str]) -> tuple[str, ...]:
+    """Return the prefixes of a run's options that the others' choices replace: ``parallel.`` if pdp becomes ddp.
+
+    A list that has the run's own choice replaces nothing, as its options are then for all of the list.
+    """
+    was = {**(_of_hydra(directory / ".hydra/hydra.yaml", "hydra.runtime.choices") or {}), **values(earlier)}
+    chosen = {group: choice.split(",") for group, choice in values(others).items() if group in CALLS}
+    return tuple(f"{group}." for group, choices in chosen.items() if was.get(group) not in (None, *choices))
 
 
 def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:

@@ -187,10 +187,11 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
     if other := record.other_model(found.model, read.resolved["model"]):
         rule, remedy = f"resume={named} holds {other}", "a run begins with the weights of its model"
         raise ConfigError([Problem("model", read.call("model").name, rule, remedy)])
-    examines = read.eval.every or read.profile.trace
+    evaluated = [one["step"] for one in found.facts.get("evaluations", [])][-1:] == [found.step]
+    examines = read.profile.trace or (read.eval.every and not evaluated)
     if goes_on is None and found.step >= read.train.steps and not examines:
         rule = f"resume={named} has taken {plural(found.step, 'step')}, and none is left"
-        remedy = f"try {2 * found.step}, to train on from there, or eval.every=1 or profile=true, to examine it"
+        remedy = f"try {2 * found.step}, to train on from there, or profile=true, to trace steps of it"
         raise ConfigError([Problem("train.steps", read.train.steps, rule, remedy)])
 
 

@@ -147,7 +147,9 @@ def _one(directory: Path) -> Sweep:
 def _was_killed(run: Run) -> bool:
     """Return whether the process of a run here was killed; those of a comparison do not count, as it cannot resume."""
     owner, series = run.record.get("owner"), option(run.record, "repeat.series", str)
-    return owner is not None and not (run.job or run.is_over or series) and ownership.is_alive(owner) is False
+    is_here = run.record.get("launcher") in (None, "local")  # others resume under their launcher
+    is_open = not (run.job or run.is_over or series)
+    return owner is not None and is_here and is_open and ownership.is_alive(owner) is False
 
 
 def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:

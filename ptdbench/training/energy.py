@@ -85,7 +85,8 @@ class Counter(ABC):
         """Return the count of all stretches so far."""
         reason = self.reason
         if reason is None and not self._steps:
-            reason = f"no interval after the warm-up lasted {self.min_seconds:g} s, the minimum for {self.source}"
+            least = f"{self.min_seconds:g} s, the minimum for {self.source}"
+            reason = f"no stretch of steps after the warm-up lasted {least}"
         return Counted(self.device, self._steps, self._seconds, self._joules, reason)
 
     @abstractmethod
@@ -128,7 +129,7 @@ class Packages(Counter):
     def _spent(self, before: Sequence[float], after: Sequence[float], seconds: float) -> float:
         if seconds * _MAX_WATTS > (least := min(self._ranges)):
             rule = f"RAPL's counters, which wrap after {least:.0f} J"
-            raise Unreadable(f"an interval of {seconds:.0f} s is too long for {rule}")
+            raise Unreadable(f"a stretch of {seconds:.0f} s is too long for {rule}")
         ends = zip(before, after, self._ranges, strict=True)
         return sum(last - first + (full if last < first else 0.0) for first, last, full in ends)
 

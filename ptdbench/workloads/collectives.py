@@ -70,7 +70,7 @@ class Collectives(Effort):
         """Raise ConfigError for missing ranks and for operations that the backend does not support."""
         lacks = [name for name in lacking(backend, device_type) if self.ops != "all" and name in _listed(self.ops, ())]
         has = [name for name in OPERATIONS if name not in lacking(backend, device_type)]
-        rule = f"{backend} does not support on GPU tensors: {', '.join(lacks)}"
+        rule = f"{backend} does not support {', '.join(lacks)} of GPU tensors"
         remedy = f"try {', '.join(has)}, or backend=nccl"
         require(
             timing.single_rank("collectives", world_size),

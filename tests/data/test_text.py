@@ -113,7 +113,7 @@ def test_an_empty_folder_is_refused_and_a_cache_that_cannot_be_written(tmp_path,
 def test_a_text_shorter_than_a_sample_is_refused_at_prepare(file, cache):
     file.write_bytes(b"abcd")
     for _ in range(2):  # also where its tokens are there
-        assert told(refused(file, sequence_length=5)) == ("sequence_length", 5, "try model.sequence_length=4")
+        assert told(refused(file, sequence_length=5)) == ("sequence_length", 5, "try a sequence_length of 4")
     assert not list(cache.glob("*.partial"))
     text(file, sequence_length=4).prepare()
 

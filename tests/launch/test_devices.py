@@ -120,5 +120,5 @@ def test_all_ranks_say_the_same(together):
 
 def test_a_rank_that_says_nothing_is_named(together):
     assert together(2, {0: 2}) == {
-        0: "torchrun=2 ranks: rank 1 did not report their devices within 1 s; see their own output"
+        0: "torchrun=2 ranks: rank 1 sent no list of devices within 1 s; see their own output"
     }

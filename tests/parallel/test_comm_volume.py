@@ -56,6 +56,8 @@ CASES: dict[str, tuple[Strategy, dict[str, Any]]] = {
     "fsdp that keeps them in a pass": (
         Strategy(shard="auto", reshard_after_forward=False, reshard_between_microbatches=True), {"micro_batch": 1}),
     "fsdp that reduces each": (Strategy(shard="auto", reduce_scatter_each_microbatch=True), {"micro_batch": 1}),
+    "tensor that reduces each": (
+        Strategy(shard="auto", tensor=2, sequence=True, reduce_scatter_each_microbatch=True), {"micro_batch": 2}),
     "hsdp that reduces each": (
         Strategy(replicate=2, shard="auto", reduce_scatter_each_microbatch=True), {"micro_batch": 1}),
     "fsdp that gathers ahead": (Strategy(shard="auto", prefetch=2), {"micro_batch": 1}),

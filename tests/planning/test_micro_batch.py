@@ -97,7 +97,7 @@ def test_none_fits(tmp_path, room):
 
 def test_what_fails_for_another_reason_is_no_matter_of_memory(tmp_path, room):
     error = {"rank": 1, "type": "ValueError", "message": "no such layer", "traceback": ""}
-    with pytest.raises(Broken, match="the trial run of micro-batch 1 does not show whether it fits: failed on rank 1:"):
+    with pytest.raises(Broken, match="the trial run of micro-batch 1 ended without a result: failed on rank 1:"):
         found(tmp_path, lambda *_: {"status": "failed", "error": error}, "train.micro_batch=max")
 
 
@@ -105,7 +105,7 @@ def test_what_fails_for_another_reason_is_no_matter_of_memory(tmp_path, room):
 def test_on_virtual_gpus_the_memory_of_this_machine_is_no_answer(tmp_path, kind, is_answer):
     error = {"rank": 1, "type": kind, "message": "", "traceback": ""}
     expected = MemoryError if is_answer else Broken
-    with pytest.raises(expected, match="not even micro-batch 1 fits" if is_answer else "does not show whether it fits"):
+    with pytest.raises(expected, match="not even micro-batch 1 fits" if is_answer else "ended without a result"):
         found(tmp_path, lambda *_: {"status": "oom", "error": error}, "train.micro_batch=max", "virtual=h100",
               "device=auto")  # fmt: skip
 

@@ -299,7 +299,7 @@ def held_back(*ranks):
         ({"remarks": {"cut_short": "70 of 100 steps: more would exceed train.max_minutes=10"}},
          ["fsdp: took 70 of 100 steps: more would exceed train.max_minutes=10"]),
         ({"remarks": {"checkpoints": ["step 3: not saved", "step 6: not saved", "step 9: not saved"]}},
-         ["fsdp: checkpoints: step 3: not saved; 2 more in the record"]),
+         ["fsdp: checkpoints: step 3: not saved; 2 more on record"]),
         ({"hardware": None}, []),
         (held_back(None, {"power limit": 0.01}), []),
         (held_back({}, {"power limit": 0.12, "sync boost": 0.0}),

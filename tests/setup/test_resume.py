@@ -84,11 +84,18 @@ class TestLine:
             ("parallel=pdp", ["model=toy", "parallel.schedule=gpipe", "model.width=7"]),
             ("model=toy", ["parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]),
             ("seed=1", ["model=toy", "parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]),
+            ("parallel=ddp,pdp", ["model=toy", "parallel.schedule=gpipe", "model.width=7"]),  # they are for all
+            ("data=text", ["model=toy", "parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]),  # the default
+            ("data=digits", ["model=toy", "parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]),
         ],
     )
     def test_options_of_a_choice_end_with_it(self, tmp_path, more, kept):
         typed = ["model=toy", "parallel=pdp", "parallel.schedule=gpipe", "model.width=7"]
+        typed += ["data.seed=3"] if more.startswith("data") else []
+        kept = [*kept, "data.seed=3"] if more == "data=text" else kept
         run = self.begun(tmp_path / "run", typed)
+        (run / ".hydra").mkdir()
+        (run / ".hydra/hydra.yaml").write_text("hydra: {runtime: {choices: {data: text, parallel: ddp}}}")
         assert self.line([f"resume={run}", more]).overrides == [*kept, more, f"resume='{run}'"]
 
     def test_in_another_directory_it_is_a_run_of_its_own(self, tmp_path):
@@ -293,7 +300,7 @@ class TestRefused:
 
     def test_a_checkpoint_after_which_no_step_is_left(self, ended, tmp_path):
         said = self.refused("resume=run", "train.steps=3", cwd=tmp_path)
-        remedy = "try 8, to train on from there, or eval.every=1 or profile=true, to examine it"
+        remedy = "try 8, to train on from there, or profile=true, to trace steps of it"
         assert said == f"train.steps=3: resume={ended} has taken 4 steps, and none is left; {remedy}"
 
     def test_another_shape_in_its_own_place_and_results_are_not_overwritten(self, ended, tmp_path):

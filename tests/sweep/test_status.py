@@ -99,17 +99,24 @@ class TestOnThisMachine:
         assert sweep.asked == []
 
 
-@pytest.mark.parametrize(("job", "started"), [(None, 0.0), ("8", 0.0), (None, None)], ids=["killed", "job", "alive"])
-def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, started):
+@pytest.mark.parametrize(
+    ("job", "started", "more"),
+    [
+        (None, 0.0, {}), (None, 0.0, {"launcher": "local"}), ("8", 0.0, {}), (None, None, {}),
+        (None, 0.0, {"launcher": "mpirun"}), (None, 0.0, {"config": {"repeat": {"series": "a"}}}),
+    ],
+    ids=["killed", "killed local", "job", "alive", "mpirun", "comparison"],
+)  # fmt: skip
+def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, started, more):
     for number in range(2):
         path = sweep.begin(number)
     sweep.end(0)
     ledger.begin(sweep.path, ["model=toy"])
     owner = to_builtins(this_process("start", {"SLURM_JOB_ID": job} if job else {}))
     owner |= {} if started is None else {"started": started}
-    store.write_record(path, store.load_record(path) | {"owner": owner, "sources": ["--config-dir", "my conf"]})
+    store.write_record(path, store.load_record(path) | {"owner": owner, "sources": ["--config-dir", "my conf"]} | more)
     sweep.queue = {"8": state("8", "RUNNING n1")}
-    is_killed = started is not None and job is None
+    is_killed = started is not None and job is None and more in ({}, {"launcher": "local"})
     below = f"killed; resume with python train.py --config-dir 'my conf' sweep.resume={sweep.path}"
     for folder, expected in (
         (sweep.path, below),

@@ -72,7 +72,7 @@ class TestPackages:
         found = metered(Packages("n1", tmp_path), lambda: file.write_text("389013\n"))
         assert (found.joules, found.reason) == (pytest.approx(1.0), None)
         reason = metered(Packages("n1", tmp_path), seconds=40.0).reason
-        assert reason == "an interval of 40 s is too long for RAPL's counters, which wrap after 65533 J"
+        assert reason == "a stretch of 40 s is too long for RAPL's counters, which wrap after 65533 J"
 
     def test_a_machine_without_counters(self, tmp_path):
         root = tmp_path / "powercap"
@@ -103,7 +103,7 @@ class TestPackages:
         file = zone(tmp_path, "intel-rapl:0", "package-0")
         counter = Packages("n1", tmp_path)
         found = metered(counter, lambda: file.write_text("1000000\n"), seconds=0.09)
-        assert found == Counted("n1", reason="no interval after the warm-up lasted 0.1 s, the minimum for RAPL")
+        assert found == Counted("n1", reason="no stretch of steps after the warm-up lasted 0.1 s, the minimum for RAPL")
         assert metered(counter, lambda: file.write_text("3000000\n"), seconds=0.1).joules == 2.0
 
 
@@ -174,7 +174,7 @@ class TestGpu:
         assert found.reason == "NVML's energy counter went backwards: the driver was reloaded"
         gpu = Gpu("n1", "GPU-a", nvml)
         found = metered(gpu, lambda: self.work(nvml), seconds=0.9)
-        assert found.reason == "no interval after the warm-up lasted 1 s, the minimum for NVML"
+        assert found.reason == "no stretch of steps after the warm-up lasted 1 s, the minimum for NVML"
         assert gpu.clocks()["held_back"] is None
 
     def test_a_gpu_that_nvml_does_not_know(self):

@@ -131,7 +131,7 @@ def test_a_pipeline_that_does_not_divide_the_ranks_is_refused():
 
 
 def test_what_the_backend_lacks_is_refused_where_it_is_asked_for():
-    with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo does not support on GPU tensors: gather; "):
+    with pytest.raises(ConfigError, match=r"^workload.ops=gather: gloo does not support gather of GPU tensors; "):
         Collectives(ops="gather").check(2, "cuda", "gloo")
     for backend, device in (("gloo", "cpu"), ("nccl", "cuda")):
         Collectives(ops="gather").check(2, device, backend)
