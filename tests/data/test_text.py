@@ -203,10 +203,10 @@ class TestHeldOut:
         assert tokens == 12, "one document and its separator"
         assert len(text(folder, held_out=1e-9, sequence_length=11).held_out) == 1
         problem = refused(folder, held_out=1e-9, sequence_length=12)
-        assert told(problem) == ("held_out", 1e-9, "try a larger share, model.sequence_length=11")
+        assert told(problem) == ("held_out", 1e-9, "try a larger share, a sequence_length of 11")
         assert "12 tokens" in problem.rule
         problem = refused(folder, held_out=1 - 1e-9, sequence_length=12)
-        assert told(problem) == ("sequence_length", 12, "try model.sequence_length=11")
+        assert told(problem) == ("sequence_length", 12, "try a sequence_length of 11")
         assert problem.rule.startswith("the text for training has 12 tokens")
 
     def test_tokens_stand_for_the_bytes_of_the_text_they_were_made_of(self, folder, tmp_path):

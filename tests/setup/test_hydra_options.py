@@ -111,8 +111,13 @@ def test_runs_of_a_sweep_lie_below_it(place):
 )
 def test_what_the_directory_and_the_environment_refer_to_has_a_value(typed, told):
     assert refused(typed) == f"{typed.removeprefix('+')}: {told}; give the value itself"
+
+
+def test_a_directory_that_is_not_used_may_refer_to_nothing():
+    hydra_options.check(compose_all(["model=toy", "hydra.sweep.dir=x/${nope}"]), None, Path("x"))
+    plans.composed(["model=toy", "hydra.run.dir=x/${nope}"], None)  # a plan has the directory of a sweep
     with pytest.raises(ConfigError, match="give the value itself"):
-        plans.composed([typed], None)
+        plans.composed(["model=toy", "model.name=${nope}"], None)
 
 
 class TestSearch:
