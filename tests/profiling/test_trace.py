@@ -232,6 +232,14 @@ COPIED = [
 ]
 
 
+def test_all_gathers_by_kernels_or_of_one_rank_are_not_by_copy_engines(read):
+    alone = event("record_param_comms", 1, 2, **GATHER | {"Group size": 1})
+    sizes = {"In msg nelems": 10, "Out msg nelems": 20, "dtype": "Float"}
+    kernel = event("ncclDevKernel_AllGather_RING_LL", 4, 5, "kernel", 7, **GATHER, **sizes)
+    for events, found in (([alone, *COPIED[1:]], []), ([*COPIED, kernel], ["all_gather"])):
+        assert [call.operation for call in read(*step(0, 1, 6, 10), *events, device="cuda").calls] == found
+
+
 @pytest.mark.parametrize(
     ("events", "device", "message"),
     [
