@@ -55,6 +55,9 @@ class Job:
     display: Display = field(default_factory=Display)  #: The progress display; visible on rank 0 only.
     #: Adds fields to the record during the run, so that they survive however the run ends; called on rank 0.
     note: Callable[[Mapping[str, Any]], None] = lambda _: None
+    #: Writes the result of the run, which no later failure changes; called on rank 0. A workload that goes on after its
+    #: result is known calls it before, and returns an outcome without ``logs``, as they are closed.
+    conclude: Callable[[Outcome], None] = lambda _: None
 
     @property
     def training(self) -> TrainingSpec:

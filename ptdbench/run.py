@@ -318,12 +318,14 @@ def _work(spec: RunSpec, world: World, attempt: Attempt, watch: Stopwatch, displ
             met = peers.meet(world, device, spec.config.cluster.cpus_per_rank)
         watch.lap("rendezvous")
         note = partial(ending.update_record, attempt)
+        conclude = partial(ending.write_result, attempt, spec, device, met)
         display.phase("working")  # until the workload sets a more specific phase
         workload: Workload = choices.build(spec.config, "workload")
-        outcome = workload(Job(spec, world, met, run_store, device, attempt.directory, watch, dog, display, note))
+        at = attempt.directory
+        outcome = workload(Job(spec, world, met, run_store, device, at, watch, dog, display, note, conclude))
         if world.is_first:
             with dog.paused():
-                ending.write_result(attempt, spec, device, met, outcome)
+                conclude(outcome)
 
 
 def _prepared_device(spec: RunSpec, world: World) -> torch.device:

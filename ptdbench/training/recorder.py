@@ -55,8 +55,9 @@ class Recorder:
         self._next = 1
         self._seconds_per_step = 0.0
         self._drained_at = self._next_figures_at = time.perf_counter()
-        services = [TensorBoard(), choices.build(job.spec.config, "logger")] if job.world.is_first else []
-        #: The writers of the run's curves to TensorBoard and a logging service, on rank 0.
+        writes = job.world.is_first and store.TRIES not in job.directory.parts
+        services = [TensorBoard(), choices.build(job.spec.config, "logger")] if writes else []
+        #: The writers of the run's curves to TensorBoard and a logging service, on rank 0; none for a trial run.
         self.logs = [Log(service, job.directory) for service in services if service]
 
     def begin(self, steps: int = 0, source: Path | None = None, facts: Mapping[str, Any] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -52,7 +52,7 @@ class Train:
         job.display.phase("building")
         expected = profile.expect(job)
         training = _Training(job)
-        found = with_check(training.outcome(training.advance()), checked)
+        found = with_check(training.outcome(), checked)
         if found.stopped or found.error:
             return found
         with memory.no_collection():  # a collection would copy the pages shared with the fork server
@@ -75,12 +75,18 @@ class _Training:
             loop.rehearse()
         job.watch.lap("build")
 
-    def advance(self) -> str | None:
+    def outcome(self) -> Outcome:
+        """Run all steps and return the outcome; called in all ranks. If the run diverged, each rank has the error."""
+        with self._recorder:
+            return self._outcome(self._advance())
+
+    def _advance(self) -> str | None:
         """Run all steps, with evaluations and saves between them; return the name of the signal to stop, if any."""
-        loop, evaluator, checkpointing = self.loop, self._evaluator, self._checkpointing
+        loop, evaluator = self.loop, self._evaluator
+        checkpointing, recorder = self._checkpointing, self._recorder
         stopped = None
         advancing = steps(self._job, loop, at_end=self._meter.stop)
-        with self._recorder as recorder, StopSignal() as stop_signal, closing(advancing) as advance:
+        with StopSignal() as stop_signal, closing(advancing) as advance:
 
             def evaluate() -> None:
                 if evaluator(stop_signal.meanwhile()):
@@ -107,8 +113,7 @@ class _Training:
             checkpointing.finish()
         return stopped
 
-    def outcome(self, stopped: str | None) -> Outcome:
-        """Return the outcome; called in all ranks. If the run diverged, each rank has the error."""
+    def _outcome(self, stopped: str | None) -> Outcome:
         job, done, asked = self._job, self.loop.done, self._job.spec.config.train
         remarks = self._remarks(stopped)
         self._recorder.finish()
@@ -148,14 +153,20 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
     if machine:
         fields["virtual"] = virtual_account.account(job, loop, expected.volume)
     if job.spec.config.profile.steps:
-        if job.world.is_first:
-            job.note({**fields, "status": "ok", "error": None})
+        outcome = _concluded(job, outcome, fields)
         if not machine or (machine.real_time and job.world.present is None):  # otherwise times mean nothing
             fields["phases"] = profile.phases(job, loop, fields.get("metrics"), expected)
-            if job.world.is_first:
-                job.note({"phases": fields["phases"]})
+            outcome = _concluded(job, outcome, fields)
         fields["memory"] = memory_split.split(job, loop)
     return replace(outcome, fields=fields)
+
+
+def _concluded(job: Job, outcome: Outcome, fields: Mapping[str, Any]) -> Outcome:
+    """Write the result with what is known so far, and close the logs."""
+    if job.world.is_first:
+        with job.watchdog.paused():
+            job.conclude(replace(outcome, fields=fields))
+    return replace(outcome, logs=())
 
 
 def assemble(job: Job) -> StepLoop:

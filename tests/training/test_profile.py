@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from ptdbench.data.feed import Feed
 from ptdbench.models.decoder import Decoder
@@ -337,6 +338,17 @@ def test_a_run_whose_pass_fails_was_ok_before(tmp_path):
     record = record_of(tmp_path)
     assert (record["status"], record["steps"], record.get("phases")) == ("ok", 3, None)
     assert record["metrics"]["samples_per_second"] > 0
+
+
+def test_a_run_whose_memory_is_not_split_keeps_its_phases_and_its_curves_end_well(tmp_path):
+    with pytest.raises(Failed):
+        RANKS.call(2, run_broken, composed(*TINY), tmp_path, "training.memory_split._usage", ZeroDivisionError())
+    record = record_of(tmp_path)
+    assert (record["status"], record["phases"]["steps"], record["memory"]) == ("ok", STEPS, None)
+    assert record["nodes"]
+    curves = EventAccumulator(str(tmp_path)).Reload()
+    assert [event.value for event in curves.Scalars("summary/ok")][-1] == 1.0
+    assert [event.step for event in curves.Scalars("step/learning_rate")] == [0, 1, 2]
 
 
 def test_a_trace_that_is_written_in_part_is_removed(tmp_path):
