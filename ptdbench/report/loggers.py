@@ -43,7 +43,7 @@ class Start:
 
     directory: Path  #: The run's directory.
     first: int  #: Its first step, counted over all starts.
-    known: str | None  #: The service's name of the run from an earlier start; ``None`` for a new run.
+    known: str | None  #: The service's name of an earlier start, which goes on if ``first`` is above 0; else ``None``.
     sweep: str | None  #: The name of its sweep, if it is part of one.
     hparams: Mapping[str, str | float]  #: Hyperparameters that distinguish it from other runs.
     swept: Collection[str]  #: The hyperparameters to which the sweep gives several values.
@@ -153,6 +153,7 @@ class WandB:
 
     def begin(self, start: Start) -> str:
         """See :class:`Service`."""
+        os.environ.setdefault("WANDB_SILENT", "true")  # otherwise it may ask for a key, and wait
         import wandb
 
         settings = wandb.Settings(
@@ -173,7 +174,7 @@ class WandB:
             name=start.directory.name,
             group=start.sweep,
             config=dict(start.hparams),
-            id=start.known,
+            id=start.known if start.first else None,
             resume="allow",
             settings=settings,
         )
@@ -208,6 +209,7 @@ class MLflow:
         self._experiment, self._uri = experiment, tracking_uri
         self._client: Any = None
         self._run = ""
+        self._sent = {"step": -1, "eval": -1}  # the last steps for which an earlier start has sent points
 
     def begin(self, start: Start) -> str:
         """See :class:`Service`."""
@@ -219,14 +221,19 @@ class MLflow:
         from mlflow.entities import Param, RunStatus
 
         self._client = MlflowClient(self._uri)
-        if start.known:
+        if start.known and start.first:
             self._run = start.known
             self._client.update_run(self._run, RunStatus.to_string(RunStatus.RUNNING))
+            for points, tag in (("step", "summary/ok"), ("eval", "eval/loss")):
+                found = self._client.get_metric_history(self._run, tag)
+                self._sent[points] = max((point.step for point in found), default=-1)
             return self._run
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        if start.known:  # it was killed, and begins again
+            self._client.set_terminated(start.known, RunStatus.to_string(RunStatus.KILLED))
+        experiment = self._client.get_experiment_by_name(self._experiment) or self._created()
         tags = {"sweep": start.sweep} if start.sweep else {}
-        self._run = self._client.create_run(experiment, run_name=start.directory.name, tags=tags).info.run_id
+        name = start.directory.name
+        self._run = self._client.create_run(experiment.experiment_id, run_name=name, tags=tags).info.run_id
         params = [Param(name, str(value)) for name, value in start.hparams.items()]
         try:
             self._client.log_batch(self._run, params=params)
@@ -235,12 +242,24 @@ class MLflow:
             raise
         return self._run
 
+    def _created(self) -> Any:
+        """Create the experiment, unless another run of the sweep has just done so."""
+        try:
+            return self._client.get_experiment(self._client.create_experiment(self._experiment))
+        except Exception:
+            if found := self._client.get_experiment_by_name(self._experiment):
+                return found
+            raise
+
     def send(self, found: Sequence[Scalar], summary: Mapping[str, float], last_step: int) -> None:
         """See :class:`Service`."""
         from mlflow.entities import Metric
 
-        now = time.time()  # of several summaries at one step the latest counts
-        points = [*found, *(Scalar(tag, value, last_step, now) for tag, value in summary.items())]
+        # Of a killed start, MLflow keeps the steps after the last checkpoint, which are now done again.
+        points = [point for point in found if point.step > self._sent[point.tag.partition("/")[0]]]
+        now = time.time()  # of several summaries at the last step, which is the highest, the latest counts
+        last = max([last_step, self._sent["step"], *(one.step for one in points if one.tag.startswith("step/"))])
+        points += [Scalar(tag, value, last, now) for tag, value in summary.items()]
         metrics = [Metric(tag, value, int(1e3 * at), step) for tag, value, step, at in points]
         for place in range(0, len(metrics), 1000):  # MLflow's maximum batch
             self._client.log_batch(self._run, metrics=metrics[place : place + 1000])
@@ -304,7 +323,7 @@ class Log:
 
     def _open(self, record: Written, first: int) -> None:
         path = self._directory / FILE
-        known = _read(path).get(self._service.package) if first else None  # a resumed run continues under its name
+        known = _read(path).get(self._service.package)
         found = sweep_of(self._directory)
         sweep = found.name if found else None
         swept = scalars.swept(self._directory)

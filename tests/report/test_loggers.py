@@ -127,13 +127,51 @@ class TestLog:
         assert line.startswith("logger: tensorboard failed: ")
         assert line.endswith("; the run goes on without it; the record has everything")
 
-    def test_a_start_that_goes_on_continues_the_run_and_a_new_one_does_not(self, tmp_path):
+    def test_a_start_that_goes_on_knows_the_run(self, tmp_path):
         shown(Kept(), tmp_path)
         assert json.loads((tmp_path / loggers.FILE).read_text()) == {"kept": "abc"}
-        for first, known in ((1, "abc"), (0, None)):
-            service = Kept()
-            Log(service, tmp_path).show(RECORD, first, rows()[first:], [])
-            assert service.opened[0].known == known
+        service = Kept()
+        Log(service, tmp_path).show(RECORD, 1, rows()[1:], [])
+        assert (service.opened[0].known, service.opened[0].first) == ("abc", 1)
+
+    @patch.dict(os.environ)
+    def test_mlflow_has_each_step_of_a_killed_run_once_and_one_that_begins_again_is_another(self, tmp_path):
+        from mlflow import MlflowClient
+
+        uri = f"file:{tmp_path}/mlruns"
+        series.write(tmp_path / series.NAME, [rows()])
+        killed_at = {**RECORD, "steps": 2}  # the first of which was saved
+        Log(loggers.MLflow("any", uri), tmp_path).show(killed_at, 0, rows()[:2], LOOKS[:1])
+        client = MlflowClient(uri)
+        (killed,) = client.search_runs([client.get_experiment_by_name("any").experiment_id])
+
+        def steps(tag: str) -> list[int]:
+            return [point.step for point in client.get_metric_history(killed.info.run_id, tag)]
+
+        assert (steps("step/loss"), steps("eval/loss")) == ([0, 1], [1])
+        Log(loggers.MLflow("any", uri), tmp_path).finish({**RECORD, "segments": [{"first_step": 1}]})
+        assert (steps("step/loss"), steps("eval/loss")) == ([0, 1, 2], [1, 3])
+        assert client.get_run(killed.info.run_id).data.metrics["summary/ok"] == 1.0
+        shown(loggers.MLflow("any", uri), tmp_path)
+        assert client.get_run(killed.info.run_id).info.status == "KILLED"
+        assert len(client.search_runs([killed.info.experiment_id])) == 2
+
+    @patch.dict(os.environ)
+    def test_runs_that_begin_together_log_to_one_experiment(self, tmp_path):
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        uri = f"file:{tmp_path}/mlruns"
+        create = MlflowClient.create_experiment
+
+        def after_another(client: Any, name: str) -> str:
+            create(client, name)
+            raise MlflowException(f"experiment {name} already exists")
+
+        with patch.object(MlflowClient, "create_experiment", after_another):
+            shown(loggers.MLflow("any", uri), tmp_path)
+        found = MlflowClient(uri).get_experiment_by_name("any")
+        assert len(MlflowClient(uri).search_runs([found.experiment_id])) == 1
 
     def test_runs_of_a_sweep_belong_together_and_have_its_options(self, tmp_path):
         directory = tmp_path / "my_sweep" / "nested" / "0_toy"
