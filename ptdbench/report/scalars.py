@@ -137,9 +137,20 @@ def swept(directory: Path) -> dict[str, bool]:
         return not isinstance(given, Glob) and all(type(one) in (int, float) for one in values)
 
     with suppress(Damaged, HydraException):
-        asked = OverridesParser.create().parse_overrides(ledger.read(sweep).overrides)
-        return {override.key_or_group: is_number(override) for override in asked if override.is_sweep_override()}
+        asked = OverridesParser.create().parse_overrides([*_of_files(sweep), *ledger.read(sweep).overrides])
+        last = {override.key_or_group: override for override in asked}
+        return {name: is_number(override) for name, override in last.items() if override.is_sweep_override()}
     return {}
+
+
+def _of_files(sweep: Path) -> list[str]:
+    """Return the lists of a sweep that come from a configuration file, by ``hydra.sweeper.params``."""
+    from omegaconf import OmegaConf
+
+    with suppress(Exception):  # Hydra may write no such file, and YAML parsers raise more types than they document
+        params = OmegaConf.select(OmegaConf.load(sweep / "multirun.yaml"), "hydra.sweeper.params")
+        return [f"{name}={value}" for name, value in params.items()]
+    return []
 
 
 def hparams(record: Written, swept: Mapping[str, bool]) -> dict[str, str | float]:

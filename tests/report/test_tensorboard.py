@@ -1,10 +1,12 @@
 import numpy as np
 import pytest
+from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
 
 from ptdbench.records import ledger, series
+from ptdbench.report import scalars
 from ptdbench.report.loggers import Log, TensorBoard
 from tests.report.made import run
 
@@ -142,6 +144,13 @@ def test_every_option_that_was_swept_is_a_column_and_the_first(tmp_path):
     declared = plugin_data(events, metadata.EXPERIMENT_TAG).experiment.hparam_infos
     swept = {"parallel", "schedule", "lr", "milestones", "a.seed", "b.seed"}
     assert {info.name for info in declared if info.differs} == swept
+
+
+def test_lists_of_a_configuration_file_are_such_options_unless_one_value_was_typed(tmp_path):
+    ledger.begin(tmp_path, ["seed=3"])
+    params = {"optimizer.lr": "0.1,0.2", "seed": "1,2", "train.steps": "9"}
+    OmegaConf.save({"hydra": {"sweeper": {"params": params}}}, tmp_path / "multirun.yaml")
+    assert scalars.swept(tmp_path / "0_toy") == {"optimizer.lr": True}
 
 
 def test_a_column_of_numbers_and_words_has_words_alone(tmp_path):
