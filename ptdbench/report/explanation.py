@@ -62,10 +62,11 @@ def explain(directory: Path, against: Path | None) -> Explanation:
             (called,) = labels.names([loaded])
             found.groups.append(Group(called, {called: loaded}, [1], []))
         return found
-    measured = [run for run in runs if not run.get("kind")]
-    found.reasons += _without_phases(measured)
-    if not imitated and len(found.reasons) == len(measured):
+    others = [run for run in runs if not virtual.has_figures(run)]
+    found.reasons += _without_phases(others)
+    if not imitated and len(found.reasons) == len(others):
         raise Refused("\n".join(found.reasons))
+    measured = [run for run in others if not run.get("kind")]
     for ranked in ranking.of_models(of_sweeps(run for run in measured if run.get("model"))):
         found.groups += _of_model(ranked)
     return found

@@ -141,6 +141,12 @@ class TestRefused:
         assert explain(paths[0], "--against", paths[1]) == (1, "", lines)
         assert explain(tmp_path) == (1, "", lines)
 
+    def test_virtual_runs_that_failed(self, explain, tmp_path):
+        gone = [keep(tmp_path, name, failed(name, "no room", "oom") | {"kind": "virtual"}) for name in ("ddp", "tp")]
+        status, out, lines = explain(tmp_path)
+        assert (status, out) == (1, "")
+        assert [line.partition(": no phases")[0] for line in lines] == [str(path) for path in gone]
+
     def test_runs_of_other_work(self, explain, sweep):
         toy = keep(sweep, "3_toy", TOY)
         ddp = sweep / "1_gpt_tiny_ddp"
