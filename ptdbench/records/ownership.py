@@ -35,6 +35,9 @@ from ptdbench.terminal import echo
 #: Seconds to wait for another process that is writing the record: a suspended one must not block the others.
 _PATIENCE = 2.0
 
+#: The file with a run's progress.
+PROGRESS = "progress.json"
+
 
 def this_process(launch: str, environ: Mapping[str, str]) -> Owner:
     """Return this process, with its environment, as the owner of the start ``launch``."""
@@ -117,6 +120,8 @@ def open_record(directory: Path, draft: Written) -> Written:
         if earlier := store.earlier_record(directory):
             _require_ended(directory, earlier, draft.get("owner"))
             draft = record.with_earlier_results(draft, earlier)
+        with suppress(OSError):  # the progress of an earlier start
+            (directory / PROGRESS).unlink()
         store.write_record(directory, draft)
     return draft
 
@@ -154,8 +159,6 @@ def is_alive(owner: Mapping[str, Any]) -> bool | None:
         return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0
     return False
 
-
-PROGRESS = "progress.json"
 
 _PROGRESS_SECONDS = 10.0  # often enough to watch a cluster job; shorter intervals show up in make overhead
 

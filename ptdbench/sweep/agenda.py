@@ -210,6 +210,8 @@ class Agenda:
 
     def _write(self, directory: Path, request: Request) -> None:
         draft = record.begin(request.config.resolved, directory, {}, request.overrides)
+        if request.summary:  # a workload that does not train has no model, even while its job waits
+            draft |= request.summary.fields
         if request.refused:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)

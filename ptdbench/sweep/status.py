@@ -157,7 +157,7 @@ def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted:
     paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
     found, places = dict(results), {}
     for path in (one for one in paths if (one / store.RECORD).exists()):
-        name = path.name if path == directory else str(path.relative_to(directory))
+        name = path.resolve().name if path == directory else str(path.relative_to(directory))
         if name not in submitted:
             places[name] = path
             if name not in found or is_open(found[name]):

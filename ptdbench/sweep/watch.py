@@ -112,15 +112,18 @@ def _shape(record: Record) -> str:
 def _step(run: Run) -> str:
     if run.is_over:
         return str(run.typed.steps or MISSING)
-    return f"{run.progress.step}/{run.progress.steps}" if run.progress else MISSING
+    if run.progress:
+        return f"{run.progress.step}/{run.progress.steps}"
+    wanted = option(run.record, "train.steps", int)
+    return f"{run.typed.steps}/{wanted}" if run.typed.steps and wanted else MISSING
 
 
 def _rate(run: Run) -> str:
-    if run.is_over:
+    if run.is_over or not run.progress:  # what ranks of this machine note in their record is as recent
         metrics = run.typed.metrics or Metrics()
         tokens, samples = metrics.tokens_per_second, metrics.samples_per_second
         return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else MISSING
-    if not run.progress or not run.progress.per_second:
+    if not run.progress.per_second:
         return MISSING
     return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
 

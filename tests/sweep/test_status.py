@@ -59,11 +59,13 @@ class TestOnThisMachine:
         store.append_result(sweep.path, written | DONE)
         assert states(sweep) == [("gpt_tiny/ddp", True, "ok"), ("toy/ddp", False, "failed")]
 
-    def test_a_single_run(self, sweep):
+    def test_a_single_run(self, sweep, monkeypatch):
         path = sweep.begin(0)
         sweep.tell(0, PROGRESS)
         (run,) = status.look(path).runs
         assert (run.progress, run.is_over) == (Progress(**PROGRESS), False)
+        monkeypatch.chdir(path)
+        assert status.look(Path()).runs[0].directory == path.name
         sweep.end(0, told=False)
         (run,) = status.look(path).runs
         assert (run.is_over, run.record["status"]) == (True, "ok")

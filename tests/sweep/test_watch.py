@@ -117,6 +117,15 @@ def test_a_run_that_goes_on(sweep, progress, step, rate):
     assert (row["step"], row["tokens/s"]) == (step, rate)
 
 
+def test_a_run_of_this_machine_that_goes_on_has_what_its_record_knows(sweep):
+    path = sweep.begin(0)
+    known = store.load_record(path)
+    known["config"]["train"] = {"steps": 60}
+    store.write_record(path, known | {"steps": 2, "metrics": DONE["metrics"]})
+    (row,) = cells(sweep)
+    assert (row["state"], row["step"], row["tokens/s"]) == ("unfinished", "2/60", "41,234")
+
+
 def test_samples_where_there_are_no_tokens_and_the_workload_where_there_is_no_model(sweep):
     sweep.begin(0)
     sweep.end(0, metrics={**DONE["metrics"], "tokens_per_second": None})
