@@ -77,11 +77,11 @@ def _newest() -> Path:
     link = outputs / LATEST
     if link.is_symlink() and link.is_dir():
         return link.parent / link.readlink()
-    sweeps = sorted(filter(is_sweep, outputs.glob("*")))
+    sweeps = [path for path in outputs.glob("*") if is_sweep(path)]
     if not sweeps:
         rule = "there is no sweep in outputs"
         raise ConfigError([Problem("report", "(no directory)", rule, "give the directory of a run or of a sweep")])
-    return sweeps[-1]
+    return max(sweeps, key=lambda path: (path.name[:1].isdecimal(), path.name))  # names of one's own have no time
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 import numpy as np
 
 from ptdbench.records import series, store
+from ptdbench.records.effects import leaves
 from ptdbench.records.schema import Written
 from ptdbench.terminal import echo
 
@@ -103,11 +104,16 @@ class Runs(list[Run]):
         """Return a table with one row per run and one column per record field, by its dotted name.
 
         For example ``status``, ``metrics.tokens_per_second``, ``layout.shard`` and ``config.optimizer.lr``; lists stay
-        lists. ``directory`` is the run's current directory.
+        lists, and integers that some runs lack integers (``Int64``). ``directory`` is the run's current directory.
         """
         import pandas
 
-        found = pandas.json_normalize([dict(_as_it_lies(run)) for run in self])
+        rows = [dict(_as_it_lies(run)) for run in self]
+        found, flat = pandas.json_normalize(rows), [dict(leaves(row)) for row in rows]
+        for name in found.select_dtypes("float"):
+            values = [row.get(name) for row in flat]
+            if {type(value) for value in values} == {int, type(None)}:
+                found[name] = pandas.array(values, dtype="Int64")
         groups = {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}
         unknown = [name for name in found if name in groups and found[name].isna().all()]  # of a run without metrics
         return found.drop(columns=unknown)

@@ -170,6 +170,8 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
         if asked in values(composed.hydras):
             again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
             store.occupy(wish, asked, fill, bool(again))
+            if composed.is_sweep and wish.parent.resolve() == Path("outputs").resolve():
+                store.point_latest(wish)
             return str(wish)
         claimed = store.claim_directory(wish.parent, wish.name, asked, fill)
         if composed.launcher != "submitit_slurm":  # a process that waits for jobs may be killed and the sweep resumed

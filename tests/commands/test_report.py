@@ -99,6 +99,7 @@ class TestForms:
         for name in ("2026-01-02_sweep", "2026-01-01_sweep"):
             shutil.copytree(sweep, outputs / name)
         (outputs / "2026-01-03_toy_ddp").mkdir()  # a run is no sweep
+        shutil.copytree(sweep, outputs / "mine")  # its name has no time
         assert report()[1] == ["report       outputs/2026-01-02_sweep/report.html"]  # no link, as on some file systems
         store.point_latest(outputs / "2026-01-01_sweep")
         assert report()[1] == ["report       outputs/2026-01-01_sweep/report.html"]

@@ -140,6 +140,14 @@ class TestFrame:
         empty = {"environment", "remarks"}
         assert {name.partition(".")[0] for name in frame} == set(record.FIELDS) - empty
 
+    def test_integers_that_a_failed_run_lacks_are_integers(self, tmp_path):
+        made(tmp_path / "0", metrics={"peak_memory_bytes": 2**53 + 1, "mfu": 0.5})
+        made(tmp_path / "1", status="oom", metrics={"peak_memory_bytes": None, "mfu": None})
+        frame = ptdbench.load(tmp_path).frame()
+        assert str(frame["metrics.peak_memory_bytes"][0]) == str(2**53 + 1)
+        assert frame["metrics.peak_memory_bytes"].isna().tolist() == [False, True]
+        assert frame["metrics.mfu"].isna().tolist() == [False, True]
+
     def test_what_a_failed_run_has_none_of_is_no_column_and_a_value_beside_a_group_is(self, tmp_path):
         made(tmp_path / "0", metrics={"step_seconds": {"median": 0.5}}, config={"seed": 1})
         alone = {*ptdbench.load(tmp_path).frame().columns}

@@ -121,6 +121,12 @@ def test_folders_around_a_run_may_have_the_name_of_its_sweep(tmp_path):
     assert store.below(tmp_path / "toy" / "toy", "outputs/toy/toy/1") == "1"
 
 
+def test_a_run_of_a_renamed_sweep_is_known_by_what_is_there(tmp_path):
+    (tmp_path / "mine" / "toy" / "ddp").mkdir(parents=True)
+    assert store.below(tmp_path / "mine", str(tmp_path / "old" / "toy" / "ddp")) == "toy/ddp"
+    assert store.below(tmp_path / "mine", "outputs/old/toy/fsdp") == "fsdp"
+
+
 def test_what_goes_while_runs_are_looked_for_is_passed_over(tmp_path, monkeypatch):
     """As a checkpoint of a run that goes on, or a directory that is being made."""
     for name in ("a/checkpoints/step-1", "b", "b/tries/1"):
