@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.ranks]
 
 #: What two cores, or a machine without the reader's own files, cannot carry.
 LEFT_OUT = re.compile(
-    r"<|/data/|my-branch|old/bin|data\.download|\.\.\.|node_rank|rdzv_endpoint|/home/ada|tensorboard|job\.sh|nope|"
-    r"ptdbench (status|report$)"
+    r"<|/data/|my-branch|old/bin|data\.download|\.\.\.|node_rank|rdzv_endpoint|/home/ada|container\.image|"
+    r"tensorboard|job\.sh|nope|ptdbench (status|report$)"
 )
 
 #: Commands that would take long as they stand, and what is added to them.
@@ -31,6 +31,7 @@ SHORTENED = {
     r"workload=(p2p|collectives|matmul)": "workload.seconds=0.01",
     r"train\.py (?!.*virtual).*ranks_per_node=8": "train.steps=10",
     r"model\.router\.balance=": "train.steps=10",
+    r"same_nodes": "cluster.nodes=2 repeat=2",
     r"cluster\.nodes=1,2,4,8 .*activations=keep,": "cluster.nodes=1,8 activations=keep,recompute",
 }
 
