@@ -31,7 +31,7 @@ SHORTENED = {
     r"workload=(p2p|collectives|matmul)": "workload.seconds=0.01",
     r"train\.py (?!.*virtual).*ranks_per_node=8": "train.steps=10",
     r"model\.router\.balance=": "train.steps=10",
-    r"same_nodes": "cluster.nodes=2 repeat=2",
+    r"same_nodes": "cluster.nodes=2 cluster.time_minutes=9 repeat=2",
     r"cluster\.nodes=1,2,4,8 .*activations=keep,": "cluster.nodes=1,8 activations=keep,recompute",
 }
 

@@ -74,12 +74,12 @@ def test_a_sweep(terminal, columns, home):
     terminal.until(lambda screen: any("[1/6]" in line for line in screen))
     screen = terminal.until(ended)
     assert "exit=0" in screen
-    (head,) = (place for place, line in enumerate(screen) if re.match(r"#\s+parallel", line))
+    (head,) = (place for place, line in enumerate(screen) if re.match(r"\s*#\s+parallel", line))
     assert screen[head].split()[-1] == "status"  # the heading is whole, in one line
     assert set(screen[head + 1]) == {"─"}
     assert len(screen[head + 1]) <= columns
-    rows = [line for line in screen[head + 2 :] if re.match(r"\d ", line)]
-    assert [row.split()[0] for row in rows] == [str(rank) for rank in range(1, 7)]
+    rows = [line for line in screen[head + 2 :] if re.match(r"\d(-\d)? ", line)]
+    assert [row.split()[0] for row in rows] == ["1-6"] * 6  # of single runs no order is known
     assert all(row.endswith("ok") for row in rows)
     assert not any(re.search(r"\.\.\.|…", line) for line in screen[head:])
     table = " ".join(screen[head:])
