@@ -22,8 +22,7 @@ LEFT_OUT = re.compile(
 
 #: Commands that would take long as they stand, and what is added to them.
 SHORTENED = {
-    r"model=gpt_small": "train.steps=2 train.global_batch=4",
-    r"micro_batch=best": "model.sequence_length=128",
+    r"model=gpt_small": "train.steps=2 train.global_batch=4 model.sequence_length=128",
     r"model=resnet50": "train.steps=2",
     r"experiment=(?!digits)": "train.steps=20",
     r"n_trials=20": "hydra.sweeper.n_trials=4",
