@@ -102,7 +102,7 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
     tests = math.comb(len(ok), 2) * round(LEVEL / level)  # every pair, at each look
-    order = list(_in_order(ranks, means))
+    order = list(_in_order(faster, means))
     places = []
     for number in order:
         apart = pool.difference(samples[number], samples[order[0]]) if number != order[0] else None
@@ -129,17 +129,15 @@ def of_models(found: Iterable[Alternative]) -> list[Ranking]:
     return [rank(some, noise.look_up(run for one in some for run in one.runs)) for some in models.values()]
 
 
-def _in_order(ranks: Sequence[tuple[int, int]], means: Sequence[float]) -> Iterator[int]:
+def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[int]:
     """Order by means, but none before one known to be faster, whose mean may suffer from a busier machine."""
-    waiting = sorted(range(len(ranks)), key=lambda number: -means[number])
-    worst = sorted(((ranks[number][1], number) for number in waiting), reverse=True)
-    gone: set[int] = set()
+    waiting = sorted(range(len(means)), key=lambda number: -means[number])
+    behind = [len(winners) for winners in faster]  # how many known to be faster are still waiting
     while waiting:
-        while worst[-1][1] in gone:
-            worst.pop()
-        first = worst[-1][0]  # of those still waiting
-        number = waiting.pop(next(place for place, one in enumerate(waiting) if ranks[one][0] <= first))
-        gone.add(number)
+        number = min(waiting, key=behind.__getitem__)  # none, unless pairs of different blocks form a circle
+        waiting.remove(number)
+        for one in waiting:
+            behind[one] -= number in faster[one]
         yield number
 
 

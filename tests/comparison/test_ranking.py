@@ -136,6 +136,22 @@ def test_what_is_known_to_be_faster_comes_first_though_its_mean_is_lower():
     assert second.against_best.low < second.ratio < second.against_best.high
 
 
+def test_nor_does_it_come_later_where_another_has_too_few_runs_for_a_rank():
+    whole, half = repeated("ddp", [100.0, 100.1, 99.9, 200.0, 200.1]), repeated("fsdp", [110.0, 110.1, 110.0])
+    places = ranked(whole, half, repeated("pdp", [105.0, 105.1])).places
+    order = [(place.alternative.median_run["parallel"], place.rank) for place in places]
+    assert order == [("fsdp", (1, 2)), ("ddp", (2, 3)), ("pdp", (1, 3))]
+
+
+def test_those_that_are_faster_in_a_circle_are_ordered_by_their_means():
+    """Each pair has other blocks in common."""
+    rates = {"ddp": (200.0, 0.0, 100.0), "fsdp": (100.0, 200.0, 0.0), "pdp": (0.0, 100.0, 210.0)}
+    runs = [one for name, of in rates.items() for one in repeated(name, [*of] * 20)]
+    places = ranked(one for one in runs if one["metrics"]["tokens_per_second"]).places
+    assert [place.alternative.median_run["parallel"] for place in places] == ["pdp", "ddp", "fsdp"]
+    assert all(place.is_behind(before) for before, place in zip(places[-1:] + places, places, strict=False))
+
+
 def test_what_is_hardly_known_at_all_is_said_without_figures():
     wild = [1000.0, 10.0, 100000.0]
     found = ranked(repeated("ddp", wild), repeated("fsdp", wild[::-1]))
