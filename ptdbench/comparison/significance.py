@@ -23,6 +23,9 @@ LEVEL = 0.05
 #: The probability of seeing a difference of the size :attr:`Comparison.detectable`.
 POWER = 0.9
 
+#: The critical value above which the normal part of noncentral t is neglected: SciPy's quantile slows down, and hangs.
+_WIDE = 100.0
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -173,6 +176,8 @@ def _detectable(error: float, freedom: float, level: float) -> float:
     from scipy import special
 
     critical = _quantile(freedom, 1 - level / 2)
+    if critical > _WIDE:
+        return _share(error * critical * math.sqrt(float(special.chdtri(freedom, 1 - POWER)) / freedom))
     return _share(error * float(special.nctdtrinc(freedom, 1 - POWER, critical)))
 
 

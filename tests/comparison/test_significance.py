@@ -88,6 +88,16 @@ def test_what_is_said_to_be_detectable_is_seen_with_a_chance_of_ninety_percent(r
     assert seen == pytest.approx(significance.POWER)
 
 
+def test_what_is_detectable_with_hardly_any_freedom_among_thousands_of_pairs_takes_no_time():
+    """SciPy's quantile of the noncentral t distribution would not return."""
+    freedom, error, pairs = 8 / 9, 1e-7, 4950
+    found = significance.compare(Difference(0.0, error, freedom, 2, is_paired=True), pairs=pairs)
+    largest = error * math.sqrt(freedom / stats.chi2.ppf(0.2, freedom))
+    critical = stats.t.ppf(1 - LEVEL / pairs / 2, freedom)
+    small_enough = math.log1p(found.detectable) / largest / critical  # of the deviation that is seen, over the true one
+    assert stats.chi2.cdf(freedom * small_enough**2, freedom) == pytest.approx(significance.POWER)
+
+
 def test_the_margin_is_that_of_a_mean():
     values = logs(one := sample(RANDOM(4), 5))
     low, high = stats.t.interval(0.95, 4, np.mean(values), stats.sem(values))
