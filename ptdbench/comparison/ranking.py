@@ -101,17 +101,16 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     pool = Pool(samples, earlier)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
-    tests = math.comb(len(ok), 2) * round(LEVEL / level)  # every pair, at each look
     order = list(_in_order(faster, means))
     places = []
     for number in order:
         apart = pool.difference(samples[number], samples[order[0]]) if number != order[0] else None
-        known = significance.compare(apart, pairs=tests) if apart else None
+        known = significance.compare(apart, level, pairs=math.comb(len(ok), 2)) if apart else None
         place = Place(
             alternative=ok[number],
             rank=ranks[number],
             rate=means[number],
-            margin=significance.margin(pool, samples[number]),
+            margin=significance.margin(pool, samples[number], level),
             ratio=known.ratio if known else means[number] / means[order[0]],  # the former from common blocks only
             against_best=known,
             number=number,

@@ -58,7 +58,7 @@ def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparis
     )
 
 
-def margin(pool: Pool, sample: Sample) -> float | None:
+def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
     """Return the upper half-width of the confidence interval of a configuration's geometric mean, as a share.
 
     It holds for further runs of the same sweep; on another day the machine may behave differently. ``None`` with fewer
@@ -68,7 +68,7 @@ def margin(pool: Pool, sample: Sample) -> float | None:
     if found is None:
         return None
     error, freedom = found
-    return _share(error * _quantile(freedom, 1 - LEVEL / 2))
+    return _share(error * _quantile(freedom, 1 - level / 2))
 
 
 def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[set[int]]:

@@ -289,7 +289,8 @@ def _unit(found: Versus) -> str:
 
 
 def _rate(one: Alternative) -> str:
-    rate, margin = variation.geometric_mean(one.sample), significance.margin(noise.pool([one]), one.sample)
+    rate = variation.geometric_mean(one.sample)
+    margin = significance.margin(noise.pool([one]), one.sample, level_of(one.runs))
     return f"{figure_text(rate, three_digits)}{margin_text(margin)}"
 
 

@@ -116,14 +116,16 @@ def test_where_some_have_too_few_runs_the_others_keep_their_order():
     assert ranking.remark(known).endswith("; fewer than 3 runs: judged by earlier runs, which differ by 1.0%")
 
 
-def test_looking_several_times_makes_the_level_smaller():
+def test_looking_several_times_makes_the_level_smaller_and_intervals_wider():
     auto = {"runs": "auto", "max": 20}
     once, several = (
         ranked(repeated("ddp", STEADY, options=options), repeated("fsdp", scaled(0.9), options=options))
         for options in ({}, auto)
     )
-    assert several.places[1].against_best.high == once.places[1].against_best.high
-    assert several.places[1].against_best.detectable > once.places[1].against_best.detectable
+    first, second = (place.alternative.sample for place in several.places)
+    pool, level = Pool([first, second]), significance.level_of_look(auto["max"])
+    assert several.places[1].against_best == significance.compare(pool.difference(second, first), level)
+    assert several.places[1].margin == significance.margin(pool, second, level) > once.places[1].margin
 
 
 def test_what_is_known_to_be_faster_comes_first_though_its_mean_is_lower():

@@ -1,6 +1,7 @@
 """Two sets of runs beside each other: what is matched, the verdicts, and the exit status of a gate."""
 
 import itertools
+import re
 
 import pytest
 
@@ -108,6 +109,13 @@ class TestMatch:
         assert known(**auto) == known()  # what each sweep looked at was not the difference between them
         once, several = known(series="s"), known(series="s", **auto)
         assert several.low < once.low < once.high < several.high
+
+    def test_so_do_the_intervals_of_each_side(self):
+        once, several = (
+            re.findall(r" ±(\S*)% ", shown(match(before(options=options), after(factor=0.98, options=options))))
+            for options in ({}, {"runs": "auto", "max": 20})
+        )
+        assert (once, several) == (["1.0", "1.0"], ["1.5", "1.5"])
 
 
 class TestStatus:
