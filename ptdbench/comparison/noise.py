@@ -114,8 +114,9 @@ def _others(key: Mapping[str, Any], marks: frozenset[str]) -> dict[str, _OfSweep
 def _key(run: Written) -> dict[str, Any]:
     """Return the cache key of a run that is ok: its machine and its size."""
     environment = part(run, Environment)
+    size = ("model", "parameters", "tokens_per_sample", "world_size", "global_batch", "precision")
     return {
-        **{name: run.get(name) for name in ("nodes", "model", "world_size", "global_batch", "precision")},
+        **{name: run.get(name) for name in ("nodes", *size)},
         **{name: getattr(environment, name) for name in ("cpu", "cores", "devices")},
         "steps": option(run, "train.steps", int),
     }
