@@ -106,7 +106,7 @@ class Pool:
         return len(sample) >= self._least
 
     def difference(self, one: Sample, other: Sample) -> Difference | None:
-        """Compare two configurations, by their common blocks if there are enough.
+        """Compare two configurations, by their common blocks if there are enough, or neither has other runs.
 
         The variance is that of this pair, with that of all others only as a prior, so that quiet configurations do not
         make a noisy one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if
@@ -115,7 +115,7 @@ class Pool:
         if not (self.is_enough(one) and self.is_enough(other)):
             return None
         common = one.keys() & other.keys()
-        is_paired = len(common) >= min(MIN_RUNS, len(one), len(other))
+        is_paired = len(common) >= min(MIN_RUNS, max(len(one), len(other)))
         if is_paired:
             apart = _spread([math.log(one[block] / other[block]) for block in common])
             own = Spread(apart.spread.squares / 2, apart.spread.freedom)
@@ -125,8 +125,10 @@ class Pool:
             sides = [self._moments[id(sample)] for sample in (one, other)]
             mean, runs = sides[0].mean - sides[1].mean, min(side.runs for side in sides)
             scale = sum(1 / side.runs for side in sides)
-            others = self._noise.unpaired - sides[0].spread - sides[1].spread
-            known = self._moderated(_welch(*sides), others, self._earlier.unpaired)
+            own, others = _welch(*sides), self._noise.unpaired
+            if own.freedom:  # otherwise one is a single run, and the other among those that tell its variance
+                others = others - sides[0].spread - sides[1].spread
+            known = self._moderated(own, others, self._earlier.unpaired)
         if not known.freedom:
             return None
         return Difference(mean, known.deviation * math.sqrt(scale), known.freedom, runs, is_paired)

@@ -66,12 +66,23 @@ def test_blocks_that_one_of_two_lacks_do_not_count():
 
 
 def test_two_that_hardly_ever_ran_in_the_same_block_are_compared_by_their_means():
-    """Of five blocks, because others failed: two in common are few, but all where one has no more runs."""
+    """Of five blocks, because others failed: two in common are few, but enough where they are all."""
     random, earlier = RANDOM(7), Noise(Spread(0.01, 8), Spread(0.01, 8))
     rates = sample(random, 8)
     one, other = {block: rates[block] for block in range(5)}, {block: rates[block] for block in range(3, 8)}
+    common = {block: other[block] for block in (3, 4)}
     assert not between(one, other).is_paired
-    assert between(one, {block: other[block] for block in (3, 4)}, earlier=earlier).is_paired
+    assert not between(one, common, earlier=earlier).is_paired
+    assert between({block: one[block] for block in common}, common, earlier=earlier).is_paired
+
+
+@pytest.mark.parametrize("block", [0, "other"])
+def test_a_single_run_is_judged_by_those_of_the_other_side_where_the_past_was_quieter(block):
+    wild, quiet = sample(RANDOM(3), 5, 0.3), Spread(1e-4 * 8, 8)
+    found = between(wild, {block: 1.0}, earlier=Noise(quiet, quiet))
+    assert found.mean == pytest.approx(np.mean(logs(wild)))
+    assert found.error == pytest.approx(np.std(logs(wild), ddof=1) * math.sqrt(1 + 1 / 5))
+    assert found.freedom == pytest.approx(4 * PRIOR_FREEDOM / (PRIOR_FREEDOM + 4))
 
 
 def test_the_noise_within_blocks_is_the_residual_of_the_two_way_layout():
