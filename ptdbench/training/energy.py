@@ -260,6 +260,7 @@ class EnergyMeter:
     """Meters stretches of steps, from one interruption (evaluation, drain, checkpoint) to the next.
 
     At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps.
+    Only an asynchronous save leaves it copying, beside the first steps of the next stretch.
     The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank reads its GPU, and
     the first rank of each machine its CPU packages.
     """
