@@ -292,7 +292,7 @@ class Finder:
         enough = math.ceil(_SECONDS / self._step_seconds) if self._step_seconds else _STEPS
         timed = min(max(enough, _FEWEST), _STEPS)
         options = try_options(self.config, _WARMUP + timed)
-        options["train.warmup_steps"] = options["train.steps"] - timed  # those that fp16 may skip come first
+        options["train.warmup_steps"] = options["train.steps"] - timed  # those fp16 may skip come first; half at most
         record = self._carried_out(size, options, what, is_whole=True)
         if record["status"] == "oom":
             return None
