@@ -67,10 +67,10 @@ def keep(found: Sequence[Alternative]) -> None:
         if len(one.sample) >= MIN_RUNS:
             groups.setdefault(json.dumps(_key(one.median_run), sort_keys=True), []).append(one)
     for group in groups.values():
-        key, sweep = _key(group[0].median_run), name_of_sweep(group[0].median_run)
+        key = _key(group[0].median_run)
         noise, marks = variation.noise([one.sample for one in group]), _marks(run for one in group for run in one.runs)
         if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:
-            kept = _others(key, marks) | {sweep: _OfSweep(noise.paired, noise.unpaired, marks)}
+            kept = _others(key, marks) | {min(marks): _OfSweep(noise.paired, noise.unpaired, marks)}
             written = {name: msgspec.to_builtins(one) for name, one in [*kept.items()][-_SWEEPS:]}
             with suppress(OSError):
                 cache.keep(_KIND, key, {"sweeps": written})
@@ -94,8 +94,9 @@ def look_up(runs: Iterable[Written]) -> Noise | None:
 
 
 def _marks(runs: Iterable[Written]) -> frozenset[str]:
-    """Return marks that identify sweeps: their names, and the start times of runs, as sweeps may have been moved."""
-    return frozenset(mark for run in runs for mark in (name_of_sweep(run), run.get("started")) if mark)
+    """Return marks that identify sweeps, also moved ones: the start times of runs, or names if these are unknown."""
+    runs = [*runs]
+    return frozenset(run["started"] for run in runs if run.get("started")) or frozenset(map(name_of_sweep, runs))
 
 
 def _others(key: Mapping[str, Any], marks: frozenset[str]) -> dict[str, _OfSweep]:

@@ -30,6 +30,11 @@ def sweep(blocks=3, names=("ddp", "fsdp")):
     return [on(MACHINE, one) for name in names for one in repeated(name, RATES[:blocks], EARLIER)]
 
 
+def started(day):
+    """The same as of this day."""
+    return [{**one, "started": f"2026-11-{day}T12:00:{place:02}"} for place, one in enumerate(sweep())]
+
+
 def on(machine, one, nodes=("n1",), steps=100):
     config = {**one["config"], "train": {"steps": steps}}
     return {**one, "environment": machine, "nodes": list(nodes), "config": config}
@@ -84,12 +89,20 @@ def test_a_sweep_is_not_judged_by_itself(tmp_path, monkeypatch):
 
 
 def test_nor_where_it_was_moved_away_as_in_ci():
-    runs = [{**one, "started": f"2026-11-26T12:00:{place:02}"} for place, one in enumerate(sweep())]
+    runs = started(26)
     keep(runs)
     moved = elsewhere(runs, "before")
     assert noise.look_up(moved[1:]) is None
     keep(moved)
     assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 4
+
+
+def test_a_sweep_of_another_day_in_a_folder_of_the_same_name_is_another():
+    keep(elsewhere(started(26), "monday/before"))
+    tuesday = elsewhere(started(27), "tuesday/before")
+    assert noise.look_up(tuesday).unpaired.freedom == 4
+    keep(tuesday)
+    assert noise.look_up([on(MACHINE, run())]).unpaired.freedom == 8
 
 
 def test_the_latest_eight_sweeps_are_kept():
