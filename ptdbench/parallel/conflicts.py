@@ -61,11 +61,11 @@ def of_degrees(how: Options) -> list[Row]:
     """Return options that have no effect, or not the requested one, under the requested degrees."""
     is_one = {name: degree == 1 for name, degree in how.degrees().items()}
     is_set = {name: getattr(how, name) != default for name, default in _DEFAULTS.items()}
-    # DDP also averages gradients over ranks that share a sequence; with FSDP its options have no effect.
-    ignored = is_one | {"replicate": is_one["replicate"] and is_one["context"]}
-    has_shards, compresses = not (is_one["shard"] and is_one["tensor"]), how.gradients == "powersgd"
-    averages = not ignored["replicate"]
-    ignored["replicate"] |= has_shards
+    # A degree of auto counts as above 1, as it is on several ranks.
+    dims = Dims(**{name: 2 if degree == "auto" else degree for name, degree in how.degrees().items()})
+    replicates, compresses = how.replicates(dims), how.gradients == "powersgd"
+    # DDP also averages gradients over ranks that share a sequence, and FSDP also shards weights over them.
+    ignored = is_one | {"replicate": not replicates, "shard": not how.gathers_weights(dims)}
     reshards_to_group = not isinstance(how.reshard_after_forward, bool)
     return [
         *(
@@ -73,7 +73,7 @@ def of_degrees(how: Options) -> list[Row]:
             for degree, row in how.rows().items()
             for option in row.options
         ),
-        (is_one["shard"] and not averages and is_set["gradients"],
+        (dims.ways("samples", "positions") == 1 and is_set["gradients"],
          "gradients", _NO_EFFECT, "it belongs to parallel=ddp,pdp,fsdp,hsdp"),
         (not is_one["pipeline"] and is_set["reshard_between_microbatches"], "reshard_between_microbatches",
          "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches",
@@ -81,10 +81,10 @@ def of_degrees(how: Options) -> list[Row]:
         (not is_one["pipeline"] and is_set["reduce_scatter_each_microbatch"], "reduce_scatter_each_microbatch",
          "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",
          "try false"),
-        (has_shards and compresses,
+        (how.shards(dims) and compresses,
          "gradients", "needs whole gradients, and this layout shards them", "try auto, bf16, or parallel=ddp"),
         *(
-            (is_one["shard"] and averages and not compresses and is_set[option],
+            (replicates and not compresses and is_set[option],
              option, "has no effect without parallel.gradients=powersgd", "omit it")
             for option in ("powersgd_rank", "powersgd_start")
         ),
@@ -108,7 +108,7 @@ def of_layout(how: Options, plan: BatchPlan) -> list[Row]:
         (not isinstance(frees, bool) and frees not in groups, "reshard_after_forward",
          f"a number must divide shard({dims.shard}), and lie between 1 and it",
          try_these(["true", "false", *groups])),
-        (frees is not False and how.splits_backward(dims) and how.applies("shard", dims), "reshard_after_forward",
+        (how.frees_after_forward(dims) and how.splits_backward(dims), "reshard_after_forward",
          f"gives wrong gradients under {how.schedule}, which computes those of weights after other forward passes",
          f"try false, or {_1F1B}"),
     ]  # fmt: skip
@@ -140,8 +140,8 @@ def of_option(how: Options, plan: BatchPlan | None, name: str, value: object) ->
              f"try recompute, keep, or {_1F1B}"),
         ],
         "offload": [
-            (value == "optimizer_and_weights" and not how.applies("shard", dims), "offload",
-             "is for sharded weights, and these degrees of parallelism shard none",
+            (value == "optimizer_and_weights" and not (how.applies("shard", dims) or how.gathers_weights(dims)),
+             "offload", "is for sharded weights, and these degrees of parallelism shard none",
              f"try {how.rows()['shard'].preset}"),
         ],
         "backend": [
@@ -179,7 +179,7 @@ def of_gloo(how: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Ro
     functional all-gathers such as those of a DTensor's ``redistribute``, gloo takes a GPU's addresses for the host's:
     the rank fails, or dies of SIGSEGV.
     """
-    divides, shards = dims.tensor > 1, how.shards(dims) and dims.shards > 1
+    divides, shards = dims.tensor > 1, how.gathers_weights(dims)
     kinds = {role.kind for role in roles_of(model).values()}
     users = {
         "ring attention": dims.context > 1 and how.context_method == "ring",

@@ -53,13 +53,17 @@ class Options(Degrees[Size]):
         """Whether FSDP2 manages the weights; it also manages replicas of DTensors, which DDP does not support."""
         return self.applies("shard", dims) or dims.expert > 1 or (dims.tensor > 1 and dims.context * dims.copies > 1)
 
+    def gathers_weights(self, dims: Dims) -> bool:
+        """Whether FSDP shards the weights over several ranks, from which it gathers them."""
+        return self.shards(dims) and dims.shards > 1
+
     def replicates(self, dims: Dims) -> bool:
         """Whether DDP averages the gradients of unsharded weights, including over ranks that share a sequence."""
         return not self.shards(dims) and (self.applies("replicate", dims) or dims.ways("samples", "positions") > 1)
 
     def communicators(self, dims: Dims) -> int:
         """Return the number of NCCL communicators of a rank."""
-        return dims.communicators + (self.separate_reduce_scatter and dims.shards > 1)
+        return dims.communicators + (self.separate_reduce_scatter and self.gathers_weights(dims))
 
     @property
     def sent(self) -> Literal["fp32", "bf16", "fp16", "powersgd"]:
@@ -68,7 +72,7 @@ class Options(Degrees[Size]):
 
     def frees_after_forward(self, dims: Dims) -> bool | int:
         """Return ``reshard_after_forward`` if weights are sharded over several ranks, else ``False``."""
-        return self.reshard_after_forward if dims.shards > 1 else False
+        return self.reshard_after_forward if self.gathers_weights(dims) else False
 
     def frees_between_microbatches(self, dims: Dims) -> bool:
         """Resolve ``reshard_between_microbatches``.
@@ -80,7 +84,7 @@ class Options(Degrees[Size]):
 
     def accumulates_whole(self, plan: BatchPlan) -> bool:
         """Whether the gradients of sharded weights are whole between the micro-batches of a step."""
-        is_sharded = plan.dims.shard > 1 and not self.applies("pipeline", plan.dims)
+        is_sharded = self.gathers_weights(plan.dims) and not self.applies("pipeline", plan.dims)
         return is_sharded and plan.accumulation > 1 and not self.reduce_scatter_each_microbatch
 
     def has_static_graph(self, plan: BatchPlan) -> bool:

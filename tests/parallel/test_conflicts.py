@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch.torch_version import TorchVersion
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.conflicts import SETTERS
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
+from ptdbench.problems import ConfigError
 from tests.parallel.made import layout_of, refused
 from tests.parallel.setters import needs_setters
 from tests.parallel.splitting import needs_splitting
@@ -92,6 +95,30 @@ def test_whatever_the_number_of_ranks(options, message):
     assert refused(lambda: Strategy(**options)) == message
 
 
+def test_an_option_is_accepted_exactly_where_it_has_an_effect():
+    for sizes in product((1, 2), repeat=6):
+        dims = Dims(**dict(zip(Dims.rows(), sizes, strict=True)))
+        if dims.shard * dims.context * dims.tensor % dims.expert == 0:
+            how = Strategy(**dims.degrees())
+            assert accepts(dims, prefetch=2) is (how.shards(dims) and dims.shards > 1), dims
+            for options in ({"bucket_mb": 5}, {"gradients": "powersgd"}):
+                assert accepts(dims, **options) is how.replicates(dims), dims
+
+
+def accepts(dims: Dims, **options: Any) -> bool:
+    try:
+        return bool(Strategy(**dims.degrees(), **options))
+    except ConfigError:
+        return False
+
+
+def test_gradients_accumulate_whole_under_fsdp_over_ranks_that_share_a_sequence():
+    how = Strategy(context=2, tensor=2)
+    assert how.accumulates_whole(layout_of(how, 4, 4, 1))
+    assert not how.accumulates_whole(layout_of(how, 4, 4))
+    assert not how.accumulates_whole(layout_of(Strategy(context=2), 2, 4, 1))
+
+
 @pytest.mark.parametrize(
     "options", [{"bucket_mb": 50}, {"gradients": "bf16"}, {"optimizer": "zero1"}, {"static_graph": True}]
 )
@@ -124,9 +151,10 @@ def test_ranks_that_share_a_sequence_average_gradients_as_copies_do(options):
               "under dualpipev; try a train.global_batch of at least 4, or parallel.schedule=gpipe"),
         ({**INTERLEAVED, "microbatches": 5}, 2, (10,), "microbatches=5: must be a multiple of 2 under "
          "interleaved1f1b, which takes them in 2 equal rounds; try auto, or parallel.schedule=gpipe"),
-        split({"shard": 2, "pipeline": 2, "schedule": "zbv"}, 4, (16,), "reshard_after_forward=true: gives wrong "
-              "gradients under zbv, which computes those of weights after other forward passes; "
-              f"try false, or {_1F1B}"),
+        *(split({**degrees, "pipeline": 2, "schedule": "zbv"}, ranks, (16,), "reshard_after_forward=true: gives wrong "
+                "gradients under zbv, which computes those of weights after other forward passes; "
+                f"try false, or {_1F1B}")
+          for degrees, ranks in (({"shard": 2}, 4), ({"context": 2, "tensor": 2}, 8))),
         *(({**FSDP, "reshard_after_forward": size}, ranks, (16,), f"reshard_after_forward={size}: a number must divide "
            f"shard({ranks}), and lie between 1 and it; try {fits}") for size, ranks, fits in (
                (3, 4, "true, false, 2"), (4, 4, "true, false, 2"), (1, 2, "true, false"))),
@@ -190,7 +218,8 @@ UNSHARDED = {
         with_setters({**FSDP, "message_buffers": "symmetric"}, "virtual", True, "parallel.message_buffers=symmetric: "
                      "needs memory that GPUs write to each other, which virtual ones lack; try caching, nccl"),
         *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
-           "these degrees of parallelism shard none; try parallel=fsdp,hsdp") for options in ({}, DDP, PDP)),
+           "these degrees of parallelism shard none; try parallel=fsdp,hsdp")
+          for options in ({}, DDP, PDP, {"context": 2})),
         *((options, "optimizer", value, f"optimizer._target_={name}: has no step for sharded weights in torch; try "
            "adamw, or parallel=ddp") for options in (FSDP, {"tensor": "auto"}) for name, value in UNSHARDED.items()),
     ],
@@ -209,6 +238,7 @@ def test_with_other_options(options, name, value, message):
         split({**PDP, "schedule": "zbv"}, "activations", Recompute()), (POWERSGD, "precision", "bf16"),
         ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8"), (FSDP, "precision", "fp8_tensorwise"),
         ({**DDP, "gradients": "fp16"}, "precision", "fp16"), (FSDP, "offload", "optimizer_and_weights"),
+        ({"context": 2, "tensor": 2}, "offload", "optimizer_and_weights"),
         (ASYNC, "compile", "layers"), (ASYNC, "backend", "cpu:gloo,cuda:nccl"), (ASYNC, "virtual", False),
         with_setters({**FSDP, "message_buffers": "nccl"}, "virtual", True), (FSDP, "backend", "gloo"),
         (PDP, "optimizer", UNSHARDED["Adafactor"]), (FSDP, "optimizer", torch.optim.SGD(WEIGHTS)),

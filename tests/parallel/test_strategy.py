@@ -45,6 +45,9 @@ STRATEGIES = {
     "context and shards": Strategy(shard=2, context=2),
     "context and stages": Strategy(context=2, pipeline=2, microbatches=4),
     "context and tensor": Strategy(context=2, tensor=2, sequence=True),
+    "context and tensor, kept": Strategy(
+        context=2, tensor=2, reshard_after_forward=False, reduce_scatter_each_microbatch=True, prefetch=2
+    ),
     "ring and copies": Strategy(replicate=2, context=2, context_method="ring"),
     "ring and shards": Strategy(shard=2, context=2, context_method="ring"),
     "ring and stages": Strategy(context=2, pipeline=2, microbatches=4, context_method="ring"),
