@@ -137,7 +137,7 @@ def _completed(
         settles.append(partial(fp8.forget, part.module))
     if dims.tensor > 1:
         settles.append(partial(tensor.add_up_partial, list(part.module.parameters())))
-    if any(isinstance(inner, Router) for inner in part.module.modules()):
+    if shared or any(isinstance(inner, Router) for inner in part.module.modules()):
         routing = experts.Routing(part.module, shared, setting.mesh, setting.layout)
         begins.append(routing.begin)
         settles.append(routing.settle)

@@ -179,7 +179,10 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
     A rank sends N choices and receives N on average; the larger of the two counts. The maximum is reached when all
     choices go to as few ranks as hold ``active`` experts: (2 - max(1 / ranks, active / experts)) N, averaged over
     ranks. With a capacity, the minimum is reached when ``active`` experts are full and all other choices are dropped.
+    Unknown if other modules than our routers send tokens.
     """
+    if len(routers) < len(experts.modules(work.model)):
+        return {"dispatch": None, "combine": None}
     layout, dims = work.layout, work.layout.dims
     tokens = work.example[1].numel() // dims.context // dims.tensor  # of a sample, on a rank
     item, passes = DTYPES[work.precision].itemsize, layout.accumulation * layout.microbatches

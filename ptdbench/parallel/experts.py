@@ -165,9 +165,10 @@ def _labeled(name: str) -> AbstractContextManager[Any]:
 
 
 class Routing:
-    """Keeps the routers of a model or a stage equal on all ranks, and counts their choices.
+    """Keeps the routers of a model or a stage equal on all ranks, counts their choices, and scales experts' gradients.
 
-    ``experts``: its modules of experts that are divided among ranks.
+    ``experts``: its modules of experts that are divided among ranks, also those to which another class than
+    :class:`~ptdbench.models.experts.Router` sends tokens.
     """
 
     def __init__(self, module: nn.Module, experts: Sequence[nn.Module], mesh: Mesh, layout: BatchPlan) -> None:
@@ -233,9 +234,9 @@ class Routing:
     def fullest(self) -> float | None:
         """Return the tokens of the fullest rank relative to the mean over ranks, averaged over layers and steps.
 
-        ``None`` if no ranks share experts. Called in all ranks.
+        ``None`` if no ranks share experts, or no router counts its choices. Called in all ranks.
         """
-        if not self._taken:
+        if not (self._taken and self._routers):
             return None
         device, total = next(iter(self._totals.values())).device, 0.0
         steps = torch.tensor(self._taken, device=device).view(-1, len(self._experts))

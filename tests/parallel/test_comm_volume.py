@@ -30,6 +30,7 @@ from tests.optim.made_muon import muon_of
 from tests.parallel.made import calls_of, data, laid_out, layout_of, on_meta, unscaled
 from tests.parallel.ranks import each, on_ranks
 from tests.parallel.splitting import where_split
+from tests.parallel.test_experts import model
 
 BATCH = 8
 
@@ -262,6 +263,16 @@ def test_what_ranks_hold_is_what_is_foreseen(of_ranks, name):
 @over_cases
 def test_a_user_is_not_warned_of_what_is_done_for_them(of_ranks, name):
     assert [of_rank[name].warned for of_rank in of_ranks] == [[]] * 4
+
+
+def test_what_an_own_router_sends_is_unknown():
+    strategy = Strategy(shard=2, expert=2)
+    by_formula = [
+        comm_bytes(CommModel(model(kind), data(20).example(), layout_of(strategy, 2, BATCH), strategy))
+        for kind in ("forced", "own router")
+    ]
+    assert None not in by_formula[0].values()
+    assert by_formula[1] == {**by_formula[0], "dispatch": None, "combine": None}
 
 
 def test_a_model_that_is_not_on_the_meta_device_is_not_run():

@@ -8,8 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ptdbench.models.experts import Mixture
 from ptdbench.models.moe import MoE
 from ptdbench.parallel.activations import Keep, Offload
 from ptdbench.parallel.offloading import _Run
@@ -31,18 +32,36 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor without FSDP": {"tensor": 4, "expert": 1},
     "pipeline": {"pipeline": 2, "shard": 2, "expert": 2},
 }
-KINDS = ("loss", "bias", "forced", "latent")
+KINDS = ("loss", "bias", "forced", "latent", "own router")
+
+
+class OwnRouter(nn.Module):
+    """A user's: it neither counts choices nor balances them."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.positions = nn.Identity()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        weights, chosen = (tokens.flatten(0, 1) @ self.weight.t()).softmax(-1).topk(2)
+        flat = chosen.flatten()
+        return weights, flat.argsort(stable=True), flat.bincount(minlength=len(self.weight))
 
 
 def model(kind: str = "loss") -> MoE:
     """On the meta device; of this balance, or with latent attention and fewer heads of keys for it to overlook."""
     attention = {"head_width": 4, "latent_width": 8, "rotary_width": 4} if kind == "latent" else {}
-    balance = "loss" if kind in ("latent", "offload") else kind
-    return on_meta(
+    balance = kind if kind in ("loss", "bias", "forced") else "loss"
+    made: MoE = on_meta(
         MoE, layers=2, heads=4, key_value_heads=1 if attention else 4, width=16, hidden=24, dense_layers=0, experts=4,
         active=2, expert_hidden=8, shared_experts=1, sequence_length=8, vocabulary=20, **attention,
         router={"balance": balance, "coefficient": 0.5, "bias_rate": 0.05},
     )  # fmt: skip
+    for mixture in made.modules():
+        if isinstance(mixture, Mixture) and kind == "own router":
+            mixture.router = OwnRouter(mixture.router.weight)  # type: ignore[assignment]
+    return made
 
 
 def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[float]]:
@@ -59,6 +78,8 @@ def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[flo
     for routing in (part.routing for part in engine.parts if kind == "forced" and part.routing):
         computed = torch.tensor(routing._taken).view(len(found), -1)
         assert (computed == computed[0]).all()  # whatever the first pass of a pipeline begins with
+    if kind == "own router":
+        assert engine.routed() == ({}, [])
     return found
 
 
@@ -66,7 +87,7 @@ def by_layout(layout: str, kind: str, precision: Name = "fp32") -> list[list[flo
 CASES = [
     *((layout, "loss", "fp32") for layout in LAYOUTS),
     ("context", "forced", "fp32"), ("tensor", "forced", "fp32"), ("pipeline", "forced", "fp32"),
-    ("shards", "bias", "fp32"),
+    ("shards", "bias", "fp32"), ("shards", "own router", "fp32"),
     *((layout, "latent", "fp32") for layout in ("context", "tensor", "tensor without FSDP")),
     ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
     *((layout, "loss", "bf16") for layout in LAYOUTS),
@@ -89,7 +110,8 @@ def expected(kind: str) -> list[list[float]]:
     CASES,
     daily=[
         *CASES[:7], ("pipeline", "forced", "fp32"),
-        ("shards", "bias", "fp32"), ("tensor", "latent", "fp32"), ("shards", "loss", "bf16"),
+        ("shards", "bias", "fp32"), ("shards", "own router", "fp32"), ("tensor", "latent", "fp32"),
+        ("shards", "loss", "bf16"),
         ("shards", "offload", "fp32"), ("tensor", "offload", "fp32"),
         ("tensor without FSDP", "loss", "bf16"),
     ],
