@@ -136,10 +136,10 @@ class Offload(Activations):
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
 #: Operations whose results ``activations=selective`` keeps: matrix products, convolutions, all attention kernels, and
-#: reductions over ranks. This is torchtitan's list, plus the corresponding operations on a CPU.
+#: reductions over ranks. This is torchtitan's list, plus products of experts and the corresponding operations on a CPU.
 EXPENSIVE = frozenset({
-    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten._scaled_mm, _aten.convolution,
-    _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention,
+    _aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm, _aten.linear, _aten._scaled_mm, _aten._grouped_mm,
+    _aten.convolution, _aten._scaled_dot_product_flash_attention, _aten._scaled_dot_product_efficient_attention,
     _aten._scaled_dot_product_cudnn_attention, _aten._scaled_dot_product_fused_attention_overrideable,
     _aten._scaled_dot_product_flash_attention_for_cpu,
     _c10d.all_reduce, _c10d.reduce_scatter_tensor, _c10d.all_to_all_single,

@@ -20,8 +20,9 @@ from ptdbench.parallel.precision import Copies, cast_inputs
 from ptdbench.setup import training_spec
 from tests.conftest import read
 from tests.daily import cases
-from tests.parallel.made import refused, small
+from tests.parallel.made import refused, small, with_weights
 from tests.parallel.ten_steps import tokens
+from tests.parallel.test_experts import model as with_experts
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -90,13 +91,14 @@ def test_a_layer_that_is_recomputed_runs_twice(every, twice):
 def test_a_selective_layer_repeats_neither_products_nor_attention():
     counts = {}
     for activations in (Keep(), Recompute(), Selective()):
-        model = small()
-        activations(model.layers())
         with Operations() as seen:
-            gradients(model)
+            for model in (small(), with_weights(with_experts())):
+                activations(model.layers())
+                gradients(model)
         counts[type(activations).__name__] = seen.counts
     attention = "_scaled_dot_product_flash_attention_for_cpu"
-    assert counts["Keep"][attention] == counts["Selective"][attention] == counts["Recompute"][attention] - 3 == 3
+    assert counts["Keep"][attention] == counts["Selective"][attention] == counts["Recompute"][attention] - 5 == 5
+    assert counts["Keep"]["_grouped_mm"] == counts["Selective"]["_grouped_mm"] == counts["Recompute"]["_grouped_mm"] - 4
     assert counts["Keep"]["addmm"] == counts["Selective"]["addmm"] < counts["Recompute"]["addmm"]
     assert counts["Keep"]["gelu"] == counts["Selective"]["gelu"] - 3 == counts["Recompute"]["gelu"] - 3
 
