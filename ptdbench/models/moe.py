@@ -39,7 +39,8 @@ class MoE(Decoder):
         shared_experts: Number of experts for all tokens, computed as one MLP.
         capacity: Maximum tokens of a rank's micro-batch for an expert, as a multiple of its fair share; the rest are
             dropped, so losses change and depend on the layout. ``none``: all tokens are computed.
-        product: How experts compute: ``grouped``, one kernel for all of them, or ``loop``; equal within rounding.
+        product: How experts compute: ``grouped``, one kernel for all of them, whose rows must be multiples of 16 bytes,
+            or ``loop``; equal within rounding.
         router: Options of :class:`ptdbench.models.experts.Routing`.
         sequence_length: Tokens of a sequence, also for :meth:`train_flops`.
         vocabulary: Number of different tokens.

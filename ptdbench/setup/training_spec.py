@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
 from ptdbench.models.chain import trying
+from ptdbench.models.experts import Experts
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, module_of
 from ptdbench.optim.groups import DECAYED, in_groups
@@ -26,6 +27,7 @@ from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.pipeline.stage import cut, unrepeated
+from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under
 from ptdbench.setup import choices
@@ -158,6 +160,8 @@ def specify(
             found.catch(check)
     if activations and model:
         found.catch(_check_activations, config, activations, model)
+    if model:
+        found.catch(_check_experts, config, model)
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
@@ -300,6 +304,23 @@ def _check_activations(config: Config, activations: Activations, model: Model) -
     if not isinstance(activations, Keep) and not model.layers():
         rule = f"is applied layer by layer, and model={config.call('model').name} has no layers()"
         require(Problem("activations", name, rule, "try keep"))
+
+
+def _check_experts(config: Config, model: Model) -> None:
+    """Refuse sizes of experts that the grouped kernel does not take, whose rows must be multiples of 16 bytes."""
+    precision = config.general.precision
+    unit = 16 // DTYPES[precision].itemsize
+    for part in module_of(model).modules():
+        if isinstance(part, Experts) and part.product == "grouped":
+            sizes = {"width": part.gate_up.shape[2], "expert_hidden": part.down.shape[2]}
+            rule = f"must be a multiple of {unit} with model.product=grouped and precision={precision}"
+            require(
+                *(
+                    Problem(f"model.{name}", size, rule, f"try {-(-size // unit) * unit}, or model.product=loop")
+                    for name, size in sizes.items()
+                    if size % unit
+                )
+            )
 
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:

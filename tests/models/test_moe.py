@@ -64,6 +64,16 @@ def test_both_products_have_equal_outputs_and_gradients(sizes):
     assert all(gradient.abs().sum() > 0 for gradient in found[0][1:] if gradient.numel()) == (sum(sizes) > 0)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 8), (torch.float16, 8)])
+def test_the_grouped_kernel_takes_the_smallest_sizes_that_are_accepted(dtype, size):
+    experts = Experts(2, size, size, "grouped").to(dtype)
+    for weight in experts.parameters():
+        nn.init.ones_(weight)
+    tokens = torch.ones(3, size, dtype=dtype, requires_grad=True)
+    experts(tokens, torch.tensor([1, 2])).square().sum().backward()
+    assert all(weight.grad.abs().sum() > 0 for weight in experts.parameters())
+
+
 @pytest.mark.parametrize("numbers", [[3, 0, 5, 1, 2, 4], [4, 1, 0], []])
 def test_rows_are_taken_and_put_back_as_by_indexing(numbers):
     """Of three rows two copies each, of which some are taken; those that are not come back as zeros."""

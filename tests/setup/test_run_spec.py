@@ -181,6 +181,19 @@ class TestRefused:
             "of a linear layer; try fp8, or another parallel.shard"
         ]
 
+    def test_experts_that_the_grouped_kernel_does_not_take(self):
+        sizes = ("model=moe_tiny", "model.expert_hidden=100")
+        rule = "must be a multiple of 8 with model.product=grouped and precision=bf16"
+        assert refused(*sizes, "precision=bf16") == [f"model.expert_hidden=100: {rule}; try 104, or model.product=loop"]
+        make(*sizes)
+        make(*sizes, "precision=bf16", "model.product=loop")
+        sizes = ("model=moe_tiny", "model.expert_hidden=90", "model.width=126", "model.head_width=32")
+        rule = "must be a multiple of 4 with model.product=grouped and precision=fp32"
+        assert refused(*sizes) == [
+            f"model.{size}: {rule}; try {fits}, or model.product=loop"
+            for size, fits in (("width=126", 128), ("expert_hidden=90", 92))
+        ]
+
     def test_more_ranks_than_gpus(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
