@@ -351,9 +351,14 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
 
 def _window(attention: nn.Module) -> int | None:
     """Return how many positions a Hugging Face module attends to on each side, including itself; ``None``: all."""
-    where = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
-    window = getattr(where, "sliding_window", None)
-    return window if isinstance(window, int) else None
+    config = getattr(attention, "config", None)
+    window = getattr(attention if hasattr(attention, "sliding_window") else config, "sliding_window", None)
+    # Some classes have the window of others in the layers that attend to all positions, too.
+    kinds: dict[Any, str] = dict(enumerate(getattr(config, "layer_types", None) or ()))
+    is_sliding = getattr(attention, "is_sliding", True)
+    if any("sliding" in kind for kind in kinds.values()):
+        is_sliding = "sliding" in kinds.get(getattr(attention, "layer_idx", None), "sliding")
+    return window if is_sliding and isinstance(window, int) else None
 
 
 def _alone(found: Any, fits: Callable[[Tensor], bool]) -> Any:

@@ -246,6 +246,26 @@ def test_a_window_to_both_sides_holds_twice_as_many_but_one(window, seen):
     assert flops_of(Attends(causal=False, window=window)) == (pytest.approx(3 * 2 * 2 * 6 * 12 * seen), 0)
 
 
+MIXED = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+
+
+@pytest.mark.parametrize(
+    ("told", "window"),
+    [
+        ({"is_sliding": False}, None), ({"is_sliding": True}, 4),  # Exaone4
+        ({"config": MIXED, "layer_idx": 1}, None), ({"config": MIXED, "layer_idx": 0}, 4),  # Qwen2-MoE
+        ({"config": MIXED}, 4), ({"config": SimpleNamespace(layer_types=["full_attention"]), "layer_idx": 0}, 4),
+    ],
+)  # fmt: skip
+def test_a_window_counts_in_the_layers_that_use_it(told, window):
+    module = Attends(window=4)
+    vars(module.attention).update(told)
+    assert flops_of(module) == flops_of(Attends(window=window))
+    if told.get("config") is MIXED:
+        del module.attention.sliding_window
+        assert flops_of(module) == flops_of(Attends(window=window))
+
+
 class Mixes(Plain):
     """Multiplies batches of matrices, and does not say whether that is causal."""
 
