@@ -42,7 +42,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -299,8 +300,10 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     }
     # Counted on two samples, as batch norm refuses to train on one.
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
-    # The counter has no formula for some fused attention kernels and would count them as zero.
-    with chain.unchanged(module), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+    # The counter has no formula for some fused attention kernels and grouped products, and would count them as zero.
+    formulas = {torch.ops.aten._grouped_mm: _grouped_flops}
+    counter = FlopCounterMode(display=False, custom_mapping=formulas)
+    with chain.unchanged(module), counter, sdpa_kernel(SDPBackend.MATH):
         loss = functional_call(module, tensors, tuple(two))
         forward = _batched(counter)
         loss.backward()
@@ -310,6 +313,12 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     passes = _batched(counter)["Global"] / (forward["Global"] or 1)
     total = counter.get_total_flops() - passes * outside
     return Flops(total / 2, None if masked is None else passes * masked / 2)
+
+
+def _grouped_flops(first: Sequence[int], second: Sequence[int], *_: Any, **__: Any) -> int:
+    """Return the FLOPs of a grouped product by its shapes, with as many rows, or columns, as all groups have."""
+    groups = first[0] if len(first) > len(second) else 1  # which divide the columns of the second matrix
+    return 2 * math.prod(first) * second[-1] // groups
 
 
 def _batched(counter: FlopCounterMode) -> dict[str, int]:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ptdbench.models.foreign import Adapted, adapt, build
+from ptdbench.models.foreign import Adapted, _grouped_flops, adapt, build
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model
 from ptdbench.problems import ConfigError
@@ -244,6 +244,32 @@ def test_there_is_no_backward_pass_of_attention_that_is_frozen(frozen, passes):
 @pytest.mark.parametrize(("window", "seen"), [(None, 12), (3, 5), (9, 12)])
 def test_a_window_to_both_sides_holds_twice_as_many_but_one(window, seen):
     assert flops_of(Attends(causal=False, window=window)) == (pytest.approx(3 * 2 * 2 * 6 * 12 * seen), 0)
+
+
+class Groups(Plain):
+    """Three experts in one product, in bf16."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 8, 16))
+
+    def forward(self, x):
+        x, ends = F.pad(super().forward(x), (0, 4)).bfloat16(), torch.arange(3, dtype=torch.int32, device=x.device)
+        return F.grouped_mm(x, self.experts.bfloat16(), offs=ends).float()
+
+
+def test_products_of_experts_count():
+    layers = 3 * 2 * (6 * 5 + 5 * 4) - 2 * 6 * 5  # inputs have no gradients
+    assert adapt(Groups(), example).train_flops() == {"module": layers + 3 * 2 * 8 * 16}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "flops"),
+    [([7, 8], [3, 8, 16], 7 * 8 * 16), ([8, 7], [7, 16], 8 * 7 * 16), ([3, 16, 8], [8, 7], 16 * 8 * 7),
+     ([3, 5, 8], [3, 8, 16], 3 * 5 * 8 * 16)],
+)  # fmt: skip
+def test_grouped_products_of_all_shapes_have_the_flops_of_their_groups(first, second, flops):
+    assert _grouped_flops(first, second) == 2 * flops
 
 
 MIXED = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "full_attention"])
