@@ -135,7 +135,7 @@ class Adapted(nn.Module):
                     f"{kind}.forward(inputs, targets) must return the mean loss, a scalar, or an object "
                     f"with .loss, and returns {told}"
                 )
-            return loss.float()
+            return _scalar(loss)
         return self._finish(self._call(self.module, inputs), targets)
 
     @property
@@ -194,7 +194,7 @@ class Adapted(nn.Module):
         found = _alone(found, lambda one: one.dim() > 0)
         outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
         if targets is not None and outputs is None and getattr(found, "loss", None) is not None:
-            return found.loss.float()
+            return _scalar(found.loss)
         if outputs is None:
             kind = type(found).__name__
             raise TypeError(f"forward() returns {kind}, and neither a tensor nor an object with .logits or .loss")
@@ -203,7 +203,7 @@ class Adapted(nn.Module):
         if outputs.is_floating_point():
             outputs = outputs.to(torch.promote_types(outputs.dtype, torch.float32))
         loss = getattr(self.module, "loss", default_loss)
-        return loss(outputs, targets).float()
+        return _scalar(loss(outputs, targets))
 
     def roles(self) -> dict[str, Role]:
         """Return the roles that the module names."""
@@ -368,6 +368,11 @@ def _window(attention: nn.Module) -> int | None:
     if any("sliding" in kind for kind in kinds.values()):
         is_sliding = "sliding" in kinds.get(getattr(attention, "layer_idx", None), "sliding")
     return window if is_sliding and isinstance(window, int) else None
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    """Return a loss in fp32, and one of shape ``(1,)`` as a scalar; not as a view, of which FSDP warns."""
+    return loss.float().sum() if loss.dim() and loss.numel() == 1 else loss.float()
 
 
 def _alone(found: Any, fits: Callable[[Tensor], bool]) -> Any:

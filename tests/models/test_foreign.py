@@ -45,6 +45,17 @@ class TakesTargets(Plain):
         return outputs if targets is None else F.cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
+class WithLossInRow(WithLoss):
+    def loss(self, outputs, targets):
+        return super().loss(outputs, targets)[None]
+
+
+class ReturnsRow(TakesTargets):
+    def forward(self, x, targets=None):
+        found = super().forward(x, targets)
+        return found if targets is None else found[None]
+
+
 class WithBoth(Plain):
     """As nanoGPT."""
 
@@ -105,7 +116,7 @@ def test_a_plain_module_gets_the_default_losses():
     torch.testing.assert_close(model(inputs, numbers), F.mse_loss(outputs, numbers))
 
 
-@pytest.mark.parametrize("kind", [WithLoss, WithLossModule, TakesTargets, WithBoth])
+@pytest.mark.parametrize("kind", [WithLoss, WithLossModule, WithLossInRow, TakesTargets, ReturnsRow, WithBoth])
 def test_a_module_may_bring_its_loss(kind):
     inputs, classes = batch()
     model = adapt(kind(), example)
