@@ -53,6 +53,9 @@ def main() -> int:
         steps = [max(of_step) for of_step in zip(*of_ranks, strict=True)]
         found = min(1 - slept / span for span, slept in steps)
         expected = SCHEDULES[name].bubble(ranks, SCHEDULES[name].per_rank("auto"), microbatches)
+        if expected is None:
+            print(f"  {name:24} idle {found:6.1%}, no formula for so few micro-batches")
+            continue
         told = f"  {name:24} idle {found:6.1%}, formula {expected:6.1%}"
         passed.append(judged(told, f"within {TOLERANCE:.0%}", abs(found - expected) <= TOLERANCE))
     return int(not all(passed))

@@ -164,7 +164,7 @@ class Phases(Struct):
     waited_for_most: list[Count | None] | None = None
     stages: list[list[Count]] | None = None  #: The pipeline stages of each rank; null without a pipeline.
     #: The bubble's share of a step by the schedule's formula, assuming stages of equal duration; null without a
-    #: pipeline.
+    #: pipeline, and if there is no formula for so few micro-batches.
     bubble_formula: Amount | None = None
     #: For each stage, the names of its parts other than repeated layers, such as ``embedding`` and ``head``; null
     #: without a pipeline.

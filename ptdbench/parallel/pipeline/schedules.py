@@ -45,7 +45,8 @@ class Schedule:
     microbatches: Literal["any", "stages", "rounds"] = "any"
     splits_backward: bool = False  #: Whether gradients of weights are computed separately from those of inputs.
     #: Idle time of the rank that idles longest, in units of ``(p - 1) / v`` times a rank's time for one of the three
-    #: parts of a micro-batch: forward, gradient of inputs, gradient of weights. 3: gpipe and 1f1b (Huang et al. 2019;
+    #: parts of a micro-batch: forward, gradient of inputs, gradient of weights; with as many micro-batches as the
+    #: schedule is made for, see :meth:`bubble`. 3: gpipe and 1f1b (Huang et al. 2019;
     #: Narayanan et al. 2021, section 2.2), looped_bfs (Lamy-Poirier 2022, section 4.1). 1: zero bubble's ZB-H1 (Qi et
     #: al. 2023, table 2). 0: ZB-V (section 6). 2: DeepSeek's table of DualPipeV, where forward and backward passes do
     #: not overlap.
@@ -76,9 +77,16 @@ class Schedule:
         in_rounds = self.microbatches != "rounds" or microbatches % rounds(microbatches, size) == 0
         return in_rounds and microbatches >= self.fewest(size, per_rank)
 
-    def bubble(self, size: int, per_rank: int, microbatches: int) -> float:
-        """Return the idle fraction of a pass, if the three parts of a micro-batch take equally long in all stages."""
-        idle = self.bubble_units * (size - 1) / per_rank
+    def bubble(self, size: int, per_rank: int, microbatches: int) -> float | None:
+        """Return the idle fraction of a pass, if the three parts of a micro-batch take equally long in all stages.
+
+        ``None`` if it is unknown: a split backward pass of too few micro-batches to fill the idle time.
+        """
+        if self.splits_backward and microbatches < (2 * size - 1 if self.placement == "v" else size):
+            return None
+        # With fewer micro-batches than ranks, a rank also waits between its stages, in both passes.
+        between = 3 * (per_rank - 1) * max(0, size - microbatches)
+        idle = (self.bubble_units * (size - 1) + between) / per_rank
         return idle / (3 * microbatches + idle)
 
     def busy(self, share: int, size: int, per_rank: int) -> int:
