@@ -44,6 +44,9 @@ _WIDE = 4
 #: Numbers per token that ranks with shares of a vocabulary reduce, see ``LinearCrossEntropy``.
 _OF_LOSS = 3
 
+#: Gathered stages that torch's pipeline schedules keep on a rank: ``_add_unshard_reshard(max_active_stages=3)``.
+_KEPT_STAGES = 3
+
 #: Bytes per element sent to average gradients; the sizes of PowerSGD's matrices depend on the buckets.
 _SENT = {"fp32": _WIDE, "bf16": 2, "fp16": 2, "powersgd": math.nan}
 
@@ -121,15 +124,17 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     once for both. Gradients are reduce-scattered once per step, or if requested once per micro-batch, and the shards
     averaged between copies once per step (Zhao et al. 2023, arXiv 2304.11277); under a pipeline both happen once per
     pass of its schedule. Shards are padded to equal sizes. How often pipeline stages gather layers that they free in
-    between depends on the order of micro-batches: unknown. For weights gathered in fp8, ranks first agree on the
-    scales.
+    between depends on the order of micro-batches: unknown; so does how often they gather all layers, if a rank has more
+    than :data:`_KEPT_STAGES`. For weights gathered in fp8, ranks first agree on the scales.
     """
     how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
     parts, of = local_parts(work.model, how, dims), rules(module_of(work.model))
     norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
     layers = work.model.layers()
     is_staged = dims.pipeline > 1
-    once = passes if how.frees_between_microbatches(dims) or is_staged else 1
+    once: float = passes if how.frees_between_microbatches(dims) or is_staged else 1
+    if is_staged and how.stages_on_rank > _KEPT_STAGES:
+        once = math.nan
     again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
     item, sent = DTYPES[work.precision].itemsize, _SENT[how.sent] * (passes if is_staged else 1)
     sums = passes if how.reduce_scatter_each_microbatch else 1

@@ -76,7 +76,7 @@ def of_degrees(how: Options) -> list[Row]:
         (dims.ways("samples", "positions") == 1 and is_set["gradients"],
          "gradients", _NO_EFFECT, "it belongs to parallel=ddp,pdp,fsdp,hsdp"),
         (not is_one["pipeline"] and is_set["reshard_between_microbatches"], "reshard_between_microbatches",
-         "has no effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches",
+         "has no effect under a pipeline, whose schedule decides when a stage gathers and frees its weights",
          "try auto"),
         (not is_one["pipeline"] and is_set["reduce_scatter_each_microbatch"], "reduce_scatter_each_microbatch",
          "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",

@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
 from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens
 from ptdbench.local_part import local_part
@@ -27,7 +29,7 @@ from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
 from tests.optim.made_muon import muon_of
-from tests.parallel.made import calls_of, data, laid_out, layout_of, on_meta, unscaled
+from tests.parallel.made import calls_of, data, gpt, laid_out, layout_of, on_meta, unscaled
 from tests.parallel.ranks import each, on_ranks
 from tests.parallel.splitting import where_split
 from tests.parallel.test_experts import model
@@ -273,6 +275,15 @@ def test_what_an_own_router_sends_is_unknown():
     ]
     assert None not in by_formula[0].values()
     assert by_formula[1] == {**by_formula[0], "dispatch": None, "combine": None}
+
+
+@pytest.mark.parametrize(("stages", "unknown"), [(3, set()), (4, {"all_gather"})])
+def test_it_is_unknown_how_often_more_stages_are_gathered_than_torch_keeps(stages, unknown):
+    assert signature(_add_unshard_reshard).parameters["max_active_stages"].default == 3
+    staged = {"pipeline": 2, "schedule": "looped_bfs", "stages_per_rank": stages}
+    strategy = Strategy(shard=2, reshard_after_forward=False, **staged)
+    by_formula = comm_bytes(CommModel(gpt(layers=8), data().example(), layout_of(strategy, 4, BATCH), strategy))
+    assert {operation for operation, size in by_formula.items() if size is None} == unknown
 
 
 def test_a_model_that_is_not_on_the_meta_device_is_not_run():

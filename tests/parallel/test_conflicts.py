@@ -55,7 +55,7 @@ def split(*values: Any) -> Any:
         ({"replicate": 4, "reshard_between_microbatches": False},
          f"reshard_between_microbatches=false: {NO_EFFECT}=fsdp,hsdp"),
         ({"shard": 4, "pipeline": 2, "reshard_between_microbatches": True}, "reshard_between_microbatches=true: has no "
-         "effect under a pipeline, whose schedule keeps the weights of a stage between micro-batches; try auto"),
+         "effect under a pipeline, whose schedule decides when a stage gathers and frees its weights; try auto"),
         ({"shard": 4, "pipeline": 2, "reduce_scatter_each_microbatch": True},
          "reduce_scatter_each_microbatch=true: has no effect under a pipeline, whose schedule reduces the gradients of "
          "a stage after its last micro-batch; try false"),
