@@ -295,7 +295,7 @@ class Plan(Struct):
 
 
 class Experts(Struct):
-    """Distribution of a run's tokens over the experts, without evaluation and profiling."""
+    """Distribution of tokens over experts in the steps of the run's last start, without evaluation and profiling."""
 
     tokens: dict[str, list[Count]] | None = None  #: How often each expert was chosen, by the name of its router.
     dropped: Count | None = None  #: How many of these choices were dropped because an expert was full.
