@@ -6,7 +6,8 @@ would otherwise reduce the gradient twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -51,7 +52,8 @@ def cut(model: Model, ranks: Sequence[int]) -> Cut:
     """
     parts = model.parts() or {}
     names = list(parts)
-    stages = [names[run.start : run.stop] for run in balance(costs(model, parts), len(ranks))]
+    empty = [number for number, part in enumerate(parts.values()) if next(part.parameters(), None) is None]
+    stages = [names[run.start : run.stop] for run in balance(costs(model, parts), len(ranks), empty)]
     return Cut(stages, ranks, [[held for name in stage for held in members(name, parts[name])] for stage in stages])
 
 
@@ -127,11 +129,12 @@ class _ContiguousGradient(torch.autograd.Function):
         return grads[0].contiguous()
 
 
-def balance(costs: Sequence[float], stages: int) -> list[range]:
+def balance(costs: Sequence[float], stages: int, empty: Collection[int] = ()) -> list[range]:
     """Split ``costs`` into ``stages`` non-empty runs with the smallest possible maximum sum.
 
     A pipeline is as fast as its slowest stage. Among equally good splits, the one with shorter early stages is chosen,
-    because under 1F1B earlier stages hold more micro-batches in memory. Each run is a range of part indices.
+    because under 1F1B earlier stages hold more micro-batches in memory. Each run is a range of part indices. No run
+    consists of ``empty`` parts only, which have no weights, if that is possible.
 
     Raises:
         ValueError: There are more stages than parts.
@@ -142,15 +145,16 @@ def balance(costs: Sequence[float], stages: int) -> list[range]:
     for cost in costs:
         before.append(before[-1] + cost)
 
+    def cost_of(start: int, end: int) -> float:
+        return math.inf if all(part in empty for part in range(start, end)) else before[end] - before[start]
+
     @cache
     def best(start: int, left: int) -> tuple[float, int]:
         """Return the lowest cost of the slowest of ``left`` stages from part ``start`` on, and the end of the first."""
         if left == 1:
-            return before[-1] - before[start], len(costs)
+            return cost_of(start, len(costs)), len(costs)
         last_end = len(costs) - left + 1
-        return min(
-            (max(before[end] - before[start], best(end, left - 1)[0]), end) for end in range(start + 1, last_end + 1)
-        )
+        return min((max(cost_of(start, end), best(end, left - 1)[0]), end) for end in range(start + 1, last_end + 1))
 
     cuts, start = [], 0
     for left in range(stages, 0, -1):

@@ -99,6 +99,16 @@ def test_no_other_cut_has_a_faster_slowest_stage():
         assert len(cuts[0]) == min(len(other[0]) for other in equal)
 
 
+def test_each_stage_has_weights_where_a_cut_allows_it():
+    assert balance([1, 0, 0, 1, 1], 3, empty=[1, 2]) == [range(1), range(1, 4), range(4, 5)]
+    assert balance([1, 0, 0], 3, empty=[1, 2]) == [range(1), range(1, 2), range(2, 3)]
+    with torch.device("meta"):
+        model = ResNet(depth=50, classes=10)
+    parts = model.parts()
+    for names in stages.cut(model, range(15)).stages:
+        assert any(True for name in names for _ in parts[name].parameters())
+
+
 @pytest.mark.parametrize("stages", [0, 4])
 def test_more_stages_than_parts_cannot_be(stages):
     with pytest.raises(ValueError, match=f"{stages} stages cannot be made of 3 parts"):
