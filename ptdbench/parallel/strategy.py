@@ -19,7 +19,7 @@ from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
 from ptdbench.parallel.pipeline.pipelined import Pipelined
-from ptdbench.problems import at_least, require
+from ptdbench.problems import Problem, at_least, require, try_these
 
 
 def choose_convolutions(module: nn.Module, device: torch.device) -> None:
@@ -97,11 +97,15 @@ class Strategy(Options):
         if self.shards(dims):
             require(*fsdp.problems(model, self.shard))
 
-    def check_sample(self, inputs: Tensor, layout: BatchPlan) -> None:
+    def check_sample(self, inputs: Tensor, targets: Tensor, layout: BatchPlan) -> None:
         """Raise ConfigError if samples, ``[batch, length]``, cannot be divided this way."""
         if self.applies("context", layout.dims) and inputs.dim() > 1:
             positions = Role("positions", inputs.shape[1], "positions")
             require(*context.undividable([positions], layout.dims.context, self.context_method, "a sample"))
+            if targets.shape[:2] != inputs.shape[:2]:
+                shapes = f"of shapes {list(inputs.shape)} and {list(targets.shape)}"
+                rule = f"divides inputs and targets by the same positions, and those of a sample are {shapes}"
+                require(Problem("context", layout.dims.context, rule, try_these([1, "or parallel=ddp,fsdp"])))
 
     def check_option(self, option: str, value: object, layout: BatchPlan | None = None) -> None:
         """Raise ConfigError if the value of an option outside ``parallel`` conflicts with these options."""

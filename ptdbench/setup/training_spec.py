@@ -203,7 +203,7 @@ def _checks(
         yield lambda: strategy.check_option("compile", config.resolved["compile"], where)
         yield lambda: strategy.check_option("offload", config.resolved["offload"], where)
     if data and where:
-        yield lambda: under("parallel", strategy.check_sample, data.example()[0], where)
+        yield lambda: under("parallel", strategy.check_sample, *data.example(), where)
     yield lambda: strategy.check_option("precision", config.resolved["precision"], where)
     if activations and where:
         yield lambda: strategy.check_option("activations", activations, where)

@@ -360,5 +360,15 @@ def test_a_model_that_has_what_is_needed_is_not(options, build):
 def test_samples_may_be_shorter_than_the_model_can_take(method, fits, not_so, rule):
     strategy = Strategy(context=2, context_method=method)
     layout = layout_of(strategy, 2, 16)
-    strategy.check_sample(torch.zeros(1, fits), layout)
-    assert refused(strategy.check_sample, torch.zeros(1, not_so), layout) == f"context=2: {rule}; try 1"
+    strategy.check_sample(torch.zeros(1, fits), torch.zeros(1, fits), layout)
+    samples = torch.zeros(1, not_so), torch.zeros(1, not_so)
+    assert refused(strategy.check_sample, *samples, layout) == f"context=2: {rule}; try 1"
+
+
+def test_targets_without_positions_cannot_be_divided():
+    strategy, samples = Strategy(context=2), (torch.zeros(1, 8), torch.zeros(1))
+    assert refused(strategy.check_sample, *samples, layout_of(strategy, 2, 16)) == (
+        "context=2: divides inputs and targets by the same positions, and those of a sample are of shapes [1, 8] and "
+        "[1]; try 1, or parallel=ddp,fsdp"
+    )
+    Strategy(shard=2).check_sample(*samples, layout_of(Strategy(shard=2), 2, 16))
