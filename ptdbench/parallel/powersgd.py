@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,8 +53,20 @@ class _InTurn:
         return _Done([tensor])
 
 
+class _WithoutGPU:
+    """A stand-in for ``torch`` in torch's hook, which would wait for the machine's GPU after each bucket, used or not.
+
+    All work is in one stream, which needs no waiting.
+    """
+
+    cuda = SimpleNamespace(is_available=lambda: False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 #: torch's hook, modified to send its three messages one after another in the calling thread and stream.
-_hook = FunctionType(powerSGD_hook.__code__, {**powerSGD_hook.__globals__, "dist": _InTurn()})
+_hook = FunctionType(powerSGD_hook.__code__, {**powerSGD_hook.__globals__, "dist": _InTurn(), "torch": _WithoutGPU()})
 
 
 class PowerSGD:
@@ -112,7 +124,7 @@ class PowerSGD:
         if bucket.is_last():  # there may have been more before DDP rebuilt them
             self._order = {index: numbers for index, numbers in self._order.items() if index <= bucket.index()}
         # A bucket takes three messages, each started after the previous one completes: with gloo's threads, two ranks
-        # could start the messages of two buckets in different orders. Under NCCL the hook waits for the GPU anyway.
+        # could start the messages of two buckets in different orders. Under NCCL only the stream waits for them.
         found = _hook(self._state, bucket)
         if not isinstance(found, _Done):  # averaged without compression
             return found
