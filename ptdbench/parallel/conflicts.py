@@ -197,8 +197,8 @@ def of_gloo(how: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Ro
 
 def _unsharded(optimizer: object) -> str | None:
     """Return the name of an optimizer whose step uses operations that torch lacks for DTensors."""
-    if isinstance(optimizer, torch.optim.Adafactor):
-        return "Adafactor"
+    if isinstance(optimizer, torch.optim.Adafactor | torch.optim.Rprop):
+        return type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad) and any(
         group["fused"] for group in optimizer.param_groups
     ):

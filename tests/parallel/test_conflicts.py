@@ -183,6 +183,7 @@ ONE_GRAPH = "compile=whole: is one graph, and"
 WEIGHTS = [torch.nn.Parameter(torch.zeros(1))]
 UNSHARDED = {
     "Adafactor": torch.optim.Adafactor(WEIGHTS),
+    "Rprop": torch.optim.Rprop(WEIGHTS),
     "SGD with fused=true": torch.optim.SGD(WEIGHTS, fused=True),
     "Adagrad with fused=true": torch.optim.Adagrad(WEIGHTS, fused=True),
 }  # fmt: skip
