@@ -1,4 +1,4 @@
-"""Batch normalization over the global batch, on any device.
+"""Batch normalization over the micro-batches of all ranks, on any device.
 
 torch's SyncBatchNorm refuses CPU tensors, and on a GPU each layer makes the host wait for the device three times, to
 check for ranks without samples. Here all ranks have equally many samples. On a CPU the same is computed with
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from ptdbench.problems import Problem
 
 
 class _Total(torch.autograd.Function):
@@ -115,6 +117,13 @@ class DeviceSyncBatchNorm(HostSyncBatchNorm):
             return _BatchNorm.forward(self, input)
         running = self.running_mean, self.running_var
         return _OnDevice.apply(input, self.weight, self.bias, *running, self.eps, self._counted(), self.group, ranks)
+
+
+def problem(model: nn.Module) -> Problem | None:
+    """Return a problem for a model without batch norms."""
+    if any(isinstance(module, _BatchNorm) for module in model.modules()):
+        return None
+    return Problem("sync_batchnorm", True, "has no effect on a model without torch's batch norms", "try false")
 
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:

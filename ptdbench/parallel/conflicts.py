@@ -93,6 +93,8 @@ def of_degrees(how: Options) -> list[Row]:
         (reshards_to_group and not (is_one["pipeline"] and is_one["tensor"] and is_one["context"]),
          "reshard_after_forward",
          "makes groups of ranks that only shard, without stages, tensor or context parallelism", "try true, false"),
+        (is_one["replicate"] and is_one["shard"] and is_set["sync_batchnorm"],
+         "sync_batchnorm", _NO_EFFECT, "it belongs to parallel=ddp,pdp,fsdp,hsdp"),
     ]  # fmt: skip
 
 

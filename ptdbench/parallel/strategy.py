@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ptdbench.models.protocol import Model, Role, module_of
-from ptdbench.parallel import conflicts, context, experts, fsdp, tensor
+from ptdbench.parallel import batchnorm, conflicts, context, experts, fsdp, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
@@ -94,6 +94,8 @@ class Strategy(Options):
             require(*context.problems(model, dims.context, dims.tensor, self.context_method))
         if dims.expert > 1:
             require(*experts.problems(model, dims))
+        if self.sync_batchnorm:
+            require(batchnorm.problem(module_of(model)))
         if self.shards(dims):
             require(*fsdp.problems(model, self.shard))
 

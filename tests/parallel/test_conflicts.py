@@ -63,6 +63,8 @@ def split(*values: Any) -> Any:
         ({"shard": 4, "sequence": True}, f"sequence=true: {NO_EFFECT}=tp,3d"),
         ({"shard": 4, "context_method": "ring"}, f"context_method=ring: {NO_EFFECT}.context=2"),
         ({"shard": 4, "optimizer": "zero1"}, f"optimizer=zero1: {NO_EFFECT}=ddp,pdp"),
+        *(({**degrees, "sync_batchnorm": True}, f"sync_batchnorm=true: {NO_EFFECT}=ddp,pdp,fsdp,hsdp")
+          for degrees in ({}, {"pipeline": 2}, {"tensor": 2}, {"context": 2})),
         ({"shard": 4, "gradients": "powersgd"}, "gradients=powersgd: needs whole gradients, and this layout shards "
          "them; try auto, bf16, or parallel=ddp"),
         *(({degree: 2, other: 2, "powersgd_rank": 2}, f"powersgd_rank=2: {NO_EFFECT}=ddp,pdp")
@@ -168,7 +170,7 @@ def test_with_degrees_and_micro_batches(options, ranks, batch, message):
     ("options", "ranks", "batch"),
     [
         ({**DDP, "static_graph": "auto"}, 2, (16, 2)), ({**DDP, "static_graph": False}, 2, (16, 2)),
-        ({**DDP, "static_graph": True}, 2, (16,)),
+        ({**DDP, "static_graph": True}, 2, (16,)), ({**PDP, "sync_batchnorm": True}, 2, (16,)),
         ({**PDP, "schedule": "gpipe", "microbatches": 1}, 2, (16,)), ({**PDP, "pipeline": 4}, 4, (4,)),
         ({**PDP, "pipeline": 4}, 8, (8,)), ({"replicate": 2, **FSDP, "reshard_after_forward": 2}, 8, (16,)),
         split({"shard": 2, "pipeline": 2, "schedule": "zbv", "reshard_after_forward": False}, 4, (16,)),

@@ -329,6 +329,8 @@ def with_equal_layers() -> GPT:
          "stages"),
         ({"shard": 2}, with_equal_layers, "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one weight, "
          "and fully_shard wants it in one layer; try parallel=ddp"),
+        ({"shard": 2, "sync_batchnorm": True}, gpt, "sync_batchnorm=true: has no effect on a model without torch's "
+         "batch norms; try false"),
         ({"shard": 2}, lambda: with_gate(torch.ones(())), "shard=2: blocks.1.gate has no dimension to shard, as a "
          "tensor of one number has: torch.ones(1); try parallel=ddp"),
         ({"shard": 2}, lambda: with_gate(torch.ones(2, dtype=torch.complex64)), "shard=2: blocks.1.gate is complex, "
