@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from ptdbench.local_part import local_part
 
@@ -33,7 +32,7 @@ class WeightAverage:
     ) -> None:
         self._optimizer = optimizer
         self._share = share
-        self._follow = get_ema_multi_avg_fn(decay)
+        self._rate = 1 - decay
         optimizer.register_step_post_hook(self._after_step)
 
     @contextmanager
@@ -51,6 +50,7 @@ class WeightAverage:
                 weight.copy_(value)
         self._share()
 
+    @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         before = self._pairs()
         for group in self._optimizer.param_groups:
@@ -59,12 +59,13 @@ class WeightAverage:
                     self._optimizer.state[weight][KEY] = weight.detach().clone()
         if before:
             weights, averages = zip(*before, strict=True)
-            self._follow(list(averages), list(weights), None)
+            torch._foreach_lerp_(averages, weights, self._rate)
 
+    @torch.no_grad()  # in which DTensors return their local parts without a call of autograd
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return the local parts of weights and their averages."""
         state = self._optimizer.state
         weights = [
             weight for group in self._optimizer.param_groups for weight in group["params"] if KEY in state[weight]
         ]
-        return [(local_part(weight.detach()), local_part(state[weight][KEY].detach())) for weight in weights]
+        return [(local_part(weight).detach(), local_part(state[weight][KEY])) for weight in weights]

@@ -1,10 +1,16 @@
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.optim.averaging import KEY, WeightAverage
 from tests.optim.made_muon import muon_of
+from tests.parallel.ranks import pretended
 
 OPTIMIZERS = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
@@ -57,3 +63,27 @@ def test_weights_come_back_when_judging_them_fails_and_one_without_a_gradient_ha
     assert torch.equal(model.weight, trained)
     assert KEY in optimizer.state[model.weight]
     assert KEY not in optimizer.state[model.bias]
+
+
+class NoDTensors(TorchDispatchMode):
+    """Fails where an operation takes a DTensor, which costs the host more than the step of an optimizer."""
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not any(issubclass(one, DTensor) for one in types), operation
+        return operation(*args, **(kwargs or {}))
+
+
+def test_of_sharded_weights_the_parts_are_averaged():
+    with pretended(2):
+        mesh = init_device_mesh("cpu", (2,))
+        weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))
+        optimizer = torch.optim.SGD([weight])
+        WeightAverage(optimizer, 0.5)
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+        weight.grad = None
+        with torch.no_grad():
+            weight.fill_(3)
+        with NoDTensors():
+            optimizer.step()
+        assert optimizer.state[weight][KEY].to_local().tolist() == [2, 2]
