@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from itertools import compress
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -233,8 +234,21 @@ class AgreedGradScaler(torch.amp.GradScaler):
         if enabled:  # torch does this when it scales a loss, which never happens on the first stages of a pipeline
             self._lazy_init_scale_growth_tracker(torch.device(device))
 
-    def _unscale_grads_(self, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(*arguments, **options)
+    @torch.no_grad()
+    def _unscale_grads_(self, optimizer: Any, *arguments: Any, **options: Any) -> dict[torch.device, torch.Tensor]:
+        # By local parts: of gradients that are DTensors, torch itself all-reduces what it finds, in each dimension.
+        parts = [_local_with_gradient(weight) for group in optimizer.param_groups for weight in group["params"]]
+        local: Any = SimpleNamespace(param_groups=[{"params": parts}])
+        found = super()._unscale_grads_(local, *arguments, **options)
         for overflow in found.values():
             dist.all_reduce(overflow, dist.ReduceOp.MAX)
         return found
+
+
+def _local_with_gradient(weight: Tensor) -> Tensor:
+    """Return a weight itself, or this rank's shard of it with that of its gradient."""
+    if not isinstance(weight, DTensor) or weight.grad is None:
+        return weight
+    part = local_part(weight).detach()
+    part.grad = local_part(weight.grad)
+    return part
