@@ -19,7 +19,8 @@ class WeightAverage:
     """Averages an optimizer's weights: after each step ``average = decay * average + (1 - decay) * weight``.
 
     The averages are part of the optimizer's state, and so are sharded, saved and loaded with it. An average starts with
-    the weight after the first step. Buffers, such as batch norm statistics, are not averaged.
+    the weight after the first step. Steps that loss scaling skips do not count. Buffers, such as batch norm statistics,
+    are not averaged.
 
     Args:
         optimizer: An optimizer without state.
@@ -53,13 +54,18 @@ class WeightAverage:
     @torch.no_grad()
     def _after_step(self, *_: Any) -> None:
         before = self._pairs()
+        # Under loss scaling torch calls a fused optimizer even for steps to skip, and only the device knows which.
+        skipped = getattr(self._optimizer, "found_inf", None)
+        if skipped is not None and not before and skipped.item():  # waits for the device until there are averages
+            return
         for group in self._optimizer.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None and KEY not in self._optimizer.state[weight]:
                     self._optimizer.state[weight][KEY] = weight.detach().clone()
         if before:
             weights, averages = zip(*before, strict=True)
-            torch._foreach_lerp_(averages, weights, self._rate)
+            rate = self._rate if skipped is None else [self._rate * (1 - skipped)] * len(weights)
+            torch._foreach_lerp_(averages, weights, rate)
 
     @torch.no_grad()  # in which DTensors return their local parts without a call of autograd
     def _pairs(self) -> list[tuple[Tensor, Tensor]]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.local_part import local_part
 from ptdbench.measure import hardware
+from ptdbench.optim.averaging import WeightAverage
 from ptdbench.parallel.precision import DTYPES, AgreedGradScaler, Copies, arithmetic, cast_inputs
 from tests.parallel.ranks import each, on_ranks
 
@@ -229,7 +230,7 @@ class AllReduces(TorchDispatchMode):
 
 
 def overflow_on_one_rank(fused: bool, sharded: bool) -> dict[str, Any]:
-    """Four steps: in the first and last, rank 1's gradient has overflowed.
+    """Four steps, averaged: in the first and last, rank 1's gradient has overflowed.
 
     Rank 0 never scales a loss, as an early stage.
     """
@@ -240,6 +241,7 @@ def overflow_on_one_rank(fused: bool, sharded: bool) -> dict[str, Any]:
 
     weight = nn.Parameter(placed(torch.ones(3)))
     optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0, fused=fused)
+    average = WeightAverage(optimizer, 0.5)
     scaler = AgreedGradScaler("cpu", enabled=True)
     seen: dict[str, Any] = {"scales": [scaler.get_scale()], "weights": [], "gradients": [], "messages": []}
     for overflows in (True, False, False, True):
@@ -254,11 +256,12 @@ def overflow_on_one_rank(fused: bool, sharded: bool) -> dict[str, Any]:
         seen["weights"].append(local_part(weight.detach()).clone())
         seen["gradients"].append(gradient)
         seen["messages"].append(taken.count)
-    return seen
+    with torch.no_grad(), average.in_place():
+        return seen | {"average": local_part(weight).clone()}
 
 
 @pytest.mark.ranks
-def test_an_overflow_on_one_rank_makes_all_skip_the_step():
+def test_an_overflow_on_one_rank_makes_all_skip_the_step_whose_weights_are_not_averaged():
     first, other = on_ranks(2, each, overflow_on_one_rank, [(False, False), (True, False), (False, True), (True, True)])
     assert all(seen["gradients"][0].isfinite().all() for seen in first.values())
     assert all(seen["gradients"][0].isinf().all() for seen in other.values())
@@ -267,6 +270,7 @@ def test_an_overflow_on_one_rank_makes_all_skip_the_step():
         assert torch.equal(seen["weights"][0], torch.ones(3))
         # The gradient is 1 once it is unscaled; Adam's first steps then have the length of the learning rate.
         torch.testing.assert_close(seen["weights"][1], torch.full((3,), 0.9))
+        torch.testing.assert_close(seen["average"], torch.full((3,), 0.85))  # of the weights after these two steps
         assert seen["messages"] == [1] * 4
 
 
