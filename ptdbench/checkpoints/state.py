@@ -106,12 +106,11 @@ class TrainingState:
         persistent = self._module.state_dict().keys() if with_buffers else ()
         found = {f"model.{name}": buffer for name, buffer in self._module.named_buffers() if name in persistent}
         for name, weight in self._weights():
-            if f"model.{name}" in found:  # the second copy on this rank
-                continue
-            found[f"model.{name}"] = unwrapped(weight)
+            # A second copy on this rank may have state where the first has none, as ZeRO-1 divides stages one by one.
+            found.setdefault(f"model.{name}", unwrapped(weight))
             for key, value in self._optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
-                    found[f"optimizer.{name}.{key}"] = unwrapped(value)
+                    found.setdefault(f"optimizer.{name}.{key}", unwrapped(value))
                 elif value is not None:
                     rule = f"keeps {key} as {type(value).__name__}, but checkpoints hold only tensors"
                     optimizer_name = type(self._optimizer).__name__
@@ -130,7 +129,7 @@ class TrainingState:
         for one, other in here:
             other.copy_(one)
             for key, value in state.get(one, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and key in state.get(other, {}):
                     state[other][key].copy_(value)
 
     def _make_optimizer_state(self, stored: Mapping[str, object]) -> None:

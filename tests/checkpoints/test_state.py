@@ -19,12 +19,13 @@ from ptdbench.checkpoints.state import TrainingState
 from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
 from ptdbench.models.gpt import GPT
 from ptdbench.models.toy import Toy
+from ptdbench.optim.averaging import WeightAverage
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
 from tests.optim.made_muon import muon_of
-from tests.parallel.ranks import each, mesh_of, on_ranks
+from tests.parallel.ranks import each, mesh_of, on_ranks, pretended
 from tests.parallel.splitting import where_split
 from tests.workloads.made_loop import step_loop
 
@@ -253,6 +254,35 @@ def test_what_is_of_another_model_is_refused_with_the_difference(tmp_path):
     assert "is [18] float32 there and missing here" in shallower
     assert "model.head.projection.weight is missing there and [44, 18] float32 here" in untied
     assert "exp_avg is [18] float32 there and missing here" in other_optimizer
+
+
+@pytest.mark.parametrize("owned", [{"first", "second"}, {"first"}, {"second"}])
+def test_of_two_copies_of_a_weight_on_one_rank_a_replica_may_update_either(tmp_path, owned):
+    """As under ZeRO-1, which divides the weights of each stage among replicas."""
+
+    def made(owned: set[str]) -> tuple[nn.ParameterDict, torch.optim.Optimizer, TrainingState]:
+        copies = nn.ParameterDict({"first": torch.zeros(2), "second": torch.zeros(2)})
+        optimizer = torch.optim.AdamW(copies.parameters())
+        for name in copies.keys() - owned:
+            optimizer.register_step_pre_hook(lambda *_, name=name: setattr(copies[name], "grad", None))
+        WeightAverage(optimizer, 0.9)
+        return copies, optimizer, TrainingState(copies, optimizer, [("first", "second")], 0)
+
+    with pretended(1):
+        saved, optimizer, state = made({"first", "second"})
+        for weight in saved.values():
+            weight.grad = torch.ones(2)
+        optimizer.step()
+        saver = Saver(tmp_path, keep=1)
+        saver.save(1, state.collect(with_buffers=True), {}, {})
+        saver.wait()
+        loaded, its_optimizer, its_state = made(owned)
+        its_state.restore(tmp_path / "checkpoints" / "step-00000001", same_layout=True, group=saver.group)
+        saver.close()
+    for name, weight in loaded.items():
+        assert torch.equal(weight, saved[name])
+        kept = optimizer.state[saved[name]] if name in owned else {}
+        torch.testing.assert_close(its_optimizer.state[weight], kept, rtol=0, atol=0)
 
 
 class Normalized(nn.Module):
