@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ptdbench.checkpoints import safe_load
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, unwrapped
+from ptdbench.optim.averaging import KEY
 from ptdbench.problems import ConfigError, Problem
 
 #: Pairs of full parameter names that share one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
@@ -159,15 +160,21 @@ def _require_same(
     for of_rank in gather({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
         wanted |= of_rank
     of_ranks = {name for name in stored if name.startswith(("rng.", "own."))}
-    differences = [
-        f"{name} is {_described(stored, name)} there and {_described(wanted, name)} here"
+    differences = {
+        name: f"{name} is {_described(stored, name)} there and {_described(wanted, name)} here"
         for name in sorted((wanted.keys() | stored.keys()) - of_ranks)
         if wanted.get(name) != stored.get(name)
-    ]
-    if differences:
-        more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-        rule = f"holds another model or optimizer: {'; '.join(differences[:_SHOWN])}{more}"
-        raise ConfigError([Problem("resume", path, rule, "resume with the model and optimizer it was made with")])
+    }
+    if not differences:
+        return
+    more = f"; and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    rule = f"holds another model or optimizer: {'; '.join([*differences.values()][:_SHOWN])}{more}"
+    remedy = "resume with the model and optimizer it was made with"
+    if all(name.endswith(f".{KEY}") for name in differences):
+        rule, remedy = "holds no averages of the weights, which this run keeps", "try train.ema=null"
+        if differences.keys() <= stored.keys():
+            rule, remedy = "holds averages of the weights", "resume with the train.ema it was made with"
+    raise ConfigError([Problem("resume", path, rule, remedy)])
 
 
 def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -> str:

@@ -226,6 +226,12 @@ def refusals(folder: Path) -> list[str]:
     saver = Saver(folder, keep=1)
     saver.save(STEPS, run.tensors(), {}, {})
     saver.wait()
+
+    def refusal(other: Run) -> str:
+        with pytest.raises(ConfigError) as caught:
+            other.restore(folder / "checkpoints" / f"step-{STEPS:08d}", saver.group)
+        return str(caught.value)
+
     told = []
     for changes, optimizer in (
         ({"width": 20}, "adamw"),
@@ -234,9 +240,13 @@ def refusals(folder: Path) -> list[str]:
         ({"tie_weights": False}, "adamw"),
         ({}, "momentum"),
     ):
-        with pytest.raises(ConfigError) as caught:
-            Run("pdp", "gpt", optimizer, **changes).restore(folder / "checkpoints" / f"step-{STEPS:08d}", saver.group)
-        told.append(str(caught.value))
+        told.append(refusal(Run("pdp", "gpt", optimizer, **changes)))
+    averaged = Run("pdp", "gpt", "adamw")
+    WeightAverage(averaged.loop.update.optimizer, 0.9)
+    told.append(refusal(averaged))
+    saver.save(STEPS, averaged.tensors(), {}, {})
+    saver.wait()
+    told.append(refusal(run))
     saver.close()
     return told
 
@@ -245,7 +255,7 @@ def refusals(folder: Path) -> list[str]:
 def test_what_is_of_another_model_is_refused_with_the_difference(tmp_path):
     first, second = on_ranks(2, refusals, tmp_path)
     assert first == second
-    wider, deeper, shallower, untied, other_optimizer = first
+    wider, deeper, shallower, untied, other_optimizer, without_averages, with_averages = first
     assert wider.startswith(f"resume={tmp_path}/checkpoints/step-00000003: holds another model or optimizer: ")
     assert "is [18] float32 there and [20] float32 here; " in wider
     assert wider.count(" there and ") == 3
@@ -254,6 +264,9 @@ def test_what_is_of_another_model_is_refused_with_the_difference(tmp_path):
     assert "is [18] float32 there and missing here" in shallower
     assert "model.head.projection.weight is missing there and [44, 18] float32 here" in untied
     assert "exp_avg is [18] float32 there and missing here" in other_optimizer
+    path = f"resume={tmp_path}/checkpoints/step-00000003"
+    assert without_averages == f"{path}: holds no averages of the weights, which this run keeps; try train.ema=null"
+    assert with_averages == f"{path}: holds averages of the weights; resume with the train.ema it was made with"
 
 
 @pytest.mark.parametrize("owned", [{"first", "second"}, {"first"}, {"second"}])
