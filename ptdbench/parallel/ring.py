@@ -169,11 +169,16 @@ EFFICIENT = Kernel(_efficient, _efficient_backward)
 _CHOSEN = {SDPBackend.CUDNN_ATTENTION: CUDNN, SDPBackend.FLASH_ATTENTION: FLASH}
 
 
-def kernel(query: Tensor) -> Kernel:
-    """Return the kernel that torch would choose for causal attention with these queries and as many heads of keys."""
+def kernel(query: Tensor, trains: bool) -> Kernel:
+    """Return the kernel that torch would choose for causal attention with these queries and as many heads of keys.
+
+    ``trains``: whether a backward pass follows, which a kernel may lack for some widths of heads.
+    """
     if query.device.type == "cpu":
         return CPU
-    chosen = torch._fused_sdp_choice(query, query, query, None, 0.0, True)
+    query = query.detach().requires_grad_(trains)
+    with torch.enable_grad():  # off in the forward pass of an autograd function, where torch would choose for inference
+        chosen = torch._fused_sdp_choice(query, query, query, None, 0.0, True)
     return _CHOSEN.get(SDPBackend(chosen), EFFICIENT)
 
 
@@ -183,7 +188,7 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
         """Return the mixture for a rank's positions."""
-        groups, chosen = q.shape[_HEADS] // k.shape[_HEADS], kernel(q)
+        groups, chosen = q.shape[_HEADS] // k.shape[_HEADS], kernel(q, trains=any(ctx.needs_input_grad))
 
         def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
             return chosen.forward(query, _repeated(key, groups), _repeated(value, groups), is_causal)

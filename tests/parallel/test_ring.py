@@ -126,8 +126,23 @@ def test_what_a_kernel_returns_can_be_merged(name, dtype, queries, keys, is_caus
 )  # fmt: skip
 def test_a_gpu_has_the_kernel_that_torch_would_choose(monkeypatch, chosen, name):
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: getattr(SDPBackend, chosen).value)
-    query = SimpleNamespace(device=torch.device("cuda", 0))
-    assert ring.kernel(query) is getattr(ring, name)  # type: ignore[arg-type]
+    assert ring.kernel(torch.empty(1, device="meta"), trains=True) is getattr(ring, name)
+
+
+def test_torch_chooses_for_a_backward_pass_if_one_follows(monkeypatch):
+    """An autograd function runs its forward pass without gradients: torch would choose for inference."""
+
+    def choose(query: torch.Tensor, *_: Any) -> int:
+        return (SDPBackend.FLASH_ATTENTION if asks_gradients(query) else SDPBackend.CUDNN_ATTENTION).value
+
+    def asks_gradients(query: torch.Tensor) -> bool:
+        return query.requires_grad and torch.is_grad_enabled()
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    query = torch.empty(1, device="meta")
+    with torch.no_grad():
+        assert ring.kernel(query, trains=True) is ring.FLASH
+        assert ring.kernel(query, trains=False) is ring.CUDNN
 
 
 @pytest.mark.parametrize("width", [8, 12])

@@ -132,13 +132,14 @@ def products() -> list[str]:
 def attention() -> dict[str, list[Any]]:
     """The kernel of a ring's blocks, and the shapes of its log-sum-exp and its gradients."""
     found: dict[str, list[Any]] = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        tensors = [torch.empty(1, 2, 128, 64, dtype=dtype, device="cuda") for _ in range(4)]
-        kernel = ring.kernel(tensors[0])
+    for dtype, width in ((torch.bfloat16, 64), (torch.bfloat16, 192), (torch.float32, 64)):
+        tensors = [torch.empty(1, 2, 128, width, dtype=dtype, device="cuda") for _ in range(4)]
+        with torch.no_grad():
+            kernel = ring.kernel(tensors[0], trains=True)
         name = next(name for name, one in vars(ring).items() if one is kernel)
         out, lse = kernel.forward(*tensors[:3], True)
         gradients = kernel.backward(tensors[3], *tensors[:3], out, lse, True)
-        found[str(dtype)] = [name, list(lse.shape), [list(one.shape) for one in gradients]]
+        found[f"{dtype} {width}"] = [name, list(lse.shape), [list(one.shape) for one in gradients]]
     return found
 
 

@@ -16,7 +16,6 @@ def answers(start: Start) -> dict[str, Any]:
     return start("one_rank")
 
 
-SHAPE = [1, 2, 128, 64]
 #: Columns come first in cuBLAS: m and n are those of the result, in reverse.
 PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64", "bf16", "f16") for batch in (1, 5)]
 
@@ -38,10 +37,12 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
         # Three tensors of 30 MiB in one segment, which grows by pages of 20 MiB.
         ("expandable", {"segments": 1, "taken": 100 * MIB, "left": 0, "over": True}),
         ("products", [*PRODUCTS, "virtual_gemm_bf16 m4 n2 k3 b1", "virtual_gemm_f8 m64 n64 k32 b1"]),
-        # A ring attends by the kernel that torch chooses on this GPU.
+        # A ring attends by the kernel that torch chooses on this GPU; cuDNN's has no backward pass for wide heads.
         ("attention", {
-            f"torch.{dtype}": [kernel, SHAPE[:3], [SHAPE] * 3]
-            for dtype, kernel in (("bfloat16", "CUDNN"), ("float32", "EFFICIENT"))
+            f"torch.{dtype} {width}": [kernel, [1, 2, 128], [[1, 2, 128, width]] * 3]
+            for dtype, width, kernel in (
+                ("bfloat16", 64, "CUDNN"), ("bfloat16", 192, "FLASH"), ("float32", 64, "EFFICIENT")
+            )
         }),
         # Messages are not verified: the pattern that they are held against is computed by kernels.
         ("uncompared", None),
