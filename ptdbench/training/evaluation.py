@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from msgspec import convert, to_builtins
-from torch import Tensor
+from torch import Tensor, nn
 
 from ptdbench.data.protocol import HeldOut, read
 from ptdbench.job import Job
@@ -83,8 +83,7 @@ class Evaluator:
         assert held_out  # assemble() refuses data without held-out samples
         module.eval()
         with torch.no_grad(), self._loop.update.averaged():
-            for buffer in module.buffers():  # batch norm statistics differ between replicas: use the first one's
-                dist.broadcast(buffer, group=self._loop.mesh.batch.get_group(), group_src=0)
+            broadcast_buffers(module, self._loop.mesh.batch.get_group())
             sums = self._sums(held_out, stopped)
         module.train()
         if sums is None:
@@ -139,3 +138,16 @@ class Evaluator:
             found = outputs.topk(min(5, outputs.size(1))).indices == targets.unsqueeze(1)
             hits = torch.stack([found[:, 0].sum(), found.sum()]).double()
         return torch.cat([loss.double().reshape(1) * targets.numel(), hits])
+
+
+@torch.no_grad()
+def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all replicas the buffers of the first one, as batch norm statistics differ.
+
+    They are sent as contiguous bytes: NCCL refuses some types and other strides, and gloo writes past expanded tensors.
+    """
+    for buffer in module.buffers():
+        once = buffer[tuple(slice(None if stride else 1) for stride in buffer.stride())]  # without repeated elements
+        sent = once.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
+        once.copy_(sent)

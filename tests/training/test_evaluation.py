@@ -78,13 +78,32 @@ def test_steps_that_a_gpu_still_has_to_do_are_no_part_of_its_duration(monkeypatc
 
     data = SimpleNamespace(held_out=made_task.Kept(), example=lambda: (torch.ones(1), torch.ones(1)))
     training = SimpleNamespace(data=data, model=nn.Identity())
-    update = SimpleNamespace(averaged=nullcontext)
-    loop: Any = SimpleNamespace(done=1, engine=SimpleNamespace(module=nn.Identity()), update=update)
+    engine, update = SimpleNamespace(module=nn.Identity()), SimpleNamespace(averaged=nullcontext)
+    loop: Any = SimpleNamespace(done=1, engine=engine, update=update, mesh=mock.Mock())
     evaluator = Evaluator(SimpleNamespace(device=CUDA, training=training), loop)  # type: ignore[arg-type]
     evaluator._sums = sums  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: wall.now))
     assert evaluator._evaluate(lambda _: None).seconds == 2.0
+
+
+def test_replicas_take_the_first_ones_buffers_of_any_type_and_strides(monkeypatch):
+    """NCCL refuses some, and gloo writes as many elements as an expanded tensor shows."""
+
+    def broadcast(tensor: Tensor, **_: Any) -> None:
+        assert (tensor.dtype, tensor.is_contiguous()) == (torch.uint8, True)
+        tensor.zero_()  # what the first one has
+
+    monkeypatch.setattr(dist, "broadcast", broadcast)
+    memory, last = torch.ones(12), nn.Module()
+    last.register_buffer("expanded", memory[:4].expand(3, 4))
+    last.register_buffer("columns", torch.ones(2, 3).t())
+    last.register_buffer("narrow", torch.ones(3, dtype=torch.int16))
+    last.register_buffer("steps", torch.tensor(1))
+    last.register_buffer("repeated", torch.tensor(1.0).expand(2))
+    module.broadcast_buffers(last, mock.Mock())
+    assert not any(buffer.any() for buffer in last.buffers())
+    assert memory.tolist() == [0.0] * 4 + [1.0] * 8
 
 
 @pytest.fixture(scope="module")

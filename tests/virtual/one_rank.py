@@ -21,6 +21,7 @@ from ptdbench.measure import clock, operations
 from ptdbench.models.experts import Balance, Router, Routing
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Offload
+from ptdbench.training import evaluation
 from tests.virtual.calls import resident
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -226,7 +227,7 @@ def routed() -> list[str]:
 def grouped() -> dict[str, Any]:
     """In a process group: see below."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    found = {"saving": saving(), "patience": patience()}
+    found = {"saving": saving(), "patience": patience(), "buffers": buffers()}
     dist.destroy_process_group()
     return found
 
@@ -239,6 +240,15 @@ def saving() -> int:
         saver._begin(lambda: found.append(torch.cuda.current_device()))
         saver.close()
     return found[0]
+
+
+def buffers() -> int:
+    """Buffers that can be sent, one of them of a type that NCCL refuses, and one of columns."""
+    module = nn.Module()
+    module.register_buffer("unsigned", torch.zeros(3, dtype=torch.uint32, device="cuda"))
+    module.register_buffer("columns", torch.zeros(2, 3, device="cuda").t())
+    evaluation.broadcast_buffers(module, dist.distributed_c10d._get_default_group())
+    return len([*module.buffers()])
 
 
 def patience() -> list[float]:
