@@ -28,7 +28,7 @@ from ptdbench.setup import checks, choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 from ptdbench.terminal import command, plural
-from ptdbench.virtual.machine import Machine
+from ptdbench.virtual.machine import MOST_GPUS, Machine
 
 
 @dataclass(frozen=True)
@@ -214,6 +214,9 @@ def _check_virtual(config: Config, world: World | None) -> None:
     if isinstance(config.cluster, Slurm):
         rule = f"virtual={name} runs on this machine, whatever its nodes"
         require(Problem("cluster", config.cluster.name, rule, "omit cluster"))
+    if (count := config.cluster.ranks_per_node) != "auto" and count > MOST_GPUS:
+        rule = f"torch is compiled for at most {MOST_GPUS} GPUs of a node"
+        require(Problem("cluster.ranks_per_node", count, rule, f"try {MOST_GPUS} or fewer, and cluster.nodes"))
     if world and not world.started_by.has_parent:
         rule = f"ranks with virtual GPUs are started by ptdbench, and {world.launcher} has started these"
         require(Problem("virtual", name, rule, f"run it without {world.launcher}"))

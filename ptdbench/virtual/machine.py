@@ -10,6 +10,9 @@ from ptdbench.terminal import plural
 from ptdbench.virtual import library
 from ptdbench.virtual.device import Device
 
+#: The most GPUs of a node: torch's C10_COMPILE_TIME_MAX_GPUS.
+MOST_GPUS = 120
+
 #: The prefix of the names of virtual GPUs.
 _VIRTUAL = "virtual "
 
