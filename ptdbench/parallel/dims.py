@@ -134,16 +134,18 @@ class Dims(Degrees[int]):
 
     @property
     def communicators(self) -> int:
-        """NCCL communicators of a rank: of all ranks, of each degree above 1 that is not all ranks, two between stages.
+        """NCCL communicators of a rank: of all ranks, of each group of a mesh with fewer of them, two between stages.
 
-        A degree that regroups others has one for the ranks that share, and one for those with the same share.
+        The mesh groups ranks by each degree above 1, and by those that it flattens into one dimension. A degree that
+        regroups others has two more groups: the ranks that share, and those with the same share.
         """
-        sizes = [getattr(self, name) for name in self.order()]
-        for name, row in self.rows().items():
-            if row.regroups and getattr(self, name) > 1:
-                sizes += [getattr(self, name), self.regroup_copies(name)]
-        between_stages = 2 * (self.pipeline > 1)
-        return (self.world_size > 1) + sum(1 < size < self.world_size for size in sizes) + between_stages
+        above_1 = {name for name in self.order() if getattr(self, name) > 1}
+        folds = {name: row.regroups for name, row in self.rows().items() if row.regroups and getattr(self, name) > 1}
+        flattened = [self.order("samples"), self.order("samples", "positions"), self.order("weights"), self.copied()]
+        groups = [self.order(), *((name,) for name in above_1), *flattened, *folds.values()]
+        sizes = [size for name in folds for size in (getattr(self, name), self.regroup_copies(name))]
+        count = len({frozenset(above_1 & {*group}) for group in groups} - {frozenset()})
+        return count + sum(1 < size < self.world_size for size in sizes) + 2 * (self.pipeline > 1)
 
     def regroup_copies(self, name: str) -> int:
         """Return the number of ranks with the same share under a degree that regroups others."""

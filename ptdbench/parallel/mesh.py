@@ -28,8 +28,12 @@ class Mesh:
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
 
         def flat(*wanted: str) -> DeviceMesh:
-            """Flatten those of these dimensions that exist into one."""
-            found = tuple(name for name in wanted if name in names)
+            """Flatten those of these dimensions that exist into one, without any of size 1 if there are others.
+
+            A group of the same ranks as another one would be a communicator of its own.
+            """
+            exist = tuple(name for name in wanted if name in names)
+            found = tuple(name for name in exist if getattr(dims, name) > 1) or exist[:1]
             return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
 
         self.batch = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.

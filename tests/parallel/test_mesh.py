@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ptdbench.parallel.dims import Dims
@@ -73,3 +74,28 @@ def test_a_refold_divides_the_ranks_of_others_anew(of_ranks):
         assert of_rank["folds"] == [[first, first + 1], [first + 2, first + 3]]
         assert of_rank["more"]["expert"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert of_rank["alone"] == (None, {})
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {}, {"replicate": 8}, {"pipeline": 4}, {"replicate": 2, "shard": 4}, {"replicate": 2, "tensor": 2},
+        {"replicate": 2, "shard": 2, "pipeline": 2}, {"shard": 2, "context": 2, "tensor": 2},
+        {"replicate": 2, "context": 2, "tensor": 2}, {"replicate": 2, "shard": 2, "tensor": 2, "expert": 2},
+        {"replicate": 2, "shard": 2, "context": 2, "tensor": 2, "pipeline": 2},
+    ],
+)  # fmt: skip
+def test_communicators_are_groups_of_several_ranks_and_two_between_stages(degrees):
+    dims = Dims(**degrees)
+    with pretended(dims.world_size):
+        Mesh(dims, "cpu")
+        groups = [group for group in dist.distributed_c10d._world.pg_map if dist.get_world_size(group) > 1]
+    assert dims.communicators == len(groups) + 2 * (dims.pipeline > 1)
+
+
+def test_no_two_groups_have_the_same_ranks():
+    """A dimension of one rank, as FSDP needs for replicas of DTensors, adds none to others."""
+    with pretended(8):
+        Mesh(Dims(replicate=2, context=2, tensor=2), "cpu")
+        groups = [tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
+    assert len({*groups}) == len(groups)

@@ -7,7 +7,6 @@ import torch
 
 from ptdbench.launch.world import World
 from ptdbench.measure.memory import HostMemory
-from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import checks, run_spec
 from tests.conftest import read
@@ -141,14 +140,6 @@ def test_a_gpu_is_asked_for_its_memory(monkeypatch):
         "(NVIDIA L4: of 2.0 GiB 1.5 GiB are free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB); "
         "try parallel=fsdp on at least 3 such GPUs"
     )
-
-
-@pytest.mark.parametrize(
-    ("degrees", "communicators"),
-    [({}, 0), ({"replicate": 8}, 1), ({"replicate": 2, "shard": 4}, 3), ({"pipeline": 4}, 3)],
-)
-def test_communicators_are_those_of_all_ranks_of_degrees_and_between_stages(degrees, communicators):
-    assert Dims(**degrees).communicators == communicators
 
 
 GPU = torch.device("cuda", 0)
