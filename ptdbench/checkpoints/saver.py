@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
-from ptdbench.launch import settings
+from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
 
@@ -216,11 +217,14 @@ class Saver:
         run_directory: The run's directory, the same for all ranks.
         keep: Number of complete checkpoints to keep, at least 1.
         asynchronous: Write in a separate thread. Otherwise :meth:`save` makes no copy, and returns when all is on disk.
+        patience: How long ranks wait for each other while they save.
     """
 
-    def __init__(self, run_directory: Path, *, keep: int, asynchronous: bool = True) -> None:
+    def __init__(
+        self, run_directory: Path, *, keep: int, asynchronous: bool = True, patience: timedelta = rendezvous.PATIENCE
+    ) -> None:
         #: A CPU group of all ranks. Used by the writing thread; other threads may use it while no save is in progress.
-        self.group = cast(dist.ProcessGroup, dist.new_group(backend="gloo"))  # contains all ranks
+        self.group = cast(dist.ProcessGroup, dist.new_group(timeout=patience, backend="gloo"))  # all ranks
         self.saved: list[int] = []  #: Steps whose checkpoint is on disk, in the order of saving.
         self.problems: list[str] = []  #: One line for each failed save.
         self.stall_seconds: list[float] = []  #: How long each :meth:`save` blocked its caller.

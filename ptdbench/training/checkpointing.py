@@ -14,6 +14,7 @@ from ptdbench.checkpoints.checkpoint_dir import Found
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
 from ptdbench.job import Job
+from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import barrier, gather
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.setup import run_spec
@@ -40,13 +41,16 @@ class Checkpointing:
         self._passed_over: list[str] = []
         #: After which step and from which checkpoint this process resumed, and how ranks or layout changed.
         self.resumed: str | None = None
+        self._patience = rendezvous.patience_for(job.spec.config.general.timeout_minutes)
         options = job.spec.config.checkpoint
         if options.every_steps:
             if job.world.is_first:
                 with suppress(OSError):  # an unwritable directory is reported at the first save
                     checkpoint_dir.remove_partial(job.directory)
             barrier()  # rank 0 may have renamed a checkpoint that the others search for
-            self._saver = Saver(job.directory, keep=options.keep, asynchronous=options.asynchronous)
+            self._saver = Saver(
+                job.directory, keep=options.keep, asynchronous=options.asynchronous, patience=self._patience
+            )
             loop.update.before_change = self._saver.settle
 
     @property
@@ -80,7 +84,7 @@ class Checkpointing:
         sources: list[Path] = gather([source for source in known if (source / checkpoint_dir.FOLDER).exists()])[0]
         if not (sources or named):
             return None
-        group: Any = self._saver.group if self._saver else dist.new_group(backend="gloo")
+        group: Any = self._saver.group if self._saver else dist.new_group(timeout=self._patience, backend="gloo")
         for source in sources:
             search = checkpoint_dir.newest(source, group)
             self._passed_over += search.warnings

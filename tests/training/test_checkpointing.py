@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ptdbench.checkpoints.saver import Saver, Staging
 from ptdbench.job import Outcome
+from ptdbench.launch.rendezvous import patience_for
 from ptdbench.problems import ConfigError
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.workloads import train
@@ -98,3 +99,12 @@ def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(alone
     assert str(caught.value) == f"resume={tmp_path}: holds no complete checkpoint; omit it to start over"
     skipped = f"warning: {tensors.parent} is skipped: {tensors.name} does not match its checksum\n"
     assert capsys.readouterr().err == skipped
+
+
+def test_groups_that_save_and_resume_are_as_patient_as_all_others(alone, tmp_path, monkeypatch):
+    """torch gives a group half an hour, whatever the default group has."""
+    seen, new_group = [], dist.new_group
+    monkeypatch.setattr(dist, "new_group", lambda **how: (seen.append(how.get("timeout")), new_group(**how))[1])
+    carried_out(tmp_path, "train.steps=2", "timeout_minutes=20")
+    carried_out(tmp_path / "next", "checkpoint.every_steps=null", f"resume={tmp_path}", "timeout_minutes=20")
+    assert seen == [patience_for(20)] * 2
