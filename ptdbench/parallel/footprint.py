@@ -44,6 +44,7 @@ def footprints(
     *,
     average: bool,
     precision: Name = "fp32",
+    pinned: bool = False,
 ) -> list[Footprint]:
     """Return the footprint of a rank for each position in a pipeline: of the rank with the largest shards or state.
 
@@ -54,6 +55,7 @@ def footprints(
         dims: Its degrees.
         average: Whether the optimizer keeps a moving average of the weights.
         precision: Dtype of the arithmetic.
+        pinned: Whether weights and gradients are in pinned host memory, where torch gives each a power of two.
     """
     in_buckets, narrow = how.replicates(dims), DTYPES[precision]
     owners = dims.ways("samples", "positions") if in_buckets and how.optimizer == "zero1" else 1
@@ -83,8 +85,8 @@ def footprints(
         if copied:
             local += [parts[weight].to(copied) for module in held for weight in copied_weights(module)]
         return Footprint(
-            weights=_bytes(local) + sum(_bytes(module.buffers()) for module in held),
-            gradients=gradient_copies * _bytes(parts[weight] for weights in trained for weight in weights),
+            weights=_bytes(local, pinned) + sum(_bytes(module.buffers()) for module in held),
+            gradients=gradient_copies * _bytes((parts[weight] for weights in trained for weight in weights), pinned),
             optimizer=max(state_of),
         )
 
@@ -143,5 +145,6 @@ def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
         return _bytes(value for value in optimizer.state[weight].values() if isinstance(value, Tensor))
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _bytes(tensors: Iterable[Tensor], pinned: bool = False) -> int:
+    sizes = (tensor.nbytes for tensor in tensors)
+    return sum(1 << (size - 1).bit_length() if pinned else size for size in sizes)

@@ -129,7 +129,11 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         found.catch(_check_check, config)
     found.catch(_check_logger, config, trains)
     is_tried = world is not None and world.launcher == "local"  # by the process that started this rank
-    trained = found.catch(training_spec.specify, config, world_size, is_tried=is_tried) if trains else None
+    trained = None
+    if trains:
+        trained = found.catch(
+            training_spec.specify, config, world_size, on_gpu=device_type == "cuda", is_tried=is_tried
+        )
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
     found.catch(_check_sought, config, world, virtual)
     if trained:

@@ -55,6 +55,7 @@ class TrainingSpec:
     flops_per_sample: float | None
     masked_flops_per_sample: float | None  #: The part of them that causal attention masks; ``None`` if unknown.
     flops_reason: str | None  #: Why the FLOPs are unknown.
+    pinned: bool  #: Whether weights and gradients are in pinned host memory.
 
     @property
     def label(self) -> str:
@@ -64,8 +65,10 @@ class TrainingSpec:
     def footprints(self) -> list[Footprint]:
         """Return the training state of a rank of each pipeline stage."""
         average, precision = self.config.train.ema is not None, self.config.general.precision
-        dims = self.layout.dims
-        return footprints(self.model, self.optimizer, self.strategy, dims, average=average, precision=precision)
+        model, dims, pinned = self.model, self.layout.dims, self.pinned
+        return footprints(
+            model, self.optimizer, self.strategy, dims, average=average, precision=precision, pinned=pinned
+        )
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
         """Return the bytes of communication in a step by formula, by operation; only before :meth:`engine`.
@@ -119,12 +122,13 @@ class TrainingSpec:
 
 
 def specify(
-    config: Config, world_size: Callable[[Callable[[int], int]], int], *, is_tried: bool = False
+    config: Config, world_size: Callable[[Callable[[int], int]], int], *, on_gpu: bool = False, is_tried: bool = False
 ) -> TrainingSpec:
     """Specify a training run.
 
-    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use. ``is_tried`` says
-    that another process of this run has already tried the model on a sample, which may take a second.
+    ``world_size`` returns the number of ranks, given the strategy's rule for how many devices to use; ``on_gpu`` says
+    whether these are GPUs. ``is_tried`` says that another process of this run has already tried the model on a sample,
+    which may take a second.
 
     Raises:
         ConfigError: With all problems, as far as one can be checked in the presence of another.
@@ -185,6 +189,7 @@ def specify(
         flops_per_sample=flops,
         masked_flops_per_sample=None if flops is None else masked_flops(model),
         flops_reason=reason,
+        pinned=on_gpu and config.general.offload != "none",
     )
 
 

@@ -64,3 +64,12 @@ def test_nothing_is_allocated_for_a_model_of_a_trillion():
     model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
     (found,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
     assert found == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)
+
+
+def test_torch_pins_powers_of_two():
+    """As ``tests/virtual/one_rank.py`` finds; the optimizer's state is not pinned."""
+    model = on_meta(nn.Linear, in_features=1600, out_features=1600, bias=False)
+    (plain,), (pinned,) = (
+        footprints(model, ADAMW, Strategy(shard=2), Dims(shard=2), average=False, pinned=one) for one in (False, True)
+    )
+    assert pinned == Footprint(8 << 20, 8 << 20, plain.optimizer)
