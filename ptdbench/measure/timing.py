@@ -88,6 +88,7 @@ def require_memory(device: torch.device, local_size: int, need: int, option: str
         ConfigError: On every rank, naming the rank with the least free memory.
     """
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of a run before this, which otherwise counts as used
         free, what = torch.cuda.mem_get_info(device)[0], "its GPU"
     else:
         free, what = host_memory().available // local_size, "its share of the node"

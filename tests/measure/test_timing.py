@@ -35,6 +35,15 @@ def test_a_rank_has_its_share_of_what_the_container_or_job_has_left(monkeypatch)
         timing.require_memory(CPU, 2, 31, "workload.shapes", "512")
 
 
+def test_what_torch_keeps_for_reuse_on_a_gpu_is_free(monkeypatch):
+    """As after a run, whose ceiling is measured again."""
+    free = [10]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 100))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(90))
+    monkeypatch.setattr(timing, "gather", lambda told: [told])
+    timing.require_memory(torch.device("cuda"), 1, 90, "workload.shapes", "512")
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """One rank: it is always the slowest."""
