@@ -157,12 +157,16 @@ def _overlap(
     job: Job, options: PointToPoint, pair: tuple[int, int], size: int, cut: list[dict[str, Any]]
 ) -> Iterator[dict[str, Any]]:
     job.watchdog.alive()
+    too_long = {"ranks": list(pair), "from_bytes": size, "reason": f"overlap: {options.too_long}"}
     exchange = _Exchange.of(job, pair, size)
     alone = timing.repeat(exchange.run if exchange else None, job.device, options)
-    if not alone:
-        cut.append({"ranks": list(pair), "from_bytes": size, "reason": f"overlap: {options.too_long}"})
+    multiply = _products(job.device)
+    once = timing.repeat(functools.partial(multiply, 1) if exchange else None, job.device, options) if alone else []
+    if not once:
+        cut.append(too_long)
         return
-    compute = _computation(job, options, exchange is not None, summary(alone)["median"])
+    times = max(1, round(summary(alone)["median"] / summary(once)["median"]))  # the same number on all ranks
+    compute = functools.partial(multiply, times) if exchange else None
     together = functools.partial(exchange.run, compute) if exchange else None
     steps = [exchange.run if exchange else None, compute, together]
     seconds = timing.repeat_in_turns(steps, job.device, options)
@@ -172,6 +176,8 @@ def _overlap(
         medians = [summary(of_step)["median"] for of_step in seconds]
         named = dict(zip(("communication", "computation", "together"), medians, strict=True))
         yield {"ranks": list(pair), "bytes": size, **named, "hidden": hidden(*medians)}
+    else:
+        cut.append(too_long)
 
 
 def hidden(communication: float, computation: float, together: float) -> float:
@@ -258,15 +264,13 @@ class _Exchange:
         return sent(source, self.given.numel(), DTYPES["uint8"], self.given.device)
 
 
-def _computation(job: Job, options: PointToPoint, takes_part: bool, seconds: float) -> Callable[[], None] | None:
-    """Return matrix products that keep the device busy for about ``seconds``; the same number on all ranks."""
-    side = _SIDE[job.device.type]
-    left, right, product = (torch.ones(side, side, device=job.device) for _ in range(3))
+def _products(device: torch.device) -> Callable[[int], None]:
+    """Return a function that multiplies matrices on a device that many times."""
+    side = _SIDE[device.type]
+    left, right, product = (torch.ones(side, side, device=device) for _ in range(3))
 
     def multiply(times: int) -> None:
         for _ in range(times):
             torch.mm(left, right, out=product)
 
-    once = timing.repeat(functools.partial(multiply, 1) if takes_part else None, job.device, options)
-    times = max(1, round(seconds / summary(once)["median"]))
-    return functools.partial(multiply, times) if takes_part else None
+    return multiply

@@ -1,6 +1,7 @@
 """The workload ``p2p``: what it measures, checks and refuses."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +71,16 @@ def test_what_takes_too_long_is_left_out_and_said(shared_run):
     found = record["p2p"]
     assert [(pair["latency"], pair["bandwidth"], pair["sizes"]) for pair in found["pairs"]] == [(None, None, [])] * 2
     assert (found["overlap"], len(found["cut"])) == ([], 4)
+
+
+@pytest.mark.parametrize("once", [[], [0.1]])
+def test_products_that_take_too_long_alone_or_beside_messages_are_said(monkeypatch, once):
+    seconds = iter([[0.1], once])
+    monkeypatch.setattr(timing, "repeat", lambda *_: next(seconds))
+    monkeypatch.setattr(timing, "repeat_in_turns", lambda *_: [[], [], []])
+    job, cut = SimpleNamespace(device=torch.device("cpu"), world=World(0, 3, 0, 3, "local"), watchdog=mock.Mock()), []
+    assert [*point_to_point._overlap(job, PointToPoint(), (1, 2), 8, cut)] == []
+    assert [(one["ranks"], one["from_bytes"]) for one in cut] == [([1, 2], 8)]
 
 
 @pytest.mark.ranks
