@@ -71,7 +71,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def release(device: torch.device) -> None:
-    """Free objects in reference cycles, and return cached memory.
+    """Free objects in reference cycles, and return cached memory, that pinned for a GPU on the host too.
 
     Call this before building something to measure in place of something else. A model refers to itself: through its
     wrapped forward, and through the hooks of DDP and FSDP.
@@ -81,6 +81,7 @@ def release(device: torch.device) -> None:
         import torch
 
         torch.cuda.empty_cache()
+        torch._C._host_emptyCache()  # of pinned memory
     else:
         trim()
 

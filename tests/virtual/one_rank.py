@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ptdbench.checkpoints.saver import Saver, Staging
 from ptdbench.launch import rendezvous
-from ptdbench.measure import clock, operations
+from ptdbench.measure import clock, memory, operations
 from ptdbench.models.experts import Balance, Router, Routing
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Offload
@@ -157,6 +157,21 @@ def staged() -> list[tuple[str, int]]:
     return [(one.name()[:6], one.device_resource_id()) for one in sorted(of_device, key=lambda one: one.start_ns())]
 
 
+def pinned() -> list[int]:
+    """Bytes of the host that torch takes for a pinned tensor of 3 MiB, and keeps after it and after a release."""
+
+    def taken() -> int:
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+    memory.release(torch.device("cuda"))
+    held = torch.empty(3 * MIB, dtype=torch.uint8, pin_memory=True)
+    found = [taken()]
+    del held
+    found.append(taken())
+    memory.release(torch.device("cuda"))
+    return [*found, taken()]
+
+
 def offloaded() -> dict[str, float]:
     """Milliseconds of a step whose layers keep what they save, and offload it; and of copying all that both ways."""
     layers = [nn.Linear(16384, 16384, bias=False, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
@@ -275,7 +290,7 @@ def unanswered() -> str:
 
 if __name__ == "__main__":
     asked = (
-        device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, attention, staged, offloaded,
-        uncompared, counted, routed, grouped, unanswered,
+        device, allocator, expandable, out_of_memory, steps, garbage, profiled, products, attention, staged, pinned,
+        offloaded, uncompared, counted, routed, grouped, unanswered,
     )  # fmt: skip
     print(json.dumps({ask.__name__: ask() for ask in asked}))

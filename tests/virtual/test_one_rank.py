@@ -44,6 +44,7 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
                 ("bfloat16", 64, "CUDNN"), ("bfloat16", 192, "FLASH"), ("float32", 64, "EFFICIENT")
             )
         }),
+        ("pinned", [4 * MIB, 4 * MIB, 0]),
         # Messages are not verified: the pattern that they are held against is computed by kernels.
         ("uncompared", None),
         ("counted", [3, 0]),  # steps, without a question to the device
