@@ -48,7 +48,7 @@ static void map_space(void) {
     char *space = map((void *)0x200000000000, SPACE);
     backed = map(NULL, SPACE / GRANULE);
     if (!space || !backed) {
-        perror("virtual GPU: cannot reserve addresses (is the address space limited, ulimit -v?)");
+        perror("virtual GPU: cannot reserve addresses (limited by ulimit -v, or by vm.overcommit_memory=2?)");
         _exit(70);
     }
     for (int i = 0; i < machine_count(); i++) {
