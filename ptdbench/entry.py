@@ -302,13 +302,13 @@ def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | Non
 
 
 def _conclude(composed: compose.Composed, directory: Path, agenda: Agenda | None) -> int:
-    """Print the results of the runs; return exit status 0 if all requested runs are ok."""
+    """Print the results of the runs; return exit status 0 if all requested runs are ok, and none was skipped."""
     asked = len(agenda.requests) if agenda and not agenda.is_open else int(agenda is None)
     records = _print_results(directory, composed.configs, asked)
     if agenda and agenda.only:  # the sweep's other runs were not requested
         records = [record for record in records if store.below(directory, record["directory"]) == agenda.only]
         asked = 0
-    return int(_count_ok(records) < (asked or max(1, len(records))))
+    return int(bool(agenda and agenda.skipped) or _count_ok(records) < (asked or max(1, len(records))))
 
 
 def _count_ok(records: Sequence[Written]) -> int:

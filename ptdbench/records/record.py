@@ -23,6 +23,9 @@ from ptdbench.terminal import command, sources, under
 #: The type of error of a record that was opened and not yet closed.
 UNFINISHED = "Unfinished"
 
+#: The type of error of a run whose job SLURM did not take.
+NOT_SUBMITTED = "NotSubmitted"
+
 #: Fields of every record, in the order in which they are written.
 FIELDS = schema.Record.__struct_fields__
 
@@ -145,6 +148,11 @@ def is_open(record: Written) -> bool:
     return schema.error(record).type == UNFINISHED
 
 
+def is_interrupted(record: Written) -> bool:
+    """Return whether the run was stopped, killed or not even submitted, or still goes on."""
+    return record["status"] == "preempted" or schema.error(record).type in (UNFINISHED, NOT_SUBMITTED)
+
+
 def is_settled(record: Written) -> bool:
     """Return whether the run's end was recorded by the queue or by all ranks together, which know more than one rank.
 
@@ -202,13 +210,14 @@ def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return f"{was.get('name')} with {', '.join(found)}" if found else None
 
 
-def is_done(directory: Path, config: Mapping[str, Any]) -> bool:
-    """Return whether ``directory`` holds a run of this configuration that ended ok."""
+def is_done(directory: Path, config: Mapping[str, Any], or_failed: bool = False) -> bool:
+    """Return whether ``directory`` holds a run of this configuration that ended ok, or that failed, if that counts."""
     try:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    return found["status"] == "ok" and same_work(configuration(found), config)
+    is_over = found["status"] == "ok" or (or_failed and not is_interrupted(found))
+    return is_over and same_work(configuration(found), config)
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:

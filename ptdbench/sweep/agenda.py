@@ -10,10 +10,12 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
+from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.files import create_atomically, write_json
 from ptdbench.launch.world import discover
-from ptdbench.problems import ConfigError
+from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, ownership, record, store
+from ptdbench.records.effects import options_affecting
 from ptdbench.records.schema import Written
 from ptdbench.report.display import Heading
 from ptdbench.report.labels import titles
@@ -90,6 +92,7 @@ class Agenda:
     searches: bool = False  #: Whether Hydra's sweeper chooses runs by results: requests are then added one by one.
     #: Decides after which block of repeats to stop; ``None`` if all requests are executed.
     stopping: StoppingRule | None = None
+    skipped: list[str] = field(default_factory=list)  #: Runs that could not be executed in their directories.
     _names: dict[int, str] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -146,11 +149,13 @@ class Agenda:
     def open(self, number: int) -> Opened | None:
         """Open the record of a run; return ``None`` for a run that must not be executed.
 
-        These are runs that are ok, that an earlier start is still executing, or that would resume in another shape. A
-        refused run gets a row in the results. With several ranks, rank 0 looks and writes, and if one rank refuses the
-        run, for example because its node has less memory, all do: they would otherwise wait for that rank.
+        These are runs that are ok, that an earlier start is still executing, or that would resume in another shape or
+        with other options; and in a search those that failed. A refused run gets a row in the results. With several
+        ranks, rank 0 looks and writes, and if one rank refuses the run, for example because its node has less memory,
+        all do: they would otherwise wait for that rank.
 
         Raises:
+            ConfigError: The run is one of a search, which ends, and it cannot be executed in its directory.
             OSError: The record cannot be written.
         """
         request, name = self.requests[number], self.subdirectory(number)
@@ -171,8 +176,10 @@ class Agenda:
         """Write the first files of a run, and return whether to execute it."""
         request, directory = replace(run.request, refused=refused), self.directory / run.subdirectory
         if self._is_left_out(run.subdirectory, request):
-            if self._is_done(run.subdirectory, request) and run.subdirectory not in self._counted:
-                store.append_result(self.directory, store.load_record(directory))  # the run was killed before this
+            if self._is_done(run.subdirectory, request):
+                written = store.load_record(directory)
+                if (run.subdirectory, written["status"]) not in self._counted:  # the run was killed before this
+                    store.append_result(self.directory, written)
             return False
         try:
             if request.summary:
@@ -180,7 +187,10 @@ class Agenda:
             self._write(directory, request)
             hydra_output.write_files(request.job(self.directory, run.number), directory)
         except ConfigError as held:
+            if self.searches:  # the next runs depend on this one
+                raise
             echo(f"{held}; skipped", sys.stderr)
+            self.skipped.append(run.subdirectory)
             return False
         return not refused
 
@@ -199,14 +209,16 @@ class Agenda:
         return self._is_done(name, request)
 
     def _is_done(self, name: str, request: Request) -> bool:
+        """Return whether a run is ok, or has failed in a search, whose sweeper would draw other values after it."""
         directory = self.directory / name
-        return (directory / store.RECORD).exists() and record.is_done(directory, request.config.resolved)
+        is_there = (directory / store.RECORD).exists()
+        return is_there and record.is_done(directory, request.config.resolved, or_failed=self.searches)
 
     @cached_property
-    def _counted(self) -> set[str]:
-        """The runs that already had an ok result when this process started."""
+    def _counted(self) -> set[tuple[str, str]]:
+        """The runs that already had a result when this process started, each with its status."""
         results = store.read_results(self.directory)
-        return {store.below(self.directory, one["directory"]) for one in results if one["status"] == "ok"}
+        return {(store.below(self.directory, one["directory"]), one["status"]) for one in results}
 
     def _write(self, directory: Path, request: Request) -> None:
         draft = record.begin(request.config.resolved, directory, {}, request.overrides)
@@ -215,11 +227,29 @@ class Agenda:
         if request.refused:
             draft = record.failed(draft, failure.describe(request.refused, rank=-1))
         again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
+        if earlier:
+            self._compare(directory, earlier, draft)
         if not create_atomically(directory, lambda folder, _: write_json(folder / store.RECORD, draft)):
             ownership.open_record(directory, draft)
-        other = record.work_difference(record.configuration(earlier), record.configuration(draft)) if earlier else None
-        if earlier and other and (earlier["status"] == "ok" or earlier.get("steps")):
-            echo(f"{directory.name}: was done with other options, {other}; done again", sys.stderr)
         had_ended = again and not (earlier and record.is_open(earlier))
         if request.refused or had_ended:  # it will be repeated: its earlier result no longer counts
             store.append_result(self.directory, draft)
+
+    def _compare(self, directory: Path, earlier: Written, draft: Written) -> None:
+        """Report that a run was done with other options.
+
+        Raises:
+            ConfigError: It would resume from their checkpoint, or replace a result that a search went by.
+        """
+        was, now = record.configuration(earlier), record.configuration(draft)
+        if (other := record.work_difference(was, now)) is None:
+            return
+        if self.searches and not record.is_interrupted(earlier):
+            rule = f"was done with other options, {other}, and the sweeper chooses other values now"
+            require(Problem("directory", directory, rule, "start another search"))
+        shape = options_affecting("shape")  # that of a checkpoint is compared by itself
+        if checkpoint_dir.latest_manifest(directory) and record.work(was, shape) != record.work(now, shape):
+            rule = f"has checkpoints of other options, {other}"
+            require(Problem("directory", directory, rule, "remove them, or start another sweep"))
+        if earlier["status"] == "ok" or earlier.get("steps"):
+            echo(f"{directory.name}: was done with other options, {other}; done again", sys.stderr)

@@ -23,7 +23,7 @@ from ptdbench.launch.slurm import JobSteps, SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.planning.micro_batch import needs_search
 from ptdbench.problems import ConfigError, Problem, as_typed, require
-from ptdbench.records import failure, ledger, store
+from ptdbench.records import failure, ledger, record, store
 from ptdbench.setup.config import Container, Slurm
 from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.sweep import container, resources, status
@@ -369,7 +369,7 @@ def _take_back(names: Sequence[str]) -> None:
 def _write_off(sweep: Path, jobs: Sequence[Opened], error: BaseException) -> None:
     """Record the failed submission in the records of its runs."""
     words = str(error).strip().splitlines() or [type(error).__name__]
-    cause = failure.of_launcher("NotSubmitted", f"nothing was submitted: {words[-1]}")
+    cause = failure.of_launcher(record.NOT_SUBMITTED, f"nothing was submitted: {words[-1]}")
     for job in jobs:
         with suppress(OSError, store.Damaged):  # on a full disk the records stay open, which is still true
             status.conclude(sweep, job.subdirectory, cause)

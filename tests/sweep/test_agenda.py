@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -95,15 +96,59 @@ def test_a_run_that_was_done_with_other_options_is_done_again_and_says_so(asked,
     assert Agenda(tmp_path, asked("seed=0", "cluster.nodes=2")).open(0) is not None
 
 
+def saved(folder: Path, world_size: int) -> Manifest:
+    """The run has a checkpoint."""
+    checkpoint = folder / "0_toy_ddp" / "checkpoints" / "step-00000003"
+    checkpoint.mkdir(parents=True)
+    checkpoint_dir.write_manifest(checkpoint, was := Manifest(3, world_size, {"name": "toy"}, {}, {}, "2.14", 0.0))
+    return was
+
+
+def test_a_run_with_checkpoints_of_other_options_is_left_as_it_is(asked, tmp_path, capsys):
+    """As where a list in a file has changed, or the file itself: it would go on with their weights."""
+    runs, others = asked("optimizer.lr=0.1"), asked("optimizer.lr=0.3")
+    Agenda(tmp_path, runs).open(0)
+    written = done(tmp_path)
+    saved(tmp_path, runs[0].summary.world_size)
+    capsys.readouterr()
+    agenda = Agenda(tmp_path, [*others, asked("train.global_batch=15,16")[0]])
+    for number in range(2):  # the second one is refused
+        agenda._names[number] = "0_toy_ddp"
+        assert agenda.open(number) is None
+    assert agenda.skipped == ["0_toy_ddp"] * 2
+    told = "has checkpoints of other options, optimizer.lr=0.1 (here 0.3); remove them, or start another sweep; skipped"
+    assert capsys.readouterr().err.splitlines()[0] == f"directory={tmp_path / '0_toy_ddp'}: {told}"
+    assert store.load_record(tmp_path / "0_toy_ddp") == written
+    shutil.rmtree(tmp_path / "0_toy_ddp" / "checkpoints")
+    assert Agenda(tmp_path, others).open(0) is not None
+
+
+def test_a_search_that_goes_on_tells_its_sweeper_the_same_of_what_has_ended_and_replaces_none_of_it(asked, tmp_path):
+    runs, others = asked("seed=0,1"), asked("seed=7,8")
+    for number, status in enumerate(("oom", "preempted")):
+        Agenda(tmp_path, runs, searches=True).open(number)
+        written = store.load_record(tmp_path / f"{number}_toy_ddp") | {"status": status, "error": None}
+        store.write_record(tmp_path / f"{number}_toy_ddp", written)
+        store.append_result(tmp_path, written)
+    before = (tmp_path / store.RESULTS).read_bytes()
+    agenda = Agenda(tmp_path, runs, searches=True)
+    assert agenda.open(0) is None
+    assert (tmp_path / store.RESULTS).read_bytes() == before
+    with pytest.raises(
+        ConfigError, match=r", seed=0 \(here 7\), and the sweeper chooses other values now; start another "
+    ):
+        Agenda(tmp_path, others, searches=True).open(0)
+    assert store.load_record(tmp_path / "0_toy_ddp")["status"] == "oom"
+    assert agenda.open(1) is not None
+    assert Agenda(tmp_path, others, searches=True).open(1) is not None  # which has not been told
+
+
 def test_a_run_that_would_go_on_in_another_shape_is_left_as_it_is(asked, tmp_path, capsys):
     """As where a partition has other nodes than it had."""
     (run,) = asked("reshape=false")
     Agenda(tmp_path, [run]).open(0)
     begun = store.load_record(tmp_path / "0_toy_ddp")
-    checkpoint = tmp_path / "0_toy_ddp" / "checkpoints" / "step-00000003"
-    checkpoint.mkdir(parents=True)
-    was = Manifest(3, run.summary.world_size + 1, {"name": "toy"}, {}, {}, "2.14", 0.0)
-    checkpoint_dir.write_manifest(checkpoint, was)
+    was = saved(tmp_path, run.summary.world_size + 1)
     capsys.readouterr()
     assert Agenda(tmp_path, [run]).open(0) is None
     assert f"instead of {was.world_size} ranks, which may change its numbers; " in capsys.readouterr().err
