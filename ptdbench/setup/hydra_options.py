@@ -57,6 +57,8 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     require(*unresolved(composed))
     require(*_without_effect(composed.first.hydra), _elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
+    if composed.launcher == "submitit_local" and goes_on is None:
+        require(*_of_jobs(composed))
     if composed.is_sweep:
         require(_outside(composed))
     if composed.searches:
@@ -169,6 +171,13 @@ def _given_twice(composed: Composed) -> Iterator[Problem]:
             added = "+" if known.startswith("extra.") else ""
             remedy = f"try {added}cluster.{known}={value}" if same else f"use cluster.{known}"
         yield Problem(f"{group}.{name}", value, rule, remedy)
+
+
+def _of_jobs(composed: Composed) -> Iterator[Problem]:
+    """Yield options of the launcher: they are of SLURM's jobs, and on this machine one run follows the other."""
+    for name, value in values(composed.hydras).items():
+        if name.startswith("hydra.launcher."):
+            yield Problem(name, value, f"has no effect with {LAUNCHER}=submitit_local", "omit it")
 
 
 def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | None) -> Iterator[Problem]:

@@ -6,11 +6,14 @@ The runs are those of the command line, or those that one of Hydra's sweepers ch
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
@@ -19,7 +22,7 @@ from hydra.types import HydraContext
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins import ptdbench_launcher
-from ptdbench.launch import settings
+from ptdbench.launch import local, settings
 from ptdbench.launch.world import is_first_rank
 from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
@@ -78,27 +81,42 @@ def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
 
 
 def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
-    """Execute runs one after the other, each in a separate process that starts its own ranks."""
+    """Execute runs one after the other, each in a process of submitit's that starts its own ranks.
+
+    Raises:
+        Stopped: A stop signal arrived; the run that it was forwarded to has ended by itself.
+    """
     import submitit
 
-    from ptdbench.sweep import watch
-    from ptdbench.sweep.submission import call_of, carry_out
+    from ptdbench.sweep import submission, watch
 
     submitter = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
-    submitter.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0)
+    # Otherwise its controller hides all GPUs, and on Ctrl-C kills the run after a second, before it has saved.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shows = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"export CUDA_VISIBLE_DEVICES={shlex.quote(visible)}"
+    setup = {"local_setup": [shows, "trap '' INT"]}
+    submitter.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0, **setup)
     for run in runs:
         echo(f"{run.number} {run.request.config.label}: started", sys.stderr)
-        # submitit hides all GPUs that were not requested through it.
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        submitted = submitter.submit(carry_out, *call_of(directory, run, CUDA_VISIBLE_DEVICES=visible))
-        try:
-            submitted.wait()
-        except BaseException:
-            submitted.cancel()
-            submitted.wait()
-            raise
-        finally:
-            watch.settle(directory, run.subdirectory, str(submitted.paths.stderr))
+        noted: list[int] = []
+        with local.handling(lambda number, _, noted=noted: noted.append(number)):  # type: ignore[misc]
+            submitted = submitter.submit(submission.carry_out, *submission.call_of(directory, run))
+            passed_on = 0
+            while not submitted.done():
+                if len(noted) > passed_on:
+                    passed_on = len(noted)
+                    _terminate(int(submitted.job_id))
+                time.sleep(0.1)
+        watch.settle(directory, run.subdirectory, str(submitted.paths.stderr))
+        if noted:
+            raise local.Stopped(noted[0])
+
+
+def _terminate(shell: int) -> None:
+    """Send SIGTERM to the controller in submitit's shell, which forwards it to the run."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(shell).children():
+            child.terminate()
 
 
 class _BySlurm:

@@ -234,12 +234,12 @@ def make_folders(requests: Sequence[Request]) -> None:
     require(*found)
 
 
-def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobSteps | None = None) -> None:
+def carry_out(directory: str, environment: Mapping[str, str], steps: JobSteps | None = None) -> None:
     """Execute the run of a directory; called in every task of the job.
 
     Args:
         directory: The run's directory.
-        environment: Variables to set for the run; ``None`` unsets one.
+        environment: Variables to set for the run.
         steps: How the job's script, which calls this first, starts ranks that try a micro-batch.
 
     Raises:
@@ -247,8 +247,7 @@ def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobS
     """
     from ptdbench.run import find_micro_batch, run
 
-    for name, value in environment.items():
-        os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    os.environ.update(environment)
     local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue unasked
     try:
         if steps and discover(os.environ) is None:
@@ -260,10 +259,10 @@ def carry_out(directory: str, environment: Mapping[str, str | None], steps: JobS
         forced_exit.exit_soon()
 
 
-def call_of(sweep: Path, opened: Opened, **environment: str | None) -> tuple[str, dict[str, str | None]]:
-    """Return the arguments of :func:`carry_out` for a run's job; ``environment`` are additional variables."""
+def call_of(sweep: Path, opened: Opened) -> tuple[str, dict[str, str]]:
+    """Return the arguments of :func:`carry_out` for a run's job."""
     typed = terminal.as_variable(sys.argv)  # so that the job's messages on how to resume name the same program
-    return str(sweep / opened.subdirectory), {**typed, **opened.request.environment, **environment}
+    return str(sweep / opened.subdirectory), {**typed, **opened.request.environment}
 
 
 def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) -> list[ledger.Job]:

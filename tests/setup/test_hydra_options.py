@@ -31,6 +31,8 @@ TOLD = {
     "hydra.sweep.dir=x": "hydra.sweep.dir=x: is for sweeps, and this is a single run; try hydra.run.dir=x",
     "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: runs are started by ptdbench; try basic, submitit_local, "
     "submitit_slurm",
+    "hydra.mode=MULTIRUN hydra/launcher=submitit_local hydra.launcher.timeout_min=5": "hydra.launcher.timeout_min=5: "
+    "has no effect with hydra/launcher=submitit_local; omit it",
     "cluster=slurm hydra/launcher=basic": "hydra/launcher=basic: does not go with cluster=slurm; omit it",
     "hydra.mode=MULTIRUN hydra/launcher=submitit_slurm": "hydra/launcher=submitit_slurm: does not go with "
     "cluster=local; try cluster=slurm, or basic or submitit_local for this machine",
