@@ -71,7 +71,7 @@ def is_ledger(path: Path) -> bool:
         return False
     except (ValueError, OSError):
         return path.exists()
-    return isinstance(found, dict) and Ledger.__struct_fields__ <= (*found,)
+    return isinstance(found, dict) and {*Ledger.__struct_fields__} <= found.keys()
 
 
 def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:

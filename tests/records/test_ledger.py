@@ -65,7 +65,13 @@ def test_a_run_is_in_the_sweep_above_it_but_for_one_that_only_tries_a_micro_batc
     assert ledger.sweep_of(tmp_path / "tries" / "toy") is None
 
 
-@pytest.mark.parametrize(("content", "is_ledger"), [(b'{"method": "bayes"}', False), (b"[]", False), (b"{", True)])
+@pytest.mark.parametrize(
+    ("content", "is_ledger"),
+    [
+        (b'{"method": "bayes"}', False), (b'{"program": "train.py", "method": "bayes"}', False), (b"[]", False),
+        (b"{", True), (b'{"jobs": [], "overrides": [], "of a later version": 1}', True),
+    ],
+)  # fmt: skip
 def test_a_file_of_somebody_elses_makes_no_sweep_and_a_damaged_one_does(tmp_path, content, is_ledger):
     (tmp_path / ledger.LEDGER).write_bytes(content)
     assert ledger.sweep_of(tmp_path / "outputs" / "toy") == (tmp_path if is_ledger else None)
