@@ -196,9 +196,11 @@ def below(sweep_directory: Path, path: str) -> str:
     ``outputs/<sweep>/toy/ddp`` becomes ``toy/ddp``.
     """
     parts = [part for part in Path(path).parts if part != ".."]  # it is below, whatever a record says
-    sweep, outer = sweep_directory.resolve().name, parts[-2::-1]  # the run itself may have the same name
-    depths = [place + 1 for place, part in enumerate(outer) if part == sweep]
-    depths = depths or [*range(len(outer), 0, -1)] or [1]  # a renamed sweep: the longest path that is there
+    sweep = {sweep_directory.name, sweep_directory.resolve().name}  # of a link, and of what it leads to
+    outer = parts[-2::-1]  # the run itself may have the same name
+    named = [place + 1 for place, part in enumerate(outer) if part in sweep]
+    whole = [] if Path(path).is_absolute() else [len(parts)]  # hydra.sweep.dir=.
+    depths = [*whole, *(named or range(len(outer), 0, -1))] or [1]  # a renamed sweep: the longest path that is there
     names = [str(Path(*parts[len(parts) - depth :])) for depth in depths]
     # Of several that it may be, as a folder below the sweep or around it has the same name, that which is there.
     return next((name for name in names[:-1] if os.path.isdir(sweep_directory / name)), names[-1])  # false if too long

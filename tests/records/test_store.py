@@ -121,6 +121,17 @@ def test_folders_around_a_run_may_have_the_name_of_its_sweep(tmp_path):
     assert store.below(tmp_path / "toy" / "toy", "outputs/toy/toy/1") == "1"
 
 
+@pytest.mark.parametrize("place", [".", "link"])
+def test_runs_of_a_sweep_in_the_current_folder_or_behind_a_link_are_kept_apart(tmp_path, monkeypatch, place):
+    """``hydra.sweep.subdir='${model.name}/${parallel.name}'``; the folder is called as one of the models."""
+    for name in ("toy/ddp", "gpt/ddp"):
+        (tmp_path / "toy" / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("toy")
+    monkeypatch.chdir(tmp_path / "toy" if place == "." else tmp_path)
+    found = [store.below(Path(place), str(Path(place, name))) for name in ("toy/ddp", "gpt/ddp")]
+    assert found == ["toy/ddp", "gpt/ddp"]
+
+
 def test_a_run_of_a_renamed_sweep_is_known_by_what_is_there(tmp_path):
     (tmp_path / "mine" / "toy" / "ddp").mkdir(parents=True)
     assert store.below(tmp_path / "mine", str(tmp_path / "old" / "toy" / "ddp")) == "toy/ddp"
