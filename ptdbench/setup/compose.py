@@ -114,7 +114,7 @@ class Composed:
         Only within :meth:`Source.open`. ``instead`` are Hydra options that replace those of the launcher.
         """
         loader = GlobalHydra.instance().config_loader()
-        ours = [word for word in self.typed if not word.startswith(("hydra.", "hydra/"))]
+        ours = [word for word in self.typed if not option(word).startswith(("hydra.", "hydra/"))]
         hydras = [word for word in self.hydras if not (instead and option(word).startswith(_LAUNCHERS))]
         return loader.load_configuration(self.source.name, [*ours, *hydras, *instead], RunMode.MULTIRUN)
 

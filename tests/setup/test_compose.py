@@ -263,6 +263,22 @@ class TestFolderOfOnesOwn:
         assert self.refused(tmp_path, "optimizer.lrr=3").startswith("optimizer.lrr=3: there is no such option")
 
 
+def test_options_of_the_sweeper_are_typed_with_a_plus_or_a_tilde(tmp_path):
+    """As where :func:`ptdbench.sweep.execution.run_all` writes down what was typed for the sweep."""
+    params = "defaults: [config, _self_]\nhydra:\n  sweeper:\n    params:\n      seed: 1,2\n"
+    (tmp_path / "mine.yaml").write_text(params)
+    source = Source(CONF, "mine", str(tmp_path))
+    for words in (
+        ["~hydra.sweeper.params.seed"],
+        ["hydra/sweeper=optuna", "+hydra.sweeper.sampler.constant_liar=true"],
+    ):
+        composed = compose_all(["model=toy", *words], True, source)
+        with source.open():
+            sweep = composed.sweep()
+        assert sweep.hydra.overrides.task == ["model=toy"]
+        assert sweep.hydra.overrides.hydra == [*words, "hydra.mode=MULTIRUN"]
+
+
 class TestWhatHydraFailsOn:
     @pytest.mark.parametrize("typed", ["params={optimizer.lr:0.1}", "params.lr=0.1"])
     def test_lists_of_the_sweeper_on_the_command_line(self, typed):
