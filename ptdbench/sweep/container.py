@@ -77,8 +77,8 @@ def _problems_of_bundle(image: str, shape: Shape, version: str) -> Iterator[Prob
 def folders(config: Config, outputs: Path | None) -> list[Path]:
     """Return the folders of this machine that a run uses: ptdbench, the current directory, outputs, data and caches.
 
-    Paths are absolute; there are none if the run uses no container. A plain script has no sweep directory (``outputs``
-    is ``None``), nor is its output in ``cluster.log``.
+    Paths are absolute, with what links lead to; there are none if the run uses no container. A plain script has no
+    sweep directory (``outputs`` is ``None``), nor is its output in ``cluster.log``.
     """
     if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
         return []
@@ -88,14 +88,16 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     data = config.resolved.get("data")
     named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
     paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
-    here = [Path.cwd(), user_cache(), *filter(Path.exists, paths)]
+    # Of a folder that the run will make, that which it is made in.
+    existing = [next(one for one in (path, *path.parents) if one.exists()) for path in paths]
+    here = [Path.cwd(), user_cache(), *(path for path in existing if path != Path("/"))]
     if outputs and config.cluster.log:
         here.append(JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser()))
     if outputs:
         here.append(outputs)
     if not _is_installed():
         here.append(PACKAGE.parent)
-    return outermost(path.absolute() for path in here)
+    return outermost(one for path in here for one in (path.absolute(), path.resolve()))  # what links lead to, too
 
 
 def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path], bundle: Path | None = None) -> Step:
