@@ -54,8 +54,10 @@ def environment(job: DictConfig) -> dict[str, str]:
 
 def recorded_environment(directory: Path) -> dict[str, str]:
     """Return the :func:`environment` of an earlier run; empty if Hydra was told to write no files."""
-    path = directory / ".hydra" / "hydra.yaml"
-    return environment(DictConfig(OmegaConf.load(path))) if path.exists() else {}
+    paths = [directory / ".hydra" / name for name in ("config.yaml", "hydra.yaml")]
+    if not all(path.exists() for path in paths):
+        return {}
+    return environment(DictConfig(OmegaConf.merge(*map(OmegaConf.load, paths))))  # a value may refer to an option
 
 
 def write_files(job: DictConfig, directory: Path) -> None:

@@ -66,6 +66,13 @@ def test_those_of_a_run(by_hydra, tmp_path):
     same(tmp_path / "ours", theirs)
     assert "seed: 3\n" in (tmp_path / "ours" / "here" / ".hydra" / "config.yaml").read_text()
 
+def test_a_variable_may_refer_to_an_option(tmp_path):
+    """With which Hydra itself fails."""
+    composed = compose_all(["model=toy", "seed=3", "+hydra.job.env_set.FOO='${data.seed}'"])
+    hydra_output.write_files(hydra_output.config_of_run(composed.whole[0], None, None), tmp_path)
+    assert hydra_output.recorded_environment(tmp_path) == {"FOO": "3"}
+
+
 
 def test_those_of_a_sweep(by_hydra, tmp_path):
     (tmp_path / "own" / "model").mkdir(parents=True)
