@@ -92,11 +92,13 @@ def write(sweep_directory: Path, ledger: Ledger) -> None:
 
 
 def read(sweep_directory: Path) -> Ledger:
-    """Read the ledger; empty if there is none. Raises Damaged."""
+    """Read the ledger; empty if there is none. Raises Damaged, or PermissionError."""
     path = sweep_directory / LEDGER
     try:
         return schema.read(read_bytes(path), Ledger)
     except FileNotFoundError:
         return Ledger([], [])
+    except PermissionError:  # no damage
+        raise
     except (ValueError, OSError) as error:
         raise Damaged(f"{path} is damaged: {error}") from None

@@ -136,7 +136,7 @@ def swept(directory: Path) -> dict[str, bool]:
         values = given.list if isinstance(given, ChoiceSweep) else []
         return not isinstance(given, Glob) and all(type(one) in (int, float) for one in values)
 
-    with suppress(Damaged, HydraException):
+    with suppress(Damaged, PermissionError, HydraException):
         asked = OverridesParser.create().parse_overrides([*_of_files(sweep), *ledger.read(sweep).overrides])
         last = {override.key_or_group: override for override in asked}
         return {name: is_number(override) for name, override in last.items() if override.is_sweep_override()}

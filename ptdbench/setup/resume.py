@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import socket
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,23 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
     others = [override for override in typed if option(override) != SWEEP]
     if (sweep := _path(given.get(SWEEP))) is not None:
         _require_same_file(SWEEP, sweep, "multirun.yaml", config_name)
-        return _sweep(sweep, others, SWEEP)
+        with _reading(SWEEP, sweep):
+            return _sweep(sweep, others, SWEEP)
     if (run := _path(given.get(RUN))) is not None:
         _require_same_file(RUN, run, ".hydra/hydra.yaml", config_name)
-        return _run(run, [override for override in others if option(override) != RUN], multirun, world)
+        with _reading(RUN, run):
+            return _run(run, [override for override in others if option(override) != RUN], multirun, world)
     return Line(list(typed), None)
+
+
+@contextmanager
+def _reading(asked: str, directory: Path) -> Iterator[None]:
+    """Raise ConfigError within the context if a file of the directory cannot be read, as that of another user."""
+    try:
+        yield
+    except OSError as error:
+        rule = f"{error.filename or directory} cannot be read ({error.strerror or error})"
+        raise ConfigError([Problem(asked, directory, rule, "give one that you may read")]) from None
 
 
 def _require_same_file(asked: str, directory: Path, hydra: str, config_name: str) -> None:

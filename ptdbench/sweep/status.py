@@ -190,7 +190,7 @@ def _jobs(directory: Path, tell: Callable[[str], object]) -> list[ledger.Job]:
     """Return the jobs of a sweep, without runs outside its directory, which a foreign ledger must not reach."""
     try:
         found = ledger.read(directory).jobs
-    except store.Damaged as damaged:
+    except (PermissionError, store.Damaged) as damaged:
         tell(f"{damaged}; what SLURM says of its jobs is not shown")
         return []
     if elsewhere := ", ".join(str(job.number) for job in found if not _is_below(job)):

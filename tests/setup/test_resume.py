@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -115,6 +116,23 @@ class TestLine:
             f"{option}={run}: was composed from mine.yaml, and this would be from config.yaml; add --config-name mine"
         )
         resume.read([f"{option}={run}"], False, None, "mine")
+
+    @pytest.mark.parametrize(
+        ("option", "file"), [("resume", "sweep/0_toy_ddp/record.json"), ("sweep.resume", "sweep/sweep.json")]
+    )
+    def test_what_may_not_be_read_is_not_damaged(self, tmp_path, monkeypatch, option, file):
+        self.submitted(tmp_path)
+
+        def read(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+        for module in (store, ledger):
+            monkeypatch.setattr(module, "read_bytes", read)
+        place = (tmp_path / file).parent
+        with pytest.raises(ConfigError) as caught:
+            self.line([f"{option}={place}"])
+        told = f"{tmp_path / file} cannot be read (Permission denied); give one that you may read"
+        assert str(caught.value) == f"{option}={place}: {told}"
 
     @pytest.mark.parametrize("extra", ["+cluster.extra.nice=5", "++cluster.extra.nice=5", "cluster=site_gpu"])
     def test_what_was_said_of_the_cluster_does_not_travel(self, tmp_path, extra):
