@@ -307,14 +307,15 @@ def _explain(config_name: str, overrides: Sequence[Override], error: Exception) 
         return [_of_no_package(misplaced[1], misplaced[2])]
     unclear = Problem("command line", " ".join(_line(override) for override in overrides), _reason(error))
     groups = _groups()
-    found, sound = [], []
+    search = [_line(override) for override in overrides if override.key_or_group == "hydra.searchpath"]
+    found, sound = [], [*search]
     for override in overrides:
         if override.key_or_group == SWEEPER:
-            for problem in _unknown_choices(override):
+            for problem in _unknown_choices(config_name, override, search):
                 plugin = f"install its plugin, perhaps pip install hydra-{problem.value}-sweeper"
                 found.append(replace(problem, remedy=plugin))
         if override.key_or_group in groups:
-            found += (problems := _unknown_choices(override))
+            found += (problems := _unknown_choices(config_name, override, search))
             if not (problems or override.is_sweep_override() or _line(override).startswith("+")):
                 sound.append(_line(override))
     try:
@@ -365,7 +366,11 @@ def _owners(config_name: str, option: str) -> str:
     return f"it belongs to {group}={','.join(names)}" if names else ""
 
 
-def _unknown_choices(override: Override) -> list[Problem]:
+def _unknown_choices(config_name: str, override: Override, search: Sequence[str]) -> list[Problem]:
+    """Return a problem for each choice that does not exist; ``search`` is the override of Hydra's search path, if any.
+
+    Only Hydra itself follows a search path that is typed or set in a file.
+    """
     choices = _choices(override.key_or_group)
     if override.is_sweep_override():
         values = [str(value) for value in override.sweep_string_iterator()] or [_typed_value(override)]
@@ -374,8 +379,15 @@ def _unknown_choices(override: Override) -> list[Problem]:
     return [
         Problem(override.key_or_group, value, "there is no such choice", try_these(nearest(value, choices) or choices))
         for value in values
-        if value not in choices
+        if value not in choices and not _composes(config_name, [*search, f"{override.key_or_group}={value}"])
     ]
+
+
+def _composes(config_name: str, overrides: Sequence[str]) -> bool:
+    with suppress(*_REFUSALS):
+        _compose(config_name, overrides)
+        return True
+    return False
 
 
 def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:

@@ -262,6 +262,16 @@ class TestFolderOfOnesOwn:
         (tmp_path / "optimizer" / "mine.yaml").write_text("[")
         assert self.refused(tmp_path, "optimizer.lrr=3").startswith("optimizer.lrr=3: there is no such option")
 
+    def test_a_folder_of_hydras_search_path_has_choices_too(self, tmp_path):
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "mine.yaml").write_text(TOY)
+        told = "train.stepz=5: there is no such option; try train.steps"
+        search = f"hydra.searchpath=[file://{tmp_path}]"
+        found = refused(search, "model=mine,mime", "train.stepz=5", multirun=True)
+        assert found[0].startswith("model=mime: there is no such choice; try ")
+        assert len(found) == 2
+        assert found[1].startswith(told)
+
 
 def test_options_of_the_sweeper_are_typed_with_a_plus_or_a_tilde(tmp_path):
     """As where :func:`ptdbench.sweep.execution.run_all` writes down what was typed for the sweep."""
