@@ -381,15 +381,20 @@ def _python_path() -> str:
     return f"{':'.join(shlex.quote(str(folder)) for folder in folders)}${{PYTHONPATH:+:$PYTHONPATH}}"
 
 
+def report_refused(runs: Iterable[Request]) -> int:
+    """Print why runs are refused; return exit status 0 if none is."""
+    refused = [run for run in runs if run.refused]
+    for run in refused:
+        echo(f"{run.config.label}: {run.refused}", sys.stderr)
+    return int(bool(refused))
+
+
 def show_test_only(runs: Sequence[Request], options: Mapping[str, Any]) -> int:
     """Test the jobs with SLURM, for ``cluster.submit=test``, and print its answers; nothing is submitted or written.
 
     ``options`` are as for :meth:`Array.script`. Return exit status 0 if every job would be accepted.
     """
-    refused = [run for run in runs if run.refused]
-    for run in refused:
-        echo(f"{run.config.label}: {run.refused}", sys.stderr)
-    exit_status = int(bool(refused))
+    exit_status = report_refused(runs)
     for array, answer in _answers(runs, options):
         each = f" of {plural(len(array[0]), 'run')}" if len(array[0]) > 1 else ""
         what = f"{array[0][0].shape} ({plural(len(array), 'job')}{each})"

@@ -13,11 +13,12 @@ import pytest
 from hydra.core.plugins import Plugins
 from submitit.core.utils import DelayedSubmission
 
-from ptdbench import terminal
+from ptdbench import entry, terminal
 from ptdbench.launch import local, slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, store
+from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import execution, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
@@ -408,3 +409,15 @@ def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, 
     assert (out, would_be) == ("", "1 node x 2 ranks (1 job): SLURM would refuse it: Invalid account")
     with pytest.raises(ConfigError, match="nothing was submitted, because SLURM refuses 1 node x 2 ranks: Invalid acc"):
         submission.require_accepted(runs, {})
+
+
+def test_a_submission_that_is_not_followed_tells_what_is_refused(asked, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "test", lambda script: "would start")
+    monkeypatch.setattr(slurm, "submit", lambda script: "101")
+    asked()  # a SLURM that answers
+    for batch, refused in (("16,15", 1), ("16,32", 0)):
+        words = ["cluster=slurm", "cluster.submit=detach", "model=toy", f"train.global_batch={batch}"]
+        composed = compose_all(words, multirun=True)
+        assert entry._on_cluster(composed, composed.configs[0].cluster, resume.Line(words, None)) == refused
+        assert capsys.readouterr().err.count("train.global_batch=15: must be a multiple of ") == refused
