@@ -94,7 +94,8 @@ def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError 
     """Broadcast what rank 0 finds, unless a rank is ``refused``: then rank 0 reports why, and no rank waits.
 
     Raises:
-        ConfigError: This rank or another one is refused, or ``find`` raises it.
+        ConfigError: This rank or another one is refused, or ``find`` has failed on rank 0.
+        Exception: On rank 0, what ``find`` raises.
     """
     met = store()
     if world.rank:
@@ -111,7 +112,7 @@ def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError 
             if said := met.get(f"{key} {rank}").decode():
                 raise ConfigError([Problem("rank", rank, said)])
         found = find()
-    except ConfigError:
+    except Exception:  # a full disk, too, must not leave them waiting
         met.set(key, "")
         until = time.monotonic() + REFUSAL_SECONDS  # the store ends with this rank
         while met.add(f"{key} heard", 0) < world.size - 1 and time.monotonic() < until:

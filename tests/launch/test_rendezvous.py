@@ -190,6 +190,19 @@ def test_where_a_rank_is_refused_no_rank_waits_for_another_and_rank_0_tells_why(
     ]
 
 
+def test_where_rank_0_fails_no_rank_waits_for_it(monkeypatch):
+    shared = dist.HashStore()
+    shared.set_timeout(timedelta(seconds=20))
+    monkeypatch.setattr(rendezvous, "store", lambda: shared)
+
+    def find():
+        raise OSError(28, "No space left on device")
+
+    with ThreadPoolExecutor(2) as ranks:
+        both = [ranks.submit(rendezvous.agree, "word", World(rank, 2, rank, 2, "srun"), find) for rank in (0, 1)]
+    assert [type(one.exception()) for one in both] == [OSError, ConfigError]
+
+
 def test_export_changes_nothing_under_torchrun_and_leads_to_the_same_place_elsewhere(job):
     environ = {"RANK": "1", "MASTER_ADDR": "n1"}
     rendezvous.export(World(0, 2, 0, 1, "torchrun"), environ)
