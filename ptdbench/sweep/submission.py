@@ -144,7 +144,8 @@ class Array:
     def script(self, options: Mapping[str, Any]) -> str:
         """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
-        parallel, delay = (int(options.get(option) or default) for option, default in OPTIONS.items())
+        given = {option: value for option in OPTIONS if (value := options.get(option)) is not None}
+        parallel, delay = map(int, (OPTIONS | given).values())
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"

@@ -37,6 +37,12 @@ def test_other_files_say_how_long_runs_are(flag):
     assert commandline.imply(line(["repeat=auto"], multirun=True, **{flag: "mine"})) == ["repeat.runs=auto"]
 
 
+@pytest.mark.parametrize("flag", ["config_name", "config_path"])
+def test_another_file_chooses_its_cluster(flag):
+    typed = ["hydra/launcher=submitit_slurm"]
+    assert commandline.imply(line(typed, **{flag: "mine"})) == typed
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

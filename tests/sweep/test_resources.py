@@ -131,7 +131,7 @@ class TestCheck:
             {"mail_type": "END"},
             {"mem_gb": 0},
             {"mem_gb": None, "extra": {"mem-per-cpu": "2G"}},
-            {"extra": {"reservation": "friday", "nice": 100, "requeue": True, "hold": False}},
+            {"extra": {"reservation": "friday", "nice": 100, "contiguous": True, "hold": False}},
             {"gpus_per_node": 0, "ranks_per_node": 8, "extra": {"overcommit": True}},
         ],
     )
@@ -180,6 +180,8 @@ class TestCheck:
             ("array", 1, "would contradict what ptdbench passes to sbatch; use -m and lists of values: "),
             ("job-name", "x", "would contradict what ptdbench passes to sbatch; use workload.label"),
             ("signal", "USR1@9", "would contradict what ptdbench passes to sbatch; use hydra.launcher.signal_delay_s"),
+            *((flag, "true", "would contradict what ptdbench passes to sbatch; use cluster.requeue")
+              for flag in ("requeue", "no-requeue")),
             ("clusters", "other", "would contradict what ptdbench passes to sbatch; use SLURM_CLUSTERS"),
             *(("comment", value, "must be text, a number, or true for a flag without a value")
               for value in (["n1", "n2"], {"a": 1}, "two\nlines")),
@@ -305,7 +307,7 @@ class TestRealSlurm:
                 {"gpus_per_node": 0, "ranks_per_node": 4},
                 {"partition": "short", "time_minutes": 5, "mem_gb": 1.5, "exclusive": True},
                 {"partition": "debug,gpu", "mail_type": "END", "mem_gb": 0},
-                {"extra": {"mem-per-cpu": "100M", "nice": 5, "requeue": True}},
+                {"extra": {"mem-per-cpu": "100M", "nice": 5, "contiguous": True}},
             )),
             *((options, 1) for options in (
                 {"nodes": 3}, {"partition": "gpux", "gpus_per_node": 0}, {"gpus_per_node": 4},

@@ -155,6 +155,19 @@ def test_the_script_requeues_its_job_where_a_rank_in_a_container_asks_for_it(
         assert (done.returncode, done.stdout) == (3, said)
 
 
+@pytest.mark.parametrize(
+    ("options", "flags"),
+    [
+        ({}, ["--signal=USR2@120", "--array=0-1%2"]),
+        ({"signal_delay_s": 0, "array_parallelism": 1}, ["--signal=USR2@0", "--array=0-1%1"]),
+        ({"signal_delay_s": None, "array_parallelism": 0}, ["--signal=USR2@120", "--array=0-1%0"]),
+    ],
+)
+def test_options_of_the_launcher_are_passed_to_sbatch_and_0_is_a_number_too(asked, tmp_path, options, flags):
+    lines = Array([[run] for run in asked("seed=0,1")], "toy", tmp_path).script(options).splitlines()
+    assert {f"#SBATCH {flag}" for flag in flags} <= {line.replace("'", "") for line in lines}
+
+
 class TestSubmission:
     """A SLURM that answers as a test wants; what is noted down when, and what is taken back."""
 
