@@ -249,6 +249,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
         return submission.report_refused(one for one in meant if not one.block) or int(bool(agenda.skipped))
     try:
         if not agenda.is_open:  # a search has already followed its batches
+            store.unlock(directory)  # it may be resumed beside this process, which submits nothing more
             watch.follow(directory)
     finally:
         status = _conclude(composed, directory, agenda)

@@ -37,6 +37,9 @@ LOCK = ".lock"
 #: The link to the newest sweep, beside it.
 LATEST = "latest"
 
+#: The descriptors by which this process holds the locks of directories.
+_LOCKED: dict[Path, int] = {}
+
 #: The files that identify a sweep's directory.
 OF_SWEEPS = (RESULTS, "sweep.json", "multirun.yaml")
 
@@ -231,17 +234,23 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
 
 
 def lock(directory: Path, option: str) -> None:
-    """Lock a directory until this process ends; ``option`` is the option that named it, for the message.
+    """Lock a directory until :func:`unlock` or the end of this process; ``option`` named it, for the message.
 
     Raises:
         ConfigError: Another process is writing there, or it is not writable.
     """
     with _writable(directory, option):
-        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)  # closed when the process ends
+        descriptor = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     if not try_lock(descriptor):
         os.close(descriptor)
         rule = "another process is writing its results there"
         raise ConfigError([Problem(option, directory, rule, "wait for it, or give another directory")])
+    _LOCKED[directory.resolve()] = descriptor
+
+
+def unlock(directory: Path) -> None:
+    """Release the lock of a directory that this process has locked."""
+    os.close(_LOCKED.pop(directory.resolve()))
 
 
 def try_lock(descriptor: int, how: int = fcntl.LOCK_EX) -> bool:

@@ -176,8 +176,7 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
                 store.point_latest(wish)
             return str(wish)
         claimed = store.claim_directory(wish.parent, wish.name, asked, fill)
-        if composed.launcher != "submitit_slurm":  # a process that waits for jobs may be killed and the sweep resumed
-            store.lock(claimed, asked)
+        store.lock(claimed, asked)
         if composed.is_sweep:
             store.point_latest(claimed)
         return str(claimed)

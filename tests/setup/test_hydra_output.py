@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -66,12 +65,12 @@ def test_those_of_a_run(by_hydra, tmp_path):
     same(tmp_path / "ours", theirs)
     assert "seed: 3\n" in (tmp_path / "ours" / "here" / ".hydra" / "config.yaml").read_text()
 
+
 def test_a_variable_may_refer_to_an_option(tmp_path):
     """With which Hydra itself fails."""
     composed = compose_all(["model=toy", "seed=3", "+hydra.job.env_set.FOO='${data.seed}'"])
     hydra_output.write_files(hydra_output.config_of_run(composed.whole[0], None, None), tmp_path)
     assert hydra_output.recorded_environment(tmp_path) == {"FOO": "3"}
-
 
 
 def test_those_of_a_sweep(by_hydra, tmp_path):
@@ -142,11 +141,13 @@ def test_a_directory_that_is_typed_with_pluses_is_typed(tmp_path):
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
-def test_a_sweep_of_this_machine_is_not_carried_out_a_second_time_beside_the_first(tmp_path, monkeypatch, cluster):
+def test_a_sweep_is_not_carried_out_a_second_time_beside_the_first(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)
     words = [f"cluster={cluster}", "model=toy", "seed=0,1"]
     running = hydra_output.claim(compose_all(words, True), None, None)
     line = resume.read([f"sweep.resume={running}"], True, None)
-    refused = pytest.raises(ConfigError, match="another process is writing its results there")
-    with refused if cluster == "local" else nullcontext():  # jobs have owners of their own
-        hydra_output.claim(compose_all(line.overrides, True), None, line.goes_on)
+    composed = compose_all(line.overrides, True)
+    with pytest.raises(ConfigError, match="another process is writing its results there"):
+        hydra_output.claim(composed, None, line.goes_on)
+    store.unlock(running)  # as where all jobs have been submitted
+    assert hydra_output.claim(composed, None, line.goes_on) == running
