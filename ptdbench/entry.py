@@ -245,8 +245,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
         echo(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
     _carry_out(composed, directory, agenda, runs)
     if cluster.submit == "detach":
-        meant = (one for number, one in enumerate(agenda.requests) if line.only in (None, agenda.subdirectory(number)))
-        return submission.report_refused(one for one in meant if not one.block) or int(bool(agenda.skipped))
+        return submission.report_refused(agenda.refused) or int(bool(agenda.skipped))
     try:
         if not agenda.is_open:  # a search has already followed its batches
             store.unlock(directory)  # it may be resumed beside this process, which submits nothing more

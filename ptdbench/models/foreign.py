@@ -362,7 +362,7 @@ def _window(attention: nn.Module) -> int | None:
     """Return how many positions a Hugging Face module attends to on each side, including itself; ``None``: all."""
     config = getattr(attention, "config", None)
     window = getattr(attention if hasattr(attention, "sliding_window") else config, "sliding_window", None)
-    # Some classes have the window of others in the layers that attend to all positions, too.
+    # Some classes set the window even in layers that attend to all positions.
     kinds: dict[Any, str] = dict(enumerate(getattr(config, "layer_types", None) or ()))
     is_sliding = getattr(attention, "is_sliding", True)
     if any("sliding" in kind for kind in kinds.values()):

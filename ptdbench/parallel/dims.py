@@ -132,6 +132,22 @@ class Dims(Degrees[int]):
         """Copies of the model, sharded or not."""
         return math.prod(getattr(self, name) for name in self.copied())
 
+    def of_mesh(self, *wanted: str) -> tuple[str, ...]:
+        """Return the dimensions of the mesh of ranks; or of those ``wanted``, the ones to flatten into one dimension.
+
+        To flatten one of size 1 makes another communicator of the same ranks, and is left out. Only messages about
+        positions get their own, as they must not wait for those about weights.
+        """
+        # One of the two dimensions of the batch always exists, even with a single rank. FSDP keeps replicas of
+        # DTensors equal, and needs a shard dimension, even of size one.
+        always = {"replicate"} if self.batch == 1 else set()
+        if self.expert > 1 or (self.tensor > 1 and self.copies * self.context > 1):
+            always.add("shard")
+        above_1 = {name for name in self.order() if getattr(self, name) > 1}
+        exist = tuple(name for name in wanted or self.order() if name in above_1 | always)
+        found = tuple(name for name in exist if name in above_1)
+        return exist if not wanted or found == self.order("positions") else found or exist[:1]
+
     @property
     def communicators(self) -> int:
         """NCCL communicators of a rank: of all ranks, of each group of a mesh with fewer of them, two between stages.
@@ -139,12 +155,12 @@ class Dims(Degrees[int]):
         The mesh groups ranks by each degree above 1, and by those that it flattens into one dimension. A degree that
         regroups others has two more groups: the ranks that share, and those with the same share.
         """
-        above_1 = {name for name in self.order() if getattr(self, name) > 1}
         folds = {name: row.regroups for name, row in self.rows().items() if row.regroups and getattr(self, name) > 1}
         flattened = [self.order("samples"), self.order("samples", "positions"), self.order("weights"), self.copied()]
-        groups = [self.order(), *((name,) for name in above_1), *flattened, *folds.values()]
-        sizes = [size for name in folds for size in (getattr(self, name), self.regroup_copies(name))]
-        count = len({frozenset(above_1 & {*group}) for group in groups} - {frozenset()})
+        groups = {self.of_mesh(*names) for names in (*flattened, *folds.values())} | {(name,) for name in self.order()}
+        sizes = [math.prod(getattr(self, name) for name in group) for group in groups]
+        sizes += [size for name in folds for size in (getattr(self, name), self.regroup_copies(name))]
+        count = int(self.world_size > 1)
         return count + sum(1 < size < self.world_size for size in sizes) + 2 * (self.pipeline > 1)
 
     def regroup_copies(self, name: str) -> int:

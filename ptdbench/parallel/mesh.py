@@ -19,21 +19,11 @@ class Mesh:
 
     def __init__(self, dims: Dims, device_type: str) -> None:
         _forget_plans()
-        # One of the two dimensions of the batch always exists, even with a single rank. FSDP keeps replicas of
-        # DTensors equal, and needs a shard dimension, even of size one.
-        always = {"replicate"} if dims.batch == 1 else set()
-        if dims.expert > 1 or (dims.tensor > 1 and dims.copies * dims.context > 1):
-            always.add("shard")
-        names = tuple(name for name in dims.order() if getattr(dims, name) > 1 or name in always)
+        names = dims.of_mesh()
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
 
         def flat(*wanted: str) -> DeviceMesh:
-            """Flatten those of these dimensions that exist into one, without any of size 1 if there are others.
-
-            A group of the same ranks as another one would be a communicator of its own.
-            """
-            exist = tuple(name for name in wanted if name in names)
-            found = tuple(name for name in exist if getattr(dims, name) > 1) or exist[:1]
+            found = dims.of_mesh(*wanted)
             return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
 
         self.batch = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.

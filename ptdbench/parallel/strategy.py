@@ -106,7 +106,7 @@ class Strategy(Options):
             require(*context.undividable([positions], layout.dims.context, self.context_method, "a sample"))
             if targets.shape[:2] != inputs.shape[:2]:
                 shapes = f"of shapes {list(inputs.shape)} and {list(targets.shape)}"
-                rule = f"divides inputs and targets by the same positions, and those of a sample are {shapes}"
+                rule = f"divides inputs and targets by the same positions, and a sample has inputs and targets {shapes}"
                 require(Problem("context", layout.dims.context, rule, try_these([1, "or parallel=ddp,fsdp"])))
 
     def check_option(self, option: str, value: object, layout: BatchPlan | None = None) -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -113,7 +114,8 @@ class Runs(list[Run]):
         for name in found.select_dtypes("float"):
             values = [row.get(name) for row in flat]
             if {type(value) for value in values} == {int, type(None)}:
-                found[name] = pandas.array(values, dtype="Int64")
+                with suppress(OverflowError):
+                    found[name] = pandas.array(values, dtype="Int64")
         groups = {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}
         unknown = [name for name in found if name in groups and found[name].isna().all()]  # of a run without metrics
         return found.drop(columns=unknown)

@@ -26,6 +26,9 @@ UNFINISHED = "Unfinished"
 #: The type of error of a run whose job SLURM did not take.
 NOT_SUBMITTED = "NotSubmitted"
 
+#: The types of error of runs that were interrupted, among them states in which SLURM ended a job.
+_INTERRUPTED = (UNFINISHED, NOT_SUBMITTED, "Gone", "CANCELLED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")
+
 #: Fields of every record, in the order in which they are written.
 FIELDS = schema.Record.__struct_fields__
 
@@ -150,7 +153,7 @@ def is_open(record: Written) -> bool:
 
 def is_interrupted(record: Written) -> bool:
     """Return whether the run was stopped, killed or not even submitted, or still goes on."""
-    return record["status"] == "preempted" or schema.error(record).type in (UNFINISHED, NOT_SUBMITTED)
+    return record["status"] == "preempted" or schema.error(record).type in _INTERRUPTED
 
 
 def is_settled(record: Written) -> bool:
@@ -185,6 +188,12 @@ def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
     asked = {name: value for name, value in leaves(config) if not affects(name, "nothing", "queue") and value != {}}
     unset = {name for name in options_affecting("shape") if asked.get(name) is None}
     return {name: value for name, value in asked.items() if name not in unset}
+
+
+def same_where_both(was: Mapping[str, Any], now: Mapping[str, Any], ignored: Collection[str]) -> bool:
+    """Compare like :func:`work`, but only options of both: a later version may have added or removed some."""
+    one, other = _asked(was), _asked(now)
+    return all(one[name] == other[name] for name in (one.keys() & other.keys()) - {*ignored})
 
 
 def work_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:

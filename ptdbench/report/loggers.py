@@ -228,8 +228,7 @@ class MLflow:
                 found = self._client.get_metric_history(self._run, tag)
                 self._sent[points] = max((point.step for point in found), default=-1)
             return self._run
-        if start.known:  # it was killed, and begins again
-            self._client.set_terminated(start.known, RunStatus.to_string(RunStatus.KILLED))
+        self._kill(start.known)
         experiment = self._client.get_experiment_by_name(self._experiment) or self._created()
         tags = {"sweep": start.sweep} if start.sweep else {}
         name = start.directory.name
@@ -241,6 +240,12 @@ class MLflow:
             self.end(is_ok=False)  # otherwise MLflow would show it as running forever
             raise
         return self._run
+
+    def _kill(self, known: str | None) -> None:
+        """Close an earlier start that was killed, if the service still knows it, as the run begins again."""
+        with suppress(Exception):
+            if known and self._client.get_run(known).info.status == "RUNNING":
+                self._client.set_terminated(known, "KILLED")
 
     def _created(self) -> Any:
         """Create the experiment, unless another run of the sweep has just done so."""
@@ -298,9 +303,9 @@ class Log:
         self._try(lambda: self._send(record, left(), first))
         self._close(record["status"] == "ok")
 
-    def abort(self) -> None:
-        """Close the run as one that failed."""
-        if self._failure and self._is_patient:
+    def abort(self, tells: bool = True) -> None:
+        """Close the run as one that failed; ``tells``: report an error that was to be tried again."""
+        if self._failure and self._is_patient and tells:
             self._report(self._failure)
         self._is_patient = False
         self._close(is_ok=False)

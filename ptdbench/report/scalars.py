@@ -136,11 +136,13 @@ def swept(directory: Path) -> dict[str, bool]:
         values = given.list if isinstance(given, ChoiceSweep) else []
         return not isinstance(given, Glob) and all(type(one) in (int, float) for one in values)
 
-    with suppress(Damaged, PermissionError, HydraException):
-        asked = OverridesParser.create().parse_overrides([*_of_files(sweep), *ledger.read(sweep).overrides])
-        last = {override.key_or_group: override for override in asked}
-        return {name: is_number(override) for name, override in last.items() if override.is_sweep_override()}
-    return {}
+    parser, last = OverridesParser.create(), dict[str, Override]()
+    with suppress(Damaged, PermissionError):
+        for word in [*_of_files(sweep), *ledger.read(sweep).overrides]:
+            with suppress(HydraException):
+                override = parser.parse_override(word)
+                last[override.key_or_group] = override
+    return {name: is_number(override) for name, override in last.items() if override.is_sweep_override()}
 
 
 def _of_files(sweep: Path) -> list[str]:

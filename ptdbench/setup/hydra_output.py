@@ -200,7 +200,7 @@ def _began(composed: Composed, directory: Path) -> bool:
 
     This must be checked, as torchrun also restarts a command that was refused because of other results there.
     """
-    with suppress(FileNotFoundError, store.Damaged):
+    with suppress(FileNotFoundError, PermissionError, store.Damaged):
         if composed.is_sweep:
             return ledger.read(directory).overrides == composed.typed
         written = store.load_record(directory)

@@ -219,8 +219,8 @@ def _check_virtual(config: Config, world: World | None) -> None:
         rule = f"virtual={name} runs on this machine, whatever its nodes"
         require(Problem("cluster", config.cluster.name, rule, "omit cluster"))
     if (count := config.cluster.ranks_per_node) != "auto" and count > MOST_GPUS:
-        rule = f"torch is compiled for at most {MOST_GPUS} GPUs of a node"
-        require(Problem("cluster.ranks_per_node", count, rule, f"try {MOST_GPUS} or fewer, and cluster.nodes"))
+        rule = f"torch is compiled for at most {MOST_GPUS} GPUs per node"
+        require(Problem("cluster.ranks_per_node", count, rule, f"try {MOST_GPUS} or fewer on more cluster.nodes"))
     if world and not world.started_by.has_parent:
         rule = f"ranks with virtual GPUs are started by ptdbench, and {world.launcher} has started these"
         require(Problem("virtual", name, rule, f"run it without {world.launcher}"))

@@ -93,6 +93,7 @@ class Agenda:
     #: Decides after which block of repeats to stop; ``None`` if all requests are executed.
     stopping: StoppingRule | None = None
     skipped: list[str] = field(default_factory=list)  #: Runs that could not be executed in their directories.
+    refused: list[Request] = field(default_factory=list)  #: Runs of which only the refusal was recorded.
     _names: dict[int, str] = field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -192,6 +193,8 @@ class Agenda:
             echo(f"{held}; skipped", sys.stderr)
             self.skipped.append(run.subdirectory)
             return False
+        if refused:
+            self.refused.append(request)
         return not refused
 
     def to_do(self, numbers: Iterable[int]) -> list[int]:
@@ -248,7 +251,7 @@ class Agenda:
             rule = f"was done with other options, {other}, and the sweeper chooses other values now"
             require(Problem("directory", directory, rule, "start another search"))
         shape = options_affecting("shape")  # that of a checkpoint is compared by itself
-        if checkpoint_dir.latest_manifest(directory) and record.work(was, shape) != record.work(now, shape):
+        if checkpoint_dir.latest_manifest(directory) and not record.same_where_both(was, now, shape):
             rule = f"has checkpoints of other options, {other}"
             require(Problem("directory", directory, rule, "remove them, or start another sweep"))
         if earlier["status"] == "ok" or earlier.get("steps"):

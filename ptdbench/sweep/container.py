@@ -88,9 +88,10 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     data = config.resolved.get("data")
     named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
     paths = [Path(text).expanduser() for text in named if isinstance(text, str) and "/" in text]
-    # Of a folder that the run will make, that which it is made in.
-    existing = [next(one for one in (path, *path.parents) if one.exists()) for path in paths]
-    here = [Path.cwd(), user_cache(), *(path for path in existing if path != Path("/"))]
+    # Of a folder that the run will make below this one, that which it is made in, perhaps behind a link.
+    below = [path for path in paths if not (path.is_absolute() or ".." in path.parts)]
+    made_in = (next(one for one in (path, *path.parents) if one.exists()) for path in below)
+    here = [Path.cwd(), user_cache(), *filter(Path.exists, paths), *made_in]
     if outputs and config.cluster.log:
         here.append(JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser()))
     if outputs:

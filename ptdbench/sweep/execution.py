@@ -91,10 +91,11 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     from ptdbench.sweep import submission, watch
 
     submitter = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
-    # Otherwise its controller hides all GPUs, and on Ctrl-C kills the run after a second, before it has saved.
+    # Otherwise its controller hides all GPUs, and on Ctrl-C kills the run after a second, before it has saved. With the
+    # last line any shell stays its parent, by whose number it is known.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shows = "unset CUDA_VISIBLE_DEVICES" if visible is None else f"export CUDA_VISIBLE_DEVICES={shlex.quote(visible)}"
-    setup = {"local_setup": [shows, "trap '' INT"]}
+    setup = {"local_setup": [shows, "trap '' HUP INT QUIT", "trap : EXIT"]}
     submitter.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0, **setup)
     for run in runs:
         echo(f"{run.number} {run.request.config.label}: started", sys.stderr)
@@ -103,13 +104,19 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
             submitted = submitter.submit(submission.carry_out, *submission.call_of(directory, run))
             passed_on = 0
             while not submitted.done():
-                if len(noted) > passed_on:
+                # Until it has opened its record, the run may not hear it yet.
+                if len(noted) > passed_on or (noted and not _has_begun(directory / run.subdirectory)):
                     passed_on = len(noted)
                     _terminate(int(submitted.job_id))
-                time.sleep(0.1)
+                time.sleep(1.0 if noted else 0.1)
         watch.settle(directory, run.subdirectory, str(submitted.paths.stderr))
         if noted:
             raise local.Stopped(noted[0])
+
+
+def _has_begun(run: Path) -> bool:
+    written = store.earlier_record(run)
+    return bool(written and written.get("owner"))
 
 
 def _terminate(shell: int) -> None:

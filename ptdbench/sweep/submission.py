@@ -246,10 +246,10 @@ def carry_out(directory: str, environment: Mapping[str, str], steps: JobSteps | 
     Raises:
         SystemExit: The run failed here.
     """
+    local.stop_on_signals()  # first, as submitit's own handlers ignore SIGTERM, and requeue unasked
+    os.environ.update(environment)
     from ptdbench.run import find_micro_batch, run
 
-    os.environ.update(environment)
-    local.stop_on_signals()  # submitit's own handlers ignore SIGTERM, and requeue unasked
     try:
         if steps and discover(os.environ) is None:
             if not find_micro_batch(Path(directory), steps):

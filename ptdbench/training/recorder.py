@@ -89,7 +89,7 @@ class Recorder:
         """If the run fails on this rank, tell its logging services; otherwise they are told the outcome elsewhere."""
         if failed:
             for log in self.logs:
-                log.abort()
+                log.abort(tells=not issubclass(failed, OSError))  # a full disk, which the run's own error tells
 
     @property
     def due(self) -> bool:

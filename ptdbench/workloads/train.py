@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Generator, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.records.store import Damaged
 from ptdbench.setup.training_spec import prepare_data
 from ptdbench.training import memory_split, metrics, profile, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
@@ -162,11 +163,12 @@ def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Exp
 
 
 def _concluded(job: Job, outcome: Outcome, fields: Mapping[str, Any]) -> Outcome:
-    """Write the result with what is known so far, and close the logs."""
+    """Write the result with what is known so far, and close the logs; where that fails, it is tried again later."""
     if job.world.is_first:
-        with job.watchdog.paused():
+        with job.watchdog.paused(), suppress(OSError, Damaged):  # the other ranks go on
             job.conclude(replace(outcome, fields=fields))
-    return replace(outcome, logs=())
+            return replace(outcome, logs=())
+    return outcome
 
 
 def assemble(job: Job) -> StepLoop:

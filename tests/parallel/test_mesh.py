@@ -81,7 +81,8 @@ def test_a_refold_divides_the_ranks_of_others_anew(of_ranks):
     [
         {}, {"replicate": 8}, {"pipeline": 4}, {"replicate": 2, "shard": 4}, {"replicate": 2, "tensor": 2},
         {"replicate": 2, "shard": 2, "pipeline": 2}, {"shard": 2, "context": 2, "tensor": 2},
-        {"replicate": 2, "context": 2, "tensor": 2}, {"replicate": 2, "shard": 2, "tensor": 2, "expert": 2},
+        {"replicate": 2, "context": 2, "tensor": 2}, {"context": 2, "tensor": 2}, {"context": 2, "pipeline": 2},
+        {"replicate": 2, "shard": 2, "tensor": 2, "expert": 2},
         {"replicate": 2, "shard": 2, "context": 2, "tensor": 2, "pipeline": 2},
     ],
 )  # fmt: skip
@@ -93,9 +94,11 @@ def test_communicators_are_groups_of_several_ranks_and_two_between_stages(degree
     assert dims.communicators == len(groups) + 2 * (dims.pipeline > 1)
 
 
-def test_no_two_groups_have_the_same_ranks():
+def test_no_two_groups_have_the_same_ranks_except_for_messages_about_positions():
     """A dimension of one rank, as FSDP needs for replicas of DTensors, adds none to others."""
     with pretended(8):
-        Mesh(Dims(replicate=2, context=2, tensor=2), "cpu")
+        mesh = Mesh(Dims(replicate=2, context=2, tensor=2), "cpu")
         groups = [tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
-    assert len({*groups}) == len(groups)
+        shards, positions = mesh.shard.get_group(mesh.shard.ndim - 1), mesh["context"].get_group()
+    assert len({*groups}) == len(groups) - 1
+    assert shards is not positions

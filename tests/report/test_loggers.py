@@ -152,9 +152,12 @@ class TestLog:
         Log(loggers.MLflow("any", uri), tmp_path).finish({**RECORD, "segments": [{"first_step": 1}]})
         assert (steps("step/loss"), steps("eval/loss")) == ([0, 1, 2], [1, 3])
         assert client.get_run(killed.info.run_id).data.metrics["summary/ok"] == 1.0
-        shown(loggers.MLflow("any", uri), tmp_path)
-        assert client.get_run(killed.info.run_id).info.status == "KILLED"
-        assert len(client.search_runs([killed.info.experiment_id])) == 2
+        for _ in range(2):  # it is done again, is killed, and begins again
+            shown(loggers.MLflow("any", uri), tmp_path)
+        found = client.search_runs([killed.info.experiment_id])
+        assert sorted(one.info.status for one in found) == ["FINISHED", "KILLED", "RUNNING"]
+        shown(loggers.MLflow("any", f"file:{tmp_path}/others"), tmp_path)
+        assert len(MlflowClient(f"file:{tmp_path}/others").search_experiments()) == 2  # it knows none of them
 
     @patch.dict(os.environ)
     def test_runs_that_begin_together_log_to_one_experiment(self, tmp_path):

@@ -23,7 +23,9 @@ def save_when_told(directory: str, environment: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: saved.touch())
     Path(directory, "gpus").write_text(f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {environment['X']}")
     os.kill(int(os.environ["SWEEP"]), signal.SIGINT)
-    while not saved.exists():
+    for _ in range(6000):
+        if saved.exists():
+            break
         time.sleep(0.01)
 
 
