@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ptdbench.files import write_json
 from ptdbench.launch import local, rendezvous, watchdog
 from ptdbench.launch.watchdog import JOINED, State, Watchdog, verdict
 from ptdbench.launch.world import World, discover
@@ -104,7 +105,7 @@ def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: 
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
 
     def report(blamed: int, message: str, stacks: str) -> None:
-        (folder / f"{rank}.json").write_text(json.dumps([blamed, message, stacks]))
+        write_json(folder / f"{rank}.json", [blamed, message, stacks])  # whole, as another rank may end this one
 
     if how in ("absent", "ahead", "remain"):
         without_collectives(world, folder, how, culprit, report)

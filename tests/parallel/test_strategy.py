@@ -370,7 +370,7 @@ def test_samples_may_be_shorter_than_the_model_can_take(method, fits, not_so, ru
 def test_targets_without_positions_cannot_be_divided():
     strategy, samples = Strategy(context=2), (torch.zeros(1, 8), torch.zeros(1))
     assert refused(strategy.check_sample, *samples, layout_of(strategy, 2, 16)) == (
-        "context=2: divides inputs and targets by the same positions, and a sample has inputs and targets of shapes [1, 8] and "
-        "[1]; try 1, or parallel=ddp,fsdp"
+        "context=2: divides inputs and targets by the same positions, and a sample has inputs and targets of shapes "
+        "[1, 8] and [1]; try 1, or parallel=ddp,fsdp"
     )
     Strategy(shard=2).check_sample(*samples, layout_of(Strategy(shard=2), 2, 16))

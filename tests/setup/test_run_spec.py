@@ -135,7 +135,7 @@ TOLD = {
     "omit eval.every",
     "virtual=h100 cluster=slurm": "cluster=slurm: virtual=h100 runs on this machine, whatever its nodes; omit cluster",
     "virtual=h100 cluster.ranks_per_node=128 train.global_batch=128": "cluster.ranks_per_node=128: torch is compiled "
-    "for at most 120 GPUs of a node; try 120 or fewer, and cluster.nodes",
+    "for at most 120 GPUs per node; try 120 or fewer on more cluster.nodes",
     "virtual=v100 precision=bf16": "precision=bf16: virtual Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 "
     "units, and torch emulates it slowly; try fp16",
 }
