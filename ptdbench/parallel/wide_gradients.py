@@ -104,7 +104,7 @@ class _Linear(torch.autograd.Function):
         needs_x, _, _, needs_weight, needs_bias = ctx.needs_input_grad
         of_x = (rows @ weight).view(x.shape) if needs_x else None
         of_weight = _product(rows.T, x.reshape(-1, weight.shape[1]), ctx.dtype) if needs_weight else None
-        of_bias = rows.sum(0, dtype=ctx.dtype) if needs_bias else None
+        of_bias = _sum_over_tokens(grads[0], weight, ctx.dtype) if needs_bias else None
         return of_x, None, None, of_weight, of_bias
 
 
@@ -150,6 +150,18 @@ def _norm(part: nn.LayerNorm | nn.RMSNorm, compute: Callable[..., Tensor], x: Te
 def _upcast(part: nn.Module, name: str) -> Tensor | None:
     weight = part._parameters[name]
     return None if weight is None else _Upcast.apply(getattr(part, name), weight)
+
+
+def _sum_over_tokens(grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the sum of ``[..., outputs]`` over all but the last dimension, in ``dtype``.
+
+    Inductor fuses a sum over the tokens of each sequence into the kernel that computes the gradient of an activation
+    function, as after the layer that widens a block. What narrows it is summed along with the next norm's gradients.
+    """
+    outputs, inputs = weight.shape
+    if torch.compiler.is_compiling() and outputs > inputs and grad.dim() > 2:
+        grad = grad.sum(-2, dtype=dtype)
+    return grad.reshape(-1, outputs).sum(0, dtype=dtype)
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
