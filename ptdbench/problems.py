@@ -135,4 +135,6 @@ def nearest_numbers(value: int, allowed: Sequence[int], count: int = 3) -> list[
 
 def as_typed(value: object) -> str:
     """Return a value as it is typed on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_typed, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

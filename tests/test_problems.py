@@ -18,7 +18,7 @@ def test_an_error_holds_all_problems_and_tells_each_once():
     lists = [Problem("model.layers", [1, 2], "must be a whole number") for _ in range(2)]
     error = ConfigError([*lists, Problem("seed", -1, "must be at least 0")])
     assert [problem.option for problem in error.problems] == ["model.layers", "seed"]
-    assert str(error) == "model.layers=[1, 2]: must be a whole number\nseed=-1: must be at least 0"
+    assert str(error) == "model.layers=[1,2]: must be a whole number\nseed=-1: must be at least 0"
 
 
 class Mute(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import ceiling
@@ -17,10 +17,10 @@ from ptdbench.report import workload_tables
 class Matmul:
     """Measure the compute ceiling; needs no model and no data."""
 
-    #: Shapes of the products: ``4096`` for a square one or ``MxNxK``; ``auto``: chosen for the device.
-    shapes: list[Any] | Literal["auto"] = "auto"
-    #: A list of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; ``auto``: chosen for the device.
-    dtypes: list[str] | Literal["auto"] = "auto"
+    #: One shape of products or a list: ``4096`` for a square one or ``MxNxK``; ``auto``: chosen for the device.
+    shapes: int | str | list[int | str] = "auto"
+    #: One or a list of ``fp32``, ``tf32``, ``bf16`` and ``fp16``; ``auto``: chosen for the device.
+    dtypes: str | list[str] = "auto"
     seconds: float = 0.5  #: Approximate duration of the repetitions of one shape and dtype.
 
     trains = False
@@ -31,15 +31,16 @@ class Matmul:
         found = []
         if self.shapes != "auto":
             try:
-                valid = bool([Shape.of(shape) for shape in self.shapes])
+                valid = bool([Shape.of(shape) for shape in _listed(self.shapes)])
             except ValueError:
                 valid = False
             if not valid:
                 rule = "must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one"
-                found.append(Problem("shapes", self._typed(self.shapes), rule))
-        if self.dtypes != "auto" and (not self.dtypes or set(map(str, self.dtypes)) - set(DTYPES)):
+                found.append(Problem("shapes", self.shapes, rule))
+        dtypes = _listed(self.dtypes)
+        if self.dtypes != "auto" and (not dtypes or set(map(str, dtypes)) - set(DTYPES)):
             rule = "must be dtypes of matrix products"
-            found.append(Problem("dtypes", self._typed(self.dtypes), rule, try_these(DTYPES)))
+            found.append(Problem("dtypes", self.dtypes, rule, try_these(DTYPES)))
         if self.seconds <= 0:
             found.append(Problem("seconds", self.seconds, "must be greater than 0"))
         require(*found)
@@ -49,7 +50,7 @@ class Matmul:
         _, dtypes = self._chosen(device_type)
         if device_type == "cpu" and "tf32" in dtypes:
             rule = "TF32 is a format of GPUs"
-            require(Problem("workload.dtypes", self._typed(dtypes), rule, "try fp32, bf16, fp16"))
+            require(Problem("workload.dtypes", self.dtypes, rule, "try fp32, bf16, fp16"))
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part; the ceilings are stored for later runs, those of chosen shapes only if higher."""
@@ -59,11 +60,11 @@ class Matmul:
         return Outcome({"matmul": {**found, "kept": kept}})
 
     def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:
-        shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else self.shapes
-        dtypes = ceiling.AUTO_DTYPES[device_type] if self.dtypes == "auto" else self.dtypes
+        shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else _listed(self.shapes)
+        dtypes = ceiling.AUTO_DTYPES[device_type] if self.dtypes == "auto" else _listed(self.dtypes)
         return [Shape.of(shape) for shape in shapes], list(dtypes)
 
-    @staticmethod
-    def _typed(values: Sequence[object]) -> str:
-        """Format a list as typed on the command line."""
-        return f"[{','.join(map(str, values))}]"
+
+def _listed(asked: Any) -> list[Any]:
+    """Return one or several values of an option as a list."""
+    return list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]

@@ -38,7 +38,7 @@ def test_the_defaults_are_typed():
         ("true", """true: must be a name; try "model.name='true'\""""),
         ("null", "null: must be a name"),
         ("''", ": must be a name"),
-        ("[a]", "['a']: must be a name"),
+        ("[a]", "[a]: must be a name"),
     ],
 )
 def test_a_name_is_a_text(value, said):

@@ -125,9 +125,9 @@ TOLD = {
     "virtual=h100 train.micro_batch=best": "train.micro_batch=best: is found by timing runs, and virtual GPUs take no "
     "time; try max",
     **{
-        f"virtual=h100 virtual.ranks={ranks}": f"virtual.ranks={seen}: must be different ranks of the run, which has 2 "
-        "ranks; try numbers from 0 to 1, or null for all"
-        for ranks, seen in (("[0,2]", [0, 2]), ("[]", []))
+        f"virtual=h100 virtual.ranks={ranks}": f"virtual.ranks={ranks}: must be different ranks of the run, which has "
+        "2 ranks; try numbers from 0 to 1, or null for all"
+        for ranks in ("[0,2]", "[]")
     },
     "virtual=h100 virtual.ranks=[0] checkpoint.every_steps=1": "virtual.ranks=[0]: a checkpoint needs all ranks; try "
     "null, or omit checkpoint.every_steps and resume",

@@ -104,14 +104,14 @@ def test_a_wrong_result_is_a_failed_run_that_names_it(run):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("ops=[all_reduce,all_redcue]", "ops=['all_reduce', 'all_redcue']: there is no all_redcue; try "),
+        ("ops=[all_reduce,all_redcue]", "ops=[all_reduce,all_redcue]: there is no all_redcue; try "),
         ("ops=[]", "ops=[]: must name at least one; try all, broadcast,"),
         ("dtypes=fp8", "dtypes=fp8: there is no fp8; try "),
         ("reductions=avg", "reductions=avg: there is no avg; try "),
         ("modes=later", "modes=later: there is no later; try all, blocking, async"),
         ("group=tensor", "group=tensor: there is no such group; try all, data, pipeline, or ranks"),
-        ("group=[0,2]", "group=[0, 2]: there is no rank 2; the ranks are 0 to 1"),
-        ("group=[0,0]", "group=[0, 0]: must name two ranks or more, each once"),
+        ("group=[0,2]", "group=[0,2]: there is no rank 2; the ranks are 0 to 1"),
+        ("group=[0,0]", "group=[0,0]: must name two ranks or more, each once"),
         ("group=[1]", "group=[1]: must name two ranks or more, each once"),
         ("group=data", "group=data: 2 ranks with 2 in a pipeline leave one rank in each of these groups;"),
     ],

@@ -77,6 +77,8 @@ class TestRun:
         ),
         (["shapes=[]"], ["shapes=[]: must be "]),
         (["dtypes=[]"], ["dtypes=[]: must be "]),
+        (["shapes=2x3", "dtypes=fp8"], ["shapes=2x3: must be numbers", "dtypes=fp8: must be dtypes"]),
+        (["dtypes=tf32"], ["dtypes=tf32: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
         (["dtypes=[tf32]"], ["dtypes=[tf32]: TF32 is a format of GPUs; try fp32, bf16, fp16"]),
     ],
 )
@@ -91,9 +93,9 @@ def test_products_of_chosen_shapes_replace_only_a_lower_ceiling(monkeypatch):
     monkeypatch.setattr(ceiling, "measure", lambda *_, **__: {})
     monkeypatch.setattr(ceiling, "keep_ceilings", lambda *_, only_higher: kept.append(only_higher))
     job: Any = SimpleNamespace(world=None, device=torch.device("cpu"), watchdog=SimpleNamespace(alive=None))
-    for shapes in ("auto", [64]):
+    for shapes in ("auto", [64], 64):
         Matmul(shapes=shapes)(job)
-    assert kept == [False, True]
+    assert kept == [False, True, True]
 
 
 def test_a_job_may_have_more_memory_than_the_machine_that_submits_it():
