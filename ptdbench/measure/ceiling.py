@@ -23,8 +23,8 @@ from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import node
 from ptdbench.launch.world import World
 from ptdbench.measure import contention, products, timing
-from ptdbench.measure.contention import OtherLoad
 from ptdbench.measure.hardware import dense_peak, environment
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.terminal import command, plural
 from ptdbench.units import flops_text

@@ -6,25 +6,24 @@ ranks. On a GPU: the processes that NVML lists.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
-from msgspec import Struct
 
 from ptdbench.launch import settings
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import node
 from ptdbench.measure import gpu_state
-from ptdbench.terminal import rank_names
+from ptdbench.measure.other_load import OtherLoad
 
 STAT = Path("/proc/stat")
-
-#: Thresholds of other load, in cores and as a fraction of a node's cores: even an idle machine has some.
-LEAST_CORES, LEAST_SHARE = 0.1, 0.005
 
 #: Columns of ``/proc/stat``: user, nice, system, and steal (time taken by other virtual machines). Interrupts are
 #: ignored, as the ranks' own messages cause some.
@@ -32,40 +31,52 @@ _BUSY = (0, 1, 2, 7)
 _COLUMNS = 8  # later columns are included in user and nice
 
 
-class OtherLoad(Struct, frozen=True):
-    """The load of other processes on one node."""
-
-    node: str  #: The node.
-    cores: int  #: Number of cores that the ranks of the node may use.
-    taken: float | None  #: Cores that other processes took, on average; null if the system does not say.
-    gpu_ranks: list[int]  #: Ranks whose GPU other processes use.
-    on_gpu: bool  #: Whether the ranks measured GPUs.
-
-    @property
-    def is_busy(self) -> bool:
-        """True if this load may have slowed the measurement down."""
-        if self.on_gpu:
-            return bool(self.gpu_ranks)
-        return self.taken is not None and self.taken > max(LEAST_CORES, LEAST_SHARE * self.cores)
-
-    def slows(self, rank: int) -> bool:
-        """Return whether this load may have slowed down this rank of the node."""
-        return self.is_busy and (not self.on_gpu or rank in self.gpu_ranks)
-
-    def __str__(self) -> str:
-        if self.on_gpu:
-            return f"other processes use the GPU{'s' * (len(self.gpu_ranks) > 1)} of {rank_names(self.gpu_ranks)}"
-        return f"other processes took {self.taken or 0:.1f} of {self.cores} cores"
-
-
 @dataclass(frozen=True)
 class Spent:
     """Seconds between two points in time, as measured by one rank."""
 
     wall: float  #: Wall-clock time.
-    own: float  #: CPU time of this rank, all threads.
+    own: float  #: CPU time of this rank, with all threads and data workers.
     busy: Mapping[int, float]  #: CPU time of all processes by core, except cores whose counters do not advance.
     cores: Sequence[int]  #: The cores that the rank may use.
+
+
+class Watch:
+    """Observes other load during one or several stretches of time, in all ranks."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._cores = device, sorted(settings.own_cores())
+        self._own, self._ticks = 0.0, dict[int, tuple[int, int]]()
+        self._began = self._now()
+        self.seconds = 0.0  #: The duration of all stretches.
+
+    def begin(self) -> None:
+        """Begin a stretch."""
+        self._began = self._now()
+
+    def end(self) -> None:
+        """End the stretch."""
+        (began, own, before), (ended, own_now, after) = self._began, self._now()
+        self.seconds += ended - began
+        self._own += own_now - own
+        for core in before.keys() & after.keys():
+            so_far, (busy, total), (busy_now, total_now) = self._ticks.get(core, (0, 0)), before[core], after[core]
+            self._ticks[core] = so_far[0] + busy_now - busy, so_far[1] + total_now - total
+
+    def load(self) -> list[OtherLoad]:
+        """Return the load of each node over all stretches, the same in all ranks, which call this together."""
+        hertz = os.sysconf("SC_CLK_TCK")
+        moved = {core: busy / hertz for core, (busy, total) in self._ticks.items() if total > 0}
+        mine, gpu, users = Spent(self.seconds, self._own, moved, self._cores), None, 0
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:  # which GPU, and how many processes NVML sees on it, if it does
+            gpu = gpu_state.identity(self._device)
+            users = next((one["processes"] or 0 for one in gpu_state.inspect()["gpus"] if one["uuid"] == gpu), 0)
+        told: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), mine, gpu, users))
+        return [_of_node(name, told, on_gpu) for name in dict.fromkeys(one[0] for one in told)]
+
+    def _now(self) -> tuple[float, float, dict[int, tuple[int, int]]]:
+        return time.perf_counter(), _own_seconds(), _ticks(self._cores)
 
 
 def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
@@ -74,17 +85,11 @@ def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
     Returns:
         A function to call in all ranks after the measurement; it returns the load of each node, the same in all ranks.
     """
-    cores = sorted(settings.own_cores())
-    wall, own, ticks = time.perf_counter(), time.process_time(), _ticks(cores)
+    observed = Watch(device)
 
     def stop() -> list[OtherLoad]:
-        seconds = time.perf_counter() - wall, time.process_time() - own
-        mine, gpu, users = Spent(*seconds, _busy_seconds(ticks, _ticks(cores)), cores), None, 0
-        if device.type == "cuda":  # which GPU, and how many processes NVML sees on it, if it does
-            gpu = gpu_state.identity(device)
-            users = next((one["processes"] or 0 for one in gpu_state.inspect()["gpus"] if one["uuid"] == gpu), 0)
-        told: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), mine, gpu, users))
-        return [_of_node(name, told, device.type == "cuda") for name in dict.fromkeys(one[0] for one in told)]
+        observed.end()
+        return observed.load()
 
     return stop
 
@@ -112,11 +117,14 @@ def _ticks(cores: Sequence[int]) -> dict[int, tuple[int, int]]:
         return {}
 
 
-def _busy_seconds(before: Mapping[int, tuple[int, int]], after: Mapping[int, tuple[int, int]]) -> dict[int, float]:
-    """Return the busy seconds of each core, except cores whose counters do not advance."""
-    hertz = os.sysconf("SC_CLK_TCK")
-    moved = [core for core in before if core in after and after[core][1] > before[core][1]]
-    return {core: (after[core][0] - before[core][0]) / hertz for core in moved}
+def _own_seconds() -> float:
+    """Return the CPU time of this process and its workers."""
+    seconds = time.process_time()
+    for worker in multiprocessing.active_children():
+        with suppress(psutil.Error):  # it has ended meanwhile
+            spent = psutil.Process(worker.pid).cpu_times()
+            seconds += spent.user + spent.system
+    return seconds
 
 
 def _of_node(name: str, told: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.parallel.dims import Dims
 
 T = TypeVar("T")
@@ -338,13 +339,15 @@ class Clocks(Struct):
 
 
 class Hardware(Struct):
-    """The hardware during the steps of the run's last start: energy, clocks, and what limited the clocks."""
+    """The hardware during the steps of the run's last start: energy, clocks, what limited these, and other load."""
 
     #: All CPU packages of the ranks' machines, without memory modules. The counters do not distinguish processes: this
     #: is the energy of everything that ran there.
     cpu: Energy | None = None
     gpu: Energy | None = None  #: The ranks' GPUs with their memory, including everything else that ran on them.
     clocks: list[Clocks] | None = None  #: One for each rank that has a GPU.
+    #: What other processes took meanwhile, by node; null if the steps on CPUs took less than a second.
+    other_load: list[OtherLoad] | None = None
 
 
 class Evaluation(Struct):

@@ -12,8 +12,8 @@ from msgspec import Struct
 from ptdbench.launch.peers import Peer
 from ptdbench.measure.bandwidth import Fit
 from ptdbench.measure.ceiling import Ceiling
-from ptdbench.measure.contention import OtherLoad
 from ptdbench.measure.diagnosis import Finding
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.records.schema import StepSeconds
 
 

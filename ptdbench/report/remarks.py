@@ -13,6 +13,7 @@ from pathlib import Path
 from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import throughput
 from ptdbench.comparison.ranking import Place, Ranking
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.records import schema
 from ptdbench.records.effects import affects
 from ptdbench.records.failure import TRACEBACK
@@ -175,6 +176,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_of_losses([(name, run) for name, run in by_name if run["status"] == "ok"]),
         *_data_remarks(by_name),
         *_clock_remarks(by_name),
+        *_load_remarks(places),
         *_each_once(records, Remarks, "check"),
         *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
         *_checkpoint_remarks(places),
@@ -271,3 +273,25 @@ def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
             more = len({one[2] for one in held}) - 1
             others = f", and {plural(more, 'other')} by less" if more else ""
             yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
+
+
+def _load_remarks(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
+    """Yield the heaviest load by other processes, and which rows were measured beside some."""
+    found = {label: [load for run in place.alternative.runs if (load := _heaviest(run))] for label, place in places}
+    rows = [
+        f"{label} ({len(loads)} of {len(runs)} runs)" if len(runs) > 1 else label
+        for (label, loads), (_, place) in zip(found.items(), places, strict=True)
+        if loads and (runs := place.alternative.runs)
+    ]
+    if rows:
+        most = max((load for loads in found.values() for load in loads), key=_weight)
+        yield f"{most}{', at most,' if len(rows) > 1 else ''} during {listed(rows)}"
+
+
+def _heaviest(run: Written) -> OtherLoad | None:
+    """Return the heaviest load on a run's nodes that may have slowed it down."""
+    return max((load for load in part(run, Hardware).other_load or [] if load.is_busy), key=_weight, default=None)
+
+
+def _weight(load: OtherLoad) -> tuple[int, float]:
+    return len(load.gpu_ranks), load.taken or 0.0

@@ -1,4 +1,4 @@
-"""Energy, clocks and limits of the hardware during a training run, from counters read before and after steps.
+"""Energy, clocks and limits of the hardware during a training run, and other load, from counters read between steps.
 
 GPU counters are read through NVML, those of CPU packages through RAPL (Linux's ``/sys/class/powercap``; AMD's have the
 same names there). Nothing is read while steps run. For a counter that is missing or not readable, the reason is given.
@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import machine
-from ptdbench.measure import gpu_state
+from ptdbench.measure import contention, gpu_state
 from ptdbench.records.schema import Energy
 from ptdbench.training.loop import StepLoop
 
@@ -30,6 +31,9 @@ POWERCAP = Path("/sys/class/powercap")
 
 #: An upper bound of a package's power in watts: it limits a stretch to the time in which a counter wraps at most once.
 _MAX_WATTS = 2000.0
+
+#: The kernel counts the time of cores in ticks of 10 ms, which say too little about fewer seconds.
+_LEAST_OF_LOAD = 1.0
 
 #: NVML's performance policies (<nvml.h>) that hold clocks back, in words; not low utilization, which costs nothing.
 _POLICIES = {0: "power limit", 1: "temperature limit", 2: "sync boost", 3: "board limit", 5: "reliability limit"}
@@ -261,8 +265,8 @@ class EnergyMeter:
 
     At both ends of a stretch the device is idle, as an interruption waits for it anyway, so counters cover whole steps.
     Only an asynchronous save leaves it copying, beside the first steps of the next stretch.
-    The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank reads its GPU, and
-    the first rank of each machine its CPU packages.
+    The first stretch begins at the first interruption after ``train.warmup_steps`` steps. Each rank reads its GPU and
+    the time of its cores, and the first rank of each machine its CPU packages.
     """
 
     def __init__(self, job: Job, loop: StepLoop) -> None:
@@ -275,6 +279,7 @@ class EnergyMeter:
         self._cpu = Packages(f"{host} (rank {rank})") if real and is_first else None
         self._gpu = Gpu(host, gpu_state.identity(job.device)) if real and job.device.type == "cuda" else None
         self._counters = [counter for counter in (self._cpu, self._gpu) if counter and counter.reason is None]
+        self._load = contention.Watch(job.device)
         self._began: tuple[int, float] | None = None
 
     @contextmanager
@@ -285,15 +290,17 @@ class EnergyMeter:
         if self._loop.taken >= self._warmup:
             for counter in self._counters:
                 counter.begin()
+            self._load.begin()
             self._began = self._loop.taken, time.perf_counter()
 
     def stop(self) -> None:
-        """End the stretch, if it has any steps; waits for the device."""
-        if self._began is None or self._began[0] == self._loop.taken or not self._counters:
+        """End the stretch, if it has any steps; waits for the device if it has counters."""
+        if self._began is None or self._began[0] == self._loop.taken:
             return
-        if self._gpu:
+        if self._gpu and self._counters:
             self._gpu.look()  # while it still works
             torch.cuda.synchronize(self._job.device)
+        self._load.end()
         (first, began), self._began = self._began, None
         steps, seconds = self._loop.taken - first, time.perf_counter() - began
         for counter in self._counters:
@@ -303,6 +310,7 @@ class EnergyMeter:
         """Return the record's field ``hardware``; called in all ranks after the last step."""
         if self._job.spec.virtual:
             return None
+        load = self._load.load()
         cpu = self._cpu.counted() if self._cpu else None
         gpu = (self._gpu.counted(), self._gpu.clocks()) if self._gpu else None
         told = gather((cpu, gpu))
@@ -316,4 +324,5 @@ class EnergyMeter:
             "cpu": energy(Packages.source, cpus, batch, tokens),
             "gpu": energy(Gpu.source, counted, batch, tokens) if gpus else none("the run used no GPU"),
             "clocks": [{"rank": rank, **clocks} for rank, (_, clocks) in gpus.items()],
+            "other_load": to_builtins(load) if gpus or self._load.seconds >= _LEAST_OF_LOAD else None,
         }

@@ -18,9 +18,9 @@ from ptdbench.files import write_json
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory
-from ptdbench.measure.contention import OtherLoad
 from ptdbench.measure.diagnosis import Finding
 from ptdbench.measure.hardware import environment
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.report import workload_tables

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Key, Measured
-from ptdbench.measure.contention import OtherLoad
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
 from ptdbench.problems import ConfigError
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 from ptdbench.measure import contention
-from ptdbench.measure.contention import OtherLoad, Spent, busy_ticks, taken
+from ptdbench.measure.contention import Spent, busy_ticks, taken
+from ptdbench.measure.other_load import OtherLoad
 
 HERTZ = os.sysconf("SC_CLK_TCK")
 #: user nice system idle iowait irq softirq steal guest guest_nice
@@ -91,6 +94,42 @@ def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between
     monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
     stop = contention.watch(torch.device("cpu"))
     assert stop() == [OtherLoad("n1", 2, taken, [], False)]
+
+
+def test_what_happens_between_stretches_does_not_count(monkeypatch):
+    """Cores 0 and 1: two stretches of 10 s, with 1 and 2 busy cores, and a pause in which all were busy."""
+    stats = [f"cpu0 {zero} 0 0 {idle}\ncpu1 {one} 0 0 {idle}\n" for zero, one, idle in [
+        (0, 0, 0), (0, 0, 1), (TEN, 0, TEN), (9 * TEN, 8 * TEN, TEN + 1), (10 * TEN, 9 * TEN, 2 * TEN),
+    ]]  # fmt: skip
+    monkeypatch.setattr(contention, "STAT", SimpleNamespace(read_text=mock.Mock(side_effect=stats)))
+    monkeypatch.setattr(contention, "gather", lambda value: [value])
+    monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
+    clock = iter([0.0, 1.0, 11.0, 91.0, 101.0])
+    monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
+    watch = contention.Watch(torch.device("cpu"))
+    for _ in range(2):
+        watch.begin()
+        watch.end()
+    assert watch.seconds == 20.0
+    assert [load.taken for load in watch.load()] == [pytest.approx(1.5)]
+
+
+def spin(seconds, done, leave):
+    began = time.process_time()
+    while time.process_time() - began < seconds:
+        pass
+    done.set()
+    leave.wait()
+
+
+def test_the_time_of_workers_is_ones_own():
+    before, done, leave = contention._own_seconds(), multiprocessing.Event(), multiprocessing.Event()
+    worker = multiprocessing.Process(target=spin, args=(0.3, done, leave), daemon=True)
+    worker.start()
+    done.wait()
+    assert contention._own_seconds() - before > 0.25
+    leave.set()
+    worker.join()
 
 
 def test_a_gpu_with_more_processes_than_ranks_is_shared():

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from ptdbench.comparison import noise
 from ptdbench.comparison.variation import Noise, Spread
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.records.schema import Clocks
 from ptdbench.records.store import append_result
 from ptdbench.report.remarks import reason
@@ -276,6 +277,12 @@ def held_back(*ranks):
     return {"hardware": {"clocks": clocks}}
 
 
+def beside(*taken, **gpus):
+    """Fields of a run on nodes of 2 cores of which other processes took some."""
+    loads = [OtherLoad(f"n{node}", 2, cores, gpus.get("gpu_ranks", []), bool(gpus)) for node, cores in enumerate(taken)]
+    return {"hardware": {"other_load": to_builtins(loads)}}
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -306,6 +313,9 @@ def held_back(*ranks):
          ["fsdp: rank 1's GPU was held back for 12% of the time: power limit"]),
         (held_back({"power limit": 0.12}, {"power limit": 0.02, "temperature limit": 0.3}, {"board limit": 0.02}),
          ["fsdp: rank 1's GPU was held back for 30% of the time: temperature limit, and 2 others by less"]),
+        (beside(0.09, None), []),
+        (beside(0.4, 1.26, 0.0), ["other processes took 1.3 of 2 cores during fsdp"]),
+        (beside(1.5, gpu_ranks=[1]), ["other processes use the GPU of rank 1 during fsdp"]),
     ],
 )  # fmt: skip
 def test_what_else_is_to_be_known_of_a_run_is_said_below(changes, said):
@@ -315,6 +325,14 @@ def test_what_else_is_to_be_known_of_a_run_is_said_below(changes, said):
 
     lines = render([trained("ddp"), trained("fsdp", **changes)], 300).splitlines()[5:]
     assert [line for line in lines if not line.startswith("one run each")] == said
+
+
+def test_other_load_is_told_once_for_all_rows():
+    ddp, fsdp = (repeated(name, [1000.0, 1010.0, 990.0]) for name in ("ddp", "fsdp"))
+    for record, fields in zip([*ddp, *fsdp], [beside(0.5), {}, beside(0.2), beside(0.7), {}, {}], strict=True):
+        record.update(fields)
+    said = [line for line in render([*ddp, *fsdp], 300).splitlines() if "processes" in line]
+    assert said == ["other processes took 0.7 of 2 cores, at most, during ddp (2 of 3 runs), fsdp (1 of 3 runs)"]
 
 
 def test_what_was_not_measured_in_turns_is_told():

@@ -247,6 +247,8 @@ class TestOnAGpu:
         monkeypatch.setattr(gpu_state, "identity", lambda device: "GPU-a")
         monkeypatch.setattr(module, "POWERCAP", tmp_path)
         monkeypatch.setattr(module, "gather", lambda value: [value])
+        monkeypatch.setattr(module.contention, "gather", lambda value: [value])
+        monkeypatch.setattr(gpu_state, "inspect", lambda: {"gpus": [{"uuid": "GPU-a", "processes": 2}]})
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: nvml.now))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait(nvml))
         nvml.now, nvml.queued, nvml.is_up = 0.0, 0, True
@@ -297,6 +299,7 @@ class TestOnAGpu:
         assert (clocks["rank"], clocks["sm_clock_mhz"], clocks["held_back"]["power limit"]) == (0, 1200, 0.5)
         assert (clocks["sm_clock_least_mhz"], clocks["clock_reasons"]) == (1200, [])  # not those of an idle GPU
         assert found["cpu"]["reason"] == f"there are no CPU packages in {tmp_path} (RAPL)"
+        assert [load["gpu_ranks"] for load in found["other_load"]] == [[0]]
         msgspec.convert(found, schema.Hardware)
         assert not nvml.is_up
 

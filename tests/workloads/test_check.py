@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from ptdbench.job import Outcome
 from ptdbench.measure import diagnosis
-from ptdbench.measure.contention import OtherLoad
+from ptdbench.measure.other_load import OtherLoad
 from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
 from tests import forked
