@@ -421,7 +421,9 @@ def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.
 
 
 def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> dict[str, nn.Module]:
-    """Return an ``nn.Sequential`` as a chain; modules without weights join the piece before. Arguments as above.
+    """Return an ``nn.Sequential`` as a chain; modules without weights join the piece before.
+
+    Arguments are as for :class:`Chain`.
 
     Raises:
         NoChain: It runs a module with weights twice, which would be in two stages.

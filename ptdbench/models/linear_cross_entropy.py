@@ -133,18 +133,21 @@ def _keeps_graph() -> bool:
     return not torch.compiler.is_compiling() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``left @ right`` in ``dtype``: written directly if the device has such products, else rounded first."""
+    if left.dtype != dtype and has_wide_products(left.device):
+        return torch.mm(left, right, out_dtype=dtype)
+    return (left @ right).to(dtype)
+
+
 def _add_product(total: Tensor | None, grad: Tensor, chunk: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``total + grad.T @ chunk`` in ``dtype``, in place if there is a total already."""
+    if total is None:
+        return product(grad.T, chunk, dtype)
     if has_wide_products(grad.device):
-        if total is None:
-            return grad.T @ chunk if grad.dtype == dtype else torch.mm(grad.T, chunk, out_dtype=dtype)
         torch.ops.ptdbench.add_product_(total, grad, chunk)
         return total
-    if total is None:
-        return (grad.T @ chunk).to(dtype)
-    if grad.dtype == dtype:
-        return total.addmm_(grad.T, chunk)
-    return total.add_(grad.T @ chunk)
+    return total.addmm_(grad.T, chunk) if grad.dtype == dtype else total.add_(grad.T @ chunk)
 
 
 def master_of(part: nn.Module) -> nn.Parameter | None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import torch
 import torch.nn.functional as F
 import torchvision
 from torch import Generator, Tensor, nn
+from torch.func import functional_call
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from ptdbench.models.protocol import Role, default_loss
@@ -103,19 +106,15 @@ class ResNet(torchvision.models.ResNet):
     def train_flops(self) -> dict[str, float]:
         """Return the FLOPs of forward and backward pass for one image, by part: of convolutions and ``fc``.
 
-        A convolution costs 2 · k² · inputs · outputs for every pixel that it writes, and twice that in the backward
-        pass: once for the weight and once for the inputs. The input of the first one, the image, needs no gradient.
+        The backward pass of each takes twice those of the forward pass, which torch counts: once for the weight and
+        once for the inputs. The input of the first one, the image, needs no gradient.
         """
-        flops = dict.fromkeys(self.parts(), 0.0)
-        forward, size = _convolution(self.conv1, self.image_size)
-        flops["conv1"] = 2.0 * forward
-        if not isinstance(self.maxpool, nn.Identity):
-            size = _output_size(size, kernel=3, stride=2, padding=1)
-        for name, block in self._blocks().items():
-            forward, size = _residual(block, size)
-            flops[name] = 3.0 * forward
-        flops["fc"] = 3.0 * 2 * self.fc.in_features * self.fc.out_features
-        return flops
+        images = torch.empty(2, 3, self.image_size, self.image_size, device="meta")
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            functional_call(self, {name: one.to("meta") for name, one in self.state_dict().items()}, images)
+        counts = counter.get_flop_counts()
+        flops = {name: 1.5 * sum(counts.get(f"{type(self).__name__}.{name}", {}).values()) for name in self.parts()}
+        return {**flops, "conv1": flops["conv1"] / 1.5}
 
     def masked_flops(self) -> float:
         """See :func:`ptdbench.models.protocol.masked_flops`: there is no attention."""
@@ -160,25 +159,3 @@ class Classifier(nn.Linear):
             return logits
         smoothing = self.label_smoothing if self.training else 0.0
         return F.cross_entropy(logits.float(), targets, label_smoothing=smoothing)
-
-
-def _residual(block: nn.Module, size: int) -> tuple[int, int]:
-    """Return the forward FLOPs of a residual block on images of ``size`` pixels a side, and the output size."""
-    assert isinstance(block, BasicBlock | Bottleneck)
-    total, _ = (0, size) if block.downsample is None else _convolution(block.downsample[0], size)
-    for convolution in block.children():
-        if isinstance(convolution, nn.Conv2d):
-            flops, size = _convolution(convolution, size)
-            total += flops
-    return total, size
-
-
-def _convolution(convolution: nn.Conv2d, size: int) -> tuple[int, int]:
-    """Return the forward FLOPs of a convolution on images of ``size`` pixels a side, and the output size."""
-    assert isinstance(convolution.padding[0], int)
-    size = _output_size(size, convolution.kernel_size[0], convolution.stride[0], convolution.padding[0])
-    return 2 * convolution.weight.numel() * size * size, size
-
-
-def _output_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    return (size + 2 * padding - kernel) // stride + 1

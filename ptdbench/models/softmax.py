@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -127,20 +127,21 @@ def _of_share_in_place(share: VocabularyShare, logits: Tensor, targets: Tensor, 
 _OPERATIONS = torch.library.Library("ptdbench", "FRAGMENT")
 
 
-def _operation(schema: str, like: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as an operation; ``like`` returns tensors like it, without values.
+def _operation(schema: str, like: Callable[..., Any], run: Callable[..., Any] | None = None) -> None:
+    """Register an operation: ``run``, or the kernel of its name; ``like`` returns tensors like it, without values.
 
     :func:`torch.library.custom_op` is not used: its first call imports the compiler, which takes seconds.
     """
+    name = schema.partition("(")[0]
+    _OPERATIONS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _OPERATIONS.impl(name, run or partial(_by_kernel, name), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"ptdbench::{name}", like, lib=_OPERATIONS)
 
-    def make(run: Callable[..., Any]) -> Callable[..., Any]:
-        name = schema.partition("(")[0]
-        _OPERATIONS.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _OPERATIONS.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"ptdbench::{name}", like, lib=_OPERATIONS)
-        return run
 
-    return make
+def _by_kernel(name: str, *arguments: Any) -> Any:
+    from ptdbench.models import softmax_triton  # needs Triton
+
+    return getattr(softmax_triton, name)(*arguments)
 
 
 def _numbers(logits: Tensor, *_: Any) -> Tensor:
@@ -148,36 +149,20 @@ def _numbers(logits: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(len(logits), dtype=torch.float32)
 
 
-@_operation("cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient) -> Tensor", _numbers)
-def _cross_entropy(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
-    from ptdbench.models import softmax_triton  # needs Triton
-
-    return softmax_triton.cross_entropy_(logits, targets, gradient=gradient)
-
-
-@_operation(
-    "softmax_statistics(Tensor logits, Tensor positions) -> (Tensor, Tensor, Tensor)",
-    lambda logits, _: (_numbers(logits), _numbers(logits), _numbers(logits)),
-)
-def _statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    from ptdbench.models import softmax_triton
-
-    return softmax_triton.statistics(logits, positions)
-
-
-@_operation(
-    "softmax_gradient_(Tensor(a!) logits, Tensor positions, Tensor maxima, Tensor totals) -> ()", lambda *_: None
-)
-def _gradient(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor) -> None:
-    from ptdbench.models import softmax_triton
-
-    softmax_triton.gradient_(logits, positions, maxima, totals)
-
-
-@_operation("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()", lambda *_: None)
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add ``left.T @ right`` to a total in its dtype, in one pass; compiled graphs have no such operation."""
     if left.dtype == total.dtype:
         total.addmm_(left.T, right)
     else:
         torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+
+
+_operation("cross_entropy_(Tensor(a!) logits, Tensor targets, bool gradient) -> Tensor", _numbers)
+_operation(
+    "softmax_statistics(Tensor logits, Tensor positions) -> (Tensor, Tensor, Tensor)",
+    lambda logits, _: (_numbers(logits), _numbers(logits), _numbers(logits)),
+)
+_operation(
+    "softmax_gradient_(Tensor(a!) logits, Tensor positions, Tensor maxima, Tensor totals) -> ()", lambda *_: None
+)
+_operation("add_product_(Tensor(a!) total, Tensor left, Tensor right) -> ()", lambda *_: None, _add_product)

@@ -59,7 +59,7 @@ def _overwrite(row, position, largest, total, VOCABULARY: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def softmax_cross_entropy(  # type: ignore[no-untyped-def] # noqa: D103
+def _softmax_cross_entropy(  # type: ignore[no-untyped-def]
     logits, stride, targets, losses, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr, GRADIENT: tl.constexpr
 ):
     number = tl.program_id(0).to(tl.int64)
@@ -74,7 +74,7 @@ def softmax_cross_entropy(  # type: ignore[no-untyped-def] # noqa: D103
 
 
 @triton.jit
-def softmax_statistics(  # type: ignore[no-untyped-def] # noqa: D103
+def _softmax_statistics(  # type: ignore[no-untyped-def]
     logits, stride, positions, maxima, totals, owns, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr
 ):
     number = tl.program_id(0).to(tl.int64)
@@ -88,7 +88,7 @@ def softmax_statistics(  # type: ignore[no-untyped-def] # noqa: D103
 
 
 @triton.jit
-def softmax_gradient(  # type: ignore[no-untyped-def] # noqa: D103
+def _softmax_gradient(  # type: ignore[no-untyped-def]
     logits, stride, positions, maxima, totals, VOCABULARY: tl.constexpr, COLUMNS: tl.constexpr
 ):
     number = tl.program_id(0).to(tl.int64)
@@ -96,7 +96,7 @@ def softmax_gradient(  # type: ignore[no-untyped-def] # noqa: D103
     _overwrite(logits + number * stride, position, largest, total, VOCABULARY, COLUMNS)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
+def cross_entropy_(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
     """Compute the loss of each row, and overwrite the logits with the gradient of the sum of losses.
 
     Args:
@@ -108,11 +108,11 @@ def cross_entropy_(logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor
         ``[rows]``, fp32.
     """
     losses = _numbers(logits)
-    softmax_cross_entropy[len(logits),](logits, logits.stride(0), targets, losses, GRADIENT=gradient, **_size(logits))
+    _softmax_cross_entropy[len(logits),](logits, logits.stride(0), targets, losses, GRADIENT=gradient, **_size(logits))
     return losses
 
 
-def statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def softmax_statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Find the maximum of each row, the sum of exp(logit - maximum), and the logit at a position.
 
     Args:
@@ -123,11 +123,11 @@ def statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tenso
         Three of ``[rows]``, fp32.
     """
     found = _numbers(logits), _numbers(logits), _numbers(logits)
-    softmax_statistics[len(logits),](logits, logits.stride(0), positions, *found, **_size(logits))
+    _softmax_statistics[len(logits),](logits, logits.stride(0), positions, *found, **_size(logits))
     return found
 
 
-def gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor) -> None:
+def softmax_gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor) -> None:
     """Overwrite logits with the gradient of the sum of losses, given the normalizers of their softmax.
 
     Args:
@@ -136,7 +136,7 @@ def gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor)
         maxima: ``[rows]``, fp32.
         totals: ``[rows]``, fp32: sums of exp(logit - maximum).
     """
-    softmax_gradient[len(logits),](logits, logits.stride(0), positions, maxima, totals, **_size(logits))
+    _softmax_gradient[len(logits),](logits, logits.stride(0), positions, maxima, totals, **_size(logits))
 
 
 def _numbers(logits: Tensor) -> Tensor:

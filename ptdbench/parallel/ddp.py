@@ -24,8 +24,8 @@ _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_
 
 #: Each replica keeps its own batch norm statistics: evaluations synchronize them, and checkpoints store those of one
 #: replica. By default torch broadcasts the first replica's before each forward pass; the option was renamed in 2.14.
-_HAS_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NAME else "broadcast_buffers": False}
+_IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
 
 
 def replicate(

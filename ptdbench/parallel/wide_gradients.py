@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from ptdbench.models.linear_cross_entropy import has_wide_products, master_of
+from ptdbench.models.linear_cross_entropy import master_of, product
 
 
 def enable_wide_gradients(module: nn.Module) -> None:
@@ -103,7 +103,7 @@ class _Linear(torch.autograd.Function):
         rows = grads[0].reshape(-1, weight.shape[0])
         needs_x, _, _, needs_weight, needs_bias = ctx.needs_input_grad
         of_x = (rows @ weight).view(x.shape) if needs_x else None
-        of_weight = _product(rows.T, x.reshape(-1, weight.shape[1]), ctx.dtype) if needs_weight else None
+        of_weight = product(rows.T, x.reshape(-1, weight.shape[1]), ctx.dtype) if needs_weight else None
         of_bias = _sum_over_tokens(grads[0], weight, ctx.dtype) if needs_bias else None
         return of_x, None, None, of_weight, of_bias
 
@@ -162,10 +162,3 @@ def _sum_over_tokens(grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     if torch.compiler.is_compiling() and outputs > inputs and grad.dim() > 2:
         grad = grad.sum(-2, dtype=dtype)
     return grad.reshape(-1, outputs).sum(0, dtype=dtype)
-
-
-def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``left @ right`` in ``dtype``: written directly if the device has such products, else rounded first."""
-    if dtype == torch.float32 and has_wide_products(left.device):
-        return torch.mm(left, right, out_dtype=dtype)
-    return (left @ right).to(dtype)

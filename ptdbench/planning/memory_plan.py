@@ -10,15 +10,18 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from ptdbench.measure.memory import host_memory
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.micro_batch import CarryOut, layouts, missing_sample_bytes, needs_search, stand_in, try_options
-from ptdbench.planning.search import Search, Try
+from ptdbench.planning.search import Search
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, schema, store
+from ptdbench.records.schema import Try
 from ptdbench.report.display import Heading
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
@@ -259,7 +262,7 @@ class _Virtual:
             "outside": beside,
             "sources": {name: _SOURCES[name] for name in beside},
             "largest_micro_batch": search.best or 0,
-            "tries": search.as_dicts(),
+            "tries": to_builtins(search.tries),
         }
 
     def _lack(self, shown: int, needed: int | None, search: Search) -> str:

@@ -13,15 +13,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import to_builtins
+
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
 from ptdbench.launch.slurm import JobSteps
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import divisors
-from ptdbench.planning.search import Search, Try
+from ptdbench.planning.search import Search
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, schema, store
-from ptdbench.records.schema import Metrics, MicroBatch, part
+from ptdbench.records.schema import Metrics, MicroBatch, Try, part
 from ptdbench.report.display import Heading
 from ptdbench.report.remarks import reason
 from ptdbench.setup import checks, run_spec
@@ -166,10 +168,9 @@ class Finder:
         return Found(config, self._summary(self._layouts[micro_batch]), self._field(micro_batch))
 
     def _field(self, found: int | None) -> dict[str, Any]:
-        tried = {one["micro_batch"]: one | {"rates": None} for one in self._search.as_dicts()}
+        tried = {one.micro_batch: to_builtins(one) for one in self._search.tries}
         for size, rates in self._rates.items():  # under `best`; some were not tried in the search
-            known = {"micro_batch": size, "status": "ok", "needed_bytes": None, "fits": True, "seconds": None}
-            tried[size] = tried.get(size, known) | {"rates": [*rates]}
+            tried[size] = tried.get(size, to_builtins(Try(size, "ok", fits=True))) | {"rates": [*rates]}
         tries = list(tried.values())
         asked, room = self.config.train.micro_batch, self._search.room
         return {"asked": asked, "found": found, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
@@ -221,7 +222,7 @@ class Finder:
             self._step_seconds = (known.median or 0.0) * layout.accumulation / shorter
         found = Try(micro_batch, record["status"], needed, fits, time.monotonic() - started)
         so_far = self._field(None)
-        self.note(so_far | {"tries": [*so_far["tries"], {**vars(found), "rates": None}]})
+        self.note(so_far | {"tries": [*so_far["tries"], to_builtins(found)]})
         return found
 
     def _carried_out(

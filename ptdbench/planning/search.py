@@ -6,23 +6,12 @@ The search does not know what a try is: a run on virtual GPUs, or a run of all r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+
+from ptdbench.records.schema import Try
 
 #: A candidate whose predicted need exceeds the room by more than this fraction is not tried: it clearly does not fit.
 _CLEAR = 0.1
-
-
-@dataclass(frozen=True)
-class Try:
-    """The result of trying a micro-batch."""
-
-    micro_batch: int  #: Samples of one forward and backward pass of a rank.
-    status: str  #: How its run ended.
-    #: Memory that it needed, of the kind that it must fit into; ``None`` if it ended before that was known.
-    needed_bytes: int | None
-    fits: bool  #: Whether it succeeded and fitted.
-    seconds: float = 0.0  #: Duration of the try.
 
 
 @dataclass
@@ -89,7 +78,3 @@ class Search:
         last = next((place for place, (size, _) in enumerate(known) if size >= micro_batch and place), len(known) - 1)
         (x, below), (y, above) = known[last - 1 : last + 1]
         return above + (above - below) / (y - x) * (micro_batch - y)
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the tries in the form of a record."""
-        return [asdict(one) for one in self.tries]

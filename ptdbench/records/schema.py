@@ -171,9 +171,9 @@ class Phases(Struct):
     #: without a pipeline.
     stage_parts: list[list[str]] | None = None
     pass_seconds: Amount | None = None  #: Duration of profiling, from the first profiled step to the last figure.
-    #: How messages between stages are sent. ``directions``: over one NCCL communicator for activations and one for
-    #: gradients. ``one``: over a single communicator, in call order: the only way before torch 2.14. ``messages``: each
-    #: independently, over gloo. Null without a pipeline.
+    #: How messages between stages are sent. ``edges``: over an NCCL communicator for each pair of ranks and direction
+    #: (torch 2.15 on). ``directions``: over one for activations and one for gradients (2.14). ``one``: over a single
+    #: one, in call order. ``messages``: each independently, over gloo. Null without a pipeline.
     stage_links: str | None = None
 
 

@@ -26,9 +26,8 @@ _LIMIT = 40
 def differences(records: Sequence[Written]) -> list[str]:
     """Return for each record the options whose values differ from the others': ``activations=recompute seed=2``.
 
-    An option is called by the last part of its name if that is unique among differing options. For a group whose
-    choice differs, only the choice is named: ``optimizer=sgd``. Of options that always differ together and have the
-    same last part, such as ``seed`` and ``data.seed``, only the first is named.
+    An option of :func:`varying` is called by the last part of its name if that is unique among them. For a group whose
+    choice differs, only the choice is named: ``optimizer=sgd``.
     """
     differing = varying(by_option(records))
     differing = {

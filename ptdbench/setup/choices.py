@@ -37,7 +37,7 @@ def build(config: Config, group: str) -> Any:
 
 
 def virtual(config: Config) -> Machine | None:
-    """Return the machine with virtual GPUs, if the run uses any; records of earlier versions lack the group."""
+    """Return the machine with virtual GPUs, if the run uses any; the group is there only then."""
     found: Machine | None = build(config, "virtual") if "virtual" in config.resolved else None
     return found
 

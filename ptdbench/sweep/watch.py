@@ -218,7 +218,7 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
         echo(how, sys.stderr)
         raise
     for run in sweep.runs:
-        _show_failure(sweep_directory, run)
+        _show_failure(run)
     return {*told, *(run.directory for run in sweep.runs if run.is_over)}
 
 
@@ -229,10 +229,10 @@ def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
         message = f"the job's process ended without a result{OUTPUT}{log}"
         written = status.conclude(sweep_directory, subdirectory, of_launcher("Gone", message), "failed")
     echo(f"{Path(subdirectory).name}: {written['status']}", sys.stderr)
-    _show_failure(sweep_directory, Run(subdirectory, None, None, written, is_over=True))
+    _show_failure(Run(subdirectory, None, None, written, is_over=True))
 
 
-def _show_failure(sweep_directory: Path, run: Run) -> None:
+def _show_failure(run: Run) -> None:
     """Print the traceback of a failed run, or the end of its output if there is none."""
     error = run.typed.error
     if run.typed.status == "ok" or not error:

@@ -1,72 +1,45 @@
-"""Reads tables of shared libraries (64-bit ELF, little endian) without loading them; layouts as in ``elf(5)``."""
+"""Reads tables of shared libraries without loading them, by the tools of binutils, which link such libraries too."""
 
 from __future__ import annotations
 
-import mmap
+import os
 import re
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
 from pathlib import Path
 
-#: Fields of Elf64_Shdr that are needed: name, type, offset, size and link; and of Elf64_Sym: name, info, shndx.
-_SECTION, _SYMBOL = struct.Struct("<II8x8xQQI20x"), struct.Struct("<IBxH16x")
-
-_SHT_DYNSYM, _SHN_UNDEF = 11, 0
+from ptdbench.problems import ConfigError, Problem
 
 
 def undefined(library: Path) -> set[str]:
     """Return the names that a library expects others to define.
 
     Raises:
-        OSError: The library cannot be read.
-        ValueError: The file is not such a library.
+        ConfigError: There are no binutils.
+        subprocess.CalledProcessError: The file is not a library, or cannot be read.
     """
-    return {name for name, section in _symbols(library) if section == _SHN_UNDEF and name}
+    return _names(_told("nm", "-DP", "--undefined-only", library))
 
 
 def defined(library: Path) -> set[str]:
     """Return the names that a library defines for others; raises as :func:`undefined`."""
-    return {name for name, section in _symbols(library) if section != _SHN_UNDEF and name}
+    return _names(_told("nm", "-DP", "--defined-only", library))
 
 
-def texts(library: Path, pattern: bytes) -> set[str]:
+def texts(library: Path, pattern: str) -> set[str]:
     """Return a library's string constants that match: names that it looks up. Raises as :func:`undefined`."""
-    whole = re.compile(rb"(?<=\0)(?:" + pattern + rb")(?=\0)")
-    with _mapped(library) as data:
-        sections = _sections(data)
-        names = sections[struct.unpack_from("<H", data, 62)[0]]  # e_shstrndx
-        found: set[str] = set()
-        for name, _, offset, size, _ in sections:
-            if _text(data, names[2] + name) == b".rodata":
-                found |= {match.group().decode() for match in whole.finditer(data, max(offset - 1, 0), offset + size)}
-        return found
+    return set(
+        re.findall(rf"^  \[ *[0-9a-f]+\]  ({pattern})$", _told("readelf", "-p", ".rodata", library), re.MULTILINE)
+    )
 
 
-def _symbols(library: Path) -> Iterator[tuple[str, int]]:
-    """Yield each dynamic symbol and the section that defines it."""
-    with _mapped(library) as data:
-        sections = _sections(data)
-        for _, kind, offset, size, link in sections:
-            if kind == _SHT_DYNSYM:
-                names = sections[link][2]
-                for name, _, section in _SYMBOL.iter_unpack(data[offset : offset + size]):
-                    yield _text(data, names + name).decode(), section
+def _names(symbols: str) -> set[str]:
+    return set(re.findall(r"^[^ @]+", symbols, re.MULTILINE))  # without versions
 
 
-def _sections(data: mmap.mmap) -> list[tuple[int, int, int, int, int]]:
-    (start,) = struct.unpack_from("<Q", data, 40)  # e_shoff
-    size, count = struct.unpack_from("<HH", data, 58)  # e_shentsize, e_shnum
-    return [_SECTION.unpack_from(data, start + size * i) for i in range(count)]
-
-
-def _text(data: mmap.mmap, at: int) -> bytes:
-    return data[at : data.find(b"\0", at)]
-
-
-@contextmanager
-def _mapped(library: Path) -> Iterator[mmap.mmap]:
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError(f"{library} is not a 64-bit ELF library")
-        yield data
+def _told(*command: str | Path) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, encoding="latin-1", check=True).stdout
+    except FileNotFoundError:
+        rule = f"has no {command[0]}, and a virtual GPU needs binutils"
+        problem = Problem("PATH", os.environ.get("PATH"), rule, "install them")
+        raise ConfigError([problem]) from None

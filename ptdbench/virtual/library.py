@@ -257,7 +257,7 @@ def wanted(torch: _Torch) -> set[str]:
     """Return the calls to a GPU's libraries that torch and Triton may make: undefined symbols, and names looked up."""
     ours = "|".join(_STATUS)
     names = set[str]().union(*(elf.undefined(library) for library in torch.libraries))
-    names |= set[str]().union(*(elf.texts(library, rb"(?:cu[A-Z]|nvml)\w+") for library in torch.looks_up))
+    names |= set[str]().union(*(elf.texts(library, r"(?:cu[A-Z]|nvml)\w+") for library in torch.looks_up))
     for source in torch.sources:
         names |= set(re.findall(r"\bcu[A-Z]\w+", source.read_text()))  # including arguments of macros
     return {name for name in names if re.match(ours, name) and not _REAL.match(name)}
@@ -278,7 +278,8 @@ def _cc(*arguments: str | Path) -> None:
     try:
         done = subprocess.run([*command, *map(str, arguments)], capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise _problem("cc", None, "a virtual GPU needs a C compiler", "install gcc or clang") from None
+        rule, remedy = "has no cc, and a virtual GPU needs a C compiler", "install gcc or clang"
+        raise _problem("PATH", os.environ.get("PATH"), rule, remedy) from None
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
         raise _problem("cc", arguments[-1], f"the virtual GPU cannot be compiled: {first}")

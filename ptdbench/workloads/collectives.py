@@ -16,7 +16,7 @@ from ptdbench.launch.world import World
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Message, Place, lacking, verify
 from ptdbench.measure.timing import Effort, summary
-from ptdbench.problems import Problem, nearest, require, try_these
+from ptdbench.problems import Problem, divisors, nearest, require, try_these
 from ptdbench.report import workload_tables
 
 MODES = ("blocking", "async")
@@ -33,11 +33,6 @@ class Series:
     dtype: str | None  #: Dtype of the message; ``None`` if there is none.
     reduction: str | None  #: The reduction; ``None`` if the operation does not reduce.
     mode: str  #: ``blocking``, or ``async``: started, then waited for immediately.
-
-    @property
-    def name(self) -> str:
-        """The display name."""
-        return " ".join(part for part in (self.op, self.dtype, self.reduction, self.mode) if part)
 
 
 @dataclass(frozen=True)
@@ -185,7 +180,7 @@ def _stages(pipeline_size: int | Literal["auto"], world_size: int) -> int:
     """Return the number of stages; ``auto`` is the smallest divisor above 1, as for ``parallel=pdp``."""
     if pipeline_size != "auto":
         return pipeline_size
-    return next((size for size in range(2, world_size + 1) if world_size % size == 0), 1)
+    return ([*divisors(world_size), 1])[1]
 
 
 def _group_problems(
@@ -196,8 +191,7 @@ def _group_problems(
         stages = _stages(pipeline_size, world_size)
         if group != "all" and (stages < 1 or world_size % stages):
             rule = f"must divide the number of ranks, {world_size}"
-            sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-            yield Problem("workload.pipeline_size", pipeline_size, rule, try_these(sizes))
+            yield Problem("workload.pipeline_size", pipeline_size, rule, try_these(divisors(world_size)))
         elif group != "all" and len(groups_of(group, world_size, pipeline_size)[0]) < 2:
             rule = f"{world_size} ranks with {stages} in a pipeline leave one rank in each of these groups"
             yield Problem("workload.group", group, rule, "try all, or another workload.pipeline_size")
@@ -226,7 +220,7 @@ def _measure_series(
     for count in counts:
         job.watchdog.alive()
         size = operation.bytes(count, ranks, item)
-        name = f"{series.name} of {size} bytes over ranks {own.ranks if own else []}"
+        name = f"{workload_tables.name_of_series(asdict(series))} of {size} bytes over ranks {own.ranks if own else []}"
         message = operation.prepare(place, count) if place else None
         seconds, posted = _time(job, message, place, name, series.mode == "async", options)
         if not seconds:
@@ -284,11 +278,9 @@ def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
         return "not kept for later runs: virtual GPUs send nothing"
     lines = {}
     for fit in found["fits"]:
-        series = Series(fit["op"], fit["dtype"], fit["reduction"], fit["mode"])
-        largest = max(
-            row["bytes"] for row in found["results"] if all(row[name] == fit[name] for name in asdict(series))
-        )
-        lines[series.name] = {"alpha": fit["alpha"], "beta": fit["beta"], "largest": largest}
+        name = workload_tables.name_of_series(fit)
+        largest = max(row["bytes"] for row in found["results"] if workload_tables.name_of_series(row) == name)
+        lines[name] = {"alpha": fit["alpha"], "beta": fit["beta"], "largest": largest}
     try:
         bandwidth.keep_fits(bandwidth.fits_key(job.spec.backend, job.peers), lines)
     except OSError as error:

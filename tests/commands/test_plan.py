@@ -141,7 +141,7 @@ def test_gradients_that_accumulate_in_shards_need_less_and_are_advised(environ, 
     ("machine", "copies", "said"),
     [
         ("device=cpu", 2, "only the training state is known"),  # both ranks are on this machine
-        ("virtual=h100", 1, "cc=null: a virtual GPU needs a C compiler"),
+        ("virtual=h100", 1, "has no cc, and a virtual GPU needs a C compiler"),
     ],
     ids=["no GPU", "no compiler"],
 )

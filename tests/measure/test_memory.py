@@ -120,7 +120,7 @@ def test_the_limits_of_control_groups(control_groups, groups, membership, total,
     assert host_memory() == HostMemory(total, available)
 
 
-def test_elsewhere_than_linux(control_groups):
+def test_without_a_limit_of_control_groups_it_is_that_of_the_machine(control_groups):
     assert host_memory().total == psutil.virtual_memory().total
 
 

@@ -96,11 +96,11 @@ def shared() -> dict[str, Any]:
     for dtype in DTYPES:
         logits, targets = logits_of(5, 1025, dtype)
         wanted, parts, first = expected(logits, targets), logits.split(1000, dim=1), [targets, targets - 1000]
-        maxima, totals, own = zip(*map(softmax_triton.statistics, parts, first), strict=True)
+        maxima, totals, own = zip(*map(softmax_triton.softmax_statistics, parts, first), strict=True)
         largest = torch.stack(maxima).amax(0)
         total = sum(one * (most - largest).exp() for one, most in zip(totals, maxima, strict=True))
         for part, positions in zip(parts, first, strict=True):
-            softmax_triton.gradient_(part, positions, largest, total)
+            softmax_triton.softmax_gradient_(part, positions, largest, total)
         found[str(dtype)] = errors(total.log() - (sum(own) - largest), logits, wanted)
     return found
 

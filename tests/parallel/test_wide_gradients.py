@@ -45,7 +45,7 @@ def test_a_linear_layer_computes_what_torch_does(shape, bias):
 
 def test_gradients_of_a_linear_layer_are_not_rounded(monkeypatch):
     # As a GPU has.
-    monkeypatch.setattr(wide_gradients, "_product", lambda left, right, dtype: left.to(dtype) @ right.to(dtype))
+    monkeypatch.setattr(wide_gradients, "product", lambda left, right, dtype: left.to(dtype) @ right.to(dtype))
     layer = nn.Linear(2, 2)
     weight, bias = layer.parameters()
     laid_out(layer)(ones(ROWS, 2)).sum().backward()

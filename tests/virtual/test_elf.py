@@ -3,6 +3,7 @@ import subprocess
 
 import pytest
 
+from ptdbench.problems import ConfigError
 from ptdbench.virtual import elf
 
 SOURCE = """
@@ -32,10 +33,16 @@ def test_symbols_that_a_library_gives_and_wants(library):
 
 
 def test_only_whole_strings_are_names(library):
-    assert elf.texts(library, rb"cu[A-Z]\w+") == {"cuLookedUp"}
+    assert elf.texts(library, r"cu[A-Z]\w+") == {"cuLookedUp"}
 
 
 def test_what_is_no_library_is_an_error(tmp_path):
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(ValueError, match="is not a 64-bit ELF library"):
+    with pytest.raises(subprocess.CalledProcessError):
         elf.defined(tmp_path / "text")
+
+
+def test_without_binutils_one_line_says_so(library, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigError, match=r"^PATH=: has no nm, and a virtual GPU needs binutils; install them$"):
+        elf.defined(library)

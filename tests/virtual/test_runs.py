@@ -214,7 +214,8 @@ def test_without_a_compiler_one_line_says_so(start: Start, environ, tmp_path):
     alone = {**environ, "PATH": str(tmp_path / "bin"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = train(alone, tmp_path, *SMALL, "virtual=h100")
     assert done.returncode == 1
-    assert done.stderr.strip().splitlines() == ["cc=null: a virtual GPU needs a C compiler; install gcc or clang"]
+    said = f"PATH={tmp_path / 'bin'}: has no cc, and a virtual GPU needs a C compiler; install gcc or clang"
+    assert done.stderr.strip().splitlines() == [said]
     assert not (tmp_path / "outputs").exists()
     left = [path.suffix for path in (tmp_path / "cache/ptdbench/virtual").iterdir()]
     assert left == [".lock"], "nothing half built is left"
