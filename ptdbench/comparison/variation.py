@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from ptdbench.records.schema import Quantity
@@ -28,6 +29,9 @@ MIN_RUNS = 3
 #: between 0.52 and 2.9 times the common variance, by the quantiles of chi-squared. Smyth estimates this parameter from
 #: thousands of variances, which a sweep does not have.
 PRIOR_FREEDOM = 8
+
+#: The probability with which an earlier sweep is taken for one of a noisier day by mistake.
+_BY_CHANCE = 0.01
 
 #: The figure of each run of a configuration, greater than 0, by block; runs without a block have unique keys.
 Sample = Mapping[Hashable, float]
@@ -150,10 +154,27 @@ class Pool:
         """Return Smyth's moderated variance: the average of all estimates, weighted by degrees of freedom.
 
         Earlier sweeps are ignored if runs vary more today: they may be from a quieter day, and their small variance
-        would show differences where there are none.
+        would show differences where there are none. So are those that varied so much more that chance hardly explains
+        it: they are from a noisier day, and would hide differences.
         """
         today = own + others.as_prior()
-        return today if today.deviation > earlier.deviation else today + earlier.as_prior()
+        is_quieter = today.deviation > earlier.deviation
+        return today if is_quieter or _is_noisier(earlier, today) else today + earlier.as_prior()
+
+
+def _is_noisier(earlier: Spread, today: Spread) -> bool:
+    """Return whether an earlier variance is larger than today's by more than chance explains, by an F test."""
+    if not (earlier.freedom and today.squares):
+        return False
+    return earlier.deviation > today.deviation * _critical(earlier.freedom, today.freedom)
+
+
+@lru_cache(maxsize=256)  # the pairs of a sweep have mostly the same degrees of freedom
+def _critical(earlier: float, today: float) -> float:
+    """Return the ratio of two estimated deviations that chance exceeds with probability :data:`_BY_CHANCE`."""
+    from scipy import special  # imported late: it takes a quarter of a second
+
+    return math.sqrt(float(special.fdtri(earlier, today, 1 - _BY_CHANCE)))
 
 
 def noise(samples: Sequence[Sample]) -> Noise:

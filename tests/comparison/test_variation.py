@@ -145,6 +145,19 @@ def test_earlier_sweeps_of_a_quieter_day_do_not_count():
     assert between(one, other, earlier=Noise(Spread(1e-6, 12), Spread(1e-6, 12))) == between(one, other)
 
 
+def test_earlier_sweeps_of_a_much_noisier_day_do_not_count_and_those_of_a_noisy_one_do():
+    """By an F test: paired, with 2 degrees of freedom, and unpaired with about 14."""
+    few, random = LAYOUTS[:2], RANDOM(1)
+    many = [sample(random, 8, own="a"), sample(random, 8, own="b")]
+    for one, other in (few, many):
+        today = between(one, other)
+        deviation = today.error * math.sqrt(today.runs / 2)
+        most = deviation * math.sqrt(stats.f.ppf(0.99, 12, today.freedom))
+        for factor, counts in ((0.99, True), (1.01, False)):
+            earlier = Spread(12 * (factor * most) ** 2, 12)
+            assert (between(one, other, earlier=Noise(earlier, earlier)) != today) == counts
+
+
 def test_a_prior_is_never_worth_more_than_its_limit():
     for freedom in (1, 8, 1e9):
         prior = Spread(0.04 * freedom, freedom).as_prior()
