@@ -107,14 +107,25 @@ int current_device(void) { return current; }
 /* The process that first used CUDA; its forks cannot use it, as with a real driver. */
 static int owner;
 
-cudaError_t ready(void) {
+/* Devices on which this process has a context: those that a thread has chosen, or used as its first one. */
+static char contexts[MOST_DEVICES];
+
+int has_context(int number) { return number >= 0 && number < MOST_DEVICES && contexts[number]; }
+
+cudaError_t usable(void) {
     int me = getpid(), was = __sync_val_compare_and_swap(&owner, 0, me);
     if (was && was != me) return cudaErrorInitializationError;
     return visible_count() ? cudaSuccess : cudaErrorNoDevice;
 }
 
+cudaError_t ready(void) {
+    cudaError_t error = usable();
+    if (!error) contexts[current] = 1;
+    return error;
+}
+
 API cudaError_t cudaGetDeviceCount(int *count) {
-    cudaError_t error = ready();
+    cudaError_t error = usable();
     *count = error ? 0 : visible_count();
     return error;
 }
@@ -122,11 +133,11 @@ API cudaError_t cudaGetDeviceCount(int *count) {
 API cudaError_t cudaGetDevice(int *number) { return *number = current, cudaSuccess; }
 
 API cudaError_t cudaSetDevice(int number) {
-    cudaError_t error = ready();
+    cudaError_t error = usable();
     if (error) return error;
     if (number < 0 || number >= visible_count()) return cudaErrorInvalidDevice;
     current = number;
-    return cudaSuccess;
+    return ready();
 }
 
 /* ---- device properties ---- */

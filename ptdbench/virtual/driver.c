@@ -4,7 +4,7 @@
 
 #include <dlfcn.h>
 
-API CUresult cuInit(unsigned flags) { return (CUresult)ready(); }
+API CUresult cuInit(unsigned flags) { return (CUresult)usable(); }
 API CUresult cuDriverGetVersion(int *version) { return (CUresult)cudaDriverGetVersion(version); }
 
 API CUresult cuDeviceGet(CUdevice *number, int ordinal) {
@@ -32,7 +32,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice number) {
 
 API CUresult cuDevicePrimaryCtxGetState(CUdevice number, unsigned *flags, int *active) {
     *flags = 0;
-    *active = 1;
+    *active = has_context(number);
     return CUDA_SUCCESS;
 }
 

@@ -50,7 +50,9 @@ int machine_count(void);   /* devices of the machine */
 int visible_count(void);   /* devices visible according to CUDA_VISIBLE_DEVICES */
 int physical(int visible); /* a visible device's index in the machine */
 int current_device(void);
-cudaError_t ready(void);               /* whether this process may use CUDA; called wherever a device is needed */
+cudaError_t usable(void);              /* whether this process may use CUDA */
+cudaError_t ready(void);               /* the same; called wherever a device is needed, which gets a context */
+int has_context(int number);           /* whether this process has a context on a device */
 cudaError_t failed(cudaError_t error); /* returns the error, and keeps it for cudaGetLastError */
 bool alone(void);                      /* this is a single rank of many: messages are discarded */
 bool real_time(void);                  /* work on the device takes time */

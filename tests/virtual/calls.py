@@ -107,6 +107,25 @@ def clocks() -> dict[str, Any]:
     }
 
 
+def contexts() -> list[list[int]]:
+    """On which devices this process has a context: before it uses one, then two."""
+
+    def found() -> list[int]:
+        active = [c_uint(), c_uint()]
+        for number, one in enumerate(active):
+            cuda.cuDevicePrimaryCtxGetState(number, byref(c_uint()), byref(one))
+        return [one.value for one in active]
+
+    cuda.cudaGetDeviceCount(byref(c_uint()))
+    at_first = found()
+    cuda.cudaFree(c_void_p(pointer(1)[1]))
+    used = found()
+    cuda.cudaSetDevice(1)
+    chosen = found()
+    cuda.cudaSetDevice(0)
+    return [at_first, used, chosen]
+
+
 def fork() -> int:
     """What CUDA says in a fork of a process that used it."""
     child = os.fork()
@@ -139,7 +158,7 @@ def addresses() -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    asked = (memory, copies, clocks, names, fork, addresses)
+    asked = (contexts, memory, copies, clocks, names, fork, addresses)
     answers = {ask.__name__: ask() for ask in asked}
     answers["unanswered"] = [cuda.cudaGraphLaunch(None, None), cuda.cudaGraphLaunch(None, None), cuda.cublasDtrsm_v2(0)]
     print(json.dumps(answers))

@@ -31,6 +31,10 @@ def test_memory_comes_in_pages_and_ends_behind_what_the_context_takes(answers):
     assert memory["free_twice"] == INVALID
 
 
+def test_a_device_has_a_context_once_it_is_used(answers):
+    assert answers["contexts"] == [[0, 0], [1, 0], [1, 1]]
+
+
 def test_addresses_do_not_end_before_memory_and_are_not_taken_for_it(answers):
     """An expandable segment takes 9/8 of a device's memory for each pool and stream: 163 of a GPU of 178 GiB."""
     assert answers["addresses"]["count"] * DEVICE.memory > 160 * 178 * GIB

@@ -180,6 +180,35 @@ def test_messages_of_fsdp_may_have_a_communicator_and_memory_of_their_own(start:
     assert [one["messages"] for one in others] == [plain["messages"]] * 3
 
 
+OWN_GPU = """
+from dataclasses import dataclass
+
+import torch
+
+from ptdbench.workloads.train import Train
+
+
+@dataclass(frozen=True)
+class Watched(Train):
+    def __call__(self, job):
+        outcome = super().__call__(job)
+        used = [gpu for gpu in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(gpu)]
+        assert used == [job.device.index], used
+        return outcome
+"""
+
+
+@pytest.mark.thorough
+def test_no_rank_takes_memory_for_a_context_on_the_gpu_of_another(start: Start, environ, tmp_path):
+    (tmp_path / "mine.py").write_text(OWN_GPU)
+    (tmp_path / "conf/workload").mkdir(parents=True)
+    (tmp_path / "conf/workload/watched.yaml").write_text("name: watched\nlabel: watched\n_target_: mine.Watched\n")
+    levers = ("activations=offload", "checkpoint.every_steps=2", "eval.every=2", "data=text", "data.held_out=0.1")
+    words = ("--config-dir=conf", "workload=watched", "parallel=ddp,fsdp,pdp", "virtual=h100", "precision=bf16")
+    done = train(environ, tmp_path, "-m", *SMALL, *words, *levers, "profile=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.thorough
 def test_torchs_sanitizer_finds_no_races(start: Start, environ, tmp_path):
     """With its variable torch uses CUDA on import: neither what starts ranks nor their server may have it."""
