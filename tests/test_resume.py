@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.models.gpt import GPT as GPTModel
 from tests import forked
-from tests.conftest import record_of, run_on_shared_ranks
+from tests.conftest import ROOT, record_of, run_on_shared_ranks
 from tests.daily import cases
 from tests.launch.patient import patient
 from tests.programs import until
@@ -80,6 +82,23 @@ def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_r
     assert rest["world_size"] == then[1]
     ranks = [f"{size} rank{'s' * (size > 1)}" for _, size in (then, first)]
     assert re.search(rf", with {ranks[0]}( \(.*\))? instead of {ranks[1]}( \(.*\))?$", rest["remarks"]["resumed"])
+
+
+def test_weights_of_any_layout_are_taken_out_by_the_lines_of_the_page(begun, tmp_path, monkeypatch):
+    page = (ROOT / "docs/checkpoints.md").read_text()
+    (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    taken = []
+    for layout in (("single", 1), ("fsdp", 3), ("pdp", 2)):
+        checkpoint = Path(begun(layout, 6)["directory"], "checkpoints/step-00000006")
+        model = GPTModel(layers=3, heads=4, width=32, sequence_length=32, vocabulary=256)
+        exec(lines.replace("outputs/<run>/checkpoints/step-00000100", str(checkpoint)), found := {"model": model})
+        assert model.state_dict().keys() - found["weights"].keys() == {"head.projection.weight"}  # tied
+        taken.append(found["weights"])
+    assert all(torch.equal(model.get_parameter(name), weight) for name, weight in taken[-1].items())
+    for other in taken[1:]:
+        assert other.keys() == taken[0].keys()
+        assert all(torch.allclose(weight, other[name], rtol=1e-4, atol=1e-5) for name, weight in taken[0].items())
 
 
 def test_the_loss_scale_goes_on_where_it_was(shared_run):
