@@ -98,7 +98,7 @@ def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
     """Return how many cores the ranks of a node may use, and how many of these other processes took."""
     busy = {core: seconds / rank.wall for rank in ranks for core, seconds in rank.busy.items()}
     count = len({core for rank in ranks for core in rank.cores})
-    own = sum(rank.own / rank.wall for rank in ranks)
+    own = sum(rank.own / rank.wall for rank in ranks if rank.wall)  # 0 without a stretch, as in a run of few steps
     return count, max(0.0, sum(busy.values()) - own) if len(busy) == count else None
 
 

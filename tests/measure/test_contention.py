@@ -49,6 +49,7 @@ def test_busy_ticks_of_cores(text, cores, expected):
         ([Spent(10.0, 9.0, {0: 9.0}, [0]), Spent(5.0, 2.0, {1: 5.0}, [1])], (2, pytest.approx(0.6))),  # cores apart
         ([Spent(1.0, 1.01, {0: 1.0}, [0])], (1, 0.0)),  # a rank's own time is exact, that of a core counted in ticks
         ([Spent(1.0, 1.0, {0: 1.0}, [0, 1])], (2, None)),  # a core without counters says nothing
+        ([Spent(0.0, 0.0, {}, [0])], (1, None)),  # nor does a run whose steps were all warm-up
     ],
 )
 def test_taken_is_what_the_ranks_did_not_take_themselves(ranks, expected):
