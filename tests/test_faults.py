@@ -102,7 +102,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_out_of_memory(run, monkeypa
 def test_a_loss_that_is_not_a_number_is_divergence(run):
     record = run(*SHORT, "+model.how=diverge")
     assert record["status"] == "diverged"
-    assert record["error"]["message"] == "the loss of step 2 is NaN or infinite"
+    assert record["error"]["message"] == "the loss of step 3 is NaN or infinite"
     assert None not in record["losses"][:2]
     assert record["losses"][2] is None  # JSON has no NaN
     assert record["phases"] is None  # no rank takes part in profiling such steps
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_a_number_is_divergence(run):
 def test_a_learning_rate_that_is_too_high_is_divergence_under_every_layout(run, strategy):
     model = ("model=gpt_tiny", "model.layers=2", "model.width=32", "model.sequence_length=32", "data=synthetic_tokens")
     record = run(*model, "optimizer.lr=1e30", "train.steps=3", f"parallel={strategy}", "device=cpu")
-    assert record["error"]["message"] == "the loss of step 1 is NaN or infinite"
+    assert record["error"]["message"] == "the loss of step 2 is NaN or infinite"
     assert (record["status"], record["error"]["rank"], record["phases"]) == ("diverged", 0, None)
 
 

@@ -121,7 +121,7 @@ class _Training:
         fields = {**self._recorder.figures(), "remarks": remarks, "evaluations": self._evaluator.as_dicts()}
         # Only rank 0 has the series of the whole run; they decide whether all ranks go on to the profiling pass.
         wrong = gather(first_nonfinite_loss(self._recorder.path) if job.world.is_first else None)[0]
-        error = None if wrong is None else FloatingPointError(f"the loss of step {wrong} is NaN or infinite")
+        error = None if wrong is None else FloatingPointError(f"the loss of step {wrong + 1} is NaN or infinite")
         if told := metrics.experts_field(job, self.loop):
             fields["experts"] = told
         if not stopped:
