@@ -21,7 +21,7 @@ from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
 from ptdbench.report.recorded_phases import work_difference
 from ptdbench.report.remarks import listed, reason
-from ptdbench.report.text import MISSING, drawn, figure_text, wrap
+from ptdbench.report.text import MISSING, drawn, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -59,6 +59,11 @@ class Pair:
     def sides(self) -> tuple[tuple[str, Alternative], tuple[str, Alternative]]:
         """Both sides, with their names in sentences."""
         return ("before", self.before), ("after", self.after)
+
+    @property
+    def unit(self) -> str:
+        """The unit of its throughput."""
+        return unit(run for _, side in self.sides for run in side.runs)
 
 
 @dataclass(frozen=True)
@@ -233,12 +238,14 @@ def _is_open(pair: Pair, threshold: float | None) -> bool:
 
 def render(found: Versus, titles: tuple[str, str], width: int) -> str:
     """Return a table with a row for each pair, and remarks."""
-    rates = [f"{title} {_unit(found)}/s" for title in titles]
+    one = _unit(found)
+    rates = [f"{title} {one}/s" if one else title for title in titles]
     headings = ["configuration", "runs", *rates, "ratio (95%)", "verdict"]
     rows = []
     for pair in found.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
-        rows.append([pair.label, runs, _rate(pair.before), _rate(pair.after), _ratio(pair), pair.verdict])
+        sides = [_rate(side, "" if one else f" {pair.unit}/s") for _, side in pair.sides]
+        rows.append([pair.label, runs, *sides, _ratio(pair), pair.verdict])
     table = drawn(headings, rows, width, words=["verdict"], folding="configuration")
     losses = [f"{pair.label}: {pair.losses}" for pair in found.pairs if pair.losses]
     remarks = [*_seen(found.pairs), *losses, *_remarks(found)]
@@ -275,6 +282,7 @@ def _as_json(pair: Pair) -> dict[str, Any]:
     return {
         "configuration": pair.label,
         "verdict": pair.verdict,
+        "unit": pair.unit,
         "ratio": known and known.ratio,
         "interval": known and [known.low, known.high],
         "detectable": known and known.detectable,
@@ -284,14 +292,19 @@ def _as_json(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _unit(found: Versus) -> str:
-    return unit(run for pair in found.pairs for _, side in pair.sides for run in side.runs)
+def _unit(found: Versus) -> str | None:
+    """Return the unit of all throughputs; ``None`` if pairs have different ones."""
+    measured = [pair for pair in found.pairs if any(side.sample for _, side in pair.sides)]
+    units = {pair.unit for pair in measured or found.pairs}
+    return units.pop() if len(units) == 1 else None
 
 
-def _rate(one: Alternative) -> str:
+def _rate(one: Alternative, per_second: str) -> str:
     rate = variation.geometric_mean(one.sample)
+    if rate is None:
+        return MISSING
     margin = significance.margin(noise.pool([one]), one.sample, level_of(one.runs))
-    return f"{figure_text(rate, three_digits)}{margin_text(margin)}"
+    return f"{three_digits(rate)}{margin_text(margin)}{per_second}"
 
 
 def _ratio(pair: Pair) -> str:

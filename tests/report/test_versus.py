@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ptdbench.report.versus import Incomparable, match, render, status
+from ptdbench.report.versus import Incomparable, as_json, match, render, status
 from tests.report.made import failed, repeated, run
 
 STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
@@ -296,3 +296,15 @@ class TestText:
     def test_samples_are_named_where_they_are_not_tokens(self):
         text = shown(match([run("ddp", None)], [run("ddp", None, directory="other")]))
         assert "before samples/s" in text
+
+    def test_each_row_names_its_unit_where_they_differ(self):
+        toy = {"model": "toy", "metrics": {"samples_per_second": 100.0}}
+        lost = [failed("tp", "gone", rank=-1)]
+        found = match([*before(), run("single", **toy), *lost], [*after(), run("single", directory="x", **toy), *lost])
+        heading, _, ddp, single, tp, *_ = shown(found).splitlines()
+        assert heading.split() == ["configuration", "runs", "before", "after", "ratio", "(95%)", "verdict"]
+        assert (ddp.count(" tokens/s "), single.count("  100 samples/s "), tp.count("/s ")) == (2, 2, 0)
+        told = as_json(found, None)
+        assert (told["unit"], [pair["unit"] for pair in told["pairs"][:2]]) == (None, ["tokens", "samples"])
+        alike = match([*before(), *lost], [*after(), *lost])
+        assert (as_json(alike, None)["unit"], "before tokens/s" in shown(alike)) == ("tokens", True)
