@@ -176,7 +176,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_of_losses([(name, run) for name, run in by_name if run["status"] == "ok"]),
         *_data_remarks(by_name),
         *_clock_remarks(by_name),
-        *_load_remarks(places),
+        *load_remarks([(name, place.alternative.runs) for name, place in places]),
         *_each_once(records, Remarks, "check"),
         *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
         *_checkpoint_remarks(places),
@@ -275,13 +275,13 @@ def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
             yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
 
 
-def _load_remarks(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
-    """Yield the heaviest load by other processes, and which rows were measured beside some."""
-    found = {label: [load for run in place.alternative.runs if (load := _heaviest(run))] for label, place in places}
+def load_remarks(named: Sequence[tuple[str, Sequence[Written]]]) -> Iterator[str]:
+    """Yield the heaviest load by other processes, and which rows were measured beside some, each with its name."""
+    found = {label: [load for run in runs if (load := _heaviest(run))] for label, runs in named}
     rows = [
         f"{label} ({len(loads)} of {len(runs)} runs)" if len(runs) > 1 else label
-        for (label, loads), (_, place) in zip(found.items(), places, strict=True)
-        if loads and (runs := place.alternative.runs)
+        for (label, loads), (_, runs) in zip(found.items(), named, strict=True)
+        if loads
     ]
     if rows:
         most = max((load for loads in found.values() for load in loads), key=_weight)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any, Literal
+
+from msgspec.structs import asdict
 
 from ptdbench.comparison import alternatives, noise, significance, variation
 from ptdbench.comparison.alternatives import Alternative
-from ptdbench.comparison.ranking import detectable_text, interval_text, level_of, margin_text
+from ptdbench.comparison.ranking import detectable_text, interval_text, level_of, margin_text, of_models
 from ptdbench.comparison.significance import Comparison
 from ptdbench.comparison.variation import MIN_RUNS
 from ptdbench.records import record, schema
@@ -21,7 +24,7 @@ from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
 from ptdbench.report.recorded_phases import work_difference
 from ptdbench.report.remarks import listed, reason
-from ptdbench.report.text import MISSING, drawn, wrap
+from ptdbench.report.text import MISSING, drawn, range_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import three_digits
 
@@ -32,9 +35,6 @@ _SEEN: dict[int, Verdict] = {1: "faster", -1: "slower", 0: "no difference seen"}
 
 #: Verdicts that no throughput makes up for.
 _FAILING = ("fails", "fails at times")
-
-#: The fields by which two environments are compared.
-_ENVIRONMENT = ("ptdbench", "python", "torch", "cuda", "driver", "nccl", "cpu", "host", "git_commit")
 
 #: What to do if there is nothing to compare.
 _REMEDY = "give runs of the same model, global batch and precision, with the same options"
@@ -54,6 +54,7 @@ class Pair:
     known: Comparison | None  #: The throughput after relative to before; ``None`` if there are too few runs.
     verdict: Verdict  #: The verdict on the difference, at a level for all pairs together.
     losses: str | None  #: How far apart the losses of the same configuration are, if rounding does not explain it.
+    parameters: str | None  #: How the same configuration's number of parameters changed, if it did.
 
     @property
     def sides(self) -> tuple[tuple[str, Alternative], tuple[str, Alternative]]:
@@ -72,6 +73,7 @@ class Versus:
 
     pairs: list[Pair]  #: The configurations in both.
     remarks: list[str]  #: Sentences on what is not compared.
+    sides: tuple[list[Alternative], list[Alternative]]  #: All configurations of each side.
 
 
 def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
@@ -96,7 +98,7 @@ def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
     else:
         raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, one, other, []))}; {_REMEDY}")
     alone = [f"only {configurations}" for configurations in _alone(called, one, other, common)]
-    return Versus(_judged(pairs, is_same), [*alone, *_not_compared(ignored)])
+    return Versus(_judged(pairs, is_same), [*alone, *_not_compared(ignored)], ([*one.values()], [*other.values()]))
 
 
 def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozenset[str]:
@@ -159,9 +161,20 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
         known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
         verdict = _failing(before, after, level / len(pairs)) or (_SEEN[sign] if known else "not enough data")
-        other = remarks.losses_apart(before.runs, after.runs) if is_same else None
-        found.append(Pair(label, before, after, known, verdict, other))
+        losses, parameters = (
+            (remarks.losses_apart(before.runs, after.runs), _resized(before, after)) if is_same else (None, None)
+        )
+        found.append(Pair(label, before, after, known, verdict, losses, parameters))
     return found
+
+
+def _resized(before: Alternative, after: Alternative) -> str | None:
+    """Return how the number of parameters changed; ``None`` if it did not, or is not on record."""
+    sizes = [{run["parameters"] for run in side.runs if run.get("parameters")} for side in (before, after)]
+    if not all(sizes) or sizes[0] == sizes[1]:
+        return None
+    was, now = (range_text(of_side, "{:,}".format) for of_side in sizes)
+    return f"{was} parameters before and {now} after"
 
 
 def _failing(before: Alternative, after: Alternative, level: float) -> Verdict | None:
@@ -196,23 +209,23 @@ def _interruption(run: Written) -> str | None:
 def status(found: Versus, threshold: float | None) -> int:
     """Return the exit status of a gate.
 
-    With a threshold, a fraction, a configuration fails if it is slower by at least that much, or if its losses differ;
-    it passes only if the interval of its ratio excludes such a slowdown. Without a threshold, a configuration fails if
-    it is seen to be slower.
+    With a threshold, a fraction, a configuration fails if it is slower by at least that much, or if its losses or its
+    number of parameters differ; it passes only if the interval of its ratio excludes such a slowdown. Without a
+    threshold, a configuration fails if it is seen to be slower.
 
     Returns:
         1: a configuration fails or is slower. 3: there are not enough data to exclude that. 0: none is.
     """
     if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in found.pairs):
         return 1
-    if threshold is not None and any(pair.losses for pair in found.pairs):
+    if threshold is not None and any(pair.losses or pair.parameters for pair in found.pairs):
         return 1
     return 3 if any(_is_open(pair, threshold) for pair in found.pairs) else 0
 
 
 def gate(found: Versus, threshold: float) -> list[str]:
     """Return why a gate with a threshold does not pass, unless the verdicts say so."""
-    other = [pair.label for pair in found.pairs if pair.losses]
+    other = [pair.label for pair in found.pairs if pair.losses or pair.parameters]
     unsure = [
         pair.label
         for pair in found.pairs
@@ -239,17 +252,19 @@ def _is_open(pair: Pair, threshold: float | None) -> bool:
 def render(found: Versus, titles: tuple[str, str], width: int) -> str:
     """Return a table with a row for each pair, and remarks."""
     one = _unit(found)
-    rates = [f"{title} {one}/s" if one else title for title in titles]
+    rates = [f"{title} {one}/s" if one else title for title in map(_short, titles)]
     headings = ["configuration", "runs", *rates, "ratio (95%)", "verdict"]
+    rankings = chain.from_iterable(map(of_models, found.sides))
+    margins = {id(place.alternative): margin_text(place.margin) for ranking in rankings for place in ranking.places}
     rows = []
     for pair in found.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
-        sides = [_rate(side, "" if one else f" {pair.unit}/s") for _, side in pair.sides]
+        sides = [_rate(side, margins[id(side)] + ("" if one else f" {pair.unit}/s")) for _, side in pair.sides]
         rows.append([pair.label, runs, *sides, _ratio(pair), pair.verdict])
     table = drawn(headings, rows, width, words=["verdict"], folding="configuration")
-    losses = [f"{pair.label}: {pair.losses}" for pair in found.pairs if pair.losses]
-    remarks = [*_seen(found.pairs), *losses, *_remarks(found)]
-    return "\n".join([table, *(wrap(line, width) for line in remarks)])
+    other = [f"{pair.label}: {said}" for pair in found.pairs for said in (pair.losses, pair.parameters) if said]
+    lines = [*_seen(found.pairs), *other, *_remarks(found)]
+    return "\n".join([table, *(wrap(line, width) for line in lines)])
 
 
 def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
@@ -263,8 +278,10 @@ def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
 
 
 def _remarks(found: Versus) -> list[str]:
-    """Return remarks on failures, omitted runs, and differences between the sides' environments."""
-    return [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks, *_environments(found.pairs)]
+    """Return remarks on failures, omitted runs, other load, and differences between the sides' environments."""
+    runs = [(f"{pair.label} {word}", side.runs) for pair in found.pairs for word, side in pair.sides]
+    left_out = [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks]
+    return [*left_out, *remarks.load_remarks(runs), *_environments(found.pairs)]
 
 
 def _as_json(pair: Pair) -> dict[str, Any]:
@@ -288,6 +305,7 @@ def _as_json(pair: Pair) -> dict[str, Any]:
         "detectable": known and known.detectable,
         "paired": known and known.is_paired,
         "losses": pair.losses,
+        "parameters": pair.parameters,
         **sides,
     }
 
@@ -299,12 +317,14 @@ def _unit(found: Versus) -> str | None:
     return units.pop() if len(units) == 1 else None
 
 
-def _rate(one: Alternative, per_second: str) -> str:
+def _short(text: str) -> str:
+    """Shorten the full hash of a commit to ten digits."""
+    return re.sub(r"\b[0-9a-f]{40}\b", lambda found: found[0][:10], text)
+
+
+def _rate(one: Alternative, more: str) -> str:
     rate = variation.geometric_mean(one.sample)
-    if rate is None:
-        return MISSING
-    margin = significance.margin(noise.pool([one]), one.sample, level_of(one.runs))
-    return f"{three_digits(rate)}{margin_text(margin)}{per_second}"
+    return MISSING if rate is None else f"{three_digits(rate)}{more}"
 
 
 def _ratio(pair: Pair) -> str:
@@ -330,11 +350,12 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _failures(pairs: Sequence[Pair]) -> list[str]:
+    """Return why runs failed: ``ddp after: 2 of 5 runs: failed on rank 1: RuntimeError: ...``, each reason once."""
     return [
-        f"{pair.label} {word}: {said}"
+        f"{pair.label} {word}: {count} of {plural(len(side.runs), 'run')}: {said}"
         for pair in pairs
         for word, side in pair.sides
-        for said in dict.fromkeys(reason(run) for run in _failed(side))
+        for said, count in Counter(reason(run) for run in _failed(side)).items()
     ]
 
 
@@ -350,12 +371,25 @@ def _left_out(pairs: Sequence[Pair]) -> list[str]:
 
 
 def _environments(pairs: Sequence[Pair]) -> list[str]:
-    """Return how the environments of the two sides differ."""
-    sides = [[part(run, Environment) for pair in pairs for run in pair.sides[place][1].runs] for place in (0, 1)]
-    found = []
-    for name in _ENVIRONMENT:
-        known = [{str(value) for one in side if (value := getattr(one, name)) is not None} for side in sides]
-        values = [", ".join(sorted(of_side)) or "None" for of_side in known]
+    """Return how the environments of the two sides differ; other GPUs have a line of their own."""
+    sides = []
+    for place in (0, 1):
+        runs = [run for pair in pairs for run in pair.sides[place][1].runs]
+        # A run that failed early may have been on a login node: it counts only without others.
+        sides.append([_environment(run) for run in [run for run in runs if alternatives.throughput(run)] or runs])
+    apart = {}
+    for name in dict.fromkeys(name for side in sides for one in side for name in one):
+        values = [", ".join(sorted({one.get(name, "none") for one in side})) for side in sides]
         if values[0] != values[1]:
-            found.append(f"{name} {values[0]} → {values[1]}")
-    return [f"environment: {'; '.join(found)}"] if found else []
+            apart[name] = " → ".join(values)
+    gpus = apart.pop("GPUs", None)
+    told = "; ".join(f"{name} {_short(values)}" for name, values in apart.items())
+    return [*([f"not the same GPUs: {gpus}"] if gpus else []), *([f"environment: {told}"] if told else [])]
+
+
+def _environment(run: Written) -> dict[str, str]:
+    """Return what is known of a run's environment by name: each variable by its own, each model of GPU once."""
+    known = asdict(part(run, Environment))
+    known |= known.pop("settings") or {}
+    known["GPUs"] = ", ".join(dict.fromkeys(map(str, known.pop("devices") or []))) or None
+    return {name: str(value) for name, value in known.items() if value is not None}

@@ -284,7 +284,7 @@ def test_two_commits_take_turns(two_commits):
     assert done.returncode == 1, done.stderr
     assert re.search(r"HEAD~1 samples/s .*HEAD samples/s", done.stdout)
     assert re.search(r"^single +1, 0 .* fails$", done.stdout, re.MULTILINE), done.stdout
-    assert "single after: failed on rank 0: RuntimeError: broken" in done.stdout
+    assert "single after: 1 of 1 run: failed on rank 0: RuntimeError: broken" in done.stdout
     (folder,) = (top / "outputs").iterdir()
     for side in ("before", "after"):
         assert [one["config"]["repeat"]["series"] for one in load(folder / side)] == [folder.name]

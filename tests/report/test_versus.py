@@ -5,7 +5,9 @@ import re
 
 import pytest
 
-from ptdbench.report.versus import Incomparable, as_json, match, render, status
+from ptdbench.comparison.alternatives import group
+from ptdbench.comparison.ranking import of_models
+from ptdbench.report.versus import Incomparable, as_json, gate, match, render, status
 from tests.report.made import failed, repeated, run
 
 STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
@@ -242,6 +244,13 @@ class TestLosses:
         assert self.judged(one, other)[0] is not None
         assert self.judged(one, [run | changes for run in other])[0] is None
 
+    def test_another_number_of_parameters_is_another_training(self):
+        found = match(before(), after("ddp", 1.5, parameters=42))
+        assert [status(found, threshold) for threshold in (None, 0.1)] == [0, 1]
+        assert shown(found).splitlines()[-1] == "ddp: 1,234,567 parameters before and 42 after"
+        assert as_json(found, None)["pairs"][0]["parameters"] == "1,234,567 parameters before and 42 after"
+        assert gate(found, 0.1) == ["ddp: fails, because it does not train the same on both sides"]
+
     def test_two_configurations_may_have_other_losses(self):
         assert self.judged(with_losses(before("ddp"), 2.6), with_losses(after("fsdp"), 2.7))[0] is None
 
@@ -283,15 +292,43 @@ class TestText:
 
     def test_why_runs_fail_and_what_is_missing(self):
         text = shown(match([*before("ddp"), *before("fsdp")], [failed("ddp", "broken")]))
-        assert text.splitlines()[-2:] == ["ddp after: failed on rank 1: RuntimeError: broken", "only before: fsdp"]
+        told = ["ddp after: 1 of 1 run: failed on rank 1: RuntimeError: broken", "only before: fsdp"]
+        assert text.splitlines()[-2:] == told
 
     def test_the_environments_are_compared(self):
         sides = of(before(), torch="2.7.0", python="3.12"), of(after(), torch="2.8.0", python="3.12")
         assert shown(match(*sides)).splitlines()[-1] == "environment: torch 2.7.0 → 2.8.0"
         assert "environment" not in shown(match(sides[0], [{**one, "directory": "x"} for one in sides[0]]))
         one, other = of(before(rates=[1000.0]), host="n1"), of(before(rates=[1010.0], name="_b"), host="n2")
-        early = failed("ddp", "gone")
-        assert "environment" not in shown(match([*one, *other], [*other, *one, early]))
+        early = of([failed("ddp", "gone")], host="login")
+        assert "environment" not in shown(match([*one, *other], [*other, *one, *early]))
+
+    def test_what_else_changes_speed_is_compared_and_other_gpus_have_a_line_of_their_own(self):
+        def machine(gpu, cores, commit, **settings):
+            return {"devices": 2 * [gpu], "cores": cores, "git_commit": 40 * commit, "settings": {"A": "1", **settings}}
+
+        one = machine("NVIDIA A100-SXM4-80GB", 64, "a", OMP_NUM_THREADS="8")
+        other = machine("NVIDIA H100 80GB HBM3", 2, "b", OMP_NUM_THREADS="1", NCCL="Ring")
+        assert shown(match(of(before(), **one), of(after(), **other))).splitlines()[-2:] == [
+            "not the same GPUs: NVIDIA A100-SXM4-80GB → NVIDIA H100 80GB HBM3",
+            "environment: git_commit aaaaaaaaaa → bbbbbbbbbb; cores 64 → 2; OMP_NUM_THREADS 8 → 1; NCCL none → Ring",
+        ]
+
+    def test_what_was_measured_beside_other_load_is_named(self):
+        load = [{"node": "n1", "cores": 2, "taken": 1.5, "gpu_ranks": [], "on_gpu": False}]
+        found = match(before(), [*after(rates=STEADY[1:]), *after(rates=STEADY[:1], hardware={"other_load": load})])
+        assert shown(found).splitlines()[-1] == "other processes took 1.5 of 2 cores during ddp after (1 of 5 runs)"
+
+    def test_a_throughput_has_the_interval_that_the_table_of_its_side_has(self):
+        side = [*before(rates=STEADY[:3]), *before("fsdp", rates=[1000.0, 1100.0, 900.0]), *before("pdp", 0.5)]
+        rows = [place for ranking in of_models(group(side)) for place in ranking.places]
+        expected = {place.alternative.median_run["parallel"]: f"±{place.margin:.1%}" for place in rows}
+        text = shown(match(side, after(rates=STEADY[:3])))
+        assert re.search(r"^ddp .*?(±\S*)", text, re.MULTILINE)[1] == expected["ddp"]
+
+    def test_full_hashes_of_commits_are_shortened_in_headings(self):
+        heading = render(match(before(), after()), ("a" * 40, "b" * 40), 200).splitlines()[0]
+        assert "  aaaaaaaaaa tokens/s  bbbbbbbbbb tokens/s  " in heading
 
     def test_samples_are_named_where_they_are_not_tokens(self):
         text = shown(match([run("ddp", None)], [run("ddp", None, directory="other")]))
