@@ -142,6 +142,9 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
         except BaseException:
             if store.holding(directory, store.RECORD):
                 echo(f"records      {directory}")
+            else:  # refused, or stopped before the first run
+                store.unlock(directory)
+                shutil.rmtree(directory, ignore_errors=True)
             raise
     return directory
 

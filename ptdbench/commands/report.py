@@ -48,9 +48,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Write the files; if nothing can be reported, nothing is written and the exit status is 1."""
     from ptdbench.files import replace_bytes
 
-    arguments.directories = arguments.directories or [_newest()]
+    arguments.directories, runs = _loaded(arguments.directories or [_newest()])
     paths = _paths(arguments)
-    runs = _runs(arguments.directories)
     title, subtitle = _titles(arguments.directories, runs)
     texts = {form: _text(form, title, subtitle, runs) for form in paths}
     for form, path in paths.items():
@@ -104,15 +103,28 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
     return paths
 
 
-def _runs(directories: Sequence[Path]) -> list[Run]:
+def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[Run]]:
+    """Return the directories that have runs, and their runs; of several, those without are named and left out.
+
+    Raises:
+        FileNotFoundError: A directory does not exist, or none has runs.
+    """
     from ptdbench.records.load import load_telling
 
+    kept: list[Path] = []
     found: dict[Path, Run] = {}
-    for directory in directories:
-        loaded = load_telling(directory)
+    for place, directory in enumerate(directories, start=1):
+        try:
+            loaded = load_telling(directory)
+        except FileNotFoundError as error:
+            if not directory.exists() or (place == len(directories) and not kept):
+                raise
+            echo(f"{str(error).partition(';')[0]}: left out", sys.stderr)
+            continue
+        kept.append(directory)
         for run in loaded if isinstance(loaded, list) else [loaded]:
             found.setdefault(run.directory.resolve(), run)
-    return list(found.values())
+    return kept, list(found.values())
 
 
 def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]:

@@ -231,6 +231,15 @@ def test_where_the_records_are_is_said_if_a_side_is_refused_later(in_turns, tmp_
         assert err == ["compare=after: did not run it"]
 
 
+def test_nothing_is_left_if_the_first_side_is_refused(in_turns, tmp_path):
+    def refuse(sides, overrides, repeat, directory):
+        (directory / "before" / "0").mkdir(parents=True)
+        raise ConfigError([Problem("compare", "before", "did not run it")])
+
+    assert in_turns(refuse) == (2, "", ["compare=before: did not run it"])
+    assert list((tmp_path / "outputs").iterdir()) == []
+
+
 def test_where_both_took_turns_it_ends_as_a_sweep_does(in_turns):
     def run_both(sides, overrides, repeat, directory):
         for side in ("before", "after"):

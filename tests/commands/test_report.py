@@ -90,6 +90,17 @@ class TestForms:
         assert report(sweep, tmp_path / "more", sweep, tmp_path, "--csv")[0] == 0
         assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 4
 
+    def test_of_several_directories_an_empty_one_is_named_and_left_out(self, report, sweep, tmp_path):
+        """As of a comparison that was killed before its first run."""
+        empty = tmp_path / "empty"
+        empty.mkdir()
+        told = f"{empty}: no record.json and no results.jsonl there or below"
+        assert report(empty, sweep, "--csv") == (0, [f"report       {sweep / 'report.csv'}"], [f"{told}: left out"])
+        status, out, err = report(empty, empty)
+        assert (status, out, err[0]) == (1, [], f"{told}: left out")
+        assert err[1].startswith(f"{told}; give the directory ")
+        assert report(sweep, tmp_path / "missing")[0] == 1
+
     def test_without_a_directory_the_newest_sweep(self, report, sweep, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         told = "report=(no directory): there is no sweep in outputs; give the directory of a run or of a sweep"
