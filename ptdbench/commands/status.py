@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print the table; the exit status is 1 if a run was not ok, or nothing can be shown."""
+    """Print the table; the exit status is 1 if a run was not ok or was killed, or nothing can be shown."""
     from ptdbench import files
     from ptdbench.sweep import status, watch
 
@@ -31,4 +31,4 @@ def main(arguments: argparse.Namespace) -> int:
         return 1
     width = shutil.get_terminal_size().columns if sys.stdout and sys.stdout.isatty() else None
     echo(files.as_text(watch.as_json(sweep)) if arguments.json else watch.table_text(sweep, width))
-    return int(any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))
+    return int(bool(sweep.killed) or any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))

@@ -196,8 +196,8 @@ _DETAILS: tuple[_Detail, ...] = (
     lambda record: f"b{batch}" if (batch := _batch(record)) else "",
     _nodes,
     lambda record: str(record.get("precision")),
-    lambda record: f"m{part(record, Layout).microbatches or 1}",
-    lambda record: f"acc{part(record, Layout).accumulation or 1}",
+    lambda record: f"m{count}" if (count := part(record, Layout).microbatches) else "",
+    lambda record: f"acc{count}" if (count := part(record, Layout).accumulation) else "",
     None,
 )
 

@@ -20,7 +20,7 @@ from ptdbench.records.failure import of_launcher
 from ptdbench.records.record import option
 from ptdbench.records.schema import Metrics, Record, part
 from ptdbench.report import text
-from ptdbench.report.labels import name
+from ptdbench.report.labels import titles
 from ptdbench.report.remarks import OUTPUT, reason
 from ptdbench.report.text import MISSING, Column, cropped, wrap
 from ptdbench.setup import resume
@@ -32,22 +32,31 @@ from ptdbench.terminal import command, echo, plain, plural
 STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
 
-def numbered(sweep: Sweep) -> list[tuple[int, Run]]:
-    """Return each run with its number in the sweep."""
-    return [(run.job.number if run.job else place, run) for place, run in enumerate(sweep.runs)]
+def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
+    """Return each run with its number in the sweep, and a name that tells it apart from others of its sweep."""
+    of_sweeps: dict[str, list[Run]] = {}
+    for run in sweep.runs:
+        of_sweeps.setdefault(run.sweep, []).append(run)
+    names = {
+        run.directory: f"{title} [{of_sweep}]" if of_sweep else title
+        for of_sweep, runs in of_sweeps.items()
+        for run, title in zip(runs, titles([run.record for run in runs]), strict=True)
+    }
+    return [(run.job.number if run.job else place, names[run.directory], run) for place, run in enumerate(sweep.runs)]
 
 
 def as_json(sweep: Sweep) -> dict[str, Any]:
     """Return the sweep as ``status --json`` prints it; docs/results.md describes the keys."""
     return {
         "is_over": sweep.is_over,
-        "runs": [_as_json(run, number) for number, run in numbered(sweep)],
+        "runs": [_as_json(*row) for row in numbered(sweep)],
         "damage": list(sweep.damage),
+        "killed": [resume.command(*one) for one in sweep.killed.items()],
         "slurm": sweep.silence or None,
     }
 
 
-def _as_json(run: Run, number: int) -> dict[str, Any]:
+def _as_json(number: int, name: str, run: Run) -> dict[str, Any]:
     told, job, going_on = run.record, run.job, None if run.is_over else run.progress
     metrics = part(told, Metrics)
     rates = {"samples_per_second": metrics.samples_per_second, "tokens_per_second": metrics.tokens_per_second}
@@ -56,7 +65,7 @@ def _as_json(run: Run, number: int) -> dict[str, Any]:
     return {
         "number": number,
         "directory": run.directory,
-        "run": _label(run),
+        "run": name,
         "job": job.id if job else None,
         "queue": run.queue.state if run.queue else None,
         "nodes": told.get("nodes"),
@@ -98,11 +107,6 @@ def state_text(run: Run) -> str:
     return f"{run.queue.state} {run.queue.nodes}".rstrip()
 
 
-def _label(run: Run) -> str:
-    named = name(run.record)
-    return f"{named} [{run.sweep}]" if run.sweep else named
-
-
 def _shape(record: Record) -> str:
     if not record.nodes or not record.world_size:
         return MISSING
@@ -136,16 +140,20 @@ def _startup(record: Record) -> str:
     return f"{sum(spent.values()):.1f} = " + " + ".join(f"{spent.get(name, 0):.1f}" for name in STARTUP)
 
 
-def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, Run]], str]:
+def _of(cell: Callable[[Run], str]) -> Callable[[tuple[int, str, Run]], str]:
     """Return a function for the cell of a row, in one line, from one for the cell of a run."""
-    return lambda row: plain(" ".join(cell(row[1]).split()))
+    return lambda row: _in_one_line(cell(row[2]))
+
+
+def _in_one_line(cell: str) -> str:
+    return plain(" ".join(cell.split()))
 
 
 #: The columns of a sweep's table, whose rows are :func:`numbered`.
-COLUMNS: Sequence[Column[tuple[int, Run]]] = (
+COLUMNS: Sequence[Column[tuple[int, str, Run]]] = (
     Column("#", lambda row: str(row[0])),
     Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), is_text=True, drop_order=3),
-    Column("run", _of(_label), is_text=True, min_width=12),
+    Column("run", lambda row: _in_one_line(row[1]), is_text=True, min_width=12),
     Column("shape", _of(lambda run: run.job.shape if run.job else _shape(run.typed)), is_text=True, drop_order=1),
     Column("state", _of(state_text), is_text=True, min_width=12),
     Column("step", _of(_step), drop_order=4),
@@ -154,12 +162,16 @@ COLUMNS: Sequence[Column[tuple[int, Run]]] = (
 )
 
 
-def table_lines(sweep: Sweep, width: int | None = None) -> tuple[list[str], list[str]]:
+def table_lines(sweep: Sweep, width: int | None = None, most: int | None = None) -> tuple[list[str], list[str]]:
     """Return headings, a rule and the rows, and the headings for which there is no room; fast even for thousands.
 
-    No line exceeds the width: the least important columns are omitted, and the rest cut; ``None`` is no limit.
+    No line exceeds the width: the least important columns are omitted, and the rest cut; ``None`` is no limit. With at
+    ``most`` so many rows, unfinished runs come first.
     """
-    lines, gone = text.table(COLUMNS, numbered(sweep), width, folds=False)
+    rows = numbered(sweep)
+    if most is not None:
+        rows = sorted(rows, key=lambda row: row[2].is_over)[:most]
+    lines, gone = text.table(COLUMNS, rows, width, folds=False)
     return [cropped(line, width) for line in lines], gone
 
 
@@ -259,14 +271,12 @@ class _Table:
 
     def __call__(self, sweep: Sweep) -> None:
         room = max(1, self._console.height - _AROUND_THE_ROWS)
-        shown = Sweep(sorted(sweep.runs, key=lambda run: run.is_over)[:room])  # unfinished runs first
-        hidden = len(sweep.runs) - len(shown.runs)
         below = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} have ended"
-        if hidden:
-            below += f"; {hidden} more are not shown"
+        if len(sweep.runs) > room:
+            below += f"; {len(sweep.runs) - room} more are not shown"
         if sweep.silence:
             below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
-        lines = [*table_lines(shown, self._console.width)[0], cropped(below, self._console.width)]
+        lines = [*table_lines(sweep, self._console.width, room)[0], cropped(below, self._console.width)]
         self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 

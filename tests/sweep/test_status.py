@@ -124,8 +124,10 @@ def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, s
         (sweep.path, below),
         (path, below.replace(f"sweep.resume={sweep.path}", f"resume={path}")),
     ):
-        last = watch.table_text(status.look(folder)).splitlines()[-1]
+        seen = status.look(folder)
+        last = watch.table_text(seen).splitlines()[-1]
         assert last == expected if is_killed else "killed" not in last
+        assert watch.as_json(seen)["killed"] == ([expected.removeprefix("killed; resume with ")] if is_killed else [])
 
 
 def test_a_run_on_a_virtual_gpu_says_so(sweep):

@@ -69,6 +69,19 @@ def test_the_sweeps_of_a_folder_stand_below_its_single_runs(sweep):
     ]  # fmt: skip
 
 
+def test_runs_of_a_sweep_are_named_by_what_differs_whether_or_not_they_have_begun(sweep):
+    for number, lr in enumerate((0.1, 1e30, 0.2)):
+        path = sweep.begin(number)
+        known = store.load_record(path)
+        store.write_record(path, known | {"config": {**known["config"], "optimizer": {"name": "sgd", "lr": lr}}})
+    sweep.end(0, layout={"data": 1, "pipeline": 2, "microbatches": 4, "accumulation": 1})
+    sweep.begin(3)
+    (sweep.path / "3_toy_ddp" / store.RECORD).write_text("{")
+    names = ["toy ddp lr=0.1", "toy ddp lr=1e+30", "toy ddp lr=0.2", "-"]
+    assert [row["run"] for row in cells(sweep)] == names
+    assert [one["run"] for one in watch.as_json(status.look(sweep.path))["runs"]] == names
+
+
 def test_forgotten_and_not_answered(sweep):
     sweep.submit(1)
     sweep.queue = SlurmError("Unable to contact slurm controller")
