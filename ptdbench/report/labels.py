@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptdbench.comparison.alternatives import name_of_sweep
+from ptdbench.comparison.alternatives import name_of_sweep, sweep_of
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.effects import OF_CHOICE, affects, leaves
 from ptdbench.records.record import configuration, option
@@ -97,8 +97,15 @@ def labels(records: Sequence[Written]) -> list[str]:
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    shown = [(record.get("world_size"), _batch(record)) for record in records]
+    columns = [[record.get("world_size") for record in records], [_batch(record) for record in records]]
+    shown = [*zip(*map(_as_seen, columns), strict=True)]
     return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], shown)
+
+
+def _as_seen(figures: Sequence[int | None]) -> list[int | None]:
+    """Return the figures of a column, with the only known one for those missing, which tell no row apart."""
+    known = {*figures} - {None}
+    return [*known] * len(figures) if len(known) == 1 else [*figures]
 
 
 def names(records: Sequence[Written]) -> list[str]:
@@ -204,6 +211,7 @@ _DETAILS: tuple[_Detail, ...] = (
 #: Further details, for runs of several sweeps.
 _PLACES: tuple[_Detail, ...] = (
     lambda record: f"[{name_of_sweep(record)}]",
+    lambda record: f"[{sweep_of(record)}]",
     lambda record: f"[{Path(record['directory']).name}]",
     lambda record: f"[{record['directory']}]",
 )

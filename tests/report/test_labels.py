@@ -58,6 +58,14 @@ def layout(parallel, **degrees):
         ([layout("hsdp", replicate=2, shard=4, pipeline=2)], ["hsdp 2x4x2 1f1b"]),
         ([run("ddp"), layout("ddp", replicate=2, accumulation=4)], ["ddp acc1", "ddp acc4"]),
         ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),  # which a column says
+        (  # one that failed before its ranks were known has no figure in that column
+            [run("ddp", world_size=size, config={"optimizer": {"lr": lr}}) for lr, size in ((0.1, 2), (0.2, None))],
+            ["ddp lr=0.1", "ddp lr=0.2"],
+        ),
+        (  # sweeps of one name
+            [run("ddp", directory=f"{machine}/x/{number}_ddp") for number, machine in enumerate("ab", start=2)],
+            ["ddp [a/x]", "ddp [b/x]"],
+        ),
         ([run("ddp", nodes=["n1"]), run("ddp", nodes=["n1", "n2"])], ["ddp 1 node", "ddp 2 nodes"]),
         (  # one that never learned its nodes
             [run("ddp", nodes=["n1"]), run("ddp", nodes=None, config={"cluster": {"nodes": 2}})],
