@@ -18,6 +18,13 @@ from ptdbench.problems import Problem, as_typed, nearest, try_these
 #: The types of values that a configuration can hold, by annotation.
 KINDS: dict[Any, Any] = {float: (int, float), int: int, bool: bool, str: str, type(None): type(None)}
 
+#: Lists whose elements are checked, in words, by the arguments of their annotations.
+_LISTS: dict[tuple[Any, ...], str] = {
+    (str,): "a list of text", (int,): "a list of whole numbers", (float,): "a list of numbers",
+}  # fmt: skip
+
+#: The remedy for elements that YAML does not read as text.
+_QUOTE = """quote numbers, true, false and null, as in "['3.10','true']\""""
 
 #: Kinds of parameters that can be passed by position.
 IN_ORDER = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -53,7 +60,9 @@ def problems(
             meant = [f"{group}.{name}" if group else name for name in close]
             found.append(Problem(option, value, "there is no such option", try_these(meant)))
         elif option in hints and not any(_fits_one(value, member) for member in _alternatives(hints[option])):
-            found.append(Problem(option, value, f"must be {_spelled(hints[option])}"))
+            rule = f"must be {_spelled(hints[option])}"
+            remedy = _QUOTE if isinstance(value, list) and _LISTS[str,] in rule else ""
+            found.append(Problem(option, value, rule, remedy))
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in options and name not in given:
             found.append(Problem(name, "(not set)", "must be given"))
@@ -83,7 +92,8 @@ def _fits_one(value: Any, hint: Any) -> bool:
     if origin is Literal:
         return any(value == choice and type(value) is type(choice) for choice in get_args(hint))
     if origin in (list, tuple, Sequence):
-        return isinstance(value, list | tuple)
+        kind = get_args(hint)
+        return isinstance(value, list | tuple) and (kind not in _LISTS or all(_fits_one(one, *kind) for one in value))
     if origin in (dict, Mapping):
         return isinstance(value, Mapping)
     if hint in (int, float) and isinstance(value, bool):
@@ -100,5 +110,7 @@ def _spelled(hint: Any) -> str:
             spelled += [as_typed(choice) for choice in get_args(member)]
         else:
             containers = {dict: "a mapping", Mapping: "a mapping", None: str(member)}
-            spelled.append(names.get(member) or containers.get(get_origin(member), "a list"))
+            spelled.append(
+                names.get(member) or _LISTS.get(get_args(member)) or containers.get(get_origin(member), "a list")
+            )
     return " or ".join([", ".join(spelled[:-1]), spelled[-1]] if len(spelled) > 1 else spelled)

@@ -103,6 +103,17 @@ def test_all_that_is_wrong_in_a_part_comes_at_once():
     assert [line.partition("=")[0] for line in found] == ["train.global_batch", "train.steps"]
 
 
+@pytest.mark.parametrize("option", ["modules", "setup", "srun_args", "container.args", "container.mounts"])
+def test_lists_of_a_job_hold_text(option):
+    """A version that YAML reads as a number, and commands that it reads as truth values."""
+    rule = """must be a list of text; quote numbers, true, false and null, as in "['3.10','true']\""""
+    for value in ("[a,3.1]", "[false]", "[null]"):
+        assert problems_of("cluster", "cluster=slurm", f"cluster.{option}={value}") == [
+            f"cluster.{option}={value}: {rule}"
+        ]
+    assert read("cluster=slurm", f"cluster.{option}=['3.10','true']").cluster
+
+
 @pytest.mark.parametrize("override", ["train=5", "~train", "train=null"])
 def test_a_group_that_is_not_one_is_explained(override):
     (line,) = problems_of("train", override)
