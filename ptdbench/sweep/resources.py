@@ -118,7 +118,7 @@ def flags(cluster: Slurm, shape: Shape, name: str) -> dict[str, str | int | bool
     gres = ",".join(one for one in (cluster.gres or "").split(",") if shape.gpus_per_node or not gpu_count(one))
     wanted = {
         "job_name": name,
-        **{flag: getattr(cluster, flag) for flag in _ALIKE},
+        **{flag: getattr(cluster, flag) or None for flag in _ALIKE},
         "nodes": shape.nodes,
         "ntasks_per_node": shape.ranks_per_node,
         "cpus_per_task": shape.cpus_per_rank,
@@ -219,7 +219,7 @@ def _gpus(cluster: Slurm, device: str, known: Sequence[Partition]) -> int:
 
 def _chosen(cluster: Slurm, known: Sequence[Partition]) -> list[Partition]:
     """Return the partitions that the job may start in: of several names, SLURM uses the first that is free."""
-    if cluster.partition is None:
+    if not cluster.partition:
         return [partition for partition in known if partition.is_default]
     names = cluster.partition.split(",")
     return [partition for partition in known if partition.name in names]

@@ -12,7 +12,7 @@ import pytest
 
 from ptdbench.launch import slurm as commands
 from ptdbench.launch.slurm import Partition, SlurmError
-from ptdbench.problems import ConfigError
+from ptdbench.problems import ConfigError, as_typed
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
@@ -80,6 +80,7 @@ class TestShape:
             ({"partition": "gpu", "gpus_per_node": 4, "ranks_per_node": 2}, (1, 2, 4)),
             ({"partition": "mixed", "ranks_per_node": 2}, (1, 2, 2)),
             ({"partition": "debug,short"}, (1, 2, 2)), ({"partition": "cpu"}, (1, 2, 0)),
+            ({"partition": ""}, (1, 2, 2)),
             ({"partition": "cpu", "ranks_per_node": 16, "cpus_per_rank": 4}, (1, 16, 0, 4)),
             ({"gpus_per_node": 0}, (1, 2, 0)), ({"gpus_per_node": 0, "ranks_per_node": 4}, (1, 4, 0)),
             ({"gres": "gpu:volta:2"}, (1, 2, 2)), ({"gres": "gpu:1", "partition": "gpu"}, (1, 1, 1)),
@@ -189,7 +190,7 @@ class TestCheck:
     )  # fmt: skip
     def test_what_is_no_extra_flag(self, flag, value, said):
         (found,) = problems(extra={flag: value})
-        assert found.startswith(f"cluster.extra.{flag}={value}: {said}")
+        assert found.startswith(f"cluster.extra.{flag}={as_typed(value)}: {said}")
 
     def test_everything_that_is_wrong_is_said_at_once(self):
         found = problems(nodes=9, time_minutes=999, gpus_per_node=7, extra={"time": 1})
@@ -203,7 +204,7 @@ class TestCheck:
 
 class TestFlags:
     def test_what_is_not_asked_for_is_not_passed(self):
-        cluster = asked(gpus_per_node=0, extra={"hold": False, "nice": None})
+        cluster = asked(gpus_per_node=0, partition="", account="", gres="", extra={"hold": False, "nice": None})
         wanted = {"job_name": "a run", "nodes": 2, "ntasks_per_node": 4, "time": 60}
         kept = {"no_requeue": True}  # else SLURM starts it anew when a node fails
         assert flags(cluster, Shape(2, 4, 0, None), "a run") == wanted | kept
