@@ -231,11 +231,14 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     if ignored := slurm.ignored_variables(os.environ):
         echo(f"ignored: {' '.join(ignored)}; the resources of a job are set in the group cluster", sys.stderr)
     submission.check_paths(runs, Path(composed.first.hydra.sweep.dir))
+    missing = _missing(composed, runs, line)
+    if not missing:
+        echo("nothing to submit: everything is ok, or still in the queue")
     if cluster.submit == "test":
-        return submission.show_test_only(runs, options)
-    together = composed.first.hydra.sweeper.get("max_batch_size") if not runs[0].config.sweep.same_nodes else None
-    for first in range(0, len(runs), together or len(runs)):
-        submission.require_accepted(runs[first : first + (together or len(runs))], options)
+        return submission.show_test_only(missing, options)
+    batch = composed.first.hydra.sweeper.get("max_batch_size") if not runs[0].config.sweep.same_nodes else None
+    for first in range(0, len(missing), batch or len(runs)):
+        submission.require_accepted(missing[first : first + (batch or len(runs))], options)
     submission.make_folders(runs)
     directory = hydra_output.claim(composed, None, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
@@ -253,6 +256,22 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     finally:
         status = _conclude(composed, directory, agenda)
     return status
+
+
+def _missing(composed: compose.Composed, runs: Sequence[Request], line: resume.Line) -> Sequence[Request]:
+    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all runs of a search or a new sweep.
+
+    Raises:
+        ConfigError: As of :func:`_queued`.
+    """
+    from ptdbench.sweep.agenda import Agenda
+
+    if not line.goes_on or composed.searches:
+        return runs
+    agenda = Agenda.of(composed, runs, line.goes_on, line.only, _queued(line.goes_on, line))
+    places = [place for place, _ in blocks.order(len(runs), runs[0].config.repeat)]
+    missing = {places[number] for number in agenda.to_do(range(len(places)))}
+    return [run for place, run in enumerate(runs) if run.refused or place in missing]
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:

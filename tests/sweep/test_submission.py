@@ -64,7 +64,7 @@ class TestSameNodes:
             ),
             (
                 ["cluster.srun_args=[],[--label]"],
-                "cluster.srun_args=[],['--label']: with sweep.same_nodes=true all runs are in one job, which has one "
+                "cluster.srun_args=[],[--label]: with sweep.same_nodes=true all runs are in one job, which has one "
                 "value; give one value, or start a sweep for each",
             ),
             (
@@ -434,3 +434,30 @@ def test_a_submission_that_is_not_followed_tells_what_is_refused(asked, tmp_path
         composed = compose_all(words, multirun=True)
         assert entry._on_cluster(composed, composed.configs[0].cluster, resume.Line(words, None)) == refused
         assert capsys.readouterr().err.count("train.global_batch=15: must be a multiple of ") == refused
+
+
+def test_a_resumed_sweep_asks_slurm_only_for_what_it_lacks(asked, tmp_path, monkeypatch, capsys):
+    scripts = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(slurm, "test", lambda script: scripts.append(script) or "would start")
+    monkeypatch.setattr(slurm, "submit", lambda script: "101")
+    monkeypatch.setattr(slurm, "queue", lambda jobs: {})
+    monkeypatch.setattr(status, "GRACE", 0.0)
+    asked()  # a SLURM that answers
+
+    def start(submit: str, goes_on: Path | None) -> list[str]:
+        scripts.clear()
+        words = ["cluster=slurm", "model=toy", "train.steps=3,4", f"cluster.submit={submit}", "hydra.sweep.dir=sweep"]
+        composed = compose_all(words, multirun=True)
+        assert entry._on_cluster(composed, composed.configs[0].cluster, resume.Line(words, goes_on)) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert "submitted 2 jobs: 101_0 101_1" in start("detach", None)
+    store.unlock(tmp_path / "sweep")
+    nothing = "nothing to submit: everything is ok, or still in the queue"
+    for number, lines in enumerate((["1 node x 2 ranks (1 job): would start"], [nothing])):
+        (path,) = (tmp_path / "sweep").glob(f"{number}_*")
+        store.write_record(path, store.load_record(path) | {"status": "ok", "error": None})
+        store.append_result(tmp_path / "sweep", store.load_record(path))
+        assert (start("test", tmp_path / "sweep"), len(scripts)) == (lines, 1 - number)
+    assert (start("detach", tmp_path / "sweep"), scripts) == ([nothing], [])
