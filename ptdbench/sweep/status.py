@@ -285,7 +285,7 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
             kind, message = _end(job, state, begun=owner is not None)
             cause = of_launcher(kind, message + _saved(known))
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
-        elif _was_signaled(known) and _reached_its_limit(known, state):
+        elif _was_signaled(known) and _reached_its_limit(known, _seconds(directory / job.directory, known, state)):
             limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={_time_minutes(known)}"
             cause = of_launcher("TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(known)}")
             conclude(directory, job.directory, cause, "timeout")
@@ -338,7 +338,15 @@ def _says_more(state: JobState | None) -> bool:
     return state is not None and state.state not in ("COMPLETED", "FAILED")
 
 
-def _reached_its_limit(written: Written, state: JobState | None) -> bool:
+def _seconds(directory: Path, known: Written, state: JobState | None) -> float:
+    """Return how long a job has run, 0 if SLURM does not say; if SLURM has forgotten it, how long the run has."""
+    if state is not None:
+        return state.elapsed or 0
+    path, owner = directory / store.RECORD, known.get("owner")
+    return path.stat().st_mtime - owner["started"] if owner and path.exists() else -math.inf
+
+
+def _reached_its_limit(written: Written, elapsed: float) -> bool:
     """Return whether the warning ahead of the time limit ended a run, for which SLURM only reports FAILED.
 
     The warning is requested at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
@@ -347,7 +355,7 @@ def _reached_its_limit(written: Written, state: JobState | None) -> bool:
     minutes = _time_minutes(written)
     seconds = math.inf if minutes is None else 60 * minutes
     was_warned = WARNING in schema.error(written).message
-    return was_warned and state is not None and (state.elapsed or 0) >= 0.9 * seconds - 60
+    return was_warned and elapsed >= 0.9 * seconds - 60
 
 
 def _saved(written: Written) -> str:

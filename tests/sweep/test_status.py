@@ -395,6 +395,15 @@ class TestEndedByTheCluster:
                 f"job 7_0 was about to reach its limit, cluster.time_minutes=60; its output is in {job.log}"
             )
 
+    @pytest.mark.parametrize(("ran", "expected"), [(3590, "timeout"), (600, "preempted"), (None, "preempted")])
+    def test_so_is_one_whose_job_slurm_has_forgotten(self, sweep, ran, expected):
+        """Without accounting SLURM keeps a job for five minutes."""
+        sweep.submit(1)
+        owner = ran and to_builtins(this_process("start", {"SLURM_JOB_ID": "7_0"})) | {"started": time.time() - ran}
+        stopped = failure(kind="Stopped", message="stopped by SIGUSR2") | {"status": "preempted", "owner": owner}
+        sweep.end(0, **stopped)
+        assert [found for *_, found in states(sweep)] == [expected]
+
     def test_one_that_heard_a_signal_and_has_not_left_its_nodes_may_still_become_something_else(self, sweep):
         sweep.submit(2)
         for number in range(2):
