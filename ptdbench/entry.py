@@ -20,6 +20,7 @@ from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import REFUSED_WAIT, Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema, store
+from ptdbench.records.record import how_started
 from ptdbench.records.schema import Written
 from ptdbench.report import table, text
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
@@ -373,7 +374,8 @@ def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
         echo(table.closing_lines(directory, records))
     if _count_ok(records) < asked and _needs_resume_hint(directory, records):
-        echo(f"resume       {resume.command(directory)}")
+        started = how_started(records[0]) if records else ""
+        echo(f"resume       {resume.command(directory, started=started)}")
     return records
 
 

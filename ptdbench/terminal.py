@@ -72,9 +72,13 @@ def command(name: str = "train") -> str:
     return shlex.join([*typed.split(), *sources()]) if name == "train" else typed
 
 
+#: The commands of launchers with other names.
+_COMMANDS = {"openmpi": "mpirun", "mpich": "mpirun"}
+
+
 def under(launcher: str) -> str:
     """Return how to start the ranks again with a launcher: ``torchrun ... train.py``, ``srun ... ptdbench train``."""
-    return f"{launcher} ... {command().removeprefix('python ')}"
+    return f"{_COMMANDS.get(launcher, launcher)} ... {command().removeprefix('python ')}"
 
 
 #: The options that say where configurations come from, and their short forms.

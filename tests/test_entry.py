@@ -146,6 +146,15 @@ class TestRuns:
         assert done.stdout.splitlines()[0] == "2 ranks say 42"
 
 
+def test_a_failed_run_of_a_launcher_is_resumed_by_that_launcher(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("ptdbench.checkpoints.checkpoint_dir.latest_manifest", lambda directory: {})
+    draft = record.begin(compose_all(["model=toy"], multirun=False).configs[0].resolved, tmp_path, {})
+    failed = record.failed(draft, failure.describe(RuntimeError("a"), rank=0))
+    store.write_record(tmp_path, failed | {"launcher": "openmpi"})
+    entry._print_results(tmp_path, [], 1)
+    assert f"resume       mpirun ... train.py resume={tmp_path}" in capsys.readouterr().out
+
+
 def test_a_run_of_a_sweep_that_fails_says_so_at_once(tmp_path, monkeypatch, capsys):
     runs = requests.of_machine(compose_all(["model=toy", "device=cpu", "seed=1,2"], multirun=True), None)
     agenda = Agenda(tmp_path, runs)

@@ -40,7 +40,8 @@ def test_control_characters_are_shown_and_not_sent(text, shown):
 def test_a_hint_names_the_program_that_was_typed(typed, train, status, monkeypatch):
     monkeypatch.setattr(sys, "argv", typed)
     assert (command(), command("status")) == (train, status)
-    assert under("torchrun") == f"torchrun ... {train.removeprefix('python ')}"
+    for launcher, program in (("torchrun", "torchrun"), ("srun", "srun"), ("openmpi", "mpirun"), ("mpich", "mpirun")):
+        assert under(launcher) == f"{program} ... {train.removeprefix('python ')}"
 
 
 def test_a_hint_names_no_file_that_is_not_there(monkeypatch, tmp_path):

@@ -41,10 +41,13 @@ class Line:
     only: str | None = None  #: The directory of the only run of that sweep to resume; ``None`` for all runs.
 
 
-def command(directory: Path, sources: Sequence[str] = ()) -> str:
-    """Return the command that resumes a run or a sweep; ``sources`` are its ``--config-dir`` and the like, if known."""
+def command(directory: Path, sources: Sequence[str] = (), started: str = "") -> str:
+    """Return the command that resumes a run or a sweep; ``sources`` are its ``--config-dir`` and the like, if known.
+
+    ``started`` is how it was started, by default as this process.
+    """
     place = f"{SWEEP if store.is_sweep(directory) else RUN}={directory}"
-    return f"{terminal.command()} {shlex.join([*sources, place])}"
+    return f"{started or terminal.command()} {shlex.join([*sources, place])}"
 
 
 def read(typed: Sequence[str], multirun: bool, world: World | None, config_name: str = "config") -> Line:
