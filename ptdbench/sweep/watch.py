@@ -250,7 +250,7 @@ def _show_failure(run: Run) -> None:
     if run.typed.status == "ok" or not error:
         return
     name = Path(run.directory).name
-    if error.traceback:
+    if error.traceback and run.typed.status != "preempted":  # the traceback of a signal is ptdbench's
         echo(f"\n{name}, rank {error.rank}:\n{error.traceback.rstrip()}", sys.stderr)
     elif run.job and (tail := status.log_tail(run.job)):
         echo(f"\n{name}, the end of its output:\n{tail}", sys.stderr)

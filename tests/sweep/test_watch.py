@@ -399,3 +399,14 @@ def test_the_table_never_grows_out_of_the_terminal_and_loses_no_line(sweep, widt
     assert [row.split()[0] for row in rows[2:]] == [str(number) for number in range(shown)]
     assert below.startswith("0 of 12 have ended")
     assert ("more are" in below) == (shown < 12)
+
+
+@pytest.mark.parametrize(("kind", "ended"), [("RuntimeError", "failed"), ("Stopped", "preempted")])
+def test_a_job_of_this_machine_that_failed_shows_its_traceback_and_one_that_was_stopped_does_not(
+    sweep, capsys, kind, ended
+):
+    path = sweep.begin(0)
+    sweep.end(0, **failure(kind=kind) | {"status": ended})
+    watch.settle(sweep.path, path.name, "log")
+    told, *traceback = capsys.readouterr().err.splitlines()
+    assert (told, bool(traceback)) == (f"{path.name}: {ended}", ended == "failed")
