@@ -54,6 +54,7 @@ from torch import Generator, Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import chain, traced
@@ -78,7 +79,7 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
 
     Raises:
         hydra.errors.InstantiationException: The constructor raised; the cause is its exception.
-        ConfigError: A weight is not fp32.
+        ConfigError: A weight is not fp32, or has no shape yet.
     """
     target = hydra.utils.get_object(config["_target_"])
     if callable(getattr(target, "reset", None)):
@@ -89,6 +90,9 @@ def build(config: Mapping[str, Any], *, seed: int, example: Callable[[], Example
             torch.manual_seed(seed)
             module = hydra.utils.instantiate(config)
     for name, weight in module.named_parameters():
+        if is_lazy(weight):
+            rule = f"has a lazy weight, {name}, whose shape is that of the first samples, and is needed before"
+            require(Problem("_target_", config["_target_"], rule, "try nn.Linear for nn.LazyLinear, and the like"))
         if weight.is_floating_point() and weight.dtype != torch.float32:
             dtype = str(weight.dtype).removeprefix("torch.")
             loads = config["_target_"].endswith(".from_pretrained")  # transformers loads in the dtype of the file

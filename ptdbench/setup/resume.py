@@ -106,6 +106,9 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     kept = [*(override for override in earlier if not _is_place(override)), *_shape(earlier, written, others, world)]
     hydras = [word for word in _hydras(directory / ".hydra/hydra.yaml", others) if option(word).startswith(_OF_RUNS)]
     if len(others) > len(place) or multirun or moves:
+        if (values(others).get(RESHAPE) or "").lower() == "true":
+            rule = "is for a run that continues in its directory, and other options start a new run, of any layout"
+            raise ConfigError([Problem(RESHAPE, True, rule, f"omit it, or all but {RUN} and the ranks of cluster")])
         if moves and len(others) == len(place):
             _refuse_complete(directory, written)
         kept = [word for word in _without(kept, others) if option(word) not in (RUN, "repeat.block")]

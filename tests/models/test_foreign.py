@@ -151,6 +151,13 @@ def test_weights_that_are_not_fp32_are_refused(made_by, remedy):
         build({"_target_": target(Narrow) + made_by}, seed=1, example=example)
 
 
+def test_weights_without_a_shape_are_refused():
+    with pytest.raises(
+        ConfigError, match=r"has a lazy weight, weight, whose shape .*; try nn\.Linear for nn\.LazyLinear"
+    ):
+        build({"_target_": "torch.nn.LazyLinear", "out_features": 2}, seed=1, example=example)
+
+
 def test_the_loss_is_computed_in_fp32_from_narrow_outputs():
     inputs, classes = batch()
     model = adapt(WithLoss(), example).bfloat16()

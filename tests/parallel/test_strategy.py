@@ -295,6 +295,21 @@ def with_equal_layers() -> GPT:
     return model
 
 
+class OneBlockTwice(nn.Module):
+    """Calls one block under two names, as a model that shares its weights in depth does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+        self.first, self.layers, self.last = nn.Linear(2, 2), nn.ModuleList([block, block]), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.last(hidden)
+
+
 @pytest.mark.parametrize(
     ("options", "build", "message"),
     [
@@ -335,6 +350,11 @@ def with_equal_layers() -> GPT:
          "tensor of one number has: torch.ones(1); try parallel=ddp"),
         ({"shard": 2}, lambda: with_gate(torch.ones(2, dtype=torch.complex64)), "shard=2: blocks.1.gate is complex, "
          "and fully_shard gathers weights and adds up gradients in real formats; try parallel=ddp"),
+        ({"shard": 2}, lambda: with_gate(torch.ones(2, 3).t()), "shard=2: blocks.1.gate is not contiguous, as "
+         "fully_shard wants it: nn.Parameter(weight.contiguous()); try parallel=ddp"),
+        ({"pipeline": 2}, lambda: untold_by(OneBlockTwice(), 2), "pipeline=2: module.layers.0.0.weight and "
+         "module.layers.1.0.weight are one weight, as of a module that is used twice, and one is in no part; try "
+         "parallel=ddp"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_laid_out_so_is_refused(options, build, message):

@@ -172,6 +172,17 @@ class TestLine:
             line = self.line([f"sweep.resume={tmp_path / 'sweep'}", *more])
             assert line.overrides[:-2] == ["cluster=slurm", "model=toy", *more]
 
+    @pytest.mark.parametrize("more", [["parallel=fsdp"], ["cluster=other"]], ids=" ".join)
+    def test_a_new_run_is_not_asked_for_another_shape(self, tmp_path, more):
+        run = self.begun(tmp_path / "run", ["model=toy"])
+        self.line([f"resume={run}", *more, "reshape=false"])
+        with pytest.raises(ConfigError) as caught:
+            self.line([f"resume={run}", *more, "reshape=true"])
+        assert str(caught.value) == (
+            "reshape=true: is for a run that continues in its directory, and other options start a new run, of any "
+            "layout; omit it, or all but resume and the ranks of cluster"
+        )
+
     def test_a_run_of_a_job_is_submitted_again_in_its_sweep(self, tmp_path):
         run = self.submitted(tmp_path, "parallel=ddp,fsdp", "cluster.time_minutes=5")
         line = self.line([f"resume={run}", "cluster.time_minutes=60"])

@@ -327,7 +327,7 @@ def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
         return Problem("pipeline", how.pipeline, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
     layers, per_rank = min(len(parts), len(model.layers() or parts)), how.stages_on_rank
     if dims.pipeline * per_rank <= layers:
-        return _has_idle_stage(model, parts, dims.pipeline, per_rank)
+        return _has_idle_stage(model, parts, dims.pipeline, per_rank) or _has_lost_name(how, model, parts)
     rule = f"must not exceed the number of the model's layers, {layers}"
     if per_rank > 1:
         stages = dims.pipeline * per_rank
@@ -345,4 +345,14 @@ def _has_idle_stage(model: Model, parts: Mapping[str, nn.Module], pipeline: int,
         if not any(weight.requires_grad for name in names for weight in parts[name].parameters()):
             rule = f"stage {number} has nothing to train"
             return Problem("pipeline", pipeline, rule, try_these(["parallel=fsdp", "or fewer stages"]))
+    return None
+
+
+def _has_lost_name(how: Options, model: Model, parts: Mapping[str, nn.Module]) -> Problem | None:
+    """Return a problem if a tied weight is in no part under one of its names, so that its stage is unknown."""
+    held = tuple(f"{member}." for name, part in parts.items() for member in members(name, part))
+    for first, second in model.tied():
+        if not (first.startswith(held) and second.startswith(held)):
+            rule = f"{first} and {second} are one weight, as of a module that is used twice, and one is in no part"
+            return Problem("pipeline", how.pipeline, rule, try_these(["parallel=ddp"]))
     return None
