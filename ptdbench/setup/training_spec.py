@@ -15,14 +15,16 @@ from ptdbench.models.chain import trying
 from ptdbench.models.experts import Experts
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, module_of
+from ptdbench.models.written import written_weights
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel import batch, conflicts
-from ptdbench.parallel.activations import Activations, Keep
+from ptdbench.parallel.activations import Activations, Keep, Recompute, Selective
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.mesh import Mesh
@@ -166,6 +168,8 @@ def specify(
         found.catch(_check_activations, config, activations, model)
     if model:
         found.catch(_check_experts, config, model)
+    if model and data and strategy and where and activations and not is_tried:
+        found.catch(_check_written, config, model, data, strategy, where.dims, activations)
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
@@ -326,6 +330,27 @@ def _check_experts(config: Config, model: Model) -> None:
                     if size % unit
                 )
             )
+
+
+def _check_written(
+    config: Config, model: Model, data: Data, strategy: Strategy, dims: Dims, activations: Activations
+) -> None:
+    """Refuse options that lose or repeat what the forward pass changes in weights, as in a momentum encoder."""
+    if config.call("model").target.startswith("ptdbench."):
+        return
+    precision, again = config.general.precision, isinstance(activations, Recompute | Selective)
+    rows = [
+        (strategy.shards(dims), "parallel.shard", strategy.shard, "FSDP drops what it has gathered", "parallel=ddp"),
+        (dims.tensor > 1, "parallel.tensor", dims.tensor, "ranks divide the weights", "parallel=ddp"),
+        (strategy.applies("pipeline", dims), "parallel.pipeline", strategy.pipeline,
+         "each stage runs it for each micro-batch", "parallel=ddp"),
+        (DTYPES[precision] != torch.float32, "precision", precision, "it has narrow copies of them", "fp32"),
+        (again, "activations", config.call("activations").name, "it runs again in the backward pass", "keep, offload"),
+    ]  # fmt: skip
+    losing = [row[1:] for row in rows if row[0]]
+    if losing and (names := written_weights(module_of(model), *data.example())):
+        rule = f"the model's forward pass changes weights in place, {names[0]} for one, and"
+        require(*(Problem(option, value, f"{rule} {why}", f"try {other}") for option, value, why, other in losing))
 
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:

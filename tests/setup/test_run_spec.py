@@ -287,6 +287,23 @@ class TestModelsOfTheUser:
         rule = "forward() of model=OnlyLoss takes targets and returns a loss alone"
         assert line.startswith(f"objective=held_out_accuracy: {rule}; try held_out_loss")
 
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            (["parallel=fsdp"], "parallel.shard=auto: … FSDP drops what it has gathered; try parallel=ddp"),
+            (["parallel=tp", "parallel.tensor=1", "precision=fp16"],
+             "precision=fp16: … it has narrow copies of them; try fp32"),
+            (["activations=recompute", "parallel=ddp"],
+             "activations=recompute: … it runs again in the backward pass; try keep, offload"),
+            (["parallel=pdp"], "parallel.pipeline=auto: … each stage runs it for each micro-batch; try parallel=ddp"),
+        ],
+    )  # fmt: skip
+    def test_one_that_changes_weights_in_its_forward_pass(self, options, told):
+        model = ("model=custom", f"model._target_={__name__}.Momentum", *VECTORS)
+        make(*model, "parallel=ddp", "parallel.optimizer=zero1")
+        rule = "the model's forward pass changes weights in place, module.0.slow.weight for one, and"
+        assert refused(*model, *options) == [told.replace("…", rule)]
+
     def test_one_that_needs_options(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
         assert found == [
@@ -329,6 +346,26 @@ class Unfathomable(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) * (2 if inputs.sum().item() > 0 else 1)
+
+
+class Block(nn.Module):
+    """Follows its weight with a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fast, self.slow = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.slow.weight.data.lerp_(self.fast.weight.data, 0.1)
+        return self.fast(inputs) + self.slow(inputs)
+
+
+class Momentum(nn.Sequential):
+    """Has such a weight in each layer."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(), Block())
 
 
 class Classifier(nn.Sequential):
