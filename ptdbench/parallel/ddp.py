@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.zero import Zero1
-from ptdbench.problems import Problem, require
+from ptdbench.problems import ConfigError, Problem, require, said
 
 #: Communication hooks that average a bucket in a narrower dtype than its own.
 _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
@@ -27,6 +28,9 @@ _NARROW = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_
 _IS_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _IS_RENAMED else "broadcast_buffers": False}
 
+#: What torch says if a pass has used other weights than the first one, or than all.
+_CHANGED = ("training graph has changed", "finished reduction in the prior iteration")
+
 
 def replicate(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Options, *, static_graph: bool
@@ -34,9 +38,11 @@ def replicate(
     """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 
     The first forward pass after one backward pass (two under ``static_graph``) rebuilds the buckets once, in the
-    order of the gradients. The position of an element in its bucket determines the order in which three or more ranks
-    add it up, and so the rounding of the sum.
+    order of the gradients; none does if DDP looks for unused weights in each pass. The position of an element in its
+    bucket determines the order in which three or more ranks add it up, and so the rounding of the sum.
     """
+    # Averaging after the backward pass does not tell DDP which weights a pass has used.
+    finds_unused = how.static_graph is False and not how.pipeline_schedule.splits_backward
     replica = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
@@ -45,7 +51,9 @@ def replicate(
         bucket_cap_mb=bucket_size(module) if how.bucket_mb == "auto" else how.bucket_mb,
         gradient_as_bucket_view=how.gradient_as_bucket_view,
         static_graph=static_graph,
+        find_unused_parameters=finds_unused,
     )
+    is_complete = static_graph or finds_unused or how.pipeline_schedule.splits_backward
     compressor = None
     if how.sent == "powersgd":
         compressor = PowerSGD(replica, mesh.get_group(), how.powersgd_rank, how.powersgd_start)
@@ -55,9 +63,10 @@ def replicate(
         module,
         replica,
         replica.no_sync,
+        partial(_explaining, how.static_graph),
         average=partial(_average, replica),
         # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
-        settle=partial(_require_all, [] if static_graph or how.pipeline_schedule.splits_backward else [module]),
+        settle=partial(_require_all, [] if is_complete else [module]),
         settles_after=(2 if static_graph else 1) + (compressor is not None),  # the compressor must see final buckets
         division=Zero1(module, mesh.get_group()) if how.optimizer == "zero1" else None,
         compressor=compressor,
@@ -72,13 +81,27 @@ def _average(replica: DistributedDataParallel) -> None:
     torch.autograd.backward(trained, zeros)
 
 
+@contextmanager
+def _explaining(static_graph: bool | Literal["auto"]) -> Iterator[None]:
+    """Refuse a model that does not use the same weights in each pass, in words other than torch's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(text in said(error) for text in _CHANGED):
+            raise
+        rule = "weights get gradients only in some steps or on some ranks, for which DDP then has to look in each pass"
+        remedy = "try false, or parallel=fsdp if all ranks use the same ones"
+        raise ConfigError([Problem("parallel.static_graph", static_graph, rule, remedy)]) from error
+
+
 def _require_all(modules: Sequence[nn.Module]) -> None:
-    """Refuse weights without a gradient: DDP would wait for them, and then suggest an option that ptdbench lacks."""
+    """Refuse weights without a gradient: DDP would wait for them, and then suggest an option of its own."""
     weights = [pair for module in modules for pair in module.named_parameters()]
     names = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
     if names:
-        rule = f"without a static graph DDP needs a gradient of each weight, and none came for {', '.join(names)}"
-        require(Problem("parallel.static_graph", False, rule, "freeze what is not used: requires_grad_(False)"))
+        rule = f"without a static graph DDP waits for a gradient of each weight, and none came for {', '.join(names)}"
+        remedy = "freeze what is never used, requires_grad_(False), or try false, which looks for it in each pass"
+        require(Problem("parallel.static_graph", "auto", rule, remedy))
 
 
 def bucket_size(module: nn.Module) -> float:

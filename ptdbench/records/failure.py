@@ -248,7 +248,8 @@ def _signal_message(name: str) -> str:
     remarks = {
         "SIGKILL": "killed by SIGKILL (the kernel's out-of-memory killer sends this too)",
         "SIGSEGV": "killed by SIGSEGV (an invalid memory access in native code)",
-        "SIGABRT": "killed by SIGABRT (native code gave up; NCCL's watchdog does so when a collective hangs)",
+        "SIGABRT": "killed by SIGABRT (native code gave up; NCCL's watchdog does so when a collective hangs, gloo when "
+        "ranks send different sizes)",
         "SIGBUS": "killed by SIGBUS (often a full /dev/shm)",
     }
     return remarks.get(name, f"stopped by {name}" if name in STOP_SIGNALS else f"killed by {name}")

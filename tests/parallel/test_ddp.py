@@ -1,11 +1,14 @@
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ptdbench.models.foreign import Adapted
 from ptdbench.parallel.ddp import bucket_size
 from ptdbench.parallel.strategy import Strategy
-from tests.parallel.made import gpt, laid_out, refused
-from tests.parallel.ranks import pretended
+from tests.parallel.made import gpt, laid_out, refused, unscaled
+from tests.parallel.ranks import on_ranks, pretended
 from tests.parallel.ten_steps import by_engine
 
 
@@ -32,6 +35,87 @@ def test_a_weight_without_a_gradient_is_named_where_ddp_waits_for_it():
     with pretended(1):
         trained(4)  # by a static graph
         assert refused(trained, 2) == (
-            "parallel.static_graph=false: without a static graph DDP needs a gradient of each weight, and none came "
-            "for unused.weight; freeze what is not used: requires_grad_(False)"
+            "parallel.static_graph=auto: without a static graph DDP waits for a gradient of each weight, and none came "
+            "for unused.weight; freeze what is never used, requires_grad_(False), or try false, which looks for it in "
+            "each pass"
+        )
+
+
+class Branched(nn.Module):
+    """Uses a weight for samples that begin with a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs, chosen = self.always(inputs), inputs[:, 0] > 0
+        return outputs + chosen[:, None] * self.sometimes(inputs) if chosen.any() else outputs
+
+
+#: Of four samples, which use the weight, step by step; each of two ranks has two of them.
+CHOSEN = ["0000", "0010", "1111", "0000", "0100", "0000", "1001"]
+
+
+def four_samples(step: int) -> tuple[Tensor, Tensor]:
+    inputs, targets = torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).split([3, 2], dim=1)
+    inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1.0 if one == "1" else -1.0 for one in CHOSEN[step]])
+    return inputs, targets
+
+
+def branched() -> Adapted:
+    torch.manual_seed(0)
+    return Adapted(Branched(), lambda: (torch.empty(1, 3, device="meta"), torch.empty(1, 2, device="meta")))
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """Moves a weight with a gradient of zero, but none without a gradient."""
+    return torch.optim.AdamW((weight for _, weight in named), lr=0.1, weight_decay=0.1)
+
+
+def weights_of(micro_batch: int, options: dict[str, Any]) -> dict[str, Tensor]:
+    """In a rank: the weights after these steps."""
+    strategy = Strategy(replicate="auto", static_graph=False, **options)
+    engine, layout, replica = laid_out(strategy, branched(), 4, micro_batch)
+    optimizer = engine.optimizer(adamw)
+    for step in range(len(CHOSEN)):
+        size = layout.replica_batch
+        engine.gradients(*(tensor[replica * size :][:size] for tensor in four_samples(step)), unscaled)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: weight.detach() for name, weight in engine.module.named_parameters()}
+
+
+@pytest.mark.ranks
+def test_weights_used_in_some_steps_or_on_some_ranks_train_as_on_one_rank():
+    model = branched()
+    optimizer = adamw(model.named_parameters())
+    for step in range(len(CHOSEN)):
+        model(*four_samples(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters())
+    cases = [(2, {}), (1, {}), (2, {"optimizer": "zero1"}), (1, {"gradient_as_bucket_view": False})]
+    for of_rank in on_ranks(2, weights_in, cases):
+        for found in of_rank:
+            for name, weight in found.items():
+                torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-5, atol=1e-6)
+
+
+def weights_in(cases: Any) -> list[dict[str, Tensor]]:
+    return [weights_of(*case) for case in cases]
+
+
+@pytest.mark.parametrize("steps", [(0, 2), (2, 0, 0)], ids=["used later", "used first"])
+def test_weights_used_in_some_steps_are_refused_with_the_option_they_need(steps):
+    def trained() -> None:
+        engine, *_ = laid_out(Strategy(replicate="auto"), branched(), 4)
+        for step in steps:
+            engine.gradients(*four_samples(step), unscaled)
+            engine.module.zero_grad()
+
+    with pretended(1):
+        assert refused(trained) == (
+            "parallel.static_graph=auto: weights get gradients only in some steps or on some ranks, for which DDP then "
+            "has to look in each pass; try false, or parallel=fsdp if all ranks use the same ones"
         )
