@@ -3,7 +3,8 @@
 A block of memory belongs to the weights, the gradients or the optimizer state if it holds their tensors. Otherwise it
 is for communication if it was passed to a communication operation, or if FSDP allocated it: gathered weights, and send
 buffers. All other blocks that the forward and backward pass allocate are activations, including their gradients. The
-gradients of unsharded weights, which FSDP frees once they are reduced, count as gradients.
+gradients of unsharded weights, which FSDP frees once they are accumulated or reduced, count as gradients, as does what
+it accumulates them in.
 
 A block that one of gloo's threads frees last is counted until its address is reused: the profiler does not see those
 threads.
@@ -32,6 +33,9 @@ INVENTORY = "ptdbench::inventory"
 #: FSDP's labels of operations other than communication: their memory counts as activations.
 _CASTS = ("FSDP::cast_forward_inputs", "FSDP::cast_forward_outputs", "FSDP::inputs_to_device")
 
+#: FSDP's labels of operations that allocate unsharded gradients in the dtype in which they are accumulated.
+_ACCUMULATES = ("FSDP::post_backward_accumulate", "FSDP::post_backward_reshard")
+
 
 class Surroundings(NamedTuple):
     """The phase, module or operation during which a block was allocated or freed."""
@@ -39,7 +43,7 @@ class Surroundings(NamedTuple):
     moment: str = "other"  #: ``data``, ``forward``, ``backward``, ``optimizer`` or ``other``.
     kind: str = "other"  #: Default purpose of a block that is allocated there.
     functional: bool = False  #: Whether it is a functional collective, whose result is used in compute.
-    reduces: bool = False  #: Whether FSDP reduces gradients.
+    takes_gradients: bool = False  #: Whether FSDP accumulates or reduces unsharded gradients.
 
 
 #: The surroundings in the labeled parts of a step.
@@ -152,7 +156,8 @@ def _inside(name: str, around: Surroundings) -> Surroundings:
         # On a GPU autograd's callbacks run in a separate thread.
         is_backward = "backward" in name and around.moment in ("forward", "other")
         moment = "backward" if is_backward else around.moment
-        return Surroundings(moment, "communication", reduces=name.startswith("FSDP::post_backward_reduce"))
+        kind = "gradients" if name.startswith(_ACCUMULATES) else "communication"
+        return Surroundings(moment, kind, takes_gradients=name.startswith("FSDP::post_backward"))
     if name.startswith("_c10d_functional"):
         return around._replace(functional=True)
     return around
@@ -199,7 +204,7 @@ def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:
         at = blocks[change.address]
         if at and at[-1].ended == math.inf:  # also if it was freed in a thread that the profiler does not see
             at[-1].ended = change.time
-            if change.bytes < 0 and change.around.reduces and at[-1].kind == "activations":
+            if change.bytes < 0 and change.around.takes_gradients and at[-1].kind == "activations":
                 at[-1].kind = "gradients"
         if change.bytes > 0:
             at.append(_Block(change.time, change.bytes, change.around.kind))

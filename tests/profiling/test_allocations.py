@@ -15,7 +15,7 @@ from ptdbench.training.profile import profiled
 FORWARD = Surroundings("forward", "activations")
 BACKWARD = Surroundings("backward", "activations")
 FSDP = Surroundings("forward", "communication")
-REDUCING = Surroundings("backward", "communication", reduces=True)
+REDUCING = Surroundings("backward", "communication", takes_gradients=True)
 BEGIN, INVENTORY, END = 100, 200, 300
 
 
@@ -148,6 +148,8 @@ def test_real_allocations_are_found_in_their_part_of_the_step():
         (["ptdbench::gradients", "autograd::engine::evaluate_function: X"], ("backward", "activations")),
         (["autograd::engine::evaluate_function: X", "aten::mm"], ("backward", "activations")),
         (["autograd::engine::evaluate_function: X", "FSDP::pre_backward (0)"], ("backward", "communication")),
+        (["autograd::engine::evaluate_function: X", "FSDP::post_backward_reshard (0)"], ("backward", "gradients")),
+        (["autograd::engine::evaluate_function: X", "FSDP::post_backward_reduce (0)"], ("backward", "communication")),
         (["ptdbench::update", "aten::sqrt"], ("optimizer", "other")),
     ],
 )

@@ -86,6 +86,16 @@ def test_gradients_and_buckets_of_ddp_are_there_from_step_to_step(shared_run):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_fsdp_accumulates_whole_gradients(shared_run, precision):
+    wide = ("model.layers=12", "model.width=64", "model.vocabulary=256", "parallel=fsdp", f"precision={precision}")
+    whole = 4 * training(*wide).parameters
+    record = shared_run(*TINY, *wide, "train.micro_batch=1")
+    assert max(of_kind(record, "communication")) < whole / 2
+    assert whole / 2 < min(of_kind(record, "gradients")) <= max(of_kind(record, "gradients")) <= 1.1 * whole
+
+
+@pytest.mark.thorough
 def test_fsdp_gathers_some_layers_at_a_time_or_keeps_all(shared_run):
     wide = ("model.layers=12", "model.width=64", "model.vocabulary=256", "parallel=fsdp")
     whole = 4 * training(*wide).parameters
