@@ -38,7 +38,7 @@ class Machine:
     @property
     def capability(self) -> tuple[int, int]:
         """Compute capability of the GPUs."""
-        major, minor = self.gpu.capability.split(".")
+        major, minor = str(self.gpu.capability).split(".")  # typed, 7.5 is a number
         return int(major), int(minor)
 
     def environment(self, count: int) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Runs that do not fit into memory, of machines, GPUs and jobs of made-up sizes, and formats that devices lack."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -217,6 +218,36 @@ def test_amd_goes_by_the_architecture_as_capabilities_are_other_numbers(
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(gcnArchName=architecture))
     assert fit(precision, "cuda", "AMD Instinct", 1, 0) == told
+
+
+@pytest.mark.parametrize(
+    ("architectures", "fitting"),
+    [
+        ("sm_75 sm_80 sm_86 sm_90 sm_100 sm_120", "7.5 8.0 8.9 9.0 10.0 10.3 12.0"),
+        ("sm_50 sm_60 sm_70 sm_75 sm_80 sm_86 sm_90", "7.0 7.5 8.0 8.9 9.0"),
+        ("sm_86 sm_90a", "8.9 9.0"),
+        ("sm_80 compute_90", "8.0 8.9 9.0 10.0 10.3 12.0"),
+        ("sm_100f compute_103f compute_120a", "10.0 10.3 12.0"),
+        ("sm_100a", "10.0"),
+    ],
+)
+def test_kernels_run_on_gpus_of_their_architecture_and_compatible_ones(monkeypatch, architectures, fitting):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", architectures.split)
+    found = []
+    for capability in ("7.0", "7.5", "8.0", "8.9", "9.0", "10.0", "10.3", "12.0"):
+        major, minor = map(int, capability.split("."))
+        with contextlib.suppress(ConfigError):
+            checks.check_kernels("one", (major, minor))
+            found.append(capability)
+    assert found == fitting.split()
+
+
+@pytest.mark.parametrize(("cuda", "architectures"), [(None, []), (None, ["gfx90a"]), ("13.0", [])])
+def test_kernels_are_not_looked_for_in_other_builds(monkeypatch, cuda, architectures):
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    checks.check_kernels("v100", (7, 0))
 
 
 def test_a_cpu_is_not_asked(monkeypatch):

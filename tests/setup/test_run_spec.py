@@ -136,8 +136,8 @@ TOLD = {
     "virtual=h100 cluster=slurm": "cluster=slurm: virtual=h100 runs on this machine, whatever its nodes; omit cluster",
     "virtual=h100 cluster.ranks_per_node=128 train.global_batch=128": "cluster.ranks_per_node=128: torch is compiled "
     "for at most 120 GPUs per node; try 120 or fewer on more cluster.nodes",
-    "virtual=v100 precision=bf16": "precision=bf16: virtual Tesla V100-SXM2-32GB (compute capability 7.0) has no BF16 "
-    "units, and torch emulates it slowly; try fp16",
+    "virtual=a100 virtual.gpu.capability=7.5 precision=bf16": "precision=bf16: virtual NVIDIA A100-SXM4-80GB (compute "
+    "capability 7.5) has no BF16 units, and torch emulates it slowly; try fp16",
 }
 
 
@@ -414,6 +414,17 @@ class TestVirtual:
         asked = read("model=gpt_13b", "parallel=single", "virtual=a100")
         with pytest.raises(ConfigError, match=r"its GPU has 70\.9 GiB for it \(virtual NVIDIA A100-SXM4-80GB: of 79"):
             run_spec.summarize(asked, None)
+
+    def test_torch_has_kernels_for_it(self, monkeypatch):
+        monkeypatch.setattr(torch, "__version__", "2.14.1+cu130")
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_80", "sm_90", "sm_100"])
+        assert refused("virtual=v100", device="auto") == [
+            "virtual=v100: torch 2.14.1+cu130 has no kernels for compute capability 7.0, only for sm_75, sm_80, sm_90, "
+            "sm_100; try a100, or install its build for CUDA 12.6"
+        ]
+        for name in ("a100", "h100", "h200", "b200"):
+            self.made(f"virtual={name}")
 
     def test_its_ranks_are_started_by_nobody_else(self):
         assert refused("virtual=h100", device="auto", world=rank_of(2)) == [

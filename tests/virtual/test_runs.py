@@ -49,7 +49,7 @@ def test_every_layout_comes_to_its_end_on_a_gpu_that_has_its_format(swept):
     for record in records(swept):
         offload = record["config"]["offload"]
         if record["config"]["virtual"]["name"] == "v100":
-            assert record["error"]["message"].startswith("precision=bf16: virtual Tesla V100-SXM2-32GB")
+            assert "precision=bf16: virtual Tesla V100-SXM2-32GB" in record["error"]["message"]
         elif record["parallel"] != "fsdp" and offload != "none":
             assert record["error"]["message"].startswith("offload=optimizer_and_weights: is for sharded weights")
         else:
