@@ -13,9 +13,12 @@ from typing import Any
 from msgspec import to_builtins
 
 from ptdbench.measure.memory import host_memory
+from ptdbench.models.materialize import parameter_count
+from ptdbench.models.protocol import module_of
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
+from ptdbench.parallel.precision import DTYPES
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.micro_batch import CarryOut, layouts, missing_sample_bytes, needs_search, stand_in, try_options
 from ptdbench.planning.search import Search
@@ -279,11 +282,24 @@ class _Virtual:
         none = f"{rule}; no micro-batch fits"
         if smallest.needed_bytes is None:
             return none
+        layout = self._layouts[smallest.micro_batch]
         rest = smallest.needed_bytes - (0 if self._spec.is_on_host else max(one.total for one in self._state))
+        gathers = training.strategy.gathers_weights(layout.dims)  # then the rest has gathered weights, whole gradients
+        rest += 0 if gathers else self._gathered()
         if rest >= self._room:
             return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {self._else()}"
         least = math.ceil(whole.total / (self._room - rest))
-        return f"{none}; {smallest.micro_batch} would with its state sharded over about {least:,} GPUs"
+        would = f"{smallest.micro_batch} would with its state sharded over about {least:,} GPUs"
+        if not gathers and layout.global_batch > least * layout.micro_batch:
+            would += " and parallel.reduce_scatter_each_microbatch=true"
+        return f"{none}; {would}"
+
+    def _gathered(self) -> int:
+        """Return the bytes of the weights that FSDP gathers at a time: two layers, and those outside the layers."""
+        model = self._training.model
+        sizes = [parameter_count(layer) for layer in model.layers()]
+        count = parameter_count(module_of(model)) - sum(sizes) + 2 * max(sizes, default=0)
+        return count * DTYPES[self._asked.config.general.precision].itemsize
 
     def _else(self) -> str:
         """Suggest options that reduce the memory beside the training state, which the smallest micro-batch exceeds."""

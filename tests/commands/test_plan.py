@@ -211,6 +211,33 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
     assert {*found["sources"]} == {*found["outside"]}
 
 
+@pytest.mark.parametrize(
+    ("layout", "batch", "also"),
+    [
+        ("parallel=ddp", 2, ""),
+        ("parallel=ddp", 16, " and parallel.reduce_scatter_each_microbatch=true"),  # whole gradients need more memory
+        ("parallel=fsdp", 16, ""),  # they are in what was carried out
+    ],
+)
+@pytest.mark.usefixtures("anywhere")
+def test_the_gpus_that_suffice_have_room_for_gathered_weights(layout, batch, also):
+    def carry_out(where: Path, read: Config, *_: object) -> None:
+        virtual = {"ranks": [0], "allocated_bytes": [20 << 20], "reserved_bytes": [20 << 20]}
+        made = {"status": "ok", "error": None, "virtual": virtual, "memory": {"ranks": {}}}
+        store.write_record(where, record.begin(read.resolved, where, {}) | made)
+
+    words = (layout, f"train.global_batch={batch}", "train.micro_batch=1", "memory_reserve=0")
+    found = planned(small(*words), carry_out)["plan"]
+    state, shards = sum(found["state"][0].values()), 2 if layout == "parallel=fsdp" else 1
+    room = found["needed_bytes"] - state // 3
+    message = planned(small(*words, f"virtual.gpu.memory={room}"), carry_out)["error"]["message"]
+    told = re.search(r"; no micro-batch fits; 1 would with its state sharded over about (\d+) GPUs(.*)", message)
+    assert told
+    assert told[2] == also
+    gathered = found["state"][0]["weights"] if layout == "parallel=ddp" else 0  # of both layers
+    assert shards * state / int(told[1]) + gathered + found["needed_bytes"] - state <= room
+
+
 @pytest.mark.usefixtures("anywhere")
 def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_one_has_it(monkeypatch):
     monkeypatch.setattr(memory_plan, "host_memory", lambda: HostMemory(1 << 40, 100))
