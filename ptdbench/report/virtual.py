@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ptdbench.records.record import option
-from ptdbench.records.schema import Memory, Virtual, Written, part
+from ptdbench.records.schema import Layout, Memory, Plan, Virtual, Written, part
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import rank_names
 from ptdbench.units import size_text
@@ -47,17 +47,17 @@ def of_model(record: Written) -> Iterator[str]:
 
 def explained(record: Written, called: str, width: int) -> str:
     """Render memory, kernels and messages of one run."""
-    found = record["virtual"]
+    found, step = record["virtual"], _step(record)
     ranks, size = found["ranks"], record.get("world_size")
     present = f"all {size} ranks" if len(ranks) == size else f"{rank_names(ranks)} of {size}"
     lines = [wrap(f"{called} on {found['device']}, {present}", width), *_memory(record, width)]
     if found.get("reason"):
         lines.append(wrap(f"no kernels and no messages: {found['reason']}", width))
     else:
-        lines += [*_kernels(found, width), *_messages(found, width)]
+        lines += [*_kernels(found, step, width), *_messages(found, step, width)]
     lines += [wrap(line, width) for line in of_model(record)]
     if hosts := found["host_seconds"]:
-        told = f"the host launched a step in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
+        told = f"the host launched {step} in {1e3 * max(hosts):.0f} ms, beside the other ranks on this machine"
         lines.append(wrap(told, width))
     return "\n".join(lines)
 
@@ -75,18 +75,25 @@ def _memory(record: Written, width: int) -> Iterator[str]:
     yield wrap(f"reserved: what torch's allocator takes from the GPU; it decides whether a run fits; {on_top}", width)
 
 
-def _kernels(found: Mapping[str, Any], width: int) -> Iterator[str]:
+def _step(record: Written) -> str:
+    """Return what was carried out: ``a step``, or of a plan with more passes ``2 of 8 passes of a step``."""
+    carried, passes = part(record, Plan).accumulation, part(record, Layout).accumulation
+    return f"{carried} of {passes} passes of a step" if carried and passes and carried < passes else "a step"
+
+
+def _kernels(found: Mapping[str, Any], step: str, width: int) -> Iterator[str]:
     totals = [sum(counts) for counts in zip(*found["kernels"].values(), strict=True)]
     of_first = ", ".join(f"{counts[0]:,} {kind}" for kind, counts in found["kernels"].items() if counts[0])
     if totals:
-        yield wrap(f"{totals[0]:,} kernels in a step on rank {found['ranks'][0]}: {of_first}", width)
+        yield wrap(f"{totals[0]:,} kernels in {step} on rank {found['ranks'][0]}: {of_first}", width)
 
 
-def _messages(found: Mapping[str, Any], width: int) -> Iterator[str]:
+def _messages(found: Mapping[str, Any], step: str, width: int) -> Iterator[str]:
     if not found["messages"]:
         return
     rows = []
     for operation, sent in found["messages"].items():
         figures = (sent["calls"], sent.get("bytes"), sent.get("formula_bytes"))
         rows.append([operation, *(figure_text(figure, "{:,.0f}".format) for figure in figures)])
-    yield drawn(["messages of a step", "calls", "bytes", "by formula"], rows, width, words=["messages of a step"])
+    title = f"messages of {step}"
+    yield drawn([title, "calls", "bytes", "by formula"], rows, width, words=[title])

@@ -41,6 +41,14 @@ def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
     assert lines[-1] == "the host launched a step in 34 ms, beside the other ranks on this machine"
 
 
+def test_a_plan_of_some_passes_has_the_kernels_and_messages_of_these():
+    made = {**RUN, "kind": "planned", "plan": {"accumulation": 2}}
+    told = virtual.explained({**made, "layout": {"accumulation": 8}}, "fsdp", 140)
+    for words in ("kernels in ", "messages of ", "the host launched "):
+        assert f"{words}2 of 8 passes of a step" in told
+        assert f"{words}a step" in virtual.explained({**made, "layout": {"accumulation": 2}}, "fsdp", 140)
+
+
 def test_experts_in_turn_are_told():
     of_experts = {**RUN, "config": {"model": {"router": {"balance": "loss"}}}}
     told = "experts take turns by position, as with model.router.balance=forced"
