@@ -103,7 +103,7 @@ def test_a_class_says_what_its_file_does_not(options):
 def test_a_class_may_say_it_beside_or_above_its_fields(options):
     said = options.described("ptdbench.workloads.matmul.Matmul")
     assert said.keys() == {"shapes", "dtypes", "seconds"}
-    assert said["dtypes"].startswith("A list of ``fp32``")
+    assert said["dtypes"].startswith("One or a list of ``fp32``")
     page = options.markdown("workload")
     assert "| `workload.seconds` | `0.5` | Approximate duration of the repetitions of one shape and dtype. |" in page
 
