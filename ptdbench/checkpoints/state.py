@@ -133,7 +133,7 @@ class TrainingState:
                 if isinstance(value, Tensor) and key in state.get(other, {}):
                     state[other][key].copy_(value)
 
-    def _make_optimizer_state(self, stored: Mapping[str, object]) -> None:
+    def _make_optimizer_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Create optimizer state, with arbitrary values, for the weights whose state is in the checkpoint.
 
         This takes a step on zero gradients, as only the optimizer knows the form of its state. Loading the weights
@@ -145,8 +145,25 @@ class TrainingState:
             weight.grad = torch.zeros_like(weight)
         if stepped:
             self._optimizer.step()
+        if not type(self._optimizer).__module__.startswith(("torch.", "ptdbench.")):
+            self._make_later_state(stored)
         for weight in stepped:
             weight.grad = None
+
+    def _make_later_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Create what a user's optimizer makes in later steps, where all that it makes in its first is stored."""
+        kept: dict[str, set[str]] = {}
+        for full in stored:
+            prefix, _, key = full.rpartition(".")
+            kept.setdefault(prefix, set()).add(key)
+        for name, weight in self._weights():
+            state, keys = self._optimizer.state.get(weight), kept.get(f"optimizer.{name}", set())
+            if not state or not {key for key, value in state.items() if value is not None} <= keys:
+                continue  # another replica's, under ZeRO-1, or another optimizer's
+            for key in keys - {*state, KEY}:
+                size, dtype = stored[f"optimizer.{name}.{key}"]
+                alike = torch.empty_like(weight, dtype=dtype)  # sharded as the weight is
+                state[key] = alike if size == weight.size() else torch.empty(size, dtype=dtype, device=weight.device)
 
 
 def _require_same(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -263,7 +265,35 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
         rule = f"is for matrices, and model={config.call('model').name} has none outside embeddings, head and kernels"
         require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))
+    if config.checkpoint.every_steps is not None:
+        require(_unsaved(config, tried))
     return make
+
+
+def _unsaved(config: Config, optimizer: torch.optim.Optimizer) -> Problem | None:
+    """Return a problem if a step leaves numbers that no checkpoint holds: in a weight's state, or in its group."""
+    before = [dict(group) for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    with suppress(Exception):  # a user's optimizer may need more for a step, which the memory check refuses
+        optimizer.step()
+    states = (
+        f"{key} as {type(value).__name__}"
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if not (value is None or isinstance(value, Tensor))
+    )
+    groups = (
+        f"{key} in its parameter groups"
+        for earlier, group in zip(before, optimizer.param_groups, strict=True)
+        for key, value in group.items()
+        if key != "lr" and isinstance(value, int | float) and value != earlier.get(key)
+    )
+    if (found := next(chain(states, groups), None)) is None:
+        return None
+    rule = f"keeps {found}, but checkpoints hold only tensors in its state"
+    return Problem("optimizer", type(optimizer).__name__, rule, "try adamw, sgd, or checkpoint.every_steps=null")
 
 
 def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

@@ -355,6 +355,37 @@ def test_an_optimizer_whose_state_would_be_lost_is_refused():
         state.collect(with_buffers=True)
 
 
+class Late(torch.optim.SGD):
+    """Begins to keep another tensor in its second step."""
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.param_groups[0]["params"]:
+            if self.state[weight]:
+                self.state[weight]["late"] = self.state[weight].get("late", torch.zeros_like(weight)) + 1
+        super().step()
+
+
+def test_what_an_optimizer_makes_in_a_later_step_is_loaded_too(tmp_path):
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
+        model = nn.Linear(2, 2)
+        optimizer = Late(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, TrainingState(model, optimizer, [], 0)
+
+    with pretended(1):
+        model, optimizer, state = begun()
+        for _ in range(3):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+        saver = Saver(tmp_path, keep=1)
+        saver.save(1, state.collect(with_buffers=True), {}, {})
+        saver.wait()
+        other, restored, state = begun()
+        state.restore(checkpoint_dir.newest(tmp_path).found.path, same_layout=True, group=saver.group)
+        saver.close()
+    for weight in other.parameters():
+        assert torch.equal(restored.state[weight]["late"], torch.full_like(weight, 2))
+
+
 def test_statistics_of_batch_norms_do_not_wait_for_an_update_to_change():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)

@@ -259,6 +259,17 @@ class TestUpdatesOfTheUser:
         without = ("~optimizer.momentum", "~optimizer.weight_decay", "~lr_schedule.warmup_steps")
         assert refused("model=toy", "optimizer=sgd", *without, *overrides) == [told]
 
+    @pytest.mark.parametrize(
+        ("name", "told"), [("Counter", "steps as int"), ("GroupCounter", "k in its parameter groups")]
+    )
+    def test_one_with_numbers_that_no_checkpoint_holds_is_refused_before(self, name, told):
+        typed = ("model=toy", "optimizer=sgd", "~optimizer.momentum", "~optimizer.weight_decay",
+                 f"optimizer._target_={__name__}.{name}")  # fmt: skip
+        make(*typed)
+        rule = f"keeps {told}, but checkpoints hold only tensors in its state"
+        (line,) = refused(*typed, "checkpoint.every_steps=5")
+        assert line == f"optimizer={name}: {rule}; try adamw, sgd, or checkpoint.every_steps=null"
+
 
 class TestModelsOfTheUser:
     @pytest.mark.parametrize(
@@ -321,6 +332,24 @@ class Rateless(torch.optim.Optimizer):
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {})
+
+
+class Counter(torch.optim.SGD):
+    """Counts its steps for each weight."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["steps"] = self.state[weight].get("steps", 0) + 1
+
+
+class GroupCounter(torch.optim.SGD):
+    """Counts its steps as Schedule-Free does."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
 
 
 class Duck:
