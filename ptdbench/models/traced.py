@@ -75,9 +75,9 @@ class _Called(nn.Module):
 
 def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     """Trace the module; names of submodules begin with ``module.``."""
-    own = [*called.module.named_parameters(recurse=False), *called.module.named_buffers(recurse=False)]
-    if own:
-        raise NoChain(f"has a weight, {own[0][0]}, outside of its submodules")
+    for kind, own in {"weight": called.module.named_parameters, "buffer": called.module.named_buffers}.items():
+        if (first := next(own(recurse=False), None)) is not None:
+            raise NoChain(f"has a {kind}, {first[0]}, outside of its submodules")
     with refusing("cannot be traced"), unchanged(called.module):  # the module may cache a proxy
         graph = _Tracer(blocks).trace(called)
     for node in graph.find_nodes(op="get_attr"):

@@ -115,6 +115,15 @@ class Bare(Plain):
         return super().forward(x) * self.scale
 
 
+class Centered(Plain):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x):
+        return super().forward(x - self.mean)
+
+
 class Reads(Plain):
     """Multiplies with a weight that is another stage's."""
 
@@ -133,6 +142,7 @@ BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and
         (Functional, "computes something else when its submodules are called one after the other"),
         (Misfit, "cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
         (Bare, "has a weight, scale, outside of its submodules"),
+        (Centered, "has a buffer, mean, outside of its submodules"),
         (Reads, "reads first.weight outside of the module that has it"),
         (lambda: nn.Linear(6, 4), "has a weight, weight, outside of its submodules"),
     ],

@@ -340,6 +340,9 @@ class OneBlockTwice(nn.Module):
         ({"pipeline": 2}, lambda: untold_by(nn.Linear(2, 2), 2), "pipeline=2: the model has no parts(), and no list of "
          "blocks of one class to cut between, and has a weight, weight, outside of its submodules, so it cannot be "
          "cut into stages; try parallel=ddp, parallel=fsdp"),
+        ({"pipeline": 2}, lambda: untold_by(nn.Linear(2, 2, dtype=torch.complex64), 2), "pipeline=2: the model has no "
+         "parts(), and no list of blocks of one class to cut between, and has a weight, weight, outside of its "
+         "submodules, so it cannot be cut into stages; try parallel=ddp"),
         ({"pipeline": 2}, with_frozen_trunk, "pipeline=2: stage 0 has nothing to train; try parallel=fsdp, or fewer "
          "stages"),
         ({"shard": 2}, with_equal_layers, "shard=2: blocks.0.mlp.up.weight and blocks.1.mlp.up.weight are one weight, "

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ptdbench.local_part import local_part
 from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of
+from ptdbench.parallel import fsdp
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
@@ -324,7 +325,8 @@ def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
     if parts is None:
         reason = getattr(model, "uncut", None) or "has no parts()"
         rule = f"the model {reason}, so it cannot be cut into stages"
-        return Problem("pipeline", how.pipeline, rule, try_these(["parallel=ddp", "parallel=fsdp"]))
+        others = ["parallel=ddp"] if any(fsdp.problems(model, how.shard)) else ["parallel=ddp", "parallel=fsdp"]
+        return Problem("pipeline", how.pipeline, rule, try_these(others))
     layers, per_rank = min(len(parts), len(model.layers() or parts)), how.stages_on_rank
     if dims.pipeline * per_rank <= layers:
         return _has_idle_stage(model, parts, dims.pipeline, per_rank) or _has_lost_name(how, model, parts)
