@@ -2,6 +2,9 @@
 
 Any module works whose ``forward(inputs)`` returns a tensor, or an object with ``.logits`` or ``.loss`` like those of
 Hugging Face. Their ``labels`` are not used: targets are already the next tokens, and the module would shift them again.
+Buffers may change in ``forward``. Weights that it changes in place, as a momentum encoder does, go with ``single`` and
+``ddp`` in fp32, and are refused where such a change would be lost or repeated.
+
 The module may define these methods, all optional:
 
 ``loss(outputs, targets)``
