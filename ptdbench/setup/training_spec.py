@@ -265,7 +265,8 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
         rule = f"is for matrices, and model={config.call('model').name} has none outside embeddings, head and kernels"
         require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))
-    if config.checkpoint.every_steps is not None:
+    is_own = not type(tried).__module__.startswith(("torch.", "ptdbench."))
+    if is_own and config.checkpoint.every_steps is not None:
         require(_unsaved(config, tried))
     return make
 
