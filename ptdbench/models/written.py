@@ -14,11 +14,14 @@ from torch.utils._pytree import tree_leaves
 
 from ptdbench.models.chain import unchanged
 
+#: Up to as many weights a forward pass on the CPU, and a copy of the weights, cost little.
+_SMALL = 10_000_000
+
 
 def written_weights(module: nn.Module, inputs: Tensor, targets: Tensor) -> list[str]:
     """Return the names of the weights that a forward pass in training changes in place.
 
-    It is tried on the meta device, and if it does not run there, as it reads values, on a copy of the module's tensors.
+    It is tried on the meta device; if it does not run there, as it reads values, on a copy of a small module's tensors.
 
     Args:
         module: Called as ``module(inputs, targets)``; its own tensors are not changed.
@@ -28,7 +31,8 @@ def written_weights(module: nn.Module, inputs: Tensor, targets: Tensor) -> list[
     Returns:
         The names; none if the forward pass cannot be tried.
     """
-    for copied in (lambda tensor: torch.empty_like(tensor, device="meta"), torch.clone):
+    is_small = sum(weight.numel() for weight in module.parameters()) <= _SMALL
+    for copied in (lambda tensor: torch.empty_like(tensor, device="meta"), *([torch.clone] if is_small else [])):
         with suppress(Exception):  # third-party code may raise anything
             return _written(module, [inputs, targets], copied)
     return []

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ def replicate(
     bucket determines the order in which three or more ranks add it up, and so the rounding of the sum.
     """
     # Averaging after the backward pass does not tell DDP which weights a pass has used.
-    finds_unused = how.static_graph is False and not how.pipeline_schedule.splits_backward
+    finds_unused = how.static_graph == "find_unused" and not how.pipeline_schedule.splits_backward
     replica = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
@@ -66,7 +66,7 @@ def replicate(
         partial(_explaining, how.static_graph),
         average=partial(_average, replica),
         # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
-        settle=partial(_require_all, [] if is_complete else [module]),
+        settle=partial(_require_all, [] if is_complete else [module], how.static_graph),
         settles_after=(2 if static_graph else 1) + (compressor is not None),  # the compressor must see final buckets
         division=Zero1(module, mesh.get_group()) if how.optimizer == "zero1" else None,
         compressor=compressor,
@@ -82,7 +82,7 @@ def _average(replica: DistributedDataParallel) -> None:
 
 
 @contextmanager
-def _explaining(static_graph: bool | Literal["auto"]) -> Iterator[None]:
+def _explaining(static_graph: bool | str) -> Iterator[None]:
     """Refuse a model that does not use the same weights in each pass, in words other than torch's."""
     try:
         yield
@@ -90,18 +90,18 @@ def _explaining(static_graph: bool | Literal["auto"]) -> Iterator[None]:
         if not any(text in said(error) for text in _CHANGED):
             raise
         rule = "weights get gradients only in some steps or on some ranks, for which DDP then has to look in each pass"
-        remedy = "try false, or parallel=fsdp if all ranks use the same ones"
+        remedy = "try find_unused, or parallel=fsdp if all ranks use the same ones"
         raise ConfigError([Problem("parallel.static_graph", static_graph, rule, remedy)]) from error
 
 
-def _require_all(modules: Sequence[nn.Module]) -> None:
+def _require_all(modules: Sequence[nn.Module], static_graph: bool | str) -> None:
     """Refuse weights without a gradient: DDP would wait for them, and then suggest an option of its own."""
     weights = [pair for module in modules for pair in module.named_parameters()]
     names = [name for name, weight in weights if weight.requires_grad and weight.grad is None]
     if names:
         rule = f"without a static graph DDP waits for a gradient of each weight, and none came for {', '.join(names)}"
-        remedy = "freeze what is never used, requires_grad_(False), or try false, which looks for it in each pass"
-        require(Problem("parallel.static_graph", "auto", rule, remedy))
+        remedy = "freeze what is never used, requires_grad_(False), or try find_unused, which looks for it in each pass"
+        require(Problem("parallel.static_graph", static_graph, rule, remedy))
 
 
 def bucket_size(module: nn.Module) -> float:

@@ -35,8 +35,8 @@ class LaidOutModule:
     runner: nn.Module  #: The callable that runs it: the module itself, or DDP around it.
     #: Context in which a forward and backward pass leaves gradients uncommunicated.
     deferred: Callable[[], AbstractContextManager[object]] = nullcontext
-    #: Context of a forward and backward pass that communicates gradients.
-    communicating: Callable[[], AbstractContextManager[object]] = nullcontext
+    #: Context of all passes of a step, which explains errors of what communicates gradients.
+    explaining: Callable[[], AbstractContextManager[object]] = nullcontext
     #: Averages the replicas' gradients after backward passes that ran the module instead of the runner.
     average: Callable[[], None] = lambda: None
     settles_after: int = 0  #: Backward passes until all further ones run the same operations in the same order.
@@ -177,12 +177,13 @@ class Accumulating(Engine):
         pieces = list(zip(inputs.split(self._micro_batch), targets.split(self._micro_batch), strict=True))
         total = torch.zeros((), device=inputs.device)
         self._part.begin(scale(torch.ones((), device=inputs.device) / len(pieces)))
-        for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
-            with self._part.communicating() if number == len(pieces) else self._part.deferred():
-                loss = self._part.runner(some_inputs, some_targets) / len(pieces)
-                scale(loss).backward()
-            if self.owns_loss:
-                total += loss.detach()
+        with self._part.explaining():
+            for number, (some_inputs, some_targets) in enumerate(pieces, start=1):
+                with nullcontext() if number == len(pieces) else self._part.deferred():
+                    loss = self._part.runner(some_inputs, some_targets) / len(pieces)
+                    scale(loss).backward()
+                if self.owns_loss:
+                    total += loss.detach()
         self._part.settle()
         return total
 

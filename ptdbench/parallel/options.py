@@ -22,7 +22,7 @@ class Options(Degrees[Size]):
 
     bucket_mb: float | Literal["auto"] = "auto"
     gradient_as_bucket_view: bool = True
-    static_graph: bool | Literal["auto"] = "auto"
+    static_graph: bool | Literal["auto", "find_unused"] = "auto"
     optimizer: Literal["replicated", "zero1"] = "replicated"
     powersgd_rank: int = 1
     powersgd_start: int = 2
@@ -93,7 +93,7 @@ class Options(Degrees[Size]):
         With accumulation torch fails an internal assertion, and under 1F1B it silently computes wrong gradients.
         """
         sound = plan.accumulation == 1 and not self.applies("pipeline", plan.dims)
-        return sound if self.static_graph == "auto" else self.static_graph
+        return sound if self.static_graph == "auto" else self.static_graph is True
 
     @property
     def pipeline_schedule(self) -> Schedule:

@@ -277,14 +277,10 @@ def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
 
 def load_remarks(named: Sequence[tuple[str, Sequence[Written]]]) -> Iterator[str]:
     """Yield the heaviest load by other processes, and which rows were measured beside some, each with its name."""
-    found = {label: [load for run in runs if (load := _heaviest(run))] for label, runs in named}
-    rows = [
-        f"{label} ({len(loads)} of {len(runs)} runs)" if len(runs) > 1 else label
-        for (label, loads), (_, runs) in zip(found.items(), named, strict=True)
-        if loads
-    ]
+    found = [(label, len(runs), [load for run in runs if (load := _heaviest(run))]) for label, runs in named]
+    rows = [f"{name} ({len(loads)} of {count} runs)" if count > 1 else name for name, count, loads in found if loads]
     if rows:
-        most = max((load for loads in found.values() for load in loads), key=_weight)
+        most = max((load for *_, loads in found for load in loads), key=_weight)
         yield f"{most}{', at most,' if len(rows) > 1 else ''} during {listed(rows)}"
 
 

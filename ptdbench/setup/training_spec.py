@@ -370,6 +370,16 @@ def _check_written(
     if config.call("model").target.startswith("ptdbench."):
         return
     precision, again = config.general.precision, isinstance(activations, Recompute | Selective)
+    module = module_of(model)
+    of_layers = {weight for layer in model.layers() for weight in layer.parameters()}
+
+    def counts(name: str, option: str) -> bool:
+        """Return whether the change of a weight matters: ``max_norm`` may be applied again, and only layers are."""
+        if option not in ("parallel.pipeline", "activations"):
+            return True
+        bounded = getattr(module.get_submodule(name.rpartition(".")[0]), "max_norm", None) is not None
+        return not bounded and (option == "parallel.pipeline" or module.get_parameter(name) in of_layers)
+
     rows = [
         (strategy.shards(dims), "parallel.shard", strategy.shard, "FSDP drops what it has gathered", "parallel=ddp"),
         (dims.tensor > 1, "parallel.tensor", dims.tensor, "ranks divide the weights", "parallel=ddp"),
@@ -379,9 +389,13 @@ def _check_written(
         (again, "activations", config.call("activations").name, "it runs again in the backward pass", "keep, offload"),
     ]  # fmt: skip
     losing = [row[1:] for row in rows if row[0]]
-    if losing and (names := written_weights(module_of(model), *data.example())):
-        rule = f"the model's forward pass changes weights in place, {names[0]} for one, and"
-        require(*(Problem(option, value, f"{rule} {why}", f"try {other}") for option, value, why, other in losing))
+    names = written_weights(module, *data.example()) if losing else []
+    found = []
+    for option, value, why, other in losing:
+        if name := next((name for name in names if counts(name, option)), None):
+            rule = f"the model's forward pass changes weights in place, {name} for one, and {why}"
+            found.append(Problem(option, value, rule, f"try {other}"))
+    require(*found)
 
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:

@@ -163,7 +163,7 @@ COLUMNS: Sequence[Column[tuple[int, str, Run]]] = (
 
 
 def table_lines(sweep: Sweep, width: int | None = None, most: int | None = None) -> tuple[list[str], list[str]]:
-    """Return headings, a rule and the rows, and the headings for which there is no room; fast even for thousands.
+    """Return headings, a rule and the rows, and the headings for which there is no room.
 
     No line exceeds the width: the least important columns are omitted, and the rest cut; ``None`` is no limit. With at
     ``most`` so many rows, unfinished runs come first.

@@ -36,8 +36,8 @@ def test_a_weight_without_a_gradient_is_named_where_ddp_waits_for_it():
         trained(4)  # by a static graph
         assert refused(trained, 2) == (
             "parallel.static_graph=auto: without a static graph DDP waits for a gradient of each weight, and none came "
-            "for unused.weight; freeze what is never used, requires_grad_(False), or try false, which looks for it in "
-            "each pass"
+            "for unused.weight; freeze what is never used, requires_grad_(False), or try find_unused, which looks for "
+            "it in each pass"
         )
 
 
@@ -75,7 +75,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 def weights_of(micro_batch: int, options: dict[str, Any]) -> dict[str, Tensor]:
     """In a rank: the weights after these steps."""
-    strategy = Strategy(replicate="auto", static_graph=False, **options)
+    strategy = Strategy(replicate="auto", static_graph="find_unused", **options)
     engine, layout, replica = laid_out(strategy, branched(), 4, micro_batch)
     optimizer = engine.optimizer(adamw)
     for step in range(len(CHOSEN)):
@@ -117,5 +117,5 @@ def test_weights_used_in_some_steps_are_refused_with_the_option_they_need(steps)
     with pretended(1):
         assert refused(trained) == (
             "parallel.static_graph=auto: weights get gradients only in some steps or on some ranks, for which DDP then "
-            "has to look in each pass; try false, or parallel=fsdp if all ranks use the same ones"
+            "has to look in each pass; try find_unused, or parallel=fsdp if all ranks use the same ones"
         )

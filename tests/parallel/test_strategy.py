@@ -356,8 +356,8 @@ class OneBlockTwice(nn.Module):
         ({"shard": 2}, lambda: with_gate(torch.ones(2, 3).t()), "shard=2: blocks.1.gate is not contiguous, as "
          "fully_shard wants it: nn.Parameter(weight.contiguous()); try parallel=ddp"),
         ({"pipeline": 2}, lambda: untold_by(OneBlockTwice(), 2), "pipeline=2: module.layers.0.0.weight and "
-         "module.layers.1.0.weight are one weight, as of a module that is used twice, and one is in no part; try "
-         "parallel=ddp"),
+         "module.layers.1.0.weight are one weight, as of a module under two names, and one is in no part; "
+         "register it under one name, or try parallel=ddp"),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_laid_out_so_is_refused(options, build, message):

@@ -315,6 +315,12 @@ class TestModelsOfTheUser:
         rule = "the model's forward pass changes weights in place, module.0.slow.weight for one, and"
         assert refused(*model, *options) == [told.replace("…", rule)]
 
+    def test_one_whose_weights_are_bounded_in_its_forward_pass_may_run_it_again(self):
+        model = ("model=custom", f"model._target_={__name__}.Bounded", *VECTORS)
+        make(*model, "activations=recompute", "parallel=single")
+        (told,) = refused(*model, "precision=bf16", "parallel=single")
+        assert "changes weights in place, module.rows.weight for one, and it has narrow copies" in told
+
     def test_one_that_needs_options(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
         assert found == [
@@ -322,6 +328,20 @@ class TestModelsOfTheUser:
             "model.in_features=(not set): must be given",
             "model.out_features=(not set): must be given",
         ]
+
+
+class Bounded(nn.Module):
+    """Has an embedding that torch bounds in each forward pass, among its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.body = nn.Embedding(2, 4, max_norm=1.0), nn.Linear(4, 4)
+
+    def layers(self) -> list[nn.Module]:
+        return [self.rows, self.body]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x + self.rows(x.new_zeros(len(x), dtype=torch.int64)))
 
 
 VECTORS = ("data=synthetic_vectors", "data.inputs=4", "data.outputs=4")

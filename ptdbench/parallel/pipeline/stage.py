@@ -355,6 +355,6 @@ def _has_lost_name(how: Options, model: Model, parts: Mapping[str, nn.Module]) -
     held = tuple(f"{member}." for name, part in parts.items() for member in members(name, part))
     for first, second in model.tied():
         if not (first.startswith(held) and second.startswith(held)):
-            rule = f"{first} and {second} are one weight, as of a module that is used twice, and one is in no part"
-            return Problem("pipeline", how.pipeline, rule, try_these(["parallel=ddp"]))
+            rule = f"{first} and {second} are one weight, as of a module under two names, and one is in no part"
+            return Problem("pipeline", how.pipeline, rule, "register it under one name, or try parallel=ddp")
     return None
