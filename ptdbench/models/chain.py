@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ptdbench.models.protocol import Piece
+from ptdbench.models.state import ModuleState, preserved
+from ptdbench.models.trial import trial
 from ptdbench.problems import first_line
 
 #: Converts what a module's ``forward`` returns to the outputs, or with targets to the loss.
@@ -62,28 +64,6 @@ def _are_blocks(members: Sequence[nn.Module]) -> bool:
     """Whether members of a list repeat each other, unlike the stages of an image network, whose blocks grow wider."""
     shapes = {tuple(weight.shape for weight in one.parameters()) for one in members}
     return len(shapes) < len(members) and type(members[0]) not in (nn.ModuleList, nn.Sequential)
-
-
-@contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore the module's attributes on exit: a mask that it caches would be on the device of the trial."""
-    attributes = [vars(one) for one in module.modules()]
-    held = [*attributes, *(value for own in attributes for value in own.values() if type(value) is dict)]
-    before = [dict(mapping) for mapping in held]  # including the dicts of buffers and submodules
-    try:
-        yield
-    finally:
-        for mapping, content in zip(held, before, strict=True):
-            mapping.clear()
-            mapping.update(content)
-
-
-@contextmanager
-def trying(module: nn.Module) -> Iterator[None]:
-    """Like :func:`unchanged`, without gradients; modes, statistics and random state are preserved too."""
-    with unchanged(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        module.eval()  # no dropout, and batch norms keep their statistics
-        yield
 
 
 @contextmanager
@@ -181,13 +161,18 @@ class Chain:
         self._known: dict[Any, dict[str, _OtherArguments]] = {}
         if any(weight.is_meta for weight in module.parameters()):
             raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
-        with refusing("cannot be tried between its blocks"), trying(module):
+        #: The copied modules, with their originals, from which they have their modes.
+        self._copied: list[tuple[nn.Module, nn.Module]] = []
+        #: In the trial: what each pass starts from, so that none sees what another has counted.
+        self._states: list[ModuleState] = []
+        with refusing("cannot be tried between its blocks"), trial(module):
             self._front = self._with_slots({})
-            with unchanged(self._front):  # its copied modules are not part of the original
-                self._observe()
+            self._states = [ModuleState(self._front)]
+            self._observe()
             self._back = self._with_slots(self._stubs(0.0))
-            with unchanged(self._back):
-                self._require_independence()
+            self._states.append(ModuleState(self._back))
+            self._require_independence()
+        self._states = []
 
     def parts(self, prefix: str = "") -> dict[str, nn.Module]:
         """Return the pieces in order; the last one is called with ``(hidden, targets)``.
@@ -199,14 +184,13 @@ class Chain:
         def full(members: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
             return {prefix + name: member for name, member in members.items()}
 
-        found: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin)}
+        found: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin, self._front)}
         for name, block in self._blocks.items():
             found[name] = Piece(full({name: block}), partial(self._through, name))
-        return found | {"(after the blocks)": Piece(full(self._after), self._end)}
+        return found | {"(after the blocks)": Piece(full(self._after), self._end, self._back)}
 
     def _begin(self, inputs: Tensor) -> Tensor:
         """Compute the first block's input."""
-        _train(self._front, like=self._before)
         try:
             self._run(self._front, inputs, _stop)
         except _Reached as reached:
@@ -222,7 +206,6 @@ class Chain:
 
     def _rest(self, shell: nn.Module, hidden: Tensor) -> Any:
         """Return what the module returns if the last block returns ``hidden``."""
-        _train(shell, like=self._after)
         self._dtype = hidden.dtype
         return self._run(shell, self._inputs(hidden), lambda *_: self._returned(hidden))
 
@@ -231,7 +214,7 @@ class Chain:
         key = (hidden.shape, hidden.dtype, hidden.device)
         self._dtype = hidden.dtype
         if key not in self._known:
-            with torch.no_grad():
+            with torch.no_grad(), preserved(self._back):
                 self._known[key] = self._capture_others(self._back, self._inputs(hidden))
         return self._known[key]
 
@@ -251,10 +234,14 @@ class Chain:
         """Run a shell whose slots perform ``act``."""
         self._place(inputs.device)
         self._act = act
+        for copied, original in self._copied:
+            copied.training = original.training
         try:
             return self._call(shell, inputs)
         finally:
             self._act = _stop  # release the hidden state that it may hold
+            for state in self._states:
+                state.restore()
 
     def _hidden(self, returned: Any) -> Tensor:
         """Extract the hidden state from what a block returned."""
@@ -299,11 +286,15 @@ class Chain:
             if not inside:
                 return module
             found = copy.copy(module)
+            self._copied.append((found, module))
             children = {}
             for name, child in module._modules.items():
                 full = f"{prefix}{name}"
                 children[name] = replaced.get(full) or (rebuilt(child, f"{full}.") if child is not None else None)
             found.__dict__["_modules"] = children
+            found.__dict__["_buffers"] = {
+                name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()
+            }
             return found
 
         return rebuilt(self._module, "")
@@ -360,6 +351,12 @@ class Chain:
         shape = (2, *self._example.shape[1:])
         zeros, ones = (torch.full(shape, value, dtype=self._example.dtype) for value in (0, 1))
         hidden = torch.randn((2, *self._hidden_shape[1:]))
+        with torch.enable_grad():
+            probe = hidden.clone().requires_grad_()
+            outputs = self._finish(self._rest(self._back, probe), None).sum()
+            (gradient,) = torch.autograd.grad(outputs, probe, allow_unused=True) if outputs.requires_grad else (None,)
+        if gradient is None:
+            raise NoChain("passes no gradient to its last block, as under reentrant checkpointing")
         begun, others = self._begin(zeros), tree_leaves(self._capture_others(self._back, zeros))
         rest = self._finish(self._rest(self._back, hidden), None)
         with _spoiled(self._module, [*self._before.values(), *self._blocks.values()]):
@@ -376,22 +373,14 @@ class Chain:
 
 @contextmanager
 def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
-    """Like :func:`unchanged`, with NaN in the weights of ``others``, to reveal whether ``module`` reads them."""
-    with unchanged(module):
+    """Put NaN into the weights of ``others``, to reveal whether ``module`` reads them."""
+    with preserved(module):
         for part in (inner for one in others for inner in one.modules()):
             for name, weight in part._parameters.items():
                 if weight is not None and weight.is_floating_point():
                     spoiled = torch.full((), math.nan, dtype=weight.dtype).expand_as(weight)
                     part._parameters[name] = nn.Parameter(spoiled, weight.requires_grad)
         yield
-
-
-def _train(shell: nn.Module, like: Mapping[str, nn.Module]) -> None:
-    """Set the training mode of the copied modules from that of the members, as nothing else does."""
-    mode = next(iter(like.values())).training
-    for one in shell.modules():
-        if not has_weights(one, recurse=False):
-            one.__dict__["training"] = mode
 
 
 def _split(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Arguments:

@@ -62,6 +62,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import chain, traced
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
+from ptdbench.models.state import preserved
 from ptdbench.problems import Problem, first_line, require
 
 Example = tuple[Tensor, Tensor]
@@ -121,6 +122,7 @@ class Adapted(nn.Module):
     def __init__(self, module: nn.Module, example: Callable[[], Example]) -> None:
         super().__init__()
         self.module = module
+        self.training = module.training  # as the constructor left it, see :class:`ptdbench.models.state.Modes`
         self._example = example
         takes = inspect.signature(module.forward).parameters
         self._takes_targets = "targets" in takes
@@ -299,22 +301,35 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flo
 logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda told: "run meta for" not in told.getMessage())
 
 
+class _BothPasses(nn.Module):
+    """A forward and backward pass in one call: what the module itself recomputes in the second sees the same tensors."""
+
+    def __init__(self, module: nn.Module, between: Callable[[], None]) -> None:
+        super().__init__()
+        self.module = module
+        self._between = between
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> None:
+        loss = self.module(inputs, targets)
+        self._between()
+        loss.backward()
+
+
 def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Flops:
     """Count with tensors without values, on ``device``."""
+    # The counter has no formula for some fused attention kernels and grouped products, and would count them as zero.
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
+    forward: dict[str, int] = {}
+    both = _BothPasses(module, lambda: forward.update(_batched(counter)))
     tensors = {
         name: torch.empty_like(one, device=device, requires_grad=one.requires_grad)
-        for name, one in [*module.named_parameters(), *module.named_buffers()]
+        for name, one in [*both.named_parameters(), *both.named_buffers()]
     }
     # Counted on two samples, as batch norm refuses to train on one.
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
-    # The counter has no formula for some fused attention kernels and grouped products, and would count them as zero.
-    formulas = {torch.ops.aten._grouped_mm: _grouped_flops}
-    counter = FlopCounterMode(display=False, custom_mapping=formulas)
-    with chain.unchanged(module), counter, sdpa_kernel(SDPBackend.MATH):
-        loss = functional_call(module, tensors, tuple(two))
-        forward = _batched(counter)
-        loss.backward()
-    outside, masked = _masked(module, forward, inputs.shape[-1])
+    with preserved(module), counter, sdpa_kernel(SDPBackend.MATH):
+        functional_call(both, tensors, tuple(two))
+    outside, masked = _masked(both, forward, inputs.shape[-1])
     # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses
     # its place in the backward pass of a module that is called with keyword arguments only.
     passes = _batched(counter)["Global"] / (forward["Global"] or 1)

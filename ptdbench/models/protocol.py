@@ -118,14 +118,19 @@ class Model(Protocol):
 
 
 class Piece(nn.Module):
-    """A part of a chain that is not a single submodule: a function, and the submodules whose weights it uses."""
+    """A part of a chain that is not a single submodule: a function, and the submodules whose weights it uses.
 
-    def __init__(self, members: Mapping[str, nn.Module], run: Callable[..., Tensor]) -> None:
+    ``around`` is a module without weights of its own that the function runs, and that may keep state.
+    """
+
+    def __init__(
+        self, members: Mapping[str, nn.Module], run: Callable[..., Tensor], around: nn.Module | None = None
+    ) -> None:
         super().__init__()
         #: The submodules by their full names; the holder of the piece registers them.
         self.members = dict(members)
         self._run = run
-        self.__dict__["_modules"] = {}
+        self.__dict__ |= {"_modules": {}, "around": around}
 
     def forward(self, *arguments: Any) -> Tensor:
         """Run the piece."""

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ptdbench.models.chain import Finish, NoChain, has_weights, named, refusing, trying, unchanged
+from ptdbench.models.chain import Finish, NoChain, has_weights, named, refusing
 from ptdbench.models.protocol import Piece
+from ptdbench.models.state import ModuleState, preserved
+from ptdbench.models.trial import trial
 
 
 def parts(
@@ -78,7 +80,7 @@ def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     for kind, own in {"weight": called.module.named_parameters, "buffer": called.module.named_buffers}.items():
         if (first := next(own(recurse=False), None)) is not None:
             raise NoChain(f"has a {kind}, {first[0]}, outside of its submodules")
-    with refusing("cannot be traced"), unchanged(called.module):  # the module may cache a proxy
+    with refusing("cannot be traced"), preserved(called.module):  # the module may cache a proxy
         graph = _Tracer(blocks).trace(called)
     for node in graph.find_nodes(op="get_attr"):
         if str(node.target).startswith("module."):  # not a constant, which is in no module
@@ -134,8 +136,10 @@ def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
 def _try(module: nn.Module, call: Callable[[nn.Module, Tensor], Any], pieces: Sequence[Piece], example: Tensor) -> None:
     """Verify on two samples that the pieces in sequence compute the same as the module."""
     inputs: Any = torch.ones((2, *example.shape[1:]), dtype=example.dtype, device=next(module.parameters()).device)
-    with refusing("cannot be tried in pieces"), trying(module):
+    with refusing("cannot be tried in pieces"), trial(module):
+        before = ModuleState(module)
         expected = call(module, inputs)
+        before.restore()  # or the pieces would count on from there
         for piece in pieces:
             if not (isinstance(inputs, Tensor) and inputs.shape[:1] == (2,)):
                 raise NoChain("passes on something other than a tensor with the samples first")

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
+from ptdbench.models.state import ModuleState, has_state
 from ptdbench.parallel.offloading import Offloading
 from ptdbench.problems import at_least, require
 
@@ -79,42 +79,34 @@ _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def _recompute(layer: nn.Module, contexts: Callable[[], _Contexts] = noop_context_fn) -> None:
-    """Let a layer recompute under the second of ``contexts``, without counting the batch again in its batch norms.
+    """Let a layer recompute under the second of ``contexts``, on the buffers and attributes that its first run had.
 
-    A compiled layer needs no care: only the graph of the forward pass writes the statistics.
+    A compiled layer repeats operations of its graph and no Python code; that it changes no buffer, other than a batch
+    norm's statistics, which it does not read, is checked when the run is specified.
     """
-    norms = [part for part in layer.modules() if isinstance(part, _BatchNorm) and part.track_running_stats]
 
-    @contextmanager
-    def again(context: AbstractContextManager[Any]) -> Iterator[None]:
-        momenta = [norm.momentum for norm in norms]
-        for norm in norms:
-            norm.momentum = 0.0  # keeps the statistics; the tensors saved for the backward pass are the same
-        try:
-            with context:
-                yield
-        finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
-                norm.momentum = momentum
-                if norm.training and norm.num_batches_tracked is not None:
-                    norm.num_batches_tracked.sub_(1)
-
-    def without_statistics() -> _Contexts:
+    def keeping_state() -> _Contexts:
         first, second = contexts()
-        return first, again(second)
+        return first, _replayed(ModuleState(layer), second)
 
     def wrapper(forward: Callable[..., Any]) -> Callable[..., Any]:
         checkpointed = partial(checkpoint, forward, use_reentrant=False)
         # The compiler does not recognize the default if it is passed explicitly.
         plain = checkpointed if contexts is noop_context_fn else partial(checkpointed, context_fn=contexts)
-        eager = partial(checkpointed, context_fn=without_statistics)
+        eager = partial(checkpointed, context_fn=keeping_state)
 
         def run(*arguments: Any, **named: Any) -> Any:
             return (plain if torch.compiler.is_compiling() else eager)(*arguments, **named)
 
-        return run if norms else plain
+        return run if has_state(layer) else plain
 
     wrap_forward(layer, wrapper)
+
+
+@contextmanager
+def _replayed(state: ModuleState, context: AbstractContextManager[Any]) -> Iterator[None]:
+    with state.replayed(), context:
+        yield
 
 
 @dataclass(frozen=True)

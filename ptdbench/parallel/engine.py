@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
+from ptdbench.models.state import ModuleState, Modes
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.precision import Copies
@@ -59,6 +60,8 @@ class Engine(ABC):
     owns_loss: bool  #: Whether this rank computes its replica's loss; exactly one rank of each replica does.
     #: Calls of :meth:`gradients` until all further ones run the same operations in the same order.
     rehearsals: int
+    modes: Modes  #: Switches between the modes of training, which it begins in, and of evaluation.
+    written: Sequence[str] = ()  #: Names of weights that a forward pass changes in place, for :meth:`rehearse`.
     #: The kind of links between stages, see :func:`ptdbench.parallel.pipeline.pipelined.open_links`.
     links: str | None = None
 
@@ -138,7 +141,9 @@ class Engine(ABC):
         pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would not be
         bitwise equal to those of an uninterrupted run. The arguments are as for :meth:`gradients`.
         """
-        before = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
+        before = ModuleState(self.module)
+        written = [self.module.get_parameter(name) for name in self.written]
+        values = [weight.detach().clone() for weight in written]
         with ExitStack() as untraced:
             untraced.enter_context(torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else []))
             for part in self.parts:
@@ -149,10 +154,10 @@ class Engine(ABC):
             for _ in range(self.rehearsals):
                 self.gradients(inputs, targets, scale)
                 self.module.zero_grad()
-        for name, buffer in self.module.named_buffers():  # the first pass may create or enlarge a mask
-            known = before.get(name)
-            if known is not None and known.shape == buffer.shape and not torch.equal(known, buffer):
-                buffer.copy_(known)  # only if changed: an expanded buffer cannot be written to
+        before.restore()
+        with torch.no_grad():
+            for weight, value in zip(written, values, strict=True):
+                weight.copy_(value)
 
 
 class Accumulating(Engine):

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from ptdbench.data.protocol import Data
 from ptdbench.models import foreign
-from ptdbench.models.chain import trying
 from ptdbench.models.experts import Experts
 from ptdbench.models.materialize import parameter_count
-from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, module_of
-from ptdbench.models.written import written_weights
+from ptdbench.models.protocol import FlopsUnknown, Model, masked_flops, members, module_of
+from ptdbench.models.state import Modes
+from ptdbench.models.trial import observe, trial
 from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
@@ -122,7 +122,14 @@ class TrainingSpec:
             offload=general.offload,
             virtual=choices.virtual(self.config) is not None,
         )
-        return self.strategy(self.model, setting)
+        module = module_of(self.model)
+        modes, saves = Modes(module), self.config.checkpoint.every_steps or general.resume
+        written = observe(module, [], *self.data.example()).weights if saves and not self.config.call("model").target.startswith("ptdbench.") else []
+        engine = self.strategy(self.model, setting)
+        modes.extend(engine.module)
+        modes.train()
+        engine.modes, engine.written = modes, written
+        return engine
 
 
 def specify(
@@ -171,7 +178,7 @@ def specify(
     if model:
         found.catch(_check_experts, config, model)
     if model and data and strategy and where and activations and not is_tried:
-        found.catch(_check_written, config, model, data, strategy, where.dims, activations)
+        found.catch(_check_observed, config, model, data, strategy, where.dims, activations)
     found.close()
     assert strategy and activations and data and model and where  # noqa: PT018 - one fact
     assert optimizer and schedule  # noqa: PT018
@@ -327,7 +334,7 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
     if not all(parameter.is_meta for parameter in module.parameters()):
         return
     try:
-        with trying(module):
+        with trial(module):
             module(*data.example())
     except Exception as error:  # a model may raise anything
         reason = first_line(error)
@@ -363,39 +370,62 @@ def _check_experts(config: Config, model: Model) -> None:
             )
 
 
-def _check_written(
+#: What a forward pass may do that some options do not go with, and how that is told; see :class:`Observed`.
+_OBSERVED = {
+    "weights": "the model's forward pass changes weights in place, {} for one",
+    "buffers": "the model's forward pass changes buffers, {} for one",
+    "bypassed": "the model does not call its layers as modules, {} for one",
+}
+
+
+def _check_observed(
     config: Config, model: Model, data: Data, strategy: Strategy, dims: Dims, activations: Activations
 ) -> None:
-    """Refuse options that lose or repeat what the forward pass changes in weights, as in a momentum encoder."""
+    """Refuse options that lose or repeat what the forward pass changes, or miss layers that it calls by other means."""
     if config.call("model").target.startswith("ptdbench."):
         return
-    precision, again = config.general.precision, isinstance(activations, Recompute | Selective)
-    module = module_of(model)
-    of_layers = {weight for layer in model.layers() for weight in layer.parameters()}
-
-    def counts(name: str, option: str) -> bool:
-        """Return whether the change of a weight matters: ``max_norm`` may be applied again, and only layers are."""
-        if option not in ("parallel.pipeline", "activations"):
-            return True
-        bounded = getattr(module.get_submodule(name.rpartition(".")[0]), "max_norm", None) is not None
-        return not bounded and (option == "parallel.pipeline" or module.get_parameter(name) in of_layers)
-
+    general, shards, pipeline = config.general, strategy.shards(dims), strategy.applies("pipeline", dims)
+    again, treatment = isinstance(activations, Recompute | Selective), config.call("activations").name
     rows = [
-        (strategy.shards(dims), "parallel.shard", strategy.shard, "FSDP drops what it has gathered", "parallel=ddp"),
-        (dims.tensor > 1, "parallel.tensor", dims.tensor, "ranks divide the weights", "parallel=ddp"),
-        (strategy.applies("pipeline", dims), "parallel.pipeline", strategy.pipeline,
-         "each stage runs it for each micro-batch", "parallel=ddp"),
-        (DTYPES[precision] != torch.float32, "precision", precision, "it has narrow copies of them", "fp32"),
-        (again, "activations", config.call("activations").name, "it runs again in the backward pass", "keep, offload"),
+        (shards, "weights", "parallel.shard", strategy.shard, "FSDP drops what it has gathered", "parallel=ddp"),
+        (dims.tensor > 1, "weights", "parallel.tensor", dims.tensor, "ranks divide the weights", "parallel=ddp"),
+        (pipeline, "weights", "parallel.pipeline", strategy.pipeline, "each stage runs it for each micro-batch",
+         "parallel=ddp"),
+        (DTYPES[general.precision] != torch.float32, "weights", "precision", general.precision,
+         "it has narrow copies of them", "fp32"),
+        (again, "weights", "activations", treatment, "it runs again in the backward pass", "keep, offload"),
+        (again and bool(general.compile), "buffers", "activations", treatment,
+         "a compiled layer runs again on changed ones", "keep, offload, or compile=false"),
+        (pipeline, "buffers", "parallel.pipeline", strategy.pipeline, "no stage holds them", "parallel=ddp"),
+        (shards, "bypassed", "parallel.shard", strategy.shard, "FSDP gathers weights where they are called",
+         "calling layer(x), or parallel=ddp"),
+        (not isinstance(activations, Keep), "bypassed", "activations", treatment, "it is applied where they are called",
+         "calling layer(x), or keep"),
+        (general.compile in ("layers", "autotune"), "bypassed", "compile", general.compile,
+         "compiled is what runs where they are called", "calling layer(x), or whole"),
     ]  # fmt: skip
-    losing = [row[1:] for row in rows if row[0]]
-    names = written_weights(module, *data.example()) if losing else []
-    found = []
-    for option, value, why, other in losing:
-        if name := next((name for name in names if counts(name, option)), None):
-            rule = f"the model's forward pass changes weights in place, {name} for one, and {why}"
-            found.append(Problem(option, value, rule, f"try {other}"))
+    affected = [row[1:] for row in rows if row[0]]
+    if not affected:
+        return
+    observed, found = observe(module_of(model), model.layers(), *data.example()), []
+    for kind, option, value, why, other in affected:
+        names: Sequence[str] = getattr(observed, kind)
+        if name := next((name for name in names if _matters(model, kind, name, option)), None):
+            shown = name.removeprefix(foreign.PREFIX)
+            found.append(Problem(option, value, f"{_OBSERVED[kind].format(shown)}, and {why}", f"try {other}"))
     require(*found)
+
+
+def _matters(model: Model, kind: str, name: str, option: str) -> bool:
+    """Return whether an option affects a tensor that a pass changes: ``max_norm`` may be applied again, for one."""
+    owner = module_of(model).get_submodule(name.rpartition(".")[0])
+    is_in = {layer for layer in model.layers() if owner in set(layer.modules())}
+    if kind == "weights" and option in ("parallel.pipeline", "activations"):
+        return getattr(owner, "max_norm", None) is None and (option == "parallel.pipeline" or bool(is_in))
+    if kind == "buffers" and option == "parallel.pipeline":
+        parts = [module for key, part in (model.parts() or {}).items() for module in members(key, part).values()]
+        return not any(owner in set(part.modules()) for part in parts)
+    return kind != "buffers" or bool(is_in)
 
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:

@@ -16,6 +16,7 @@ from ptdbench.data.protocol import HeldOut, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import total
 from ptdbench.models.protocol import loss_of_outputs, only_loss
+from ptdbench.models.state import ModuleState
 from ptdbench.records.schema import Evaluation
 from ptdbench.training.loop import StepLoop
 
@@ -81,11 +82,13 @@ class Evaluator:
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out  # assemble() refuses data without held-out samples
-        module.eval()
+        state, modes = ModuleState(module), self._loop.engine.modes
+        modes.evaluate()
         with torch.no_grad(), self._loop.update.averaged():
             broadcast_buffers(module, self._loop.mesh.batch.get_group())
             sums = self._sums(held_out, stopped)
-        module.train()
+        modes.train()
+        state.restore()
         if sums is None:
             return None
         loss, top1, top5 = (math.fsum(of_blocks) for of_blocks in zip(*sums.tolist(), strict=True))

@@ -188,7 +188,6 @@ def assemble(job: Job) -> StepLoop:
     dims = training.layout.dims
     mesh = Mesh(dims, job.spec.device_type)
     engine = training.engine(mesh, job.device)
-    engine.module.train()
     # For dropout: only ranks that share each product, which are neighbors in the mesh, draw the same numbers. Seed
     # after laying the model out, which may draw.
     place = job.world.rank // dims.ways("products")

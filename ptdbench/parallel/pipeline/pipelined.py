@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from ptdbench.launch import collect
 from ptdbench.measure import memory
 from ptdbench.models.protocol import Model, members, module_of
+from ptdbench.models.state import ModuleState
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.engine import Engine, Scale, norm_of
 from ptdbench.parallel.options import Options
@@ -24,7 +25,24 @@ from ptdbench.parallel.precision import DTYPES
 
 
 class _InferringStage(PipelineStage):
-    """A stage that always infers shapes in its first pass."""
+    """A stage that always infers shapes in its first pass, and leaves no trace of that in its module.
+
+    torch infers them by running the stage; since 2.14 also backward, for which buffers must wait to be put back.
+    """
+
+    def _prepare_forward_infra(self, *arguments: Any, **options: Any) -> Any:
+        devices = [self.device] if self.device.type == "cuda" else []
+        self._before = ModuleState(self.submod)
+        with torch.random.fork_rng(devices):
+            inferred = super()._prepare_forward_infra(*arguments, **options)
+        if not hasattr(PipelineStage, "_post_metadata_inference_cleanup"):
+            self._before.restore()
+        return inferred
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Clean up after torch 2.14 has inferred the shapes of both passes."""
+        super()._post_metadata_inference_cleanup()  # type: ignore[misc]
+        self._before.restore()
 
     def _warmup_forward_vote(self, has_backward: bool, received_acc: Tensor | None = None) -> Tensor:
         """Vote for shape inference, under torch 2.14: virtual GPUs would not compute the product of all votes."""
