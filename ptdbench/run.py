@@ -295,6 +295,7 @@ def _report(world: World, attempt: Attempt, error: BaseException) -> NoReturn:
 
 def _specify(config: Config, world: World, watch: Stopwatch) -> RunSpec:
     watch.lap("import")
+    devices.select(world, str(config.resolved.get("device")))
     spec = run_spec.specify(config, world)
     if not (world.started_by.has_parent and spec.device_type == "cpu"):  # the parent has checked the host
         warning = run_spec.check_memory(spec, world)

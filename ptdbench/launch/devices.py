@@ -51,6 +51,13 @@ def check(world: World, device: str, backend: str) -> None:
     require(_mixed(seen, device) or _too_many(seen, device, backend, world.launcher))
 
 
+def select(world: World, device: str) -> None:
+    """Make this rank's GPU the current one, if it sees several: a model's constructor may ask for ``cuda``."""
+    gpus = 0 if device == "cpu" else torch.cuda.device_count()
+    if gpus > 1 and world.local_rank < gpus:
+        torch.cuda.set_device(world.local_rank)
+
+
 @cache
 def _survey(world: World) -> list[VisibleGpus]:
     """Return what every rank sees, by rank; rank 0 gathers and broadcasts it."""

@@ -111,11 +111,11 @@ class _Slot(nn.Module):
 
     def __init__(self, module: nn.Module, act: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["module"] = module  # not a submodule
+        self.__dict__["attribute"] = partial(getattr, module)  # which is no submodule, nor part of the state here
         self._act = act  # must not be a local function: a copy of the model would share it
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
+        return self.__dict__["attribute"](name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         return self._act(*arguments, **options)
@@ -167,7 +167,7 @@ class Chain:
         self._states: list[ModuleState] = []
         with refusing("cannot be tried between its blocks"), trial(module):
             self._front = self._with_slots({})
-            self._states = [ModuleState(self._front)]
+            self._states = [ModuleState(module), ModuleState(self._front)]
             self._observe()
             self._back = self._with_slots(self._stubs(0.0))
             self._states.append(ModuleState(self._back))

@@ -302,7 +302,7 @@ logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda told: "run m
 
 
 class _BothPasses(nn.Module):
-    """A forward and backward pass in one call: what the module itself recomputes in the second sees the same tensors."""
+    """A forward and backward pass in one call: what the module recomputes in the second sees the same tensors."""
 
     def __init__(self, module: nn.Module, between: Callable[[], None]) -> None:
         super().__init__()

@@ -55,8 +55,7 @@ class ModuleState:
         """Put the state back: each buffer and attribute is the same object again, with the same content."""
         _fill((held, content) for _, held, content in self._contents)
         for tensor, copied in self._copies.values():
-            # Nothing can have been written to an expanded tensor, such as a mask.
-            if not any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            if not _is_equal(tensor, copied):  # what autograd has saved of the others stays valid
                 tensor.copy_(copied)
         _rewind(self._drawn)
         for weight, gradient, is_trained in self._gradients:
@@ -80,7 +79,7 @@ class ModuleState:
             _rewind(drawn)
 
     def changes(self) -> list[str]:
-        """Return the full names of buffers and attributes that differ now; tensors by their values, if they have any."""
+        """Return the full names of buffers and attributes that differ now; tensors by value, but not on the meta device."""
         names: dict[str, None] = {}
         for label, held, content in self._contents:
             if isinstance(held, dict):
@@ -95,8 +94,7 @@ class ModuleState:
     def _differs(self, value: Any, before: Any) -> bool:
         if value is not before:
             return isinstance(before, (Tensor, *_CONTAINERS)) or value != before
-        copied = self._copies.get(id(value), (None, None))[1]
-        return copied is not None and not copied.is_meta and not torch.equal(value, copied)
+        return id(value) in self._copies and not _is_equal(*self._copies[id(value)])
 
 
 def has_state(module: nn.Module) -> bool:
@@ -105,21 +103,15 @@ def has_state(module: nn.Module) -> bool:
 
 
 @contextmanager
-def preserved(*modules: nn.Module) -> Iterator[list[ModuleState]]:
-    """Put the whole state of modules back on exit, and that of the random generators of the CPU.
-
-    Yields:
-        The states, to put them back before.
-    """
-    states = [ModuleState(module, whole=True) for module in modules]
-    drawn = random.getstate()
+def preserved(module: nn.Module) -> Iterator[ModuleState]:
+    """Put the whole state of a module back on exit, and that of the CPU's random generators; yields the state."""
+    state, drawn = ModuleState(module, whole=True), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
-            yield states
+            yield state
     finally:
         random.setstate(drawn)
-        for state in states:
-            state.restore()
+        state.restore()
 
 
 class Modes:
@@ -163,21 +155,20 @@ def _containers(module: nn.Module, whole: bool) -> Iterator[tuple[str, Any]]:
     The containers among the attributes too; each once, with a full name.
     """
     pending: list[tuple[str, Any]] = [("", module)]
-    packages = frozenset().union(*(_packages(type(part)) for part in module.modules()))
+    packages = frozenset({"types"}).union(*(_packages(type(part)) for part in module.modules()))  # SimpleNamespace's
     seen: set[int] = set()
     while pending:
         label, value = pending.pop()
-        held, hidden = value, frozenset[str]()
+        held, hidden, children = value, frozenset[str](), dict[str, Any]()
         if isinstance(value, nn.Module):
-            held, hidden = vars(value), frozenset() if whole else _INTERNAL
-            pending += [(_joined(label, name), child) for name, child in value.named_children()]
+            held, hidden, children = vars(value), frozenset() if whole else _INTERNAL, value._modules
         elif not isinstance(value, (*_CONTAINERS, tuple)):
             if type(value).__module__.partition(".")[0] not in packages or not hasattr(value, "__dict__"):
                 continue
             held = vars(value)
         if id(held) in seen:
             continue
-        seen |= {id(held), id(value)}
+        seen.add(id(held))
         if not isinstance(held, tuple):
             yield label, held
         inner = held.items() if isinstance(held, dict) else ((None, one) for one in held)
@@ -186,6 +177,7 @@ def _containers(module: nn.Module, whole: bool) -> Iterator[tuple[str, Any]]:
             for key, one in inner
             if not isinstance(one, _LEAVES) and key not in hidden
         ]
+        pending += [(_joined(label, name), child) for name, child in children.items() if child is not None]
 
 
 @cache
@@ -234,6 +226,10 @@ def _substituted(content: Any, copies: Mapping[int, Tensor]) -> Any:
 def _is_copied(value: object) -> bool:
     """Whether an attribute is a tensor whose content is part of the state: neither a weight nor computed from one."""
     return isinstance(value, Tensor) and not value.requires_grad and not isinstance(value, nn.Parameter)
+
+
+def _is_equal(tensor: Tensor, copied: Tensor) -> bool:
+    return tensor.is_meta or torch.equal(tensor, copied)
 
 
 def _state_of(generator: _Generator) -> Any:

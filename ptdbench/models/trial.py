@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -14,19 +15,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ptdbench.models.state import ModuleState, Modes, preserved
+from ptdbench.models.state import Modes, preserved
 
 
 @contextmanager
-def trial(module: nn.Module, *others: nn.Module) -> Iterator[list[ModuleState]]:
-    """Try a module in eval mode, without gradients; on exit all is as it was, random state included.
-
-    ``others`` share its weights, and have attributes of their own. Yields the states of all, to put them back between
-    two passes.
-    """
-    with torch.no_grad(), preserved(module, *others) as states, _Writes(module.parameters()):
+def trial(module: nn.Module) -> Iterator[None]:
+    """Try a module in eval mode, without gradients; on exit all is as it was, random state included."""
+    with warnings.catch_warnings(), torch.no_grad(), preserved(module), _Writes(module.parameters()):
+        warnings.simplefilter("ignore")  # of what is unusual only in a trial, such as inputs without gradients
         module.eval()  # no dropout, and batch norms keep their statistics
-        yield states
+        yield
 
 
 @dataclass(frozen=True)
@@ -35,6 +33,7 @@ class Observed:
 
     weights: Sequence[str] = ()  #: Weights that it changes in place, as that of a momentum encoder does.
     buffers: Sequence[str] = ()  #: Buffers that it changes, other than the statistics of batch norms.
+    overwritten: Sequence[str] = ()  #: Those of them that it changes in place.
     bypassed: Sequence[str] = ()  #: Layers that it does not call, but whose submodules it calls.
 
 
@@ -69,17 +68,20 @@ def _observed(
     place = next(iter(weights.values())).device
     two = [torch.zeros((2, *one.shape[1:]), dtype=one.dtype, device=place) for one in example]  # for batch norms
     tensors = weights | buffers
-    with preserved(module) as (state,), _bypassing(module, layers) as bypassed, _Writes(tensors.values()) as writes:
+    with preserved(module) as state, _bypassing(module, layers) as bypassed, _Writes(tensors.values()) as writes:
         Modes(module).train()
         if device:
             functional_call(module, tensors, tuple(two))  # replaces those in the dict that the module replaces
         else:
             module(*two)
-        changed = {*state.changes(), *(name for name, tensor in tensors.items() if writes.has_changed(tensor))}
+        written = {name for name, tensor in (weights | buffers).items() if writes.has_changed(tensor)}
+        replaced = {name for name, tensor in tensors.items() if tensor is not (weights | buffers)[name]}
+        changed = {*state.changes(), *written, *replaced}
     counted = {name for name in buffers if isinstance(module.get_submodule(name.rpartition(".")[0]), _BatchNorm)}
     return Observed(
         [name for name in weights if name in changed],
         [name for name in buffers if name in changed - counted],
+        [name for name in buffers if name in written - counted],
         sorted(bypassed),
     )
 

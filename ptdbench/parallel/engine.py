@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
-from ptdbench.models.state import ModuleState, Modes
+from ptdbench.models.state import Modes, ModuleState
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.precision import Copies

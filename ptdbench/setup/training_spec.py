@@ -124,7 +124,11 @@ class TrainingSpec:
         )
         module = module_of(self.model)
         modes, saves = Modes(module), self.config.checkpoint.every_steps or general.resume
-        written = observe(module, [], *self.data.example()).weights if saves and not self.config.call("model").target.startswith("ptdbench.") else []
+        written = (
+            observe(module, [], *self.data.example()).weights
+            if saves and not self.config.call("model").target.startswith("ptdbench.")
+            else []
+        )
         engine = self.strategy(self.model, setting)
         modes.extend(engine.module)
         modes.train()
@@ -374,6 +378,7 @@ def _check_experts(config: Config, model: Model) -> None:
 _OBSERVED = {
     "weights": "the model's forward pass changes weights in place, {} for one",
     "buffers": "the model's forward pass changes buffers, {} for one",
+    "overwritten": "the model's forward pass changes buffers in place, {} for one",
     "bypassed": "the model does not call its layers as modules, {} for one",
 }
 
@@ -396,6 +401,8 @@ def _check_observed(
         (again, "weights", "activations", treatment, "it runs again in the backward pass", "keep, offload"),
         (again and bool(general.compile), "buffers", "activations", treatment,
          "a compiled layer runs again on changed ones", "keep, offload, or compile=false"),
+        (bool(general.compile), "overwritten", "compile", general.compile,
+         "a compiled backward pass may read what it has changed", "self.buffer = self.buffer + 1, or compile=false"),
         (pipeline, "buffers", "parallel.pipeline", strategy.pipeline, "no stage holds them", "parallel=ddp"),
         (shards, "bypassed", "parallel.shard", strategy.shard, "FSDP gathers weights where they are called",
          "calling layer(x), or parallel=ddp"),
@@ -425,7 +432,7 @@ def _matters(model: Model, kind: str, name: str, option: str) -> bool:
     if kind == "buffers" and option == "parallel.pipeline":
         parts = [module for key, part in (model.parts() or {}).items() for module in members(key, part).values()]
         return not any(owner in set(part.modules()) for part in parts)
-    return kind != "buffers" or bool(is_in)
+    return kind != "buffers" or bool(is_in)  # only layers are recomputed
 
 
 def _meant_for_another(call: Call, error: ConfigError) -> ConfigError:

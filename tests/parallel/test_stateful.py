@@ -1,0 +1,150 @@
+"""A model that keeps state outside of its weights trains the same under every layout and lever."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ptdbench.models import foreign
+from ptdbench.models.protocol import module_of
+from ptdbench.models.state import Modes, ModuleState
+from ptdbench.parallel.mesh import Mesh
+from ptdbench.setup import config, training_spec
+from tests.conftest import Record, composed, run_on_shared_ranks
+from tests.daily import cases
+from tests.parallel.made import CPU, unscaled, whole
+from tests.parallel.ranks import each, on_ranks
+
+pytestmark = pytest.mark.ranks
+
+COMMON = (
+    "model=custom", "model._target_=tests.parallel.stateful.Stateful", "data=digits", "train.global_batch=16",
+    "train.steps=6", "optimizer.lr=1e-2", "device=cpu", "cluster.cpus_per_rank=1",
+)  # fmt: skip
+SAVES, EVALUATES = "checkpoint.every_steps=2", "eval.every=2"
+
+Runs = Callable[..., Record]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The record of a run with these options, which runs once."""
+
+    @cache
+    def run(*options: str) -> Record:
+        record = run_on_shared_ranks(tmp_path_factory.mktemp("reference"), *COMMON, *options)
+        assert record["status"] == "ok", record["error"]
+        return record
+
+    return run
+
+
+#: Ranks, options of a layout, and the passes of each layer in a step, which it counts; of several, each is of the same
+#: samples as one rank's.
+LAYOUTS = [
+    (2, "parallel=ddp", 1),
+    (2, "parallel=fsdp", 1),
+    (2, "parallel=tp", 1),
+    (2, "parallel=pdp parallel.microbatches=4", 4),
+    (4, "parallel=hsdp", 1),
+    (2, "parallel=tp train.micro_batch=4 activations=selective", 4),
+    (2, "parallel=fsdp activations=recompute", 1),
+    (2, "parallel=pdp parallel.microbatches=4 activations=recompute", 4),
+    (2, "parallel=pdp parallel.schedule=interleaved1f1b parallel.microbatches=4", 4),
+    (3, "parallel=pdp parallel.microbatches=4", 4),
+    (2, "parallel=ddp parallel.optimizer=zero1 train.ema=0.9", 1),
+]
+
+
+@cases(("ranks", "options", "passes"), LAYOUTS, daily=[*LAYOUTS[:4], LAYOUTS[6]])
+def test_losses_are_those_of_one_rank_with_as_many_passes(shared_run, reference, ranks, options, passes):
+    record = shared_run(*COMMON, f"cluster.ranks_per_node={ranks}", *options.split())
+    assert record["status"] == "ok", record["error"]
+    expected = reference("parallel=single", f"train.micro_batch={16 // passes}")
+    assert record["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_the_oracle_sees_a_pass_too_many(reference):
+    once, twice = (reference("parallel=single", f"train.micro_batch={size}")["losses"] for size in (16, 8))
+    assert abs(twice[0] / once[0] - 1) > 1e-4  # ten times the tolerance
+
+
+LEVERS = ["activations=recompute", "activations=selective", "activations=offload", SAVES, EVALUATES]
+PRODUCTS = [(layout, lever) for layout in ("single", "ddp", "fsdp", "pdp") for lever in LEVERS]
+
+
+@cases(("layout", "lever"), PRODUCTS, daily=[("single", LEVERS[0]), *((one, EVALUATES) for one in ("ddp", "pdp"))])
+def test_what_changes_no_numbers_changes_none_beside_dropout_either(shared_run, reference, layout, lever):
+    options = (f"parallel={layout}", "+model.dropout=0.2")
+    record = shared_run(*COMMON, *options, lever)
+    assert record["status"] == "ok", record["error"]
+    assert record["losses"] == reference(*options)["losses"]
+
+
+@cases("compiled", ["layers", "whole"], daily=[])
+def test_compiled_it_trains_the_same(shared_run, reference, compiled):
+    """Without a count in Python, for which torch would compile again in each step."""
+    options = ("parallel=single", "+model.counts=false", "+model.in_place=false")
+    record = shared_run(*COMMON, *options, f"compile={compiled}", SAVES)
+    assert record["status"] == "ok", record["error"]
+    assert record["losses"] == pytest.approx(reference(*options)["losses"], rel=1e-5)
+
+
+@cases("layout", ["single", "ddp", "fsdp", "pdp", "tp"], daily=["ddp", "pdp"])
+def test_a_resumed_run_is_the_uninterrupted_one(shared_run, reference, layout):
+    """But for what is counted in Python, which no checkpoint holds."""
+    options = (f"parallel={layout}", "+model.counts=false", "+model.dropout=0.2", SAVES, EVALUATES)
+    begun = shared_run(*COMMON, *options, "train.steps=4")
+    assert begun["status"] == "ok", begun["error"]
+    resumed = shared_run(*COMMON, *options, f"resume={begun['directory']}")
+    assert resumed["status"] == "ok", resumed["error"]
+    assert resumed["losses"] == reference(*options)["losses"]
+    assert resumed["evaluations"][-1]["loss"] == reference(*options)["evaluations"][-1]["loss"]
+
+
+def of_fresh(fresh: nn.Module, module: nn.Module, state: ModuleState) -> list[str]:
+    """In a rank: what differs between a laid-out module, whose state was taken before, and one that was just built."""
+    weights, parts = dict(fresh.named_parameters()), dict(fresh.named_modules())
+    differing = [name for name, one in module.named_parameters() if one.grad is not None]
+    differing += [name for name, one in module.named_parameters() if not torch.equal(whole(one), weights[name])]
+    differing += [name for name, one in module.named_buffers() if not torch.equal(one, fresh.get_buffer(name))]
+    for name, part in module.named_modules():
+        if (other := parts.get(name)) is not None and type(other).__module__ == "tests.parallel.stateful":
+            differing += [name] * (part.training != other.training)
+            differing += [
+                f"{name}.{key}" for key in ("passes", "history") if vars(part).get(key) != vars(other).get(key)
+            ]
+    return [*differing, *state.changes()]
+
+
+def before_the_first_step(*options: str) -> list[str]:
+    """In a rank: what differs from a fresh module after all trials, the layout and a rehearsal."""
+    read = config.read(composed(*COMMON, "parallel=ddp", SAVES, *options))
+    spec = training_spec.specify(read, lambda _: torch.distributed.get_world_size())
+    untouched = module_of(spec.model)
+    state = ModuleState(untouched, whole=True)
+    call = read.call("model").described
+    fresh = module_of(foreign.build(call, seed=read.general.seed, example=spec.data.example))
+    unlike = [name for name, one in untouched.named_parameters() if not torch.equal(one, fresh.get_parameter(name))]
+    engine = spec.engine(Mesh(spec.layout.dims, "cpu"), CPU)
+    Modes(fresh).train()
+    state = ModuleState(engine.module)
+    spec.data.prepare()
+    engine.rehearse(*spec.data.samples(*spec.layout.rows(0, replica=0)), unscaled)
+    return unlike + of_fresh(fresh, engine.module, state)
+
+
+STARTS: list[Any] = [
+    (), ("train.micro_batch=2",), ("parallel=fsdp",), ("parallel=tp",), ("parallel=pdp", "parallel.microbatches=4"),
+    ("activations=recompute",), ("parallel=fsdp", "activations=selective"), ("activations=offload",),
+    ("precision=bf16",), ("parallel=fsdp", "precision=bf16"), ("parallel.optimizer=zero1", "train.ema=0.9"),
+    ("parallel.gradients=powersgd",), ("parallel.static_graph=find_unused",),
+]  # fmt: skip
+
+
+def test_before_the_first_step_the_module_is_a_fresh_one():
+    for differing in on_ranks(2, each, before_the_first_step, STARTS):
+        assert not any(differing.values()), differing
