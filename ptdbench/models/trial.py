@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -58,25 +59,25 @@ def observe(module: nn.Module, layers: Iterable[nn.Module], inputs: Tensor, targ
 def _observed(
     module: nn.Module, layers: Iterable[nn.Module], example: Sequence[Tensor], device: str | None
 ) -> Observed:
-    named = [dict(module.named_parameters()), dict(module.named_buffers())]
-    if device:
-        named = [
-            {name: torch.empty_like(one, device=device, requires_grad=one.requires_grad) for name, one in kind.items()}
-            for kind in named
-        ]
-    weights, buffers = named
-    place = next(iter(weights.values())).device
-    two = [torch.zeros((2, *one.shape[1:]), dtype=one.dtype, device=place) for one in example]  # for batch norms
+    weights: dict[str, Tensor] = dict(module.named_parameters())
+    buffers = dict(module.named_buffers())
     tensors = weights | buffers
-    with preserved(module) as state, _bypassing(module, layers) as bypassed, _Writes(tensors.values()) as writes:
+    if device:
+        tensors = {
+            name: torch.empty_like(one, device=device, requires_grad=one.requires_grad) for name, one in tensors.items()
+        }
+    place = next(iter(tensors.values())).device
+    two = [torch.zeros((2, *one.shape[1:]), dtype=one.dtype, device=place) for one in example]  # for batch norms
+    present = dict(tensors)
+    with preserved(module), _bypassing(module, layers) as bypassed, _Writes(tensors.values()) as writes:
         Modes(module).train()
         if device:
-            functional_call(module, tensors, tuple(two))  # replaces those in the dict that the module replaces
+            functional_call(module, present, tuple(two))  # which updates the dict
         else:
             module(*two)
-        written = {name for name, tensor in (weights | buffers).items() if writes.has_changed(tensor)}
-        replaced = {name for name, tensor in tensors.items() if tensor is not (weights | buffers)[name]}
-        changed = {*state.changes(), *written, *replaced}
+            present = dict(chain(module.named_parameters(), module.named_buffers()))
+        written = {name for name, tensor in tensors.items() if writes.has_changed(tensor)}
+    changed = written | {name for name, tensor in tensors.items() if present.get(name) is not tensor}
     counted = {name for name in buffers if isinstance(module.get_submodule(name.rpartition(".")[0]), _BatchNorm)}
     return Observed(
         [name for name in weights if name in changed],

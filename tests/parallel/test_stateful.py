@@ -10,7 +10,7 @@ from torch import nn
 
 from ptdbench.models import foreign
 from ptdbench.models.protocol import module_of
-from ptdbench.models.state import Modes, ModuleState
+from ptdbench.models.state import Modes
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.setup import config, training_spec
 from tests.conftest import Record, composed, run_on_shared_ranks
@@ -105,36 +105,31 @@ def test_a_resumed_run_is_the_uninterrupted_one(shared_run, reference, layout):
     assert resumed["evaluations"][-1]["loss"] == reference(*options)["evaluations"][-1]["loss"]
 
 
-def of_fresh(fresh: nn.Module, module: nn.Module, state: ModuleState) -> list[str]:
-    """In a rank: what differs between a laid-out module, whose state was taken before, and one that was just built."""
-    weights, parts = dict(fresh.named_parameters()), dict(fresh.named_modules())
-    differing = [name for name, one in module.named_parameters() if one.grad is not None]
-    differing += [name for name, one in module.named_parameters() if not torch.equal(whole(one), weights[name])]
-    differing += [name for name, one in module.named_buffers() if not torch.equal(one, fresh.get_buffer(name))]
+def unlike_fresh(fresh: nn.Module, module: nn.Module) -> list[str]:
+    """In a rank: the names of what differs in a module, laid out or not, from one that was just built."""
+    weights, buffers, parts = map(dict, (fresh.named_parameters(), fresh.named_buffers(), fresh.named_modules()))
+    names = [name for name, one in module.named_parameters() if one.grad is not None]
+    names += [name for name, one in module.named_parameters() if not torch.equal(whole(one), weights[name])]
+    names += [name for name, one in module.named_buffers() if not torch.equal(one, buffers[name])]
     for name, part in module.named_modules():
-        if (other := parts.get(name)) is not None and type(other).__module__ == "tests.parallel.stateful":
-            differing += [name] * (part.training != other.training)
-            differing += [
-                f"{name}.{key}" for key in ("passes", "history") if vars(part).get(key) != vars(other).get(key)
-            ]
-    return [*differing, *state.changes()]
+        keys = ("training", "passes", "history") if hasattr(part, "passes") else ("training",)
+        if not name.endswith("module") and type(part) is not nn.Module:  # a stage has holders of its own
+            names += [f"{name}.{key}" for key in keys if getattr(part, key) != getattr(parts[name], key)]
+    return names
 
 
 def before_the_first_step(*options: str) -> list[str]:
-    """In a rank: what differs from a fresh module after all trials, the layout and a rehearsal."""
+    """In a rank: what differs from a fresh module after all trials, and after the layout and a rehearsal."""
     read = config.read(composed(*COMMON, "parallel=ddp", SAVES, *options))
     spec = training_spec.specify(read, lambda _: torch.distributed.get_world_size())
-    untouched = module_of(spec.model)
-    state = ModuleState(untouched, whole=True)
     call = read.call("model").described
     fresh = module_of(foreign.build(call, seed=read.general.seed, example=spec.data.example))
-    unlike = [name for name, one in untouched.named_parameters() if not torch.equal(one, fresh.get_parameter(name))]
+    after_trials = unlike_fresh(fresh, module_of(spec.model))
     engine = spec.engine(Mesh(spec.layout.dims, "cpu"), CPU)
     Modes(fresh).train()
-    state = ModuleState(engine.module)
     spec.data.prepare()
     engine.rehearse(*spec.data.samples(*spec.layout.rows(0, replica=0)), unscaled)
-    return unlike + of_fresh(fresh, engine.module, state)
+    return after_trials + unlike_fresh(fresh, engine.module)
 
 
 STARTS: list[Any] = [
