@@ -312,14 +312,14 @@ class TestModelsOfTheUser:
     def test_one_that_changes_weights_in_its_forward_pass(self, options, told):
         model = ("model=custom", f"model._target_={__name__}.Momentum", *VECTORS)
         make(*model, "parallel=ddp", "parallel.optimizer=zero1")
-        rule = "the model's forward pass changes weights in place, module.0.slow.weight for one, and"
+        rule = "the model's forward pass changes weights in place, 0.slow.weight for one, and"
         assert refused(*model, *options) == [told.replace("…", rule)]
 
     def test_one_whose_weights_are_bounded_in_its_forward_pass_may_run_it_again(self):
         model = ("model=custom", f"model._target_={__name__}.Bounded", *VECTORS)
         make(*model, "activations=recompute", "parallel=single")
         (told,) = refused(*model, "precision=bf16", "parallel=single")
-        assert "changes weights in place, module.rows.weight for one, and it has narrow copies" in told
+        assert "changes weights in place, rows.weight for one, and it has narrow copies" in told
 
     def test_one_that_needs_options(self):
         found = refused("model=custom", "model._target_=torch.nn.Linear", "+model.in_feature=4", *VECTORS)
