@@ -7,9 +7,9 @@
 A run's throughput is its layout's, times the drift of the machine, times an error of its own of 8 %. The drift is that
 of 480 runs in ``benchmarks/images/noise.png``, whose variogram ``make compare-truth`` found on two busy cores: 7 %, and
 two runs share less than a third of it that are 15 runs apart. Errors are normal, of Student's t with 3 degrees of
-freedom, or of layouts whose variances are 3:1. With a past, three earlier sweeps of other layouts are known, whose
-errors were anywhere between 0.6 and 1.6 times as large; with a quieter past between 0.25 and 0.65 times, with a noisier
-one between 2.4 and 6.6 times.
+freedom, or of layouts whose variances are 3:1; 30:1 and 100:1 for three runs. With a past, three earlier sweeps of
+other layouts are known, whose errors were anywhere between 0.6 and 1.6 times as large; with a quieter past between 0.18
+and 0.5 times, with a noisier one between 2.4 and 6.6 times.
 
 All are judged by the product's own functions. For two layouts without a past Student's t is exact: half of such shares
 lie above 5 %. A row of identical ones misses where one so large would be seen in less than 1 of 100 cases at 5 %.
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
@@ -54,7 +55,7 @@ DECIDED = 0.95
 BENCH, BENCH_SECONDS = 9, 150.0
 
 #: What is known of earlier sweeps: nothing, or three whose errors were about so many times those of today.
-PASTS = {"": None, "with a past": 1.0, "with a quieter past": 0.4, "with a noisier past": 4.0}
+PASTS = {"": None, "with a past": 1.0, "with a quieter past": 0.3, "with a noisier past": 4.0}
 
 Errors = Callable[[np.random.Generator, int, int], np.ndarray]
 
@@ -76,7 +77,16 @@ def unequal(random: np.random.Generator, layouts: int, repeats: int) -> np.ndarr
     return random.normal(0, deviations[:, None], (layouts, repeats))
 
 
+def noisy(random: np.random.Generator, layouts: int, repeats: int, *, ratio: float) -> np.ndarray:
+    """Normal errors where the first layout's variance is so many times that of the others, and theirs is usual."""
+    scale = np.where(np.arange(layouts) == 0, math.sqrt(ratio), 1.0)
+    return scale[:, None] * normal(random, layouts, repeats)
+
+
 ERRORS: dict[str, Errors] = {"normal": normal, "t3": heavy, "3:1": unequal}
+
+#: A layout that varies so much more than the others that these say nothing about it.
+FAR: dict[str, Errors] = {f"{ratio}:1": partial(noisy, ratio=ratio) for ratio in (30, 100)}
 
 
 def sweep(random: np.random.Generator, shares: Sequence[float], repeats: int, errors: Errors) -> list[Sample]:
@@ -130,8 +140,10 @@ def is_told_apart_at_a_look(samples: Sequence[Sample], earlier: Noise | None, mo
 
 def identical(random: np.random.Generator, sweeps: int) -> Iterator[Row]:
     """Layouts that do not differ: in tables of repeats, of single runs, and at the looks of ``repeat=auto``."""
-    sizes = [*product((2, 3, 8), (3, 5, 9), PASTS), *product((2, 3, 8), (1,), ("with a past",))]
-    for (name, errors), (layouts, repeats, which) in product(ERRORS.items(), sizes):
+    few, more = product((2, 3, 8), (2, 3), PASTS), product((2, 3, 8), (5, 9), ("",))
+    sizes = [*few, *more, *product((2, 3, 8), (1,), ("with a past",))]
+    kinds = [*product(ERRORS.items(), sizes), *product(FAR.items(), product((3, 8, 15), (3,), ("",)))]
+    for (name, errors), (layouts, repeats, which) in kinds:
         quiet = PASTS[which]
         pasts = (past(random, errors, quiet) if quiet else None for _ in range(sweeps))
         seen = sum(is_told_apart(sweep(random, [1.0] * layouts, repeats, errors), earlier) for earlier in pasts)

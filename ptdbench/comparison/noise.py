@@ -1,7 +1,7 @@
 """Noise between runs of the same configuration, stored in the user's cache by sweeps with repeats.
 
-Tables of single runs are judged by it, and it is a prior for those with few repeats. Long runs vary less than short
-ones, and large models less than small ones, so it holds only for runs of the same size on the same machine.
+Tables of single runs are judged by it. Long runs vary less than short ones, and large models less than small ones, so
+it holds only for runs of the same size on the same machine.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ptdbench.comparison import noise, significance, variation
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
-from ptdbench.comparison.variation import MIN_RUNS, Noise, Pool
+from ptdbench.comparison.variation import Noise, Pool
 from ptdbench.records.record import option
 from ptdbench.records.schema import Degree, Written
 from ptdbench.terminal import plural
@@ -95,7 +95,7 @@ class Ranking:
 
 
 def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
-    """Rank the alternatives of one model; with few runs, an order requires the noise of earlier sweeps."""
+    """Rank the alternatives of one model; an order of single runs requires the noise of earlier sweeps."""
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
     samples, means = [one.sample for one in ok], [_mean(one) for one in ok]
     pool = Pool(samples, earlier)
@@ -153,10 +153,11 @@ def remark(ranking: Ranking) -> str | None:
     resolve = "resolves" if max(counts) == 1 else "resolve"
     said = [f"ranks: simultaneous {1 - LEVEL:.0%} confidence"]
     said.append(f"{each} {resolve} {ratio_text(max(one.detectable for one in known))}" if known else each)
-    if min(counts) < MIN_RUNS:
-        earlier = ranking.earlier and share_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
-        judged = f"judged by earlier runs, which differ by {earlier}" if earlier else "no rank"
-        said.append(f"fewer than {MIN_RUNS} runs: {judged}" if max(counts) >= MIN_RUNS else judged)
+    if min(counts) == 1 < max(counts):
+        said.append(f"single runs: {'judged by how much the others vary' if ranking.earlier else 'no rank'}")
+    elif max(counts) == 1 and ranking.earlier:
+        earlier = share_text(math.expm1(min(ranking.earlier.unpaired.deviation, 700)))
+        said.append(f"judged by earlier runs, which differ by {earlier}")
     return "; ".join(said)
 
 

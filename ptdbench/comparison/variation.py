@@ -5,10 +5,10 @@ little about the next run (T. Kalibera and R. Jones, "Rigorous benchmarking in r
 are compared, because a busy machine slows all configurations by a factor.
 
 Runs of a sweep are a two-way layout, ``log figure = configuration + block + residual``: a block is so short that a
-drift of the machine affects all of it. Three runs of a pair say little about their variance. The variances of all other
-runs of the sweep, and of earlier sweeps on the machine, are added as a prior with its own degrees of freedom
-(G. Smyth, "Linear models and empirical Bayes methods for assessing differential expression in microarray experiments",
-Statistical Applications in Genetics and Molecular Biology 3, 2004).
+drift of the machine affects all of it. Three runs of a pair say little about their variance. The variance of all other
+runs of the sweep is added as a prior with its own degrees of freedom (G. Smyth, "Linear models and empirical Bayes
+methods for assessing differential expression in microarray experiments", Statistical Applications in Genetics and
+Molecular Biology 3, 2004). Earlier sweeps on the machine only judge single runs, which have no variance of their own.
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from ptdbench.records.schema import Quantity
 
-#: Minimum number of runs per side without noise from earlier sweeps: with two runs, one lucky run decides.
+#: Minimum number of runs per side of a verdict, or of a mean with an interval: with two it is 13 standard errors wide.
 MIN_RUNS = 3
 
 #: Maximum degrees of freedom of the prior. In Smyth's model, the variances of nine in ten configurations are then
 #: between 0.52 and 2.9 times the common variance, by the quantiles of chi-squared. Smyth estimates this parameter from
 #: thousands of variances, which a sweep does not have.
 PRIOR_FREEDOM = 8
-
-#: The probability with which an earlier sweep is taken for one of a noisier day by mistake.
-_BY_CHANCE = 0.01
 
 #: The figure of each run of a configuration, greater than 0, by block; runs without a block have unique keys.
 Sample = Mapping[Hashable, float]
@@ -56,13 +52,17 @@ class Spread:
         freedom = max(self.freedom - part.freedom, 0.0)
         return Spread(max(self.squares - part.squares, 0.0), freedom) if freedom else Spread()  # only rounding is left
 
-    def as_prior(self) -> Spread:
+    def as_prior(self, own: Spread | None = None) -> Spread:
         """Return the same variance with the degrees of freedom that it has as a prior for other runs.
 
         The variance of its logarithm is about ``2 / freedom``, and that among configurations ``2 / PRIOR_FREEDOM``;
-        they add up.
+        they add up. Beside runs with a variance of their own, it counts for at most twice their degrees of freedom, and
+        two thirds of its own, as the residuals of a block share its mean: otherwise a configuration of 100 times the
+        variance would seem to differ from the others in up to one of ten sweeps (``make ranks-truth``).
         """
         share = PRIOR_FREEDOM / (PRIOR_FREEDOM + self.freedom)
+        if own and own.freedom:
+            share = min(share, 2 * own.freedom / (3 * own.freedom + self.freedom))
         return Spread(self.squares * share, self.freedom * share)
 
 
@@ -103,7 +103,7 @@ class Pool:
         self._moments = {id(sample): _moments(sample) for sample in samples if sample}
         self._noise = noise(samples)
         self._earlier = earlier or Noise()
-        self._least = 1 if earlier else MIN_RUNS
+        self._least = 1 if earlier else 2
 
     def is_enough(self, sample: Sample) -> bool:
         """Return whether there are enough runs to compare the configuration."""
@@ -113,8 +113,8 @@ class Pool:
         """Compare two configurations, by their common blocks if there are enough, or neither has other runs.
 
         The variance is that of this pair, with that of all others only as a prior, so that quiet configurations do not
-        make a noisy one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if
-        there are too few runs, and no noise from earlier ones.
+        make a noisy one look quiet (P. Games and J. Howell, Journal of Educational Statistics 1, 1976). ``None`` if one
+        has a single run, or none, and there is no noise from earlier ones.
         """
         if not (self.is_enough(one) and self.is_enough(other)):
             return None
@@ -146,35 +146,17 @@ class Pool:
             return None
         own = self._moments[id(sample)]
         others = self._noise.unpaired - own.spread
-        known = self._moderated(own.spread, others, self._earlier.unpaired)
+        known = own.spread + others.as_prior(own.spread)
         return known.deviation / math.sqrt(own.runs), known.freedom
 
     @staticmethod
     def _moderated(own: Spread, others: Spread, earlier: Spread) -> Spread:
-        """Return Smyth's moderated variance: the average of all estimates, weighted by degrees of freedom.
+        """Return Smyth's moderated variance: the average of both estimates, weighted by degrees of freedom.
 
-        Earlier sweeps are ignored if runs vary more today: they may be from a quieter day, and their small variance
-        would show differences where there are none. So are those that varied so much more that chance hardly explains
-        it: they are from a noisier day, and would hide differences.
+        Earlier sweeps count only where today's runs say nothing. Two or three runs cannot tell whether these are of
+        quieter days, whose small variance shows differences where there are none, or of noisier ones, which hide them.
         """
-        today = own + others.as_prior()
-        is_quieter = today.deviation > earlier.deviation
-        return today if is_quieter or _is_noisier(earlier, today) else today + earlier.as_prior()
-
-
-def _is_noisier(earlier: Spread, today: Spread) -> bool:
-    """Return whether an earlier variance is larger than today's by more than chance explains, by an F test."""
-    if not (earlier.freedom and today.squares):
-        return False
-    return earlier.deviation > today.deviation * _critical(earlier.freedom, today.freedom)
-
-
-@lru_cache(maxsize=256)  # the pairs of a sweep have mostly the same degrees of freedom
-def _critical(earlier: float, today: float) -> float:
-    """Return the ratio of two estimated deviations that chance exceeds with probability :data:`_BY_CHANCE`."""
-    from scipy import special  # imported late: it takes a quarter of a second
-
-    return math.sqrt(float(special.fdtri(earlier, today, 1 - _BY_CHANCE)))
+        return own + others.as_prior(own) if own.freedom or others.freedom else earlier.as_prior()
 
 
 def noise(samples: Sequence[Sample]) -> Noise:

@@ -77,9 +77,10 @@ def test_two_that_hardly_ever_ran_in_the_same_block_are_compared_by_their_means(
 
 
 @pytest.mark.parametrize("block", [0, "other"])
-def test_a_single_run_is_judged_by_those_of_the_other_side_where_the_past_was_quieter(block):
-    wild, quiet = sample(RANDOM(3), 5, 0.3), Spread(1e-4 * 8, 8)
-    found = between(wild, {block: 1.0}, earlier=Noise(quiet, quiet))
+@pytest.mark.parametrize("deviation", [0.01, 0.5])
+def test_a_single_run_is_judged_by_those_of_the_other_side_whatever_the_past(block, deviation):
+    wild, past = sample(RANDOM(3), 5, 0.3), Spread(deviation**2 * 8, 8)
+    found = between(wild, {block: 1.0}, earlier=Noise(past, past))
     assert found.mean == pytest.approx(np.mean(logs(wild)))
     assert found.error == pytest.approx(np.std(logs(wild), ddof=1) * math.sqrt(1 + 1 / 5))
     assert found.freedom == pytest.approx(4 * PRIOR_FREEDOM / (PRIOR_FREEDOM + 4))
@@ -120,42 +121,31 @@ def test_others_of_the_sweep_are_a_prior_of_the_pair():
     """By hand: the variance of the pair, and of what is left of the layout's residual, by degrees of freedom."""
     table = np.log([[*one.values()] for one in LAYOUTS])
     of_pair = squares_about_means(table[:2])
-    share = PRIOR_FREEDOM / (PRIOR_FREEDOM + 2)  # the third adds two degrees of freedom
+    share = 1 / 2  # of two degrees of freedom that the third adds: 1 / (1 / (2 * 2) + 3 / (2 * 2))
     squares, freedom = of_pair + share * (squares_about_means(table) - of_pair), 2 + share * 2
     found = between(*LAYOUTS)
     assert found.error == pytest.approx(math.sqrt(squares / freedom * 2 / 3))
     assert found.freedom == pytest.approx(freedom)
 
 
-def test_earlier_sweeps_are_a_prior_too_of_the_kind_of_the_pair():
-    one, other = LAYOUTS[:2]
-    table = np.log([[*one.values()], [*other.values()]])
-    earlier, share = Noise(Spread(0.2, 12), Spread(0.8, 12)), PRIOR_FREEDOM / (PRIOR_FREEDOM + 12)
-    paired = between(one, other, earlier=earlier)
-    squares = squares_about_means(table) + share * 0.2
-    assert paired.freedom == pytest.approx(2 + share * 12)
-    assert paired.error == pytest.approx(math.sqrt(squares / paired.freedom * 2 / 3))
+def test_earlier_sweeps_judge_single_runs_and_those_alone():
+    """Of quieter days they would show differences where there are none, and of noisier ones hide them."""
+    earlier = Noise(Spread(0.2, 12), Spread(0.8, 12))
+    freedom = PRIOR_FREEDOM * 12 / (PRIOR_FREEDOM + 12)
     apart = between({"a": 1.1}, {"b": 1.0}, earlier=earlier)
-    expected = (pytest.approx(math.log(1.1)), pytest.approx(math.sqrt(0.8 / 12 * 2)), pytest.approx(share * 12))
+    expected = (pytest.approx(math.log(1.1)), pytest.approx(math.sqrt(0.8 / 12 * 2)), pytest.approx(freedom))
     assert apart == (*expected, 1, False)
+    random = RANDOM(1)
+    for pair in (LAYOUTS[:2], [sample(random, 2), sample(random, 2)], [sample(random, 8, own=side) for side in "ab"]):
+        assert between(*pair, earlier=earlier) == between(*pair)
 
 
-def test_earlier_sweeps_of_a_quieter_day_do_not_count():
-    one, other = LAYOUTS[:2]
-    assert between(one, other, earlier=Noise(Spread(1e-6, 12), Spread(1e-6, 12))) == between(one, other)
-
-
-def test_earlier_sweeps_of_a_much_noisier_day_do_not_count_and_those_of_a_noisy_one_do():
-    """By an F test: paired, with 2 degrees of freedom, and unpaired with about 14."""
-    few, random = LAYOUTS[:2], RANDOM(1)
-    many = [sample(random, 8, own="a"), sample(random, 8, own="b")]
-    for one, other in (few, many):
-        today = between(one, other)
-        deviation = today.error * math.sqrt(today.runs / 2)
-        most = deviation * math.sqrt(stats.f.ppf(0.99, 12, today.freedom))
-        for factor, counts in ((0.99, True), (1.01, False)):
-            earlier = Spread(12 * (factor * most) ** 2, 12)
-            assert (between(one, other, earlier=Noise(earlier, earlier)) != today) == counts
+def test_many_others_outweigh_a_pair_at_most_two_to_one():
+    """Three runs that are alike by chance must not look like those of a quiet configuration."""
+    random = RANDOM(2)
+    one, other, *others = (sample(random, 3, own=own) for own in [""] * 40)
+    found = between(one, other, *others).freedom, Pool([one, *others]).mean_error(one)[1]
+    assert all(2 + 3 < freedom < 2 + 2 * 2 for freedom in found)
 
 
 def test_a_prior_is_never_worth_more_than_its_limit():
@@ -163,17 +153,18 @@ def test_a_prior_is_never_worth_more_than_its_limit():
         prior = Spread(0.04 * freedom, freedom).as_prior()
         assert prior.deviation == pytest.approx(0.2)
         assert prior.freedom == pytest.approx(1 / (1 / freedom + 1 / PRIOR_FREEDOM))
+        beside = Spread(0.04 * freedom, freedom).as_prior(Spread(0.1, 2))
+        assert beside.freedom == pytest.approx(min(prior.freedom, 1 / (1 / (2 * 2) + 3 / (2 * freedom))))
     assert Spread().as_prior() == Spread()
 
 
-def test_too_few_runs_say_nothing_but_with_a_past():
+def test_single_runs_say_nothing_but_with_a_past():
     random, earlier = RANDOM(0), Noise(Spread(0.01, 8), Spread(0.01, 8))
     pairs = [
-        (sample(random, 2), sample(random, 2)),
         (sample(random, 1), sample(random, 50, own="other")),
         (sample(random, 1), sample(random, 1, own="other")),
     ]
-    assert [between(*pair) for pair in pairs] == [None] * 3
+    assert [between(*pair) for pair in pairs] == [None] * 2
     assert all(between(*pair, earlier=earlier) for pair in pairs)
     empty = ({}, sample(random, 5))
     assert between(*empty) is between(*empty, earlier=earlier) is None
@@ -184,7 +175,7 @@ def test_the_error_of_a_mean_takes_in_all_runs_of_the_sweep():
     error, freedom = Pool(LAYOUTS[:1]).mean_error(LAYOUTS[0])
     assert (error, freedom) == pytest.approx((stats.sem(own), 2))
     error, more = Pool(LAYOUTS).mean_error(LAYOUTS[0])
-    share = PRIOR_FREEDOM / (PRIOR_FREEDOM + 4)
+    share = 2 / 5  # of four degrees of freedom: 1 / (1 / (2 * 2) + 3 / (2 * 4))
     squares = [float(np.var(logs(one), ddof=1)) * 2 for one in LAYOUTS]
     assert more == pytest.approx(2 + share * 4)
     assert error == pytest.approx(math.sqrt((squares[0] + share * sum(squares[1:])) / more / 3))
