@@ -32,25 +32,20 @@ _SWEEPS = 8
 
 
 def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Difference | None]:
-    """Return the differences of pairs of alternatives, pooling each model's noise with that of earlier sweeps.
+    """Return the differences of pairs of alternatives, by the noise of all alternatives of the same model.
 
     ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
     models: dict[Any, dict[int, Alternative]] = {}
     for pair in pairs:
         models.setdefault(pair[0].median_run.get("model"), {}).update((id(one), one) for one in pair)
-    pools = {model: pool([*found.values()]) for model, found in models.items()}
+    pools = {model: Pool([one.sample for one in found.values()]) for model, found in models.items()}
     return [
         pools[one.median_run.get("model")].difference(one.sample, other.sample)
         if min(len(one.sample), len(other.sample)) >= MIN_RUNS
         else None
         for one, other in pairs
     ]
-
-
-def pool(found: Sequence[Alternative]) -> Pool:
-    """Return the pool of a model's alternatives, with the noise of earlier sweeps."""
-    return Pool([one.sample for one in found], look_up(run for one in found for run in one.runs))
 
 
 @dataclass(frozen=True)

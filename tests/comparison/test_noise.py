@@ -112,19 +112,17 @@ def test_the_latest_eight_sweeps_are_kept():
     assert deviation([on(MACHINE, run())]) == pytest.approx(math.sqrt(sum((n + 0.01) ** 2 for n in range(2, 10)) / 8))
 
 
-def test_pairs_of_each_model_are_judged_together_and_by_the_past():
-    keep(sweep())
+def test_pairs_of_each_model_are_judged_together():
     found = alternatives.group(
         [one for model in ("gpt_tiny", "toy") for name in ("ddp", "fsdp", "pdp")
-         for one in elsewhere(noisy(name, 0.05, model=model), "outputs/now")]
+         for one in noisy(name, 0.05, model=model)]
     )  # fmt: skip
-    tiny, toy = found[:3], found[3:]
-    here, there = noise.differences([(tiny[0], tiny[1]), (toy[0], toy[1])])
-    earlier = noise.look_up(tiny[0].runs)
-    assert here == Pool([one.sample for one in tiny[:2]], earlier).difference(tiny[0].sample, tiny[1].sample)
-    assert there == Pool([one.sample for one in toy[:2]]).difference(toy[0].sample, toy[1].sample)
-    few = alternatives.group(elsewhere([*noisy("ddp", 0.1, runs=2), *noisy("fsdp", 0.1, runs=2)], "outputs/now"))
-    assert noise.differences([(few[0], few[1])]) == [None]  # not by the past alone
+    pairs = [(found[0], found[1]), (found[3], found[4])]
+    pools = [Pool([one.sample for one in pair]) for pair in pairs]
+    expected = [pool.difference(one.sample, other.sample) for pool, (one, other) in zip(pools, pairs, strict=True)]
+    assert noise.differences(pairs) == expected
+    few = alternatives.group([*noisy("ddp", 0.1, runs=2), *noisy("fsdp", 0.1, runs=2)])
+    assert noise.differences([(few[0], few[1])]) == [None]
 
 
 @pytest.mark.parametrize(
