@@ -209,13 +209,18 @@ def _unconnected(rows: Sequence[Sample]) -> int:
 
 
 def _welch(one: _Moments, other: _Moments) -> Spread:
-    """Return the variance of a run, from two configurations with different variances, by Welch's method."""
-    sides = (one, other)
-    if min(one.runs, other.runs) < 2:
+    """Return the variance of a run, from two configurations with different variances, by Welch's method.
+
+    His degrees of freedom are too many beside few runs that happen to be alike, and limited: to 1 for two runs, for
+    which his test would be wrong in one of ten cases, and to 4 for three, as for three runs each.
+    """
+    sides, fewest = (one, other), min(one.runs, other.runs)
+    if fewest < 2:
         return Spread()
     parts = [side.spread.deviation**2 / side.runs for side in sides]
     squared = sum(part**2 / side.spread.freedom for part, side in zip(parts, sides, strict=True))
     freedom = sum(parts) ** 2 / squared if squared else one.spread.freedom + other.spread.freedom
+    freedom = min(freedom, (fewest - 1) ** 2)
     return Spread(sum(parts) / (1 / one.runs + 1 / other.runs) * freedom, freedom)
 
 

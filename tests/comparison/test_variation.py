@@ -56,6 +56,14 @@ def test_two_without_common_blocks_are_compared_by_welchs(runs, others):
     assert (found.mean / found.error, found.freedom) == pytest.approx((theirs.statistic, theirs.df))
 
 
+@pytest.mark.parametrize(("runs", "most"), [(2, 1), (3, 4)])
+def test_few_runs_that_are_alike_do_not_borrow_the_freedom_of_many(runs, most):
+    one, other = sample(RANDOM(1), runs, 1e-5), sample(RANDOM(2), 20, 0.05, own="other")
+    found = between(one, other)
+    assert found.error == pytest.approx(stats.sem(logs(other)), rel=1e-3)
+    assert found.freedom == most
+
+
 def test_blocks_that_one_of_two_lacks_do_not_count():
     random = RANDOM(0)
     one, other = dict(sample(random, 6)), dict(sample(random, 6))
