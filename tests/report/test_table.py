@@ -140,9 +140,9 @@ class TestRepeats:
         rows = [(row[0], row[1], row[2], row[-1]) for row in cells(text)]
         assert set(rows) == {("1", "3", "ddp", "ok"), ("2-3", "3", "pdp", "ok"), ("2-3", "3", "fsdp", "ok")}
         first, second, _ = cells(text)
-        # deviations of 1 %, 0.95 % and 0.72 %, weighted by 2, 4/3 and 4/3 degrees of freedom: 0.91 %; the quantile of
-        # Student's t with these 4.67 is 2.63, and 2.63 * 0.0091 / sqrt(3) is 1.4 %
-        assert first[5:7] == ["1,000 ±1.4%", "1.00x"]
+        # deviations of 1 %, 0.95 % and 0.72 %, weighted by 2, 0.8 and 0.8 degrees of freedom: 0.93 %; the quantile of
+        # Student's t with these 3.6 is 2.90, and 2.90 * 0.0093 / sqrt(3) is 1.6 %
+        assert first[5:7] == ["1,000 ±1.6%", "1.00x"]
         assert re.fullmatch(r"0\.80x \(0\.\d\d-0\.\d\d\)", second[6])
 
     def test_failed_runs_are_counted_and_the_reason_of_one_stands_below(self):
