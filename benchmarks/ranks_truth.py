@@ -11,7 +11,8 @@ freedom, or of layouts whose variances are 3:1; 30:1 and 100:1 for three runs. W
 other layouts are known, whose errors were anywhere between 0.6 and 1.6 times as large; with a quieter past between 0.18
 and 0.5 times, with a noisier one between 2.4 and 6.6 times.
 
-All are judged by the product's own functions. For two layouts Student's t is exact: half of such shares lie above 5 %. A row of identical ones misses where one so large would be seen in less than 1 of 100 cases at 5 %.
+All are judged by the product's own functions. For two layouts Student's t is exact: half of such shares lie above 5 %.
+A row of identical ones misses where one so large would be seen in less than 1 of 100 cases at 5 %.
 """
 
 from __future__ import annotations
