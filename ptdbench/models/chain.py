@@ -354,8 +354,8 @@ class Chain:
         with torch.enable_grad():
             probe = hidden.clone().requires_grad_()
             outputs = self._finish(self._rest(self._back, probe), None).sum()
-            (gradient,) = torch.autograd.grad(outputs, probe, allow_unused=True) if outputs.requires_grad else (None,)
-        if gradient is None:
+        passes = outputs.requires_grad and probe.requires_grad  # not if it was an output of what has no gradients
+        if not passes or torch.autograd.grad(outputs, probe, allow_unused=True) == (None,):
             raise NoChain("passes no gradient to its last block, as under reentrant checkpointing")
         begun, others = self._begin(zeros), tree_leaves(self._capture_others(self._back, zeros))
         rest = self._finish(self._rest(self._back, hidden), None)

@@ -3,11 +3,11 @@
 Any module works whose ``forward(inputs)`` returns a tensor, or an object with ``.logits`` or ``.loss`` like those of
 Hugging Face. Their ``labels`` are not used: targets are already the next tokens, and the module would shift them again.
 Its state is its own: buffers, counters and lists in attributes may change in ``forward``, once for each micro-batch. No
-trial, rehearsal or evaluation leaves a trace in them, and recomputation runs on what the forward pass had; a resumed run
-has its buffers, but not what is counted in Python. Parts that the constructor puts into ``eval()`` stay there, and an
-overridden ``train()`` is called under every layout. Weights that ``forward`` changes in place, as a momentum encoder
-does, go with ``single`` and ``ddp`` in fp32, buffers that it changes in place without ``compile``; they are refused where
-such a change would be lost or repeated, and so are layers that are not called as ``layer(x)``, where that matters.
+trial, rehearsal or evaluation leaves a trace in them, and recomputation runs on what the forward pass had; a resumed
+run has its buffers, but not what is counted in Python. Parts that the constructor puts into ``eval()`` stay there, and
+an overridden ``train()`` is called under every layout. Weights that ``forward`` changes in place, as a momentum encoder
+does, go with ``single`` and ``ddp`` in fp32, buffers that it changes in place without ``compile``; they are refused
+where such a change would be lost or repeated, and so are layers that are not called as ``layer(x)``, if that matters.
 
 The module may define these methods, all optional:
 

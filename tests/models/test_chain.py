@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from ptdbench.models import chain
 from ptdbench.models.foreign import adapt
@@ -103,6 +104,16 @@ class Residual(Net):
         hidden = self.stem(inputs)
         for block in self.blocks:
             hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+class Checkpointed(Net):
+    """Recomputes its blocks in the way that was torch's default for long."""
+
+    def forward(self, inputs):
+        hidden = self.stem(inputs)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=True)
         return self.head(hidden)
 
 
@@ -258,6 +269,22 @@ class Remembers(Net):
         return super().forward(inputs) * self.scale
 
 
+def test_a_module_that_checkpoints_its_blocks_gives_gradients_as_it_does_alone_and_after_trials():
+    module = Checkpointed()
+    inputs, targets = torch.randn(3, 6), torch.randn(3, 4)
+    module_again = copy.deepcopy(module)
+    (module_again(inputs) - targets).square().mean().backward()
+    model = adapt(module, example)
+    model.train_flops()
+    *parts, last = model.parts().values()
+    assert all(weight.grad is None for weight in module.parameters())
+    for part in parts:
+        inputs = part(inputs)
+    last(inputs, targets).backward()
+    for weight, expected in zip(module.parameters(), module_again.parameters(), strict=True):
+        torch.testing.assert_close(weight.grad, expected.grad)
+
+
 def test_a_trial_leaves_nothing_in_the_module_and_in_the_pieces():
     """The run may be on another device."""
     model = adapt(Remembers(), example)
@@ -286,6 +313,7 @@ def test_what_has_no_weights_is_no_stage_of_its_own():
         (HeadOnWeights, "uses what comes before its blocks after them too"),
         (StemOnWeights, "uses what comes after its blocks before them too"),
         (BlocksOnWeights, "calls its blocks with more than the hidden state that depends on samples or weights"),
+        (Checkpointed, "passes no gradient to its last block, as under reentrant checkpointing"),
         (lambda: nn.Linear(6, 4), "has no parts(), and no list of blocks of one class to cut between"),
     ],
 )

@@ -63,17 +63,21 @@ def test_what_was_gathered_is_released_after_outputs_even_if_the_forward_pass_fa
 
 
 def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
-    """Neither gradients nor buffers nor random numbers; the passes are those that the part asks for."""
+    """Neither gradients nor buffers, weights nor random numbers; the passes are those that the part asks for."""
     model = toy()
+    model.register_parameter("slow", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
+    model.register_forward_pre_hook(lambda *_: model.slow.data.add_(1) and None)
     model.register_buffer("count", torch.zeros(1))
     model.register_forward_pre_hook(lambda *_: model.count.add_(torch.rand(1)) and None)
     passes = []
-    next(model.parameters()).register_post_accumulate_grad_hook(lambda _: passes.append(True))
+    [*model.parameters()][-1].register_post_accumulate_grad_hook(lambda _: passes.append(True))
     inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
     before = torch.get_rng_state()
-    engine(model, 3, settles_after=2).rehearse(inputs, targets, unscaled)
+    whole = engine(model, 3, settles_after=2)
+    whole.written = ["slow"]
+    whole.rehearse(inputs, targets, unscaled)
     assert len(passes) == 2 * 2
-    assert model.count == 0
+    assert (model.count, model.slow) == (0, 0)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.equal(torch.get_rng_state(), before)
 

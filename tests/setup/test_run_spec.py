@@ -271,6 +271,54 @@ class TestUpdatesOfTheUser:
         assert line == f"optimizer={name}: {rule}; try adamw, sgd, or checkpoint.every_steps=null"
 
 
+class ByMethod(nn.Module):
+    """Calls its layers by a method of theirs."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def run(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.linear(hidden)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = nn.ModuleList(self.Layer() for _ in range(3)), nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            inputs = layer.run(inputs)
+        return self.head(inputs)
+
+
+class Counts(nn.Module):
+    """Counts its passes around its layers and in them."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("passes", torch.zeros(()))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.passes += 1
+            return self.linear(hidden) * self.passes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        inputs = self.stem(inputs)
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return self.head(inputs) * self.passes
+
+
 class TestModelsOfTheUser:
     @pytest.mark.parametrize(
         ("target", "told"),
@@ -314,6 +362,35 @@ class TestModelsOfTheUser:
         make(*model, "parallel=ddp", "parallel.optimizer=zero1")
         rule = "the model's forward pass changes weights in place, 0.slow.weight for one, and"
         assert refused(*model, *options) == [told.replace("…", rule)]
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            (["activations=recompute"], "it is applied where they are called; try calling layer(x), or keep"),
+            (["compile=layers"], "compiled is what runs where they are called; try calling layer(x), or whole"),
+            (["parallel=fsdp"], "FSDP gathers weights where they are called; try calling layer(x), or parallel=ddp"),
+        ],
+    )
+    def test_one_that_calls_its_layers_by_another_method(self, options, told):
+        model = ("model=custom", f"model._target_={__name__}.ByMethod", *VECTORS)
+        make(*model, "compile=whole", "parallel=ddp")
+        (line,) = refused(*model, *options)
+        assert line.endswith(f": the model does not call its layers as modules, layers.0 for one, and {told}")
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            (["activations=recompute", "compile=whole"], "a compiled layer runs again on changed ones"),
+            (["compile=layers"], "a compiled backward pass may read what it has changed"),
+            (["parallel=pdp"], "no stage holds them"),
+        ],
+    )
+    def test_one_that_changes_buffers(self, options, told):
+        model = ("model=custom", f"model._target_={__name__}.Counts", *VECTORS)
+        make(*model, "parallel=fsdp", "activations=recompute", "precision=bf16")
+        assert any(
+            "the model's forward pass changes buffers" in line and told in line for line in refused(*model, *options)
+        )
 
     def test_one_whose_weights_are_bounded_in_its_forward_pass_may_run_it_again(self):
         model = ("model=custom", f"model._target_={__name__}.Bounded", *VECTORS)
