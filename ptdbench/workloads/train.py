@@ -20,6 +20,7 @@ from ptdbench.launch.collect import barrier, gather, most
 from ptdbench.launch.stop_signal import StopSignal
 from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
+from ptdbench.parallel import replicas
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.records.store import Damaged
 from ptdbench.setup.training_spec import prepare_data
@@ -85,6 +86,8 @@ class _Training:
         """Run all steps, with evaluations and saves between them; return the name of the signal to stop, if any."""
         loop, evaluator = self.loop, self._evaluator
         checkpointing, recorder = self._checkpointing, self._recorder
+        # Ahead of the last step that is certainly not timed, whose caches then hold the step's data again.
+        compared = max(1, self._job.spec.config.train.warmup_steps - 1)
         stopped = None
         advancing = steps(self._job, loop, at_end=self._meter.stop)
         with StopSignal() as stop_signal, closing(advancing) as advance:
@@ -96,6 +99,8 @@ class _Training:
             if loop.done and evaluator.due():  # the run was interrupted between checkpoint and evaluation
                 evaluate()
             for _ in advance:
+                if loop.taken == compared:
+                    self._compare_replicas()
                 if evaluator.due() or recorder.due or checkpointing.due:
                     with self._meter.paused():
                         if checkpointing.due:  # first: an evaluation may take longer than the run has left
@@ -107,12 +112,26 @@ class _Training:
                 if stopped := stop_signal.received(loop.taken):
                     self._meter.stop()
                     break
+            if not stopped:
+                self._compare_replicas()
             if not stopped and evaluator.due(at_end=True):
                 checkpointing.save()
                 evaluate()
                 stopped = stop_signal.received(loop.taken)
             checkpointing.finish()
         return stopped
+
+    def _compare_replicas(self) -> None:
+        """Fail if ranks hold different copies of a weight; virtual GPUs have no values."""
+        job, mesh = self._job, self.loop.mesh
+        if job.world.size == 1 or job.spec.virtual:
+            return
+        # Each rank of a tensor-parallel group averages its gradients in another group, and NCCL, from three ranks on,
+        # may add up in another order there, which rounds differently.
+        ranks = mesh["tensor"] if job.device.type == "cuda" and mesh.copies.size() > 2 else None
+        first = {second: first for first, second in job.training.tied}
+        weights = ((first.get(name, name), weight) for name, weight in self.loop.engine.module.named_parameters())
+        replicas.require_equal(weights, ranks and ranks.get_local_rank())
 
     def _outcome(self, stopped: str | None) -> Outcome:
         job, done, asked = self._job, self.loop.done, self._job.spec.config.train
