@@ -28,6 +28,11 @@ def unwrapped(tensor: Tensor) -> Tensor:
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=tensor.stride())
 
 
+def without_repeats(tensor: Tensor) -> Tensor:
+    """Return the part of an expanded tensor that holds each element once, and can be written to; any other as it is."""
+    return tensor[tuple(slice(None if stride else 1) for stride in tensor.stride())]
+
+
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
     """Yield the tensors that hold the memory of one: a DTensor or a sparse gradient has none itself."""
     if is_traceable_wrapper_subclass(tensor):

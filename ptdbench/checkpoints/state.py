@@ -6,6 +6,7 @@ replicas or FSDP shards, and can be loaded under another strategy and on another
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 
 from ptdbench.checkpoints import safe_load
 from ptdbench.launch.collect import gather
-from ptdbench.local_part import device_of, unwrapped
+from ptdbench.local_part import device_of, local_part, unwrapped, without_repeats
 from ptdbench.optim.averaging import KEY
+from ptdbench.parallel.replicas import checksums, differing
 from ptdbench.problems import ConfigError, Problem
 
 #: Pairs of full parameter names that share one weight, see :meth:`ptdbench.models.protocol.Model.tied`.
@@ -38,6 +40,25 @@ class TrainingState:
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, tied: Tied, rank: int) -> None:
         self._module, self._optimizer, self._tied, self._rank = module, optimizer, tied, rank
+        #: The first buffer that differed between ranks in the checkpoint that :meth:`restore` has loaded.
+        self.differed: str | None = None
+        self._built: dict[str, int] = {}
+
+    def note_buffers(self) -> None:
+        """Note the buffers before the first step: of those that are not persistent, changed ones are saved."""
+        self._built = dict(checksums(self._module.named_buffers()))
+
+    def own_buffers(self, *, first_replica: bool) -> dict[str, Tensor]:
+        """Return the buffers that a rank keeps besides the model's, as ``buffer.<name>``; called in all ranks.
+
+        These are the buffers that differ between ranks, and, in the first replica, those that are not persistent and
+        have changed.
+        """
+        now, persistent = dict(checksums(self._module.named_buffers())), self._module.state_dict().keys()
+        kept = {*differing(now.items())}
+        if first_replica:
+            kept |= {name for name in now.keys() - persistent if now[name] != self._built.get(name)}
+        return {f"buffer.{name}": local_part(one) for name, one in self._module.named_buffers() if name in kept}
 
     def collect(self, *, with_buffers: bool, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return this rank's tensors by their names in a checkpoint, without copying them.
@@ -89,9 +110,12 @@ class TrainingState:
         self._make_optimizer_state(stored)
         tensors = self._trained(with_buffers=True)
         _require_same(path, tensors, stored, group)
-        of_rank = _of_rank(stored, self._rank, device) if same_layout else {}
+        buffers, self.differed = _kept_buffers(stored, self._rank if same_layout else -1)
+        names = {*buffers.values(), *(_of_rank(stored, self._rank, device) if same_layout else ())}
+        of_rank = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
         safe_load.load(path, tensors | of_rank, group)
         self._copy_to_second()
+        self._put_back({name: of_rank.pop(full) for name, full in buffers.items()}, same_layout)
         own = {}
         for name, state in of_rank.items():
             if name.startswith("rng.cuda."):
@@ -101,6 +125,20 @@ class TrainingState:
             else:
                 own[name.removeprefix(f"own.{self._rank}.")] = state
         return own
+
+    @torch.no_grad()
+    def _put_back(self, values: Mapping[str, Tensor], same_layout: bool) -> None:
+        """Write to buffers; in the same layout also replace those to which training had given another form."""
+        for prefix, part in self._module.named_modules():
+            for leaf, buffer in part._buffers.items():
+                value = values.get(f"{prefix}.{leaf}".lstrip("."))
+                memory = None if buffer is None else without_repeats(local_part(buffer))
+                if value is None:
+                    continue
+                if memory is not None and (memory.shape, memory.dtype) == (value.shape, value.dtype):
+                    memory.copy_(value)  # which other modules may share
+                elif same_layout or memory is None:
+                    part._buffers[leaf] = value.to(device_of(self._module))
 
     def _trained(self, with_buffers: bool) -> dict[str, Tensor]:
         """Return weights, buffers and optimizer state by name, as detached tensors that share memory with the run."""
@@ -201,11 +239,21 @@ def _described(items: Mapping[str, tuple[torch.Size, torch.dtype]], name: str) -
     return f"{list(size)} {str(dtype).removeprefix('torch.')}"
 
 
-def _of_rank(
-    stored: Mapping[str, tuple[torch.Size, torch.dtype]], rank: int, device: torch.device
-) -> dict[str, Tensor]:
-    """Return empty tensors for this rank's random generators and own state in the checkpoint."""
+def _of_rank(stored: Iterable[str], rank: int, device: torch.device) -> list[str]:
+    """Return the names of this rank's random generators and own state in the checkpoint."""
     kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
     generators = {f"rng.{kind}.{rank}" for kind in kinds}
-    mine = [name for name in stored if name in generators or name.startswith(f"own.{rank}.")]
-    return {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in mine}
+    return [name for name in stored if name in generators or name.startswith(f"own.{rank}.")]
+
+
+def _kept_buffers(stored: Iterable[str], rank: int) -> tuple[dict[str, str], str | None]:
+    """Return where a checkpoint has buffers besides the model's: the rank's, else those of the first rank with them.
+
+    And the first buffer that several ranks kept, as theirs differed.
+    """
+    kept: dict[str, dict[int, str]] = {}
+    for full in stored:
+        if found := re.fullmatch(r"own\.(\d+)\.buffer\.(.+)", full):
+            kept.setdefault(found[2], {})[int(found[1])] = full
+    differed = next((name for name, ranks in kept.items() if len(ranks) > 1), None)
+    return {name: ranks.get(rank, ranks[min(ranks)]) for name, ranks in kept.items()}, differed

@@ -374,7 +374,7 @@ class Chain:
 @contextmanager
 def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
     """Put NaN into the weights of ``others``, to reveal whether ``module`` reads them."""
-    with preserved(module):
+    with preserved(module, whole=True):
         for part in (inner for one in others for inner in one.modules()):
             for name, weight in part._parameters.items():
                 if weight is not None and weight.is_floating_point():

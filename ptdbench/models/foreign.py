@@ -331,7 +331,7 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     }
     # Counted on two samples, as batch norm refuses to train on one.
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
-    with preserved(module), counter, sdpa_kernel(SDPBackend.MATH):
+    with preserved(module, whole=True), counter, sdpa_kernel(SDPBackend.MATH):
         functional_call(both, tensors, tuple(two))
     outside, masked = _masked(both, forward, inputs.shape[-1])
     # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses

@@ -76,11 +76,11 @@ def has_state(module: nn.Module) -> bool:
 
 
 @contextmanager
-def preserved(module: nn.Module) -> Iterator[None]:
-    """Put the whole state of a module back on exit, and that of the random generator of the CPU."""
-    state = ModuleState(module, whole=True)
+def preserved(module: nn.Module, device: torch.device | None = None, *, whole: bool = False) -> Iterator[None]:
+    """Put the state of a module back on exit, and that of the random generators of the CPU and of a GPU ``device``."""
+    state = ModuleState(module, whole=whole)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng([device] if device and device.type == "cuda" else []):
             yield
     finally:
         state.restore()

@@ -80,7 +80,7 @@ def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     for kind, own in {"weight": called.module.named_parameters, "buffer": called.module.named_buffers}.items():
         if (first := next(own(recurse=False), None)) is not None:
             raise NoChain(f"has a {kind}, {first[0]}, outside of its submodules")
-    with refusing("cannot be traced"), preserved(called.module):  # the module may cache a proxy
+    with refusing("cannot be traced"), preserved(called.module, whole=True):  # the module may cache a proxy
         graph = _Tracer(blocks).trace(called)
     for node in graph.find_nodes(op="get_attr"):
         if str(node.target).startswith("module."):  # not a constant, which is in no module

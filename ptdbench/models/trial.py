@@ -22,7 +22,7 @@ from ptdbench.models.state import Modes, preserved
 @contextmanager
 def trial(module: nn.Module) -> Iterator[None]:
     """Try a module in eval mode, without gradients; on exit all is as it was, random state included."""
-    with warnings.catch_warnings(), torch.no_grad(), preserved(module), _Writes(module.parameters()):
+    with warnings.catch_warnings(), torch.no_grad(), preserved(module, whole=True), _Writes(module.parameters()):
         warnings.simplefilter("ignore")  # of what is unusual only in a trial, such as inputs without gradients
         module.eval()  # no dropout, and batch norms keep their statistics
         yield
@@ -69,7 +69,7 @@ def _observed(
     place = next(iter(tensors.values())).device
     two = [torch.zeros((2, *one.shape[1:]), dtype=one.dtype, device=place) for one in example]  # for batch norms
     present = dict(tensors)
-    with preserved(module), _bypassing(module, layers) as bypassed, _Writes(tensors.values()) as writes:
+    with preserved(module, whole=True), _bypassing(module, layers) as bypassed, _Writes(tensors.values()) as writes:
         Modes(module).train()
         if device:
             functional_call(module, present, tuple(two))  # which updates the dict

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.utils import get_total_norm
 
-from ptdbench.models.state import Modes, ModuleState
+from ptdbench.models.state import Modes, preserved
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.powersgd import PowerSGD
 from ptdbench.parallel.precision import Copies
@@ -141,11 +141,9 @@ class Engine(ABC):
         pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would not be
         bitwise equal to those of an uninterrupted run. The arguments are as for :meth:`gradients`.
         """
-        before = ModuleState(self.module)
         written = [self.module.get_parameter(name) for name in self.written]
         values = [weight.detach().clone() for weight in written]
-        with ExitStack() as untraced:
-            untraced.enter_context(torch.random.fork_rng([inputs.device] if inputs.device.type == "cuda" else []))
+        with preserved(self.module, inputs.device), ExitStack() as untraced:
             for part in self.parts:
                 if part.compressor:
                     untraced.enter_context(part.compressor.rehearsing())
@@ -154,7 +152,6 @@ class Engine(ABC):
             for _ in range(self.rehearsals):
                 self.gradients(inputs, targets, scale)
                 self.module.zero_grad()
-        before.restore()
         with torch.no_grad():
             for weight, value in zip(written, values, strict=True):
                 weight.copy_(value)

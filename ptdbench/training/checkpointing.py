@@ -52,6 +52,7 @@ class Checkpointing:
                 job.directory, keep=options.keep, asynchronous=options.asynchronous, patience=self._patience
             )
             loop.update.before_change = self._saver.settle
+            self._state.note_buffers()
 
     @property
     def saved(self) -> bool | None:
@@ -139,6 +140,10 @@ class Checkpointing:
             self._saved = step
         self.resumed = f"after step {step}, from {found.path}"
         if reshaped:
+            if self._state.differed:
+                reshaped += (
+                    f"; of buffers that differed between ranks, {self._state.differed} first, the first replica's"
+                )
             self.resumed += f", with {reshaped}"
             if self._job.world.is_first:
                 echo(f"{found.path}: continues with {reshaped}", sys.stderr)
@@ -168,7 +173,9 @@ class Checkpointing:
             "evaluations": self._evaluator.as_dicts(),
             "data": self._identity(),
         }
-        tensors = self._state.collect(with_buffers=self._loop.replica == 0, own=self._loop.engine.own_state())
+        is_first = self._loop.replica == 0
+        own = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
+        tensors = self._state.collect(with_buffers=is_first, own=own)
         model = self._job.spec.config.resolved["model"]
         saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
         self._saved = self._loop.done

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ptdbench.data.protocol import HeldOut, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import total
+from ptdbench.local_part import without_repeats
 from ptdbench.models.protocol import loss_of_outputs, only_loss
-from ptdbench.models.state import ModuleState
+from ptdbench.models.state import preserved
 from ptdbench.records.schema import Evaluation
 from ptdbench.training.loop import StepLoop
 
@@ -82,13 +83,12 @@ class Evaluator:
         started = time.perf_counter()
         module, held_out = self._loop.engine.module, self._job.training.data.held_out
         assert held_out  # assemble() refuses data without held-out samples
-        state, modes = ModuleState(module), self._loop.engine.modes
-        modes.evaluate()
-        with torch.no_grad(), self._loop.update.averaged():
+        modes = self._loop.engine.modes
+        with torch.no_grad(), preserved(module, self._job.device), self._loop.update.averaged():
+            modes.evaluate()
             broadcast_buffers(module, self._loop.mesh.batch.get_group())
             sums = self._sums(held_out, stopped)
-        modes.train()
-        state.restore()
+            modes.train()
         if sums is None:
             return None
         loss, top1, top5 = (math.fsum(of_blocks) for of_blocks in zip(*sums.tolist(), strict=True))
@@ -149,8 +149,7 @@ def broadcast_buffers(module: nn.Module, group: dist.ProcessGroup) -> None:
 
     They are sent as contiguous bytes: NCCL refuses some types and other strides, and gloo writes past expanded tensors.
     """
-    for buffer in module.buffers():
-        once = buffer[tuple(slice(None if stride else 1) for stride in buffer.stride())]  # without repeated elements
+    for once in map(without_repeats, module.buffers()):
         sent = once.clone(memory_format=torch.contiguous_format)
         dist.broadcast(sent.view(-1).view(torch.uint8), group=group, group_src=0)
         once.copy_(sent)

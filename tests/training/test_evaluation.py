@@ -83,6 +83,7 @@ def test_steps_that_a_gpu_still_has_to_do_are_no_part_of_its_duration(monkeypatc
     evaluator = Evaluator(SimpleNamespace(device=CUDA, training=training), loop)  # type: ignore[arg-type]
     evaluator._sums = sums  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.random, "fork_rng", nullcontext)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: wall.now))
     assert evaluator._evaluate(lambda _: None).seconds == 2.0
 
