@@ -78,10 +78,11 @@ def require_equal(weights: Iterable[tuple[str, Tensor]], apart: Hashable = None)
     for (name, *_), groups in found.items():
         most, *odd = sorted(groups, key=len, reverse=True)
         ranks = ", ".join(map(str, sorted(chain(*odd))[:8]))
+        more = f" (and {len(found) - 1} more weights)" if len(found) > 1 else ""
         raise RuntimeError(
-            f"replicas differ: {name} has other bits on rank {ranks} than on rank {most[0]}, and {len(found) - 1} more "
-            "weights differ; the usual cause is a module that sets weights from its own samples or random numbers, as "
-            "in an initialization from data: let it take the mean over all ranks there, or try parallel=single"
+            f"replicas differ: {name}{more} has other bits on rank {ranks} than on rank {most[0]}; the usual cause is a "
+            "module that sets weights from its own samples or random numbers, as in an initialization from data: let it "
+            "take the mean over all ranks there, or try parallel=single"
         )
 
 

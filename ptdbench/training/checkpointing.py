@@ -141,9 +141,7 @@ class Checkpointing:
         self.resumed = f"after step {step}, from {found.path}"
         if reshaped:
             if self._state.differed:
-                reshaped += (
-                    f"; of buffers that differed between ranks, {self._state.differed} first, the first replica's"
-                )
+                reshaped += f"; replica 0's buffers for all, as {self._state.differed} for one differed between ranks"
             self.resumed += f", with {reshaped}"
             if self._job.world.is_first:
                 echo(f"{found.path}: continues with {reshaped}", sys.stderr)
