@@ -51,14 +51,14 @@ class TrainingState:
     def own_buffers(self, *, first_replica: bool) -> dict[str, Tensor]:
         """Return the buffers that a rank keeps besides the model's, as ``buffer.<name>``; called in all ranks.
 
-        These are the buffers that differ between ranks, and, in the first replica, those that are not persistent and
-        have changed.
+        They differ between ranks; or they are not persistent and have changed, and this is the ``first_replica``.
         """
         now, persistent = dict(checksums(self._module.named_buffers())), self._module.state_dict().keys()
         kept = {*differing(now.items())}
         if first_replica:
             kept |= {name for name in now.keys() - persistent if now[name] != self._built.get(name)}
-        return {f"buffer.{name}": local_part(one) for name, one in self._module.named_buffers() if name in kept}
+        named = ((name, local_part(buffer)) for name, buffer in self._module.named_buffers() if name in kept)
+        return {f"buffer.{name}": without_repeats(buffer) for name, buffer in named}
 
     def collect(self, *, with_buffers: bool, own: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return this rank's tensors by their names in a checkpoint, without copying them.
@@ -115,7 +115,7 @@ class TrainingState:
         of_rank = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
         safe_load.load(path, tensors | of_rank, group)
         self._copy_to_second()
-        self._put_back({name: of_rank.pop(full) for name, full in buffers.items()}, same_layout)
+        self._put_back({name: of_rank.pop(full) for name, full in buffers.items()})
         own = {}
         for name, state in of_rank.items():
             if name.startswith("rng.cuda."):
@@ -127,18 +127,14 @@ class TrainingState:
         return own
 
     @torch.no_grad()
-    def _put_back(self, values: Mapping[str, Tensor], same_layout: bool) -> None:
-        """Write to buffers; in the same layout also replace those to which training had given another form."""
+    def _put_back(self, values: Mapping[str, Tensor]) -> None:
         for prefix, part in self._module.named_modules():
             for leaf, buffer in part._buffers.items():
                 value = values.get(f"{prefix}.{leaf}".lstrip("."))
-                memory = None if buffer is None else without_repeats(local_part(buffer))
-                if value is None:
-                    continue
-                if memory is not None and (memory.shape, memory.dtype) == (value.shape, value.dtype):
-                    memory.copy_(value)  # which other modules may share
-                elif same_layout or memory is None:
+                if value is not None and buffer is None:
                     part._buffers[leaf] = value.to(device_of(self._module))
+                elif value is not None and (here := without_repeats(local_part(buffer))).shape == value.shape:
+                    here.copy_(value)  # otherwise it belongs to samples, as a mask does
 
     def _trained(self, with_buffers: bool) -> dict[str, Tensor]:
         """Return weights, buffers and optimizer state by name, as detached tensors that share memory with the run."""

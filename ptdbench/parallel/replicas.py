@@ -13,14 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import plain_tensors
+from ptdbench.terminal import plural, rank_names
 
 K = TypeVar("K", bound=Hashable)
 
 #: Elements that are multiplied at once: a checksum takes 24 MiB beside the tensors, however large these are.
 _AT_ONCE = 1 << 20
-
-#: The integers that show the bits of an element, by its bytes.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: 2^64 divided by the golden ratio, as a signed number: the bits of its multiples have no pattern.
 _GOLDEN = -0x61C8864680B583EB
@@ -35,27 +33,25 @@ def checksums(tensors: Iterable[tuple[K, Tensor]]) -> list[tuple[K, int]]:
     factors: dict[torch.device, Tensor] = {}
     keys, sums = [], []
     for key, tensor in tensors:
-        total = torch.zeros((), dtype=torch.int64)
+        total = torch.zeros((), dtype=torch.int64, device=tensor.device)
         for plain in plain_tensors(tensor.detach()):
-            if (device := plain.device) not in factors:
-                mixed = torch.arange(1, _AT_ONCE + 1, device=device) * _GOLDEN
-                factors[device] = (mixed ^ (mixed >> 29)) * _GOLDEN | 1  # an odd factor loses no change
+            if plain.device not in factors:
+                mixed = torch.arange(1, _AT_ONCE + 1, device=plain.device) * _GOLDEN
+                factors[plain.device] = (mixed ^ (mixed >> 29)) * _GOLDEN | 1  # an odd factor loses no change
             real = torch.view_as_real(plain) if plain.is_complex() else plain
-            total = total.to(device)
-            for some in real.view(_BITS[real.element_size()]).flatten().split(_AT_ONCE):
-                total = total * _GOLDEN + (some * factors[device][: len(some)]).sum()
+            bits = real.view(getattr(torch, f"int{8 * real.element_size()}")).flatten()
+            for some in bits.split(_AT_ONCE):
+                total = total * _GOLDEN + (some * factors[plain.device][: len(some)]).sum()
         keys.append(key)
         sums.append(total)
     device = next((one.device for one in sums if one.device.type != "cpu"), torch.device("cpu"))
-    values = torch.stack([one.to(device) for one in sums]).tolist() if sums else []
-    return list(zip(keys, values, strict=True))
+    return list(zip(keys, torch.stack([one.to(device) for one in sums]).tolist() if sums else (), strict=True))
 
 
 def differing(held: Iterable[tuple[K, int]]) -> dict[K, list[list[int]]]:
-    """Return the keys whose value is not the same on all ranks that hold them; called in all ranks.
+    """Return, for each key whose value is not the same on all ranks that hold it, the ranks of each value.
 
-    Returns:
-        For each of these keys, in the order of the first rank that holds it, the ranks of each value.
+    Called in all ranks. Keys are in the order of the first rank that holds them.
     """
     ranks: dict[K, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, of_rank in enumerate(gather([*held])):
@@ -77,12 +73,13 @@ def require_equal(weights: Iterable[tuple[str, Tensor]], apart: Hashable = None)
     found = differing(checksums(((name, _shard(weight), apart), weight) for name, weight in weights))
     for (name, *_), groups in found.items():
         most, *odd = sorted(groups, key=len, reverse=True)
-        ranks = ", ".join(map(str, sorted(chain(*odd))[:8]))
-        more = f" (and {len(found) - 1} more weights)" if len(found) > 1 else ""
+        where = f"on {rank_names(sorted(chain(*odd)))} than on rank {most[0]}"
+        others = len({other for other, *_ in found}) - 1
+        more = f" (and {plural(others, 'more weight')})" if others else ""
         raise RuntimeError(
-            f"replicas differ: {name}{more} has other bits on rank {ranks} than on rank {most[0]}; the usual cause is a "
-            "module that sets weights from its own samples or random numbers, as in an initialization from data: let it "
-            "take the mean over all ranks there, or try parallel=single"
+            f"replicas differ: {name}{more} has other bits {where}; the usual cause is a module that sets weights from "
+            "its own samples or random numbers, as in an initialization from data: let it take the mean over all ranks "
+            "there, or try parallel=single"
         )
 
 

@@ -86,8 +86,7 @@ class _Training:
         """Run all steps, with evaluations and saves between them; return the name of the signal to stop, if any."""
         loop, evaluator = self.loop, self._evaluator
         checkpointing, recorder = self._checkpointing, self._recorder
-        # Ahead of the last step that is certainly not timed, whose caches then hold the step's data again.
-        compared = max(1, self._job.spec.config.train.warmup_steps - 1)
+        compared = max(1, self._job.spec.config.train.warmup_steps - 1)  # the next step, with cold caches, is not timed
         stopped = None
         advancing = steps(self._job, loop, at_end=self._meter.stop)
         with StopSignal() as stop_signal, closing(advancing) as advance:
@@ -114,10 +113,10 @@ class _Training:
                     break
             if not stopped:
                 self._compare_replicas()
-            if not stopped and evaluator.due(at_end=True):
-                checkpointing.save()
-                evaluate()
-                stopped = stop_signal.received(loop.taken)
+                if evaluator.due(at_end=True):
+                    checkpointing.save()
+                    evaluate()
+                    stopped = stop_signal.received(loop.taken)
             checkpointing.finish()
         return stopped
 

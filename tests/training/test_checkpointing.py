@@ -20,8 +20,11 @@ from ptdbench.problems import ConfigError
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.workloads import train
 from tests.conftest import composed
+from tests.daily import cases
 from tests.parallel.ranks import on_ranks
+from tests.workloads import made_task
 from tests.workloads.made_job import job
+from tests.workloads.made_task import TASK
 
 SAVING = (
     "model=toy", "device=cpu", "parallel=single", "cluster.ranks_per_node=1", "train.global_batch=4", "train.steps=3",
@@ -87,6 +90,21 @@ def test_random_generators_go_on_in_the_layout_that_they_were_saved_in(tmp_path)
     (ddp, tp), (other_ddp, other_tp) = on_ranks(2, drawn, tmp_path / "run")
     assert ddp[0] == ddp[1] != other_ddp[1] == other_ddp[0]
     assert tp[0] == other_tp[0]
+
+
+@pytest.mark.ranks
+@cases("strategy", ["ddp", "fsdp", "pdp cluster.ranks_per_node=4 +model.replaces=false"], daily=["ddp"])
+def test_a_rank_goes_on_with_buffers_of_its_own(shared_run, strategy):
+    """In another layout with the first replica's, of which the run tells."""
+    scaled = (*TASK, f"model._target_={made_task.__name__}.Scaled", "checkpoint.every_steps=2")
+    layout = (*scaled, *f"parallel={strategy}".split())
+    begun, whole = (shared_run(*layout, f"train.steps={steps}") for steps in (2, 4))
+    resumed = shared_run(*layout, "train.steps=4", f"resume={begun['directory']}")
+    assert resumed["losses"] == whole["losses"]
+    other = shared_run(*scaled, "parallel=single", "train.steps=4", f"resume={begun['directory']}")
+    assert other["status"] == "ok", other["error"]
+    note = "; replica 0's buffers for all, as blocks.0.norm.kept for one differed between ranks"
+    assert other["remarks"]["resumed"].endswith(note)
 
 
 def test_a_run_does_not_begin_anew_where_it_was_to_begin_with_a_checkpoint(alone, tmp_path, capsys):

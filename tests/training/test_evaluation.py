@@ -161,10 +161,15 @@ def test_every_layout_says_what_a_plain_loop_says(shared_run, trained, expected,
 
 
 @pytest.mark.ranks
-@cases("strategy", ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp"], daily=["fsdp"])
+@cases(
+    "strategy",
+    ["ddp", "fsdp", "fsdp parallel.reshard_after_forward=false", "pdp +model.replaces=false"],
+    daily=["fsdp"],
+)
 def test_training_goes_on_as_if_nobody_had_looked(shared_run, strategy):
     # With averages, which take the weights' place for as long; tests/test_best_checkpoint.py has what is saved then.
-    options = (*TASK, *f"parallel={strategy}".split(), "train.steps=5", "train.ema=0.5")
+    scaled = f"model._target_={made_task.__name__}.Scaled"
+    options = (*TASK, scaled, *f"parallel={strategy}".split(), "train.steps=5", "train.ema=0.5")
     quiet, looked_at = (shared_run(*options, f"eval.every={n}") for n in ("null", "2"))
     assert looked_at["status"] == "ok", looked_at["error"]
     assert quiet["losses"] == looked_at["losses"]

@@ -131,6 +131,55 @@ class Block(nn.Module):
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
+class Scaled(Net):
+    """Its blocks divide by running scales, which make replicas of them differ."""
+
+    def __init__(self, replaces: bool = True) -> None:
+        super().__init__(norm=False)
+        for block in self.blocks:
+            block.norm = Scale(replaces)  # type: ignore[union-attr]
+
+    def reset(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        if ".norm." in name:
+            nn.init.ones_(tensor)
+        else:
+            super().reset(name, tensor, generator)
+
+
+class Scale(nn.Module):
+    """Moves two scales that it reads, also in evaluations; one is not persistent and may be replaced. It draws, too."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.register_buffer("kept", torch.ones(()))
+        self.register_buffer("passing", torch.ones(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = x.detach().abs().mean() + torch.rand(())
+        self.kept.lerp_(now, 0.5)
+        if self.replaces:
+            self.passing = self.passing.lerp(now, 0.1)
+        else:
+            self.passing.lerp_(now, 0.1)
+        return x / (self.kept + self.passing)
+
+
+class Drifting(Net):
+    """Sets a weight from its samples in one of its passes."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.passes = number, 0
+        self.shift = nn.Parameter(torch.zeros(CLASSES), requires_grad=False)
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        self.passes += 1
+        if self.passes == self.number:
+            self.shift.data.copy_(x.mean(0))
+        return super().forward(x - self.shift, targets)
+
+
 class Last(nn.Linear):
     def __init__(self, width: int) -> None:
         super().__init__(width, CLASSES)

@@ -15,6 +15,7 @@ from ptdbench.training.energy import none
 from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
 from tests.conftest import composed
 from tests.parallel.ranks import each, on_ranks
+from tests.workloads import made_task
 from tests.workloads.made_job import job
 from tests.workloads.made_task import TASK, Kept, Largest
 
@@ -35,6 +36,14 @@ def test_every_rank_brings_every_step(shared_run):
     assert metrics["peak_memory_bytes"] > 0
     assert record["hardware"]["gpu"] == none("the run used no GPU")
     assert (record["hardware"]["cpu"]["watts"] is None) == bool(record["hardware"]["cpu"]["reason"])
+
+
+@pytest.mark.parametrize("number", [1, 4])  # found early, or after the last step
+def test_a_run_whose_replicas_differ_has_failed(shared_run, number):
+    drifting = (*TASK, f"model._target_={made_task.__name__}.Drifting", f"+model.number={number}", "train.steps=5")
+    record = shared_run(*drifting, "parallel=ddp")
+    assert (record["status"], record["steps"]) == ("failed", number)
+    assert record["error"]["message"].startswith("replicas differ: shift has other bits on rank 1 than on rank 0; ")
 
 
 def test_a_run_without_time_is_cut_short_with_a_remark(shared_run):
