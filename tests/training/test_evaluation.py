@@ -78,7 +78,8 @@ def test_steps_that_a_gpu_still_has_to_do_are_no_part_of_its_duration(monkeypatc
 
     data = SimpleNamespace(held_out=made_task.Kept(), example=lambda: (torch.ones(1), torch.ones(1)))
     training = SimpleNamespace(data=data, model=nn.Identity())
-    engine, update = SimpleNamespace(module=nn.Identity()), SimpleNamespace(averaged=nullcontext)
+    engine = SimpleNamespace(module=nn.Identity(), modes=mock.Mock())
+    update = SimpleNamespace(averaged=nullcontext)
     loop: Any = SimpleNamespace(done=1, engine=engine, update=update, mesh=mock.Mock())
     evaluator = Evaluator(SimpleNamespace(device=CUDA, training=training), loop)  # type: ignore[arg-type]
     evaluator._sums = sums  # type: ignore[assignment]
