@@ -37,15 +37,14 @@ NODES = ("n1", "n2")
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "sbatch", "srun", "scontrol"),
     "munge": ("munged", "munge", "mungekey"),
-    "crun": ("crun",),
     "libslurm-dev": ("/usr/include/slurm/spank.h",),
     "openmpi-bin": ("mpirun",),
     "tmux": ("tmux",),
     "chromium": ("chromium",),
 }
 
-#: What the cluster needs; the last two for containers.
-OF_CLUSTER = ("slurm-wlm", "munge", "crun", "libslurm-dev")
+#: What the cluster needs; the last for containers.
+OF_CLUSTER = ("slurm-wlm", "munge", "libslurm-dev")
 
 #: How long the cluster may take to start, or its jobs to end, in seconds; both take about five on two busy cores.
 PATIENCE = 60
@@ -118,18 +117,9 @@ PartitionName=short Nodes=n1 MaxTime=5 State=UP
 PartitionName=gpu Nodes=n[1-2] DefaultTime=60 MaxTime=INFINITE State=UP
 """
 
-# The runtime of srun's --container. Some machines have cgroups of both versions, which crun refuses.
-_OCI_CONF = """\
-RunTimeRun="unshare -m sh -c 'umount -l /sys/fs/cgroup/unified 2> /dev/null; exec {crun} run -b %b %n.%j.%s.%t'"
-RunTimeQuery="{crun} state %n.%j.%s.%t"
-RunTimeKill="{crun} kill -a %n.%j.%s.%t"
-RunTimeDelete="{crun} delete --force %n.%j.%s.%t"
-"""
-
 _FILES = {
     "slurm.conf": _SLURM_CONF,
     "gres.conf": "NodeName=n[1-2] Name=gpu File={folder}/gpu/gpu[0-1]\n",
-    "oci.conf": _OCI_CONF,
     "plugstack.conf": "required {folder}/run/pyxis_stand_in.so\n",
 }
 
@@ -312,7 +302,6 @@ def _configure(folder: Path) -> None:
         # Jobs of two clusters have different numbers, and so do the ports that follow from a job's number.
         "first_job": 1 + 10_000 * (ports[0] - _FIRST_PORT),
         "true": shutil.which("true", path=_PATH),
-        "crun": shutil.which("crun", path=_PATH),
     }
     for name, text in _FILES.items():
         (folder / name).write_text(text.format(**values))

@@ -34,9 +34,9 @@ def hello(tmp_path, slurm):
     (tmp_path / "here").mkdir()
     machine = dict.fromkeys([*(path for path in MOUNTS if Path(path).exists()), sys.prefix, sys.base_prefix])
 
-    def it(image: Path, *overrides: str, ranks: int = 2):
+    def it(image: Path, *overrides: str):
         within = [f"image={image}", f"mounts={json.dumps(list(machine))}", "python=/inside/python"]
-        options = [*(f"cluster.container.{option}" for option in within), f"cluster.ranks_per_node={ranks}"]
+        options = [*(f"cluster.container.{option}" for option in within), "cluster.ranks_per_node=2"]
         words = ("cluster=slurm", "workload=hello", "device=cpu", *options, *overrides)
         done = train_py(*words, cwd=tmp_path / "here", environ=slurm)
         (directory,) = outputs(tmp_path / "here")
@@ -52,18 +52,6 @@ def test_pyxis_on_two_nodes(hello, image):
     assert "4 ranks on 2 nodes, started by srun" in done.stdout
     assert "PTDBENCH_CONTAINER=…/image" in done.stdout.splitlines()
     assert record["config"]["cluster"]["container"]["image"] == str(image)
-
-
-@pytest.mark.thorough
-def test_oci(hello, image, tmp_path):
-    bundle = tmp_path / "bundle"
-    bundle.mkdir()
-    process = {"args": ["sh"], "env": [], "cwd": "/", "user": {"uid": 0, "gid": 0}}
-    specification = {"ociVersion": "1.0.0", "process": process, "root": {"path": str(image)}, "mounts": []}
-    (bundle / "config.json").write_text(json.dumps({**specification, "linux": {"namespaces": [{"type": "mount"}]}}))
-    done, _ = hello(bundle, "cluster.container.kind=oci", ranks=1)
-    assert done.returncode == 0, done.stderr
-    assert "1 rank on 1 node, started by srun" in done.stdout
 
 
 @pytest.mark.thorough

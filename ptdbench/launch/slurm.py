@@ -182,9 +182,9 @@ def clusters() -> list[str]:
 
 
 @cache
-def srun_says(flag: str) -> str:
-    """Return what srun prints with ``--version`` or ``--help``, which includes plugins' flags; raises SlurmError."""
-    return _output("srun", flag)
+def srun_help() -> str:
+    """Return what ``srun --help`` prints, which includes plugins' flags; raises SlurmError."""
+    return _output("srun", "--help")
 
 
 def cancel(job_ids: Iterable[str]) -> None:

@@ -134,7 +134,7 @@ class Container:
     """The container that the ranks of a job run in; see ``conf/cluster/slurm.yaml``."""
 
     image: str | None
-    kind: Literal["pyxis", "apptainer", "oci"]
+    kind: Literal["pyxis", "apptainer"]
     mounts: list[str]
     workdir: str | None
     python: str

@@ -100,7 +100,7 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Request]
         shape = problems.catch(shape_of, read, known)
         if shape:
             found.append(_planned(whole, read, words, shape, goes_on=goes_on))
-            problems.problems += container.check(found[-1].cluster.container, shape)
+            problems.problems += container.check(found[-1].cluster.container)
     problems.close()
     _require_one(found)
     return found
@@ -236,9 +236,6 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
     _check_alone(composed.first, cluster)
-    if cluster.container.image and cluster.container.kind == "oci":
-        rule = "srun takes no mounts for such containers, and a script alone has no folder for a bundle with ours"
-        require(Problem("cluster.container.kind", "oci", rule, f"try {command()} cluster={cluster.name}"))
     shapes, remarks = _shapes(composed.configs)
     if len(shapes) != 1:
         rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))

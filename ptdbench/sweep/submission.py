@@ -136,11 +136,6 @@ class Array:
         runs = chain.from_iterable(self.jobs)
         return container.outermost(path for run in runs for path in container.folders(run.config, self.sweep))
 
-    @property
-    def bundle(self) -> Path:
-        """The folder of the OCI bundle that their containers start from."""
-        return self.sweep.absolute() / "containers" / self.name
-
     def script(self, options: Mapping[str, Any]) -> str:
         """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
@@ -176,7 +171,7 @@ class Array:
         """Return the step of a command in every task of a job, in its container and with its output in a folder."""
         out, errors = map(self._by_pattern, (JobPaths(folder).stdout, JobPaths(folder).stderr))
         step = Step(command, ["--unbuffered", "--open-mode=append", f"--output={out}", f"--error={errors}"])
-        return container.enter(step, self.cluster.container, self._shape, self.used, self.bundle)
+        return container.enter(step, self.cluster.container, self._shape, self.used)
 
     def _by_pattern(self, path: Path) -> str:
         """Return a path with SLURM's patterns: in an array, ``%j`` does not name the element."""
@@ -306,7 +301,6 @@ def _submit(
     """
     array = Array([[run.request for run in job] for job in runs], name, directory)
     text = array.script(options)
-    container.write_bundle(array.cluster.container, array.used, array.bundle)
     noted = list(_to_note(array, runs))
     ledger.add(directory, noted)
     array.staging.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,5 @@
 """Containers: srun's flags and the ranks' command for each kind, what is mounted, and what is refused."""
 
-import json
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,11 +13,11 @@ from ptdbench.sweep.resources import Shape, Step
 from tests.conftest import ROOT, read
 
 STEP = Step(["/venv/bin/python", "-u", "-m", "tool"], ["--unbuffered"])
-ON_GPUS, ON_CPUS, ONE_RANK = Shape(2, 4, 4, None), Shape(2, 4, 0, None), Shape(1, 1, 0, None)
+ON_GPUS, ON_CPUS = Shape(2, 4, 4, None), Shape(2, 4, 0, None)
 
-#: srun of a cluster without plugins, which has OCI containers.
-PLAIN = {"--help": "      --container             Path to OCI container bundle\n", "--version": "slurm-wlm 24.11.5\n"}
-PYXIS = {"--help": PLAIN["--help"] + "      --container-image=[USER@]IMAGE[:TAG]|PATH\n"}
+#: What srun prints on a cluster without plugins, and with Pyxis.
+PLAIN = "      --container             Path to OCI container bundle\n"
+PYXIS = f"{PLAIN}      --container-image=[USER@]IMAGE[:TAG]|PATH\n"
 
 
 @cache
@@ -31,8 +30,8 @@ def asked(**options: Any) -> Container:
     return replace(defaults(), **{"image": "/images/a.sqsh"} | options)
 
 
-def entered(options: Container, shape: Shape = ON_CPUS, used: tuple[str, ...] = ("/work",), **more: Any) -> Step:
-    return container.enter(STEP, options, shape, [Path(path) for path in used], **more)
+def entered(options: Container, shape: Shape = ON_CPUS, used: tuple[str, ...] = ("/work",)) -> Step:
+    return container.enter(STEP, options, shape, [Path(path) for path in used])
 
 
 def inside(image: str) -> list[str]:
@@ -56,10 +55,6 @@ class TestEnter:
         step = entered(asked(kind="apptainer", image="a.sif", workdir="/mnt", args=["--cleanenv"]), shape)
         outer = ["apptainer", "exec", *gpus, "--bind=/work:/work", "--pwd=/mnt", "--cleanenv", "a.sif"]
         assert step == Step([*outer, *inside("a.sif")], ["--unbuffered"])
-
-    def test_oci_takes_a_bundle(self):
-        step = entered(asked(kind="oci", image="/bundle"), bundle=Path("/sweep/containers/x"))
-        assert step == Step(inside("/bundle"), ["--unbuffered", "--container=/sweep/containers/x"])
 
     def test_without_an_image_nothing_changes(self):
         assert entered(asked(image=None)) is STEP
@@ -117,61 +112,12 @@ class TestFolders:
         assert container.folders(read("cluster.container.image=null"), Path("/sweeps/today")) == []
 
 
-class TestBundle:
-    SPECIFICATION = {  # noqa: RUF012
-        "root": {"path": "rootfs", "readonly": True},
-        "process": {"args": ["sh"], "cwd": "/", "env": ["A=1"]},
-        "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
-    }
-
-    @pytest.fixture
-    def image(self, tmp_path):
-        (tmp_path / "image").mkdir()
-        (tmp_path / "image" / "config.json").write_text(json.dumps(self.SPECIFICATION))
-        return tmp_path / "image"
-
-    def test_has_our_mounts_after_its_own(self, image, tmp_path):
-        options = asked(kind="oci", image=str(image), mounts=["/data:/mnt:ro"], workdir="/mnt")
-        bundle = container.write_bundle(options, [Path("/work")], tmp_path / "sweep" / "x")
-        written = json.loads((bundle / "config.json").read_text())
-        bind = {"type": "none", "options": ["rbind", "rw"]}
-        assert written["mounts"] == [
-            *self.SPECIFICATION["mounts"],
-            {"source": "/work", "destination": "/work", **bind},
-            {"source": "/data", "destination": "/mnt", "type": "none", "options": ["rbind", "ro"]},
-        ]
-        assert written["process"] == {**self.SPECIFICATION["process"], "cwd": "/mnt"}
-        assert written["root"] == {"path": str(image / "rootfs"), "readonly": True}
-        assert (bundle / "rootfs").readlink() == image / "rootfs"
-
-    def test_no_other_kind_has_one(self, tmp_path):
-        assert container.write_bundle(asked(), [], tmp_path / "x") is None
-        assert not (tmp_path / "x").exists()
-
-    def refused(self, image: Path, shape: Shape = ONE_RANK, **says: str) -> list[str]:
-        options = asked(kind="oci", image=str(image))
-        return [str(problem) for problem in container.check(options, shape, {**PLAIN, **says}.__getitem__)]
-
-    def test_is_read_before_anything_is_submitted(self, image, tmp_path):
-        assert self.refused(image) == []
-        (none,) = self.refused(tmp_path / "none")
-        assert none.endswith("its config.json cannot be read (No such file or directory)")
-        (image / "config.json").write_text("{}")
-        (rootless,) = self.refused(image)
-        assert rootless.endswith("(it names no root)")
-
-    def test_old_versions_of_slurm_start_one_task(self, image):
-        (told,) = self.refused(image, ON_CPUS, **{"--version": "slurm 22.05.8"})
-        assert "starts one task a node" in told
-        assert self.refused(image, ON_CPUS, **{"--version": "slurm 24.11.5"}) == []
-
-
 class TestRefused:
-    def told(self, srun: dict[str, str], **options: Any) -> list[str]:
-        return [str(problem) for problem in container.check(asked(**options), ON_CPUS, srun.__getitem__)]
+    def told(self, srun: str, **options: Any) -> list[str]:
+        return [str(problem) for problem in container.check(asked(**options), lambda: srun)]
 
     def test_pyxis_that_is_not_there(self):
-        rule = "cluster.container.kind=pyxis: is a plugin of SLURM, which srun does not have here; try apptainer, oci"
+        rule = "cluster.container.kind=pyxis: is a plugin of SLURM, which srun does not have here; try apptainer"
         assert self.told(PLAIN) == [rule]
         assert self.told(PYXIS) == []
 
@@ -181,4 +127,4 @@ class TestRefused:
         assert self.told(PYXIS, mounts=[mount]) == [f"cluster.container.mounts={mount}: {rule}"]
 
     def test_nothing_is_asked_without_an_image(self):
-        assert self.told({}, image=None, mounts=["data"]) == []
+        assert self.told("", image=None, mounts=["data"]) == []
