@@ -11,11 +11,12 @@ import pickle
 import random
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -28,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ptdbench.problems import ConfigError, Problem, first_line, nearest, require, try_these
+from ptdbench.problems import ConfigError, Problem, as_typed, first_line, nearest, require, try_these
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
@@ -78,8 +79,7 @@ class Source:
 class Composed:
     """The configurations of a command line."""
 
-    first: DictConfig  #: The first job's configuration with Hydra's own node, which contains the output directory.
-    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; for a search, two
+    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; for a search, some
     #: possible runs.
     whole: list[bytes]
     overrides: list[list[str]]  #: The overrides of each run, without Hydra's own options.
@@ -87,6 +87,12 @@ class Composed:
     typed: list[str]  #: The overrides typed for all runs, without Hydra's own options except those of its sweeper.
     source: Source  #: The source that they were composed from.
     searches: bool  #: Whether Hydra's sweeper chooses each run by the results of the earlier ones.
+
+    @cached_property
+    def first(self) -> DictConfig:
+        """The first run's configuration with Hydra's own node, which contains the output directory."""
+        first: DictConfig = pickle.loads(self.whole[0])
+        return first
 
     @cached_property
     def jobs(self) -> list[DictConfig]:
@@ -134,30 +140,36 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             if multirun and not any(override.key_or_group == "hydra.mode" for override in parsed):
                 hydras.append("hydra.mode=MULTIRUN")
             ours = [override for override in parsed if not override.is_hydra_override()]
-            first = _compose(source.name, [*hydras, *_corner(ours, 0)])
-            if params := first.hydra.sweeper.get("params"):  # a file in conf/ may define the lists of a sweep
-                ours = [*_parse(expand_shorthands(f"{name}={value}" for name, value in params.items())), *ours]
-                first = _compose(source.name, [*hydras, *_corner(ours, 0)])
+            corner = [values[0] for values in _values(ours)]
+            first = _compose(source.name, [*hydras, *corner])
             require(_lacking(source.name, first, parsed))
             if first.hydra.mode is None:  # as Hydra does
                 first.hydra.mode = RunMode.RUN
                 first.hydra.overrides.hydra.append("hydra.mode=RUN")
+                hydras.append("hydra.mode=RUN")
             is_sweep = first.hydra.mode == RunMode.MULTIRUN
             searches = is_sweep and first.hydra.runtime.choices.get(SWEEPER) != "basic"
-            if searches:
-                jobs = [_corner(ours, 0), _corner(ours, -1)]
+
+            def composed(job: Sequence[str]) -> DictConfig:
+                return first if job == corner else _compose(source.name, [*hydras, *job])
+
+            alike = []
+            if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
+                of_all = composed([_line(override) for override in ours if not override.is_sweep_override()])
+                alike = [of_all]
+                runs = [(job, pickle.dumps(composed(job))) for job in _possible([*_parse(_lists(of_all)), *ours])]
             else:
                 require(*_swept(ours, is_sweep))
-                jobs = _jobs(ours)
-            whole = [pickle.dumps(first)]
-            whole += [pickle.dumps(_compose(source.name, [*hydras, *job])) for job in jobs[1:]]
+                runs = [*_expanded(composed, _jobs(ours), is_sweep)]
+            jobs, whole = [job for job, _ in runs], [pickled for _, pickled in runs]
+            require(_of_several([_of_sweep(one, searches) for one in (*alike, *map(pickle.loads, whole))]))
         except _REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(_explain(source.name, parsed, error)) from None
         of_sweeper = (SWEEPER, "hydra.sweeper.")
         typed = [_line(it) for it in parsed if not it.is_hydra_override() or it.key_or_group.startswith(of_sweeper)]
-        return Composed(first, whole, jobs, is_sweep, typed, source, searches)
+        return Composed(whole, jobs, is_sweep, typed, source, searches)
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
@@ -253,9 +265,57 @@ def _jobs(overrides: Sequence[Override]) -> list[list[str]]:
     return [list(job) for job in itertools.product(*_values(overrides))]
 
 
-def _corner(overrides: Sequence[Override], place: int) -> list[str]:
-    """List the overrides of one run, taking the first (``place`` 0) or last (-1) value of each list."""
-    return [values[place] for values in _values(overrides)]
+def _possible(overrides: Sequence[Override]) -> list[list[str]]:
+    """List runs that a search may choose: with the first and last value of each list, and each choice of a group."""
+    groups = _groups()
+    each = [words if option(words[0]) in groups else [words[0], words[-1]] for words in _values(overrides)]
+    longest = max(map(len, each), default=1)
+    return [[words[min(place, len(words) - 1)] for words in each] for place in range(longest)]
+
+
+def _lists(whole: DictConfig) -> list[str]:
+    """Return the lists of values that files define for a sweep, as they would be typed."""
+    return expand_shorthands(f"{name}={value}" for name, value in (whole.hydra.sweeper.get("params") or {}).items())
+
+
+def _expanded(
+    composed: Callable[[Sequence[str]], DictConfig], jobs: Iterable[list[str]], is_sweep: bool
+) -> Iterator[tuple[list[str], bytes]]:
+    """Compose jobs, each for every combination of the lists that its own files define; yield their pickles."""
+    alike: dict[tuple[str, ...], list[tuple[list[str], bytes]]] = {}
+    for job in jobs:
+        whole, given = composed(job), set(map(option, job))
+        lists = tuple(line for line in _lists(whole) if option(line) not in given)
+        alike.setdefault(lists, []).append((job, pickle.dumps(whole)))
+    for lists, runs in alike.items():
+        if not lists:
+            yield from runs
+            continue
+        parsed = _parse(lists)
+        require(*_swept(parsed, is_sweep))
+        yield from _expanded(composed, [[*values, *job] for values in _jobs(parsed) for job, _ in runs], is_sweep)
+
+
+def _of_sweep(whole: DictConfig, searches: bool) -> dict[str, Any]:
+    """Return the options that a sweep has once, as they are written; in a search, its lists are among them."""
+    written: Any = OmegaConf.to_container(whole, resolve=False)
+    hydra, cluster = written["hydra"], written["cluster"]
+    if not searches:
+        hydra["sweeper"].pop("params", None)
+    chosen = {group: hydra["runtime"]["choices"].get(group) for group in ("cluster", LAUNCHER, SWEEPER)}
+    parts = {"launcher": hydra["launcher"], "sweeper": hydra["sweeper"], "sweep": {"dir": hydra["sweep"]["dir"]}}
+    once = {"cluster": {"submit": cluster.get("submit")}, "sweep": written["sweep"], "hydra": parts}
+    return {**chosen, **dict(leaves(once)), **({"objective": written["objective"]} if searches else {})}
+
+
+def _of_several(sweeps: Sequence[dict[str, Any]]) -> Problem | None:
+    """Find an option of a sweep as a whole that its runs, perhaps by their files, set to several values."""
+    for name in dict.fromkeys(name for options in sweeps for name in options):
+        values = dict.fromkeys(as_typed(options.get(name)) for options in sweeps)
+        if len(values) > 1:
+            rule = "one sweep runs on one cluster" if name == "cluster" else "a sweep has it once"
+            return Problem(name, ",".join(values), rule, "start one sweep for each")
+    return None
 
 
 def _line(override: Override) -> str:
@@ -275,9 +335,7 @@ def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
         if isinstance(value, list) and name in groups:  # Hydra would merge the choices
             remedy = f"try -m {name}={','.join(map(str, value))}"
             yield Problem(name, _typed_value(override), "is more than one choice in one run", remedy)
-        if name in ("cluster", LAUNCHER) and override.is_sweep_override():  # a cluster brings its launcher along
-            yield Problem(name, _typed_value(override), "one sweep runs on one cluster", "start one sweep for each")
-        elif override.is_hydra_override() and override.is_sweep_override() and not name.startswith(_PARAMS):
+        if override.is_hydra_override() and override.is_sweep_override() and not name.startswith(_PARAMS):
             rule = "Hydra's own options have one value in a sweep"
             yield Problem(name, _typed_value(override), rule, "start one sweep for each")
         for group in (LAUNCHER, SWEEPER):
