@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -72,7 +73,17 @@ class Source:
                     raise ConfigError([Problem(flag, given, f"there is no such folder (it would be {folder})")])
             if self.extra is not None:
                 search_in(Path(self.extra).resolve())
+            _set_sweepers()
             yield
+
+
+def _set_sweepers() -> None:
+    """Let sweepers follow the objective and take failed runs as results, unless a file or the command line differs."""
+    store = ConfigStore.instance()
+    for name in store.list(SWEEPER):
+        if name.endswith(".yaml") and "direction" in (plugin := store.load(f"{SWEEPER}/{name}")).node:
+            plugin.node.direction, plugin.node.max_failure_rate = "${direction:${objective}}", 1.0
+            store.store(name, plugin.node, SWEEPER, plugin.package, plugin.provider)
 
 
 @dataclass(frozen=True)
@@ -303,7 +314,7 @@ def _of_sweep(whole: DictConfig, searches: bool) -> dict[str, Any]:
     if not searches:
         hydra["sweeper"].pop("params", None)
     chosen = {group: hydra["runtime"]["choices"].get(group) for group in ("cluster", LAUNCHER, SWEEPER)}
-    parts = {"launcher": hydra["launcher"], "sweeper": hydra["sweeper"], "sweep": {"dir": hydra["sweep"]["dir"]}}
+    parts = {"launcher": hydra["launcher"], "sweeper": hydra["sweeper"], "sweep": hydra["sweep"]}
     once = {"cluster": {"submit": cluster.get("submit")}, "sweep": written["sweep"], "hydra": parts}
     return {**chosen, **dict(leaves(once)), **({"objective": written["objective"]} if searches else {})}
 

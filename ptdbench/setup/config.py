@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
 from ptdbench.records.effects import OF_CHOICE
-from ptdbench.records.record import Objective, configuration
+from ptdbench.records.record import DIRECTIONS, Objective, configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
 from ptdbench.terminal import command
@@ -58,6 +58,10 @@ OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartit
 
 # Resolver for conf/: names may be any text, but a run's directory must stay inside the output folder.
 OmegaConf.register_new_resolver("file_name", store.file_name, replace=True)
+
+
+# Resolver for the options of a sweeper: whether it minimizes or maximizes the objective.
+OmegaConf.register_new_resolver("direction", DIRECTIONS.__getitem__, replace=True)
 
 
 @dataclass(frozen=True)

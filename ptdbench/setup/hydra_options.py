@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, first_line, require
 from ptdbench.records.effects import leaves
-from ptdbench.records.record import DIRECTIONS
-from ptdbench.setup.commandline import LAUNCHER, SWEEPER, option, values
+from ptdbench.setup.commandline import LAUNCHER, SWEEPER, values
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_output import config_of_run
@@ -55,7 +56,8 @@ LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
     """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
     require(*unresolved(composed))
-    require(*_without_effect(composed.first.hydra), _elsewhere(composed) if goes_on is None else None)
+    require(*(problem for whole in composed.whole for problem in _without_effect(pickle.loads(whole).hydra)))
+    require(_elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
     if composed.launcher == "submitit_local" and goes_on is None:
         require(*_of_jobs(composed))
@@ -159,25 +161,35 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 def _given_twice(composed: Composed) -> Iterator[Problem]:
     """Refuse resources outside the group ``cluster``; each problem names the option there, as it is typed."""
     rule = "the resources of a job are set in the group cluster only"
-    for override in composed.hydras:
-        group, _, name = option(override).rpartition(".")
-        if group != LAUNCHER.replace("/", ".") or name in OPTIONS:
+    for full, value in _of_launcher(composed).items():
+        name = full.removeprefix("hydra.launcher.")
+        if name in OPTIONS:
             continue
-        value = override.partition("=")[2]
         remedy = f"see {command()} cluster=slurm --cfg job --package cluster"
         if known := SUBMITIT.get(name):
             # These have another meaning: per GPU or task instead of per rank or node.
             same = name not in ("cpus_per_gpu", "gpus_per_task")
             added = "+" if known.startswith("extra.") else ""
             remedy = f"try {added}cluster.{known}={value}" if same else f"use cluster.{known}"
-        yield Problem(f"{group}.{name}", value, rule, remedy)
+        yield Problem(full, value, rule, remedy)
+
+
+def _of_launcher(composed: Composed) -> dict[str, str]:
+    """Return the options of the launcher that were typed, or that a file sets to other values than the plugin does."""
+    plugin = ConfigStore.instance().load(f"{LAUNCHER}/{composed.launcher}.yaml").node
+    default, ours = (OmegaConf.to_container(node, resolve=False) for node in (plugin, composed.first.hydra.launcher))
+    set_by_file = {
+        f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)
+    }
+    return set_by_file | {
+        name: value for name, value in values(composed.hydras).items() if name.startswith("hydra.launcher.")
+    }
 
 
 def _of_jobs(composed: Composed) -> Iterator[Problem]:
     """Yield options of the launcher: they are of SLURM's jobs, and on this machine one run follows the other."""
-    for name, value in values(composed.hydras).items():
-        if name.startswith("hydra.launcher."):
-            yield Problem(name, value, f"has no effect with {LAUNCHER}=submitit_local", "omit it")
+    for name, value in _of_launcher(composed).items():
+        yield Problem(name, value, f"has no effect with {LAUNCHER}=submitit_local", "omit it")
 
 
 def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | None) -> Iterator[Problem]:
@@ -194,9 +206,9 @@ def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | N
     if isinstance(first.cluster, Slurm) and first.cluster.submit == "detach":
         rule = f"{SWEEPER}={name} needs the results of its jobs before it can choose the next ones"
         yield Problem("cluster.submit", "detach", rule, "try wait")
-    if "virtual" in first.resolved:
+    for virtual in (config.call("virtual").name for config in composed.configs if "virtual" in config.resolved):
         rule = f"a virtual GPU computes nothing and takes no time, so {SWEEPER}={name} has nothing to go by"
-        yield Problem("virtual", first.call("virtual").name, rule, "try a sweep of lists, or virtual=none")
+        yield Problem("virtual", virtual, rule, "try a sweep of lists, or virtual=none")
     if first.sweep.same_nodes:
         rule = f"{SWEEPER}={name} chooses each run by earlier results, and the runs of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
@@ -206,15 +218,3 @@ def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | N
         rule = f"its values were drawn without a seed, and {name} would draw others now"
         remedy = "start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
         yield Problem("sweep.resume", goes_on, rule, remedy)
-
-
-def search_overrides(composed: Composed) -> list[str]:
-    """Return sweeper options that a search needs and nobody typed: the objective's direction, failures as results."""
-    sweeper = composed.first.hydra.sweeper
-    typed = values(composed.hydras)
-    wanted = {"direction": DIRECTIONS[composed.configs[0].general.objective], "max_failure_rate": 1.0}
-    return [
-        f"hydra.sweeper.{name}={value}"
-        for name, value in wanted.items()
-        if name in sweeper and f"hydra.sweeper.{name}" not in typed
-    ]

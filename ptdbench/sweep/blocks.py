@@ -34,7 +34,7 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
         require(_reordered(goes_on, repeat))
     if repeat.runs != 1:
         decides = repeat.runs == "auto" and repeat.block is None
-        require(_unfit(composed, repeat), _undecided(first, world) if decides else None)
+        require(_unfit(composed, repeat), _undecided(composed.configs, world) if decides else None)
 
 
 def _swept(composed: Composed) -> Iterator[Problem]:
@@ -85,17 +85,15 @@ def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
     return None
 
 
-def _undecided(config: Config, world: World | None) -> Problem | None:
+def _undecided(configs: Sequence[Config], world: World | None) -> Problem | None:
     """Find what prevents ``repeat=auto`` from deciding when to stop."""
-    if "virtual" in config.resolved:
-        rule = (
-            f"runs with virtual={config.call('virtual').name} take no time, so that no order of theirs is ever settled"
-        )
+    for virtual in (config.call("virtual").name for config in configs if "virtual" in config.resolved):
+        rule = f"runs with virtual={virtual} take no time, so that no order of theirs is ever settled"
         return Problem("repeat.runs", "auto", rule, "omit it")
     if world and world.size > 1:
         rule = f"each of the {world.size} ranks that {world.launcher} started would decide by itself when to stop"
         return Problem("repeat.runs", "auto", rule, "give a number, or start it with plain python")
-    if isinstance(config.cluster, Slurm) and config.cluster.submit == "detach":
+    if isinstance(cluster := configs[0].cluster, Slurm) and cluster.submit == "detach":
         rule = "repeat.runs=auto needs the results of a block before it can submit the next one"
         return Problem("cluster.submit", "detach", rule, "try wait, or a number of repeats")
     return None

@@ -27,7 +27,7 @@ from ptdbench.launch.world import is_first_rank
 from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
 from ptdbench.report.remarks import reason
-from ptdbench.setup import hydra_options, hydra_output
+from ptdbench.setup import hydra_output
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
 from ptdbench.setup.compose import Composed
 from ptdbench.sweep import requests
@@ -156,11 +156,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
     execute = executor(agenda, composed)
     with composed.source.open():
         loader = GlobalHydra.instance().config_loader()
-        own = [
-            f"{LAUNCHER}={ptdbench_launcher.NAME}",
-            f"hydra.sweep.dir={quoted(str(agenda.directory))}",
-            *hydra_options.search_overrides(composed),
-        ]
+        own = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
         sweep = composed.sweep(instead=own)
         hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 

@@ -289,6 +289,59 @@ def test_options_of_the_sweeper_are_typed_with_a_plus_or_a_tilde(tmp_path):
         assert sweep.hydra.overrides.hydra == [*words, "hydra.mode=MULTIRUN"]
 
 
+class TestExperiments:
+    """Files that are chosen in one sweep, each with what only it sets."""
+
+    FILES = {  # noqa: RUF012
+        "e1": "hydra: {sweeper: {params: {optimizer.lr: '0.1,0.2'}}}",
+        "e2": "hydra: {sweeper: {params: {optimizer.lr: '0.01,0.02,0.03'}}}",
+        "both": "hydra: {sweeper: {params: {experiment: 'e1,e2'}}}",
+        "on_slurm": "defaults: [override /cluster: slurm]",
+        "in_processes": "defaults: [override /hydra/launcher: submitit_local]",
+        "searching": "defaults: [override /hydra/sweeper: optuna]",
+        "two_at_once": "hydra: {sweeper: {max_batch_size: 2}}",
+        "plain": "seed: 7",
+        "elsewhere": "hydra: {sweep: {dir: there}}",
+    }
+
+    @pytest.fixture
+    def runs(self, tmp_path):
+        (tmp_path / "experiment").mkdir()
+        for name, text in self.FILES.items():
+            (tmp_path / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\n{text}\n")
+        source = Source(CONF, extra=str(tmp_path))
+        return lambda *words: compose_all(["model=toy", *words], True, source).overrides
+
+    def test_each_has_its_own_lists(self, runs):
+        e1, e2 = ([[f"optimizer.lr={rate}", "model=toy", f"experiment={name}"] for rate in rates] for name, rates in (
+            ("e1", (0.1, 0.2)), ("e2", (0.01, 0.02, 0.03)),
+        ))  # fmt: skip
+        assert runs("experiment=e1,e2") == [*e1, *e2]
+        assert runs("experiment=plain,e2") == [["model=toy", "experiment=plain"], *e2]
+        assert len(runs("experiment=e1,e2", "optimizer.lr=0.5")) == 2
+        assert len(runs("experiment=both")) == 5
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            ("experiment=e1,on_slurm", "cluster=local,slurm: one sweep runs on one cluster"),
+            ("experiment=on_slurm,e1", "cluster=slurm,local: one sweep runs on one cluster"),
+            ("experiment=e1,in_processes", "hydra/launcher=basic,submitit_local: a sweep has it once"),
+            ("experiment=e1,searching", "hydra/sweeper=basic,optuna: a sweep has it once"),
+            ("experiment=plain,two_at_once", "hydra.sweeper.max_batch_size=null,2: a sweep has it once"),
+            ("experiment=elsewhere,e1", "hydra.sweep.dir=there,outputs/"),
+            ("cluster=slurm cluster.submit=wait,detach", "cluster.submit=wait,detach: a sweep has it once"),
+            ("hydra/sweeper=optuna experiment=e1,e2,plain", "hydra.sweeper.params.optimizer.lr=null,0.1,0.2,0.01,"),
+            ("hydra/sweeper=optuna objective=throughput,held_out_loss", "objective=throughput,held_out_loss: a sweep"),
+        ],
+    )
+    def test_a_sweep_has_one_of_what_is_not_of_its_runs(self, runs, words, told):
+        with pytest.raises(ConfigError) as caught:
+            runs(*words.split())
+        assert str(caught.value).startswith(told)
+        assert str(caught.value).endswith("; start one sweep for each")
+
+
 class TestWhatHydraFailsOn:
     @pytest.mark.parametrize("typed", ["params={optimizer.lr:0.1}", "params.lr=0.1"])
     def test_lists_of_the_sweeper_on_the_command_line(self, typed):

@@ -10,7 +10,10 @@ from ptdbench.launch.world import World
 from ptdbench.planning import plans
 from ptdbench.problems import ConfigError
 from ptdbench.setup import hydra_options
-from ptdbench.setup.compose import compose_all
+from ptdbench.setup.compose import Source, compose_all
+from tests.conftest import ROOT
+
+CONF = ROOT / "conf"
 
 
 def refused(*overrides: str, world: World | None = None, goes_on: Path | None = None) -> str:
@@ -73,6 +76,28 @@ class TestResourcesOfJobs:
     def test_are_refused_with_what_to_type(self, typed, remedy):
         told = refused("cluster=slurm", f"hydra.launcher.{typed}")
         assert told.startswith(f"hydra.launcher.{typed}: {self.RULE}; {remedy}")
+
+    @pytest.mark.parametrize(
+        ("launcher", "words", "told"),
+        [
+            (
+                "submitit_slurm",
+                ["cluster=slurm"],
+                [f"{RULE}; try cluster.time_minutes=3", f"{RULE}; try cluster.partition=short"],
+            ),
+            ("submitit_local", [], ["has no effect with hydra/launcher=submitit_local; omit it"]),
+        ],
+    )
+    def test_in_a_file_as_typed(self, tmp_path, launcher, words, told):
+        partition = "partition: short, array_parallelism: 2, " * (launcher == "submitit_slurm")
+        text = f"hydra: {{mode: MULTIRUN, launcher: {{{partition}timeout_min: 3}}}}\n"
+        (tmp_path / "experiment").mkdir()
+        head = f"# @package _global_\ndefaults: [override /hydra/launcher: {launcher}]\n"
+        (tmp_path / "experiment" / "mine.yaml").write_text(head + text)
+        composed = compose_all(["model=toy", "experiment=mine", *words], source=Source(CONF, extra=str(tmp_path)))
+        with pytest.raises(ConfigError) as caught:
+            hydra_options.check(composed, None, None)
+        assert [problem.partition(": ")[2] for problem in str(caught.value).splitlines()] == told
 
     def test_of_submitit_are_all_known(self):
         theirs = {option.name for option in dataclasses.fields(SlurmQueueConf)}
@@ -156,12 +181,22 @@ class TestSearch:
             "start another sweep; one that can be resumed sets hydra.sweeper.sampler.seed"
         )
 
-    def test_what_a_sweeper_is_set_to_where_nobody_did(self):
-        def overrides(*typed):
-            return hydra_options.search_overrides(compose_all(["model=toy", *self.WORDS[1:], *typed]))
-
-        assert overrides() == []
-        assert overrides(self.WORDS[0]) == ["hydra.sweeper.direction=maximize", "hydra.sweeper.max_failure_rate=1.0"]
-        assert overrides(self.WORDS[0], "hydra.sweeper.direction=minimize") == ["hydra.sweeper.max_failure_rate=1.0"]
-        lowest, *_ = overrides(self.WORDS[0], "objective=held_out_loss", "eval.every=1")
-        assert lowest == "hydra.sweeper.direction=minimize"
+    @pytest.mark.parametrize(
+        ("typed", "file", "direction", "rate"),
+        [
+            ("", "", "maximize", 1.0),
+            ("hydra.sweeper.direction=minimize", "", "minimize", 1.0),
+            ("objective=held_out_loss eval.every=1", "", "minimize", 1.0),
+            ("experiment=mine", "direction: minimize", "minimize", 1.0),
+            ("experiment=mine", "max_failure_rate: 0.0", "maximize", 0.0),
+        ],
+    )
+    def test_what_a_sweeper_is_set_to(self, tmp_path, typed, file, direction, rate):
+        """Also to what is a default of the plugin."""
+        (tmp_path / "experiment").mkdir()
+        (tmp_path / "experiment" / "mine.yaml").write_text(f"# @package _global_\nhydra: {{sweeper: {{{file}}}}}\n")
+        source = Source(CONF, extra=str(tmp_path))
+        composed = compose_all(["model=toy", *self.WORDS, *typed.split()], source=source)
+        with source.open():  # what the sweeper is made of
+            sweeper = composed.sweep().hydra.sweeper
+        assert (sweeper.direction, sweeper.max_failure_rate) == (direction, rate)
