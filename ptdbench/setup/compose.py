@@ -13,7 +13,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,9 @@ _LAUNCHERS = (LAUNCHER, "hydra.launcher.")
 
 #: Hydra's message if a choice overrides choices inside its own package, which has none.
 _MISPLACED = re.compile(r"In '([^/']+)/([^']+)': Could not override '[^@']+@\1\.")
+
+#: Modules of the callables in ``conf/`` whose options are all there.
+_SHIPPED = re.compile(r"torch\.|ptdbench\.(?!examples\.)")
 
 #: Prefix of a sweep's lists that are defined in a file.
 _PARAMS = "hydra.sweeper.params"
@@ -368,49 +371,59 @@ def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:
 
 
 def _explain(config_name: str, overrides: Sequence[Override], error: Exception) -> list[Problem]:
-    """Return a problem for each override that Hydra could not use, with what the user may have meant."""
+    """Return a problem for each override that Hydra cannot use, with what the user may have meant."""
     if isinstance(error, MissingConfigException) and error.missing_cfg_file == config_name:
         remedy = try_these(nearest(config_name, _choices("")) or ["config"])
         return [Problem("--config-name", config_name, "there is no such file in the configuration folders", remedy)]
-    if misplaced := _MISPLACED.match(str(error)):
-        return [_of_no_package(misplaced[1], misplaced[2])]
-    unclear = Problem("command line", " ".join(_line(override) for override in overrides), _reason(error))
-    groups = _groups()
-    search = [_line(override) for override in overrides if override.key_or_group == "hydra.searchpath"]
-    found, sound = [], [*search]
-    for override in overrides:
-        if override.key_or_group == SWEEPER:
-            for problem in _unknown_choices(config_name, override, search):
-                plugin = f"install its plugin, perhaps pip install hydra-{problem.value}-sweeper"
-                found.append(replace(problem, remedy=plugin))
-        if override.key_or_group in groups:
-            found += (problems := _unknown_choices(config_name, override, search))
-            if not (problems or override.is_sweep_override() or _line(override).startswith("+")):
-                sound.append(_line(override))
-    try:
-        whole = _compose(config_name, sound)
-    except _REFUSALS:
-        return found or [unclear]
-    return [*found, *_unknown_options(config_name, overrides, whole)] or [unclear]
+    failed: list[tuple[Override, str, Exception]] = []
+    sound = [_line(override) for override in overrides if override.key_or_group == "hydra.searchpath"]
+    for override in sorted(overrides, key=lambda one: not _is_group(one.key_or_group)):  # a choice has options
+        words = _values([override])[0] or [_line(override)]
+        for word in words if _is_group(override.key_or_group) else words[:1]:
+            try:
+                _compose(config_name, [*sound, word])
+            except _REFUSALS as refused:
+                failed.append((override, word, refused))
+            else:
+                sound += [word] * (len(words) == 1)
+    found = [_problem(config_name, override, word, sound, refused) for override, word, refused in failed]
+    return found or [Problem("command line", " ".join(map(_line, overrides)), _reason(error))]
 
 
-def _unknown_options(config_name: str, overrides: Sequence[Override], whole: DictConfig) -> Iterator[Problem]:
-    """Yield options that a configuration lacks, or that are given in the wrong form."""
-    options = [*_groups(), *_options(whole)]
-    for override in overrides:
-        name, typed = override.key_or_group, _typed_value(override)
-        if name.startswith(_PARAMS):
-            rule = "cannot be given on the command line where no file has it: Hydra fails"
-            yield Problem(name, typed, rule, "give the lists themselves, as in -m optimizer.lr=0.1,0.2")
-        elif name in whole.hydra.runtime.choices and _line(override).startswith("+"):
-            yield Problem(_line(override).partition("=")[0], typed, "it already has a choice", f"try {name}={typed}")
-        elif name in options or override.is_add():
-            continue
-        elif OmegaConf.select(whole, name.rpartition(".")[0]) == {}:  # a group for the user's own keys: cluster.extra
-            yield Problem(name, typed, "there is no such option", f"try +{_line(override)}")
-        elif not override.is_hydra_override():
-            remedy = try_these(_similar(name, options)) or f"see {command()} --cfg job"
-            yield Problem(name, typed, "there is no such option", _owners(config_name, name) or remedy)
+def _problem(config_name: str, override: Override, word: str, sound: Sequence[str], refused: Exception) -> Problem:
+    """Explain why Hydra refuses one ``word`` of an override, beside the ``sound`` ones of the command line."""
+    name, typed, value = override.key_or_group, _typed_value(override), word.partition("=")[2]
+    choices = _choices(name) if _is_group(name) else []
+    if misplaced := _MISPLACED.match(str(refused)):
+        return _of_no_package(misplaced[1], misplaced[2])
+    if choices and value not in choices and not (override.package or override.is_delete()):
+        return Problem(name, value, "there is no such choice", try_these(nearest(value, choices) or choices))
+    if choices and override.is_add():
+        return Problem(word.partition("=")[0], typed, "it already has a choice", f"try {name}={typed}")
+    if name.startswith(_PARAMS):
+        rule = "cannot be given on the command line where no file has it: Hydra fails"
+        return Problem(name, typed, rule, "give the lists themselves, as in -m optimizer.lr=0.1,0.2")
+    if choices or "To append" not in str(refused):
+        return Problem(word.partition("=")[0], typed, _reason(refused))
+    return Problem(name, typed, "there is no such option", _meant(config_name, override, sound))
+
+
+def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
+    """Return what to type for an option that does not exist."""
+    name, whole = override.key_or_group, _compose(config_name, sound)
+    if name.startswith("hydra.") and OmegaConf.select(whole, name.rpartition(".")[0]) != {}:
+        return f"see {command()} --cfg hydra"
+    group, options = name.rpartition(".")[0], _options(whole)
+    beside = OmegaConf.select(whole, group) if group else None
+    target = str(beside.get("_target_", "")) if isinstance(beside, DictConfig) else ""
+    is_own = target and (not _SHIPPED.match(target) or any(word.startswith(f"{group}._target_=") for word in sound))
+    if beside == {} or is_own:  # keys of the user's own, as in cluster.extra, or arguments of a class
+        near = nearest(
+            name.rpartition(".")[2], [one.removeprefix(f"{group}.") for one in options if one.startswith(f"{group}.")]
+        )
+        return try_these([*(f"{group}.{one}" for one in near), f"+{_line(override)}"])
+    remedy = try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg job"
+    return _owners(config_name, name) or remedy
 
 
 def _reason(error: Exception) -> str:
@@ -435,30 +448,6 @@ def _owners(config_name: str, option: str) -> str:
     return f"it belongs to {group}={','.join(names)}" if names else ""
 
 
-def _unknown_choices(config_name: str, override: Override, search: Sequence[str]) -> list[Problem]:
-    """Return a problem for each choice that does not exist; ``search`` is the override of Hydra's search path, if any.
-
-    Only Hydra itself follows a search path that is typed or set in a file.
-    """
-    choices = _choices(override.key_or_group)
-    if override.is_sweep_override():
-        values = [str(value) for value in override.sweep_string_iterator()] or [_typed_value(override)]
-    else:
-        values = [_typed_value(override)]
-    return [
-        Problem(override.key_or_group, value, "there is no such choice", try_these(nearest(value, choices) or choices))
-        for value in values
-        if value not in choices and not _composes(config_name, [*search, f"{override.key_or_group}={value}"])
-    ]
-
-
-def _composes(config_name: str, overrides: Sequence[str]) -> bool:
-    with suppress(*_REFUSALS):
-        _compose(config_name, overrides)
-        return True
-    return False
-
-
 def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
     return GlobalHydra.instance().config_loader().get_group_options(group, kind)
 
@@ -466,6 +455,10 @@ def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
 def _groups() -> list[str]:
     """List the names of all config groups, except Hydra's own."""
     return [name for name in _choices("", ObjectType.GROUP) if name != "hydra"]
+
+
+def _is_group(name: str) -> bool:
+    return name in (*_groups(), SWEEPER)
 
 
 def _options(config: DictConfig) -> list[str]:

@@ -91,11 +91,18 @@ class TestMisspellings:
             ("batch=8", "train.global_batch"),
             ("optimiser.lr=1", "optimizer.lr"),
             ("checkpointing=full", "checkpoint.keep"),
+            ("model=custom model._target_=zoo.Base train.step=10", "train.steps"),
+            ("model=toy model.name=x train.step=10", "train.steps"),
+            ("model=custom model.depth=6", "+model.depth=6"),
+            ("model._target_=zoo.Base model.depth=6 model=custom", "+model.depth=6"),
+            ("model=toy model._target_=zoo.Base model.kernel=6", "+model.kernel=6"),
+            ("model=toy model._target_=zoo.Base model.widt=6", "model.width, +model.widt=6"),
         ],
     )
     def test_an_option(self, override, meant):
-        (line,) = refused(override)
-        assert line.startswith(f"{override}: there is no such option; try {meant}")
+        (line,) = refused(*override.split())
+        wrong = next(word for word in override.split()[::-1] if word != "model=custom")
+        assert line.startswith(f"{wrong}: there is no such option; try {meant}")
 
     @pytest.mark.parametrize(
         ("override", "meant"),
@@ -122,6 +129,8 @@ class TestMisspellings:
 TOLD = {
     "parallel=quantum": "parallel=quantum: there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
     "-m parallel=glob(x*)": "parallel=glob(x*): there is no such choice; try 3d, ddp, ep, fsdp, hsdp, pdp, single, tp",
+    "=": "=: there is no such option; see python train.py --cfg job",
+    "hydra.foo=1": "hydra.foo=1: there is no such option; see python train.py --cfg hydra",
     "qqqq=1": "qqqq=1: there is no such option; see python train.py --cfg job",
     "hydra.job.env_set.FOO=1": "hydra.job.env_set.FOO=1: there is no such option; try +hydra.job.env_set.FOO=1",
     **dict.fromkeys(
@@ -139,18 +148,15 @@ TOLD = {
     ),
     "hydra.launcher=3": "hydra.launcher=3: is a group of options; try hydra/launcher=...",
     "+parallel=fsdp": "+parallel=fsdp: it already has a choice; try parallel=fsdp",
-    "++experiment=digits_resnet18": "++experiment=digits_resnet18: it already has a choice; try "
-    "experiment=digits_resnet18",
-    "hydra.run.dir=null": "command line=hydra.run.dir=null: Error merging override hydra.run.dir=null: field "
+    "hydra.run.dir=null": "hydra.run.dir=null: Error merging override hydra.run.dir=null: field "
     "'hydra.run.dir' is not Optional",
-    "model@a=toy": "command line=model@a=toy: Could not override 'model@a'. Did you mean to override model?",
+    "model@a=toy": "model@a=toy: Could not override 'model@a'. Did you mean to override model?",
     "-m cluster=slurm,local": "cluster=slurm,local: one sweep runs on one cluster; start one sweep for each",
     "-m +hydra.job.env_set.NCCL_ALGO=Ring,Tree": "hydra.job.env_set.NCCL_ALGO=Ring,Tree: Hydra's own options have one "
     "value in a sweep; start one sweep for each",
     "-m optimizer.lr=interval(1e-4,1e-2)": "optimizer.lr=interval(1e-4,1e-2): is a range, from which only a sweeper "
     "that searches can choose; add -m hydra/sweeper=optuna, or give a list of values",
-    "-m hydra/sweeper=ax seed=1,2": "hydra/sweeper=ax: there is no such choice; install its plugin, perhaps pip "
-    "install hydra-ax-sweeper",
+    "-m hydra/sweeper=ax seed=1,2": "hydra/sweeper=ax: there is no such choice; try basic, optuna",
     "hydra.sweeper=3": "hydra.sweeper=3: is a group of options; try hydra/sweeper=...",
 }
 
@@ -175,10 +181,10 @@ class TestSyntax:
     def test_a_group_wants_a_name(self, override):
         assert refused(override)[0].startswith(f"{override}: there is no such choice; try ")
 
-    @pytest.mark.parametrize("override", ["~model=toy", "hydra.foo=1", "hydra/launcher=foo"])
+    @pytest.mark.parametrize("override", ["~model=toy", "hydra/launcher=foo", "hydra=3", "~hydra", "~"])
     def test_what_only_hydra_understands_is_told_in_its_words(self, override):
         (line,) = refused(override)
-        assert line.startswith(f"command line={override}: ")
+        assert re.match(rf"{override}=?: (Could not|In 'hydra|Config group override)", line)
 
     def test_configurations_that_are_not_there(self, tmp_path):
         away = tmp_path / "away"
@@ -229,7 +235,7 @@ class TestFolderOfOnesOwn:
             ("42\n", "OSError: Invalid loaded object type: int"),
             (f"defaults: 3\n{TOY}", "defaults must be a list (got int)"),
             (f"# @package a b c\n{TOY}", "Too many components in '@package a b c'"),
-            (f"{TOY}x: ${{model\n", "command line=model=mine: "),
+            (f"{TOY}x: ${{model\n", "no viable alternative at input '${model'"),
             (TOY.encode("utf-16"), "a configuration file is not UTF-8: "),
         ],
     )
@@ -238,7 +244,7 @@ class TestFolderOfOnesOwn:
         path = tmp_path / "model" / "mine.yaml"
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
         line = self.refused(tmp_path, "model=mine")
-        assert line.startswith("command line=model=mine: ")
+        assert line.startswith("model=mine: ")
         assert told.replace("{path}", str(path)) in line
 
     @pytest.mark.parametrize("text", ["train:\n  steps: 5\n", "defaults:\n  - override /model: toy\n"])
@@ -295,7 +301,6 @@ class TestExperiments:
     FILES = {  # noqa: RUF012
         "e1": "hydra: {sweeper: {params: {optimizer.lr: '0.1,0.2'}}}",
         "e2": "hydra: {sweeper: {params: {optimizer.lr: '0.01,0.02,0.03'}}}",
-        "both": "hydra: {sweeper: {params: {experiment: 'e1,e2'}}}",
         "on_slurm": "defaults: [override /cluster: slurm]",
         "in_processes": "defaults: [override /hydra/launcher: submitit_local]",
         "searching": "defaults: [override /hydra/sweeper: optuna]",
@@ -319,7 +324,6 @@ class TestExperiments:
         assert runs("experiment=e1,e2") == [*e1, *e2]
         assert runs("experiment=plain,e2") == [["model=toy", "experiment=plain"], *e2]
         assert len(runs("experiment=e1,e2", "optimizer.lr=0.5")) == 2
-        assert len(runs("experiment=both")) == 5
 
     @pytest.mark.parametrize(
         ("words", "told"),
@@ -348,10 +352,6 @@ class TestWhatHydraFailsOn:
         (line,) = refused(f"hydra.sweeper.{typed}", multirun=True)
         assert line.startswith(f"hydra.sweeper.{typed}: cannot be given on the command line")
         assert line.endswith("; give the lists themselves, as in -m optimizer.lr=0.1,0.2")
-
-    @pytest.mark.parametrize("typed", ["=", "~", "hydra=3", "~hydra"])
-    def test_no_option_at_all(self, typed):
-        assert refused(typed)[0].endswith("there is no such option; see python train.py --cfg job")
 
     @pytest.mark.parametrize("depth", [200, 3000])
     def test_brackets_without_end(self, depth):
