@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
@@ -133,8 +134,16 @@ def nearest_numbers(value: int, allowed: Sequence[int], count: int = 3) -> list[
     return sorted(sorted(allowed, key=lambda number: abs(number - value))[:count])
 
 
+def in_shell(option: str, value: object) -> str:
+    """Return an override as it is pasted into a shell: quoted, doubly where it has Hydra's quotes, if need be."""
+    word = f"{option}={as_typed(value)}"
+    return f'"{word}"' if "'" in word and not {*'"$`!\\'} & {*word} else shlex.quote(word)
+
+
 def as_typed(value: object) -> str:
     """Return a value as it is typed on the command line, where ``True`` is ``true`` and ``None`` is ``null``."""
     if isinstance(value, list | tuple):
         return f"[{','.join(map(as_typed, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{as_typed(within)}' for key, within in value.items())}}}"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

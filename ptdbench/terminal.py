@@ -108,6 +108,11 @@ def rank_names(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
 
 
+def has_controls(text: str) -> bool:
+    """Return whether a text has control characters, line breaks and tabs included."""
+    return not {*map(ord, text)}.isdisjoint(_CONTROL)
+
+
 def plain(text: str) -> str:
     """Escape control characters other than newline and tab: a backslash and ``x1b``."""
     return text.translate(_ESCAPED)

@@ -196,7 +196,7 @@ class TestRefused:
             (f"{CPU} cluster.nodes=3", "cluster.nodes=3: partition debug has 2 nodes; try 2"),
             (f"{CPU} cluster.log=/dev/null/%j",
              "cluster.log=/dev/null/%j: /dev/null is no folder; give a folder that the cluster's nodes share"),
-            (f"{CPU} hydra.sweep.dir='top5%u'", "/top5%u: % and \\ in the path of a job's output mean something else"),
+            (f"{CPU} hydra.sweep.dir='top5%u'", "/top5%u: %, \\ and line breaks in the path of a job's output mean"),
         ],
     )  # fmt: skip
     def test_one_line_and_nothing_submitted(self, arguments, expected, submit, jobs, tmp_path):

@@ -1,6 +1,8 @@
+import shlex
+
 import pytest
 
-from ptdbench.problems import ConfigError, Problem, divisors, first_line, nearest, nearest_numbers, try_these
+from ptdbench.problems import ConfigError, Problem, divisors, first_line, in_shell, nearest, nearest_numbers, try_these
 
 
 def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
@@ -12,6 +14,11 @@ def test_a_problem_is_one_line_with_option_value_rule_and_remedy():
 @pytest.mark.parametrize(("value", "typed"), [(True, "true"), (False, "false"), (None, "null"), (1, "1"), ([1], "[1]")])
 def test_values_read_as_they_are_typed(value, typed):
     assert str(Problem("compile", value, "no")) == f"compile={typed}: no"
+
+
+@pytest.mark.parametrize("value", ["x", "odd lr=0.1,bs=2 ü#1 100% a@b {c} $x", "it's", "it's $5", "'a b'", "a\\'b"])
+def test_an_override_is_pasted_into_a_shell_as_it_is(value):
+    assert shlex.split(in_shell("resume", value)) == [f"resume={value}"]
 
 
 def test_an_error_holds_all_problems_and_tells_each_once():

@@ -25,10 +25,10 @@ from ptdbench.files import strict, write_json
 from ptdbench.launch import local, settings
 from ptdbench.launch.lifetime import die_with_parent
 from ptdbench.measure.memory import host_memory
-from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
-from ptdbench.setup import commandline, compose, hydra_options, hydra_output
+from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.terminal import echo
@@ -65,6 +65,10 @@ def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
     """
     extra = str(config_dir) if config_dir else None
     found = compose.compose_all(overrides, True, compose.Source(compose.conf_folder(), extra=extra))
+    problems = ErrorCollector()
+    for read in found.configs:
+        problems.catch(choices.virtual, read)
+    problems.close()
     cluster = found.configs[0].cluster
     searches = found.first.hydra.runtime.choices.get(commandline.SWEEPER)
     require(

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from ptdbench.files import strict
-from ptdbench.problems import as_typed
+from ptdbench.problems import as_typed, in_shell
 from ptdbench.records import schema, store
 from ptdbench.records.effects import affects, leaves, options_affecting
 from ptdbench.records.failure import Failure, status_of
@@ -121,7 +121,9 @@ _HOW_IT_GOES_ON = {
 
 def stopped(record: Written, why: str, saved: bool | None = True) -> dict[str, Any]:
     """Return the record of a run that was asked to stop; ``saved`` as in :class:`ptdbench.job.Outcome`."""
-    message = f"stopped by {why}; {_HOW_IT_GOES_ON[saved]}: {how_started(record)} resume={record['directory']}"
+    message = (
+        f"stopped by {why}; {_HOW_IT_GOES_ON[saved]}: {how_started(record)} {in_shell('resume', record['directory'])}"
+    )
     return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
 
 
@@ -220,12 +222,15 @@ def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def is_done(directory: Path, config: Mapping[str, Any], or_failed: bool = False) -> bool:
-    """Return whether ``directory`` holds a run of this configuration that ended ok, or that failed, if that counts."""
+    """Return whether ``directory`` holds a run of this configuration that ended ok, or that failed, if that counts.
+
+    One that diverged would do so again, from the same weights and samples.
+    """
     try:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    is_over = found["status"] == "ok" or (or_failed and not is_interrupted(found))
+    is_over = found["status"] in ("ok", "diverged") or (or_failed and not is_interrupted(found))
     return is_over and same_work(configuration(found), config)
 
 

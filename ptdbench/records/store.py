@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.files import create_atomically, read_bytes, replace_bytes, strict, write_json
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, in_shell
 from ptdbench.records import schema
 from ptdbench.records.schema import Written
 from ptdbench.terminal import echo
@@ -227,7 +227,11 @@ def occupy(directory: Path, option: str, fill: Callable[[Path, Path], None], aga
     if not is_new:
         own = "sweep.resume" if is_sweep(directory) else "resume" if (directory / RECORD).exists() else None
         if not again and (own or any(directory.glob(f"*/{RECORD}"))):
-            remedy = f"try {own}={directory} to continue it, or another directory" if own else "give another directory"
+            remedy = (
+                f"try {in_shell(own, directory)} to continue it, or another directory"
+                if own
+                else "give another directory"
+            )
             raise ConfigError([Problem(option, directory, "it already holds results", remedy)])
         with _writable(directory, option):
             fill(directory, directory)

@@ -162,7 +162,7 @@ def _pair(directory: Path, other: Path) -> Group:
 def _single(directory: Path) -> Run:
     found = load_telling(directory)
     if isinstance(found, list):
-        names = ", ".join(str(run.directory) for run in found[:3])
+        names = ", ".join(shlex.quote(str(run.directory)) for run in found[:3])
         raise Refused(f"{directory}: --against compares two runs, and this is a folder of them; try {names}")
     return found
 

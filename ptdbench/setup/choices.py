@@ -11,9 +11,10 @@ from typing import Any, ParamSpec, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem, first_line, said
+from ptdbench.problems import ConfigError, Problem, first_line, require, said, under
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
+from ptdbench.virtual.device import Device
 from ptdbench.virtual.machine import Machine
 
 T = TypeVar("T")
@@ -38,8 +39,17 @@ def build(config: Config, group: str) -> Any:
 
 def virtual(config: Config) -> Machine | None:
     """Return the machine with virtual GPUs, if the run uses any; the group is there only then."""
-    found: Machine | None = build(config, "virtual") if "virtual" in config.resolved else None
-    return found
+    if "virtual" not in config.resolved:
+        return None
+    if not isinstance(gpu := config.call("virtual").options.get("gpu"), Mapping):
+        raise ConfigError([Problem("virtual.gpu", gpu, "is a group of options")])
+    if (gpu := dict(gpu)).pop(
+        "_target_", ""
+    ) == f"{Device.__module__}.{Device.__name__}":  # named in full, as they are typed
+        found = signature.problems(Device, gpu, group="virtual.gpu")
+        under("virtual.gpu", lambda: require(*found) or Device(**gpu))
+    machine: Machine = build(config, "virtual")
+    return machine
 
 
 def bound(config: Config, group: str, *given: str) -> Callable[..., Any]:

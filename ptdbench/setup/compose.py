@@ -10,9 +10,8 @@ import itertools
 import pickle
 import random
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ptdbench.problems import ConfigError, Problem, as_typed, first_line, nearest, require, try_these
+from ptdbench.problems import ConfigError, Problem, as_typed, first_line, in_shell, nearest, require, try_these
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
@@ -247,15 +246,10 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             reason = first_line(error)
             rule = f"cannot be read ({reason})" if equals else "options are written NAME=VALUE, without spaces"
             is_text = equals and not value.startswith(("[", "{", "'", '"'))
-            remedy = f"as text it is {_in_shell(f'{name}={quoted(value)}')}" if is_text else ""
+            remedy = f"as text it is {in_shell(name, quoted(value))}" if is_text else ""
             found.append(Problem(name, value if equals else "(no value)", rule, remedy))
     require(*found)
     return parsed
-
-
-def _in_shell(word: str) -> str:
-    """Quote for the shell a word that contains Hydra's quotes: in double quotes, if no character in it is special."""
-    return shlex.quote(word) if re.search(r'["$`!]', word) else f'"{word}"'
 
 
 def _values(overrides: Sequence[Override]) -> list[list[str]]:
@@ -399,7 +393,7 @@ def _problem(config_name: str, override: Override, word: str, sound: Sequence[st
     if choices and value not in choices and not (override.package or override.is_delete()):
         return Problem(name, value, "there is no such choice", try_these(nearest(value, choices) or choices))
     if choices and override.is_add():
-        return Problem(word.partition("=")[0], typed, "it already has a choice", f"try {name}={typed}")
+        return Problem(word.partition("=")[0], typed, "it already has a choice", f"try {in_shell(name, typed)}")
     if name.startswith(_PARAMS):
         rule = "cannot be given on the command line where no file has it: Hydra fails"
         return Problem(name, typed, rule, "give the lists themselves, as in -m optimizer.lr=0.1,0.2")
@@ -421,9 +415,8 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
         near = nearest(
             name.rpartition(".")[2], [one.removeprefix(f"{group}.") for one in options if one.startswith(f"{group}.")]
         )
-        return try_these([*(f"{group}.{one}" for one in near), f"+{_line(override)}"])
-    remedy = try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg job"
-    return _owners(config_name, name) or remedy
+        return try_these([*(f"{group}.{one}" for one in near), in_shell(f"+{name}", _typed_value(override))])
+    return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg job"
 
 
 def _reason(error: Exception) -> str:
@@ -433,19 +426,6 @@ def _reason(error: Exception) -> str:
         return f"{said} {more[0]}"
     cause = first_line(error.__cause__) if error.__cause__ else ""
     return f"{said}: {cause}" if cause else said
-
-
-def _owners(config_name: str, option: str) -> str:
-    """Name the choices of a group that have an option which the chosen one lacks, as pdp has ``parallel.schedule``."""
-    group = option.partition(".")[0]
-    if group not in _groups():
-        return ""
-    names = []
-    for choice in _choices(group):
-        with suppress(*_REFUSALS):  # the file may be unreadable
-            if option in _options(_compose(config_name, [f"{group}={choice}"])):
-                names.append(choice)
-    return f"it belongs to {group}={','.join(names)}" if names else ""
 
 
 def _choices(group: str, kind: ObjectType = ObjectType.CONFIG) -> list[str]:
@@ -474,13 +454,11 @@ def _similar(name: str, options: Sequence[str]) -> list[str]:
 
     ``lr`` may have meant ``optimizer.lr``, and ``batch_size`` may have meant ``train.global_batch``.
     """
-
-    def last(option: str) -> str:
-        return option.rpartition(".")[2]
-
-    words = set(last(name).split("_"))
-    same = [option for option in options if last(option) == last(name)]
-    sharing = [option for option in options if words & set(last(option).split("_"))]
-    by_last = {last(option): option for option in reversed(options)}
-    alike = [by_last[leaf] for leaf in nearest(last(name), by_last)]
-    return list(dict.fromkeys([*same, *sharing, *nearest(name, options), *alike]))[:3]
+    by_last: dict[str, list[str]] = {}
+    for one in options:
+        by_last.setdefault(one.rpartition(".")[2], []).append(one)
+    last = name.rpartition(".")[2]
+    sharing = [leaf for leaf in by_last if {*last.split("_")} & {*leaf.split("_")}]
+    whole = nearest(name, options) if last == name else []
+    alike = [one for leaf in (last, *sharing) for one in by_last.get(leaf, [])]
+    return list(dict.fromkeys([*alike, *whole, *(by_last[leaf][0] for leaf in nearest(last, by_last))]))[:3]

@@ -17,7 +17,7 @@ from ptdbench.records.effects import OF_CHOICE
 from ptdbench.records.record import DIRECTIONS, Objective, configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
-from ptdbench.terminal import command
+from ptdbench.terminal import command, has_controls
 
 T = TypeVar("T")
 
@@ -37,6 +37,7 @@ LEAST = {
 RANGES: dict[str, tuple[Callable[[float], bool], str, str]] = {
     "max_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
     "timeout_minutes": (lambda limit: limit > 0, "must be greater than 0, or null for no limit", ""),
+    "mem_gb": (lambda memory: memory >= 0, "must be at least 0, and 0 is all that a node has", ""),
     "clip_norm": (lambda norm: norm > 0, "must be greater than 0, or null for no clipping", ""),
     "memory_reserve": (
         lambda part: 0 <= part < 1, "must be at least 0 and less than 1, or null to start a run whatever it needs",
@@ -260,6 +261,7 @@ class Config:
     def cluster(self) -> Cluster:
         """The placement of the ranks; a :class:`Slurm` if a job must be submitted for them."""
         options = self._group("cluster")
+        require(*_control_characters("cluster", options))
         if "name" not in options:
             raise ConfigError([Problem("cluster.name", "(not set)", "must be given", _INHERIT)])
         if "submit" not in options:
@@ -279,10 +281,12 @@ class Config:
         label = options.get("label")
         for own in OF_CHOICE:
             options.pop(own, None)
+        if "_target_" not in self._group(group):
+            remedy = "begin it with defaults: [/virtual_options@_here_, _self_]" if group == "virtual" else _INHERIT
+            raise ConfigError([Problem(group, name, "its file names no class or function (_target_)", remedy)])
         if not isinstance(target, str) or target == MISSING:
             rule = "must name a class or a function, as in my_package.MyModel"
-            remedy = "" if "_target_" in self._group(group) else _INHERIT
-            raise ConfigError([Problem(f"{group}._target_", target, rule, remedy)])
+            raise ConfigError([Problem(f"{group}._target_", target, rule)])
         require(*_unset(group, options))
         return Call(str(name), target, options, label)
 
@@ -338,6 +342,19 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
             return written[key]
 
     return {str(key): value_of(key) for key in written}
+
+
+def _control_characters(option: str, value: Any) -> Iterator[Problem]:
+    """Yield texts in options of a cluster, keys included, that would end a line of a batch script and begin another."""
+    if isinstance(value, Mapping):
+        for key, within in value.items():
+            yield from _control_characters(option, key)
+            yield from _control_characters(f"{option}.{key!s}", within)
+    elif isinstance(value, list) and option != "cluster.setup":
+        for within in value:
+            yield from _control_characters(option, within)
+    elif isinstance(value, str) and has_controls(value):
+        yield Problem(option, repr(value), "must not contain control characters, such as line breaks")
 
 
 def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch.world import World
-from ptdbench.problems import Problem, as_typed, first_line, require
+from ptdbench.problems import Problem, as_typed, first_line, in_shell, require
 from ptdbench.records.effects import leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, values
 from ptdbench.setup.compose import Composed
@@ -23,31 +24,6 @@ from ptdbench.terminal import command
 
 #: Options of the launcher other than resources, with their defaults.
 OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
-
-#: hydra-submitit-launcher's names for the resources of a job, with the corresponding options of ``cluster``.
-SUBMITIT = {
-    "account": "account",
-    "additional_parameters": "extra",
-    "comment": "extra.comment",
-    "constraint": "constraint",
-    "cpus_per_gpu": "cpus_per_rank",
-    "cpus_per_task": "cpus_per_rank",
-    "exclude": "extra.exclude",
-    "gpus_per_node": "gpus_per_node",
-    "gpus_per_task": "gpus_per_node",
-    "gres": "gres",
-    "max_num_timeout": "max_requeues",
-    "mem_gb": "mem_gb",
-    "mem_per_cpu": "extra.mem_per_cpu",
-    "mem_per_gpu": "extra.mem_per_gpu",
-    "nodes": "nodes",
-    "partition": "partition",
-    "qos": "qos",
-    "setup": "setup",
-    "submitit_folder": "log",
-    "tasks_per_node": "ranks_per_node",
-    "timeout_min": "time_minutes",
-}
 
 #: The supported launchers.
 LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
@@ -109,7 +85,7 @@ def _elsewhere(composed: Composed) -> Problem | None:
         return None
     rule = "is for single runs, and this is a sweep" if composed.is_sweep else "is for sweeps, and this is a single run"
     value = typed[f"hydra.{other}.dir"]
-    return Problem(f"hydra.{other}.dir", value, rule, f"try hydra.{ours}.dir={value}")
+    return Problem(f"hydra.{other}.dir", value, rule, f"try {in_shell(f'hydra.{ours}.dir', value)}")
 
 
 def _outside(composed: Composed) -> Problem | None:
@@ -159,19 +135,13 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 
 
 def _given_twice(composed: Composed) -> Iterator[Problem]:
-    """Refuse resources outside the group ``cluster``; each problem names the option there, as it is typed."""
+    """Refuse resources outside the group ``cluster``, with the option there if it has the same name."""
     rule = "the resources of a job are set in the group cluster only"
     for full, value in _of_launcher(composed).items():
         name = full.removeprefix("hydra.launcher.")
-        if name in OPTIONS:
-            continue
-        remedy = f"see {command()} cluster=slurm --cfg job --package cluster"
-        if known := SUBMITIT.get(name):
-            # These have another meaning: per GPU or task instead of per rank or node.
-            same = name not in ("cpus_per_gpu", "gpus_per_task")
-            added = "+" if known.startswith("extra.") else ""
-            remedy = f"try {added}cluster.{known}={value}" if same else f"use cluster.{known}"
-        yield Problem(full, value, rule, remedy)
+        same = f"try {in_shell(f'cluster.{name}', value)}" if name in {field.name for field in fields(Slurm)} else ""
+        if name not in OPTIONS:
+            yield Problem(full, value, rule, same or f"see {command()} cluster=slurm --cfg job --package cluster")
 
 
 def _of_launcher(composed: Composed) -> dict[str, str]:

@@ -6,6 +6,7 @@ import argparse
 import io
 import os
 import pickle
+import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
@@ -89,7 +90,7 @@ def shown_by_hydra(arguments: argparse.Namespace, conf: Path) -> int:
     """Let Hydra print the requested information; return exit status 0. Raises ConfigError with Hydra's reason."""
     if arguments.config_path and not Path(arguments.config_path).is_absolute():
         rule = "must be absolute where Hydra shows something of it"
-        require(Problem("--config-path", arguments.config_path, rule, f"try {conf}"))
+        require(Problem("--config-path", arguments.config_path, rule, f"try {shlex.quote(str(conf))}"))
     places = [place for place, word in enumerate(sys.argv) if word in arguments.overrides]
     if places and places[-1] - places[0] >= len(places):  # a flag is between them
         raise ConfigError([_line("Hydra shows this, and takes no flags between overrides; give them first")])

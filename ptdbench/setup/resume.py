@@ -15,7 +15,7 @@ from omegaconf import ListConfig, OmegaConf
 
 from ptdbench import terminal
 from ptdbench.launch.world import KNOWN, World
-from ptdbench.problems import ConfigError, Problem
+from ptdbench.problems import ConfigError, Problem, in_shell
 from ptdbench.records import ledger, record, store
 from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.schema import Written
@@ -46,8 +46,8 @@ def command(directory: Path, sources: Sequence[str] = (), started: str = "") -> 
 
     ``started`` is how it was started, by default as this process.
     """
-    place = f"{SWEEP if store.is_sweep(directory) else RUN}={directory}"
-    return f"{started or terminal.command()} {shlex.join([*sources, place])}"
+    place = in_shell(SWEEP if store.is_sweep(directory) else RUN, directory)
+    return " ".join([started or terminal.command(), *map(shlex.quote, sources), place])
 
 
 def read(typed: Sequence[str], multirun: bool, world: World | None, config_name: str = "config") -> Line:
@@ -283,7 +283,7 @@ def startable(directory: Path, world: World | None) -> Config:
     if world is None:
         if record.option(written, "cluster.submit", str):
             rule = f"cluster={record.option(written, 'cluster.name', str)} carries it out as a job"
-            raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {RUN}={directory}")])
+            raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {in_shell(RUN, directory)}")])
         _refuse_elsewhere(directory, written)
     return of_record(written)
 
@@ -297,7 +297,7 @@ def _refuse_elsewhere(directory: Path, written: Written) -> None:
         return
     where = f" on {', '.join(nodes[:4])}{' ...' * (len(nodes) > 4)}" if nodes else ""
     rule = f"its ranks were started by {launcher}{where}, and this process is not a rank of a launcher"
-    again = f"{terminal.under(str(launcher))} {RUN}={directory}"
+    again = f"{terminal.under(str(launcher))} {in_shell(RUN, directory)}"
     remedy = f"start it as before, {again}, or add options to start a new run from it"
     raise ConfigError([Problem(RUN, directory, rule, remedy)])
 
@@ -305,7 +305,7 @@ def _refuse_elsewhere(directory: Path, written: Written) -> None:
 def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> None:
     done, wanted = written.get("steps") or 0, record.option(written, "train.steps", int)
     if written.get("status") == "ok" and done == wanted:
-        rule, again = f"is complete, with {done} of {wanted} steps", f"{terminal.command()} {RUN}={directory} "
+        rule, again = f"is complete, with {done} of {wanted} steps", f"{terminal.command()} {in_shell(RUN, directory)} "
         remedy = f"try {again * (asked != RUN)}train.steps={2 * done}, to train on from there"
         raise ConfigError([Problem(asked, directory, rule, remedy)])
 

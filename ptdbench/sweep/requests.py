@@ -21,7 +21,7 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.planning import micro_batch
-from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, in_shell, require
 from ptdbench.records import record, store
 from ptdbench.setup import choices, commandline, compose, config, hydra_output, run_spec
 from ptdbench.setup.compose import Composed, without_hydra
@@ -261,7 +261,7 @@ def _check_alone(whole: DictConfig, cluster: Slurm) -> None:
     remedy = f"try {command()} cluster={cluster.name}, which submits jobs"
     if (sweep := whole.sweep.resume) is not None:
         rule = "continues as the jobs that it was submitted as, not in a script"
-        require(Problem("sweep.resume", sweep, rule, f"try {command()} sweep.resume={sweep}"))
+        require(Problem("sweep.resume", sweep, rule, f"try {command()} {in_shell('sweep.resume', sweep)}"))
     if whole.repeat.runs == "auto":
         rule = "needs the results of a block before the next one, and each rank of the script's job would decide alone"
         require(Problem("repeat.runs", "auto", rule, f"give a number, or {remedy}"))

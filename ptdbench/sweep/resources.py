@@ -7,6 +7,7 @@ without SLURM the list is empty, and rules that need it do not apply.
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,9 +42,6 @@ GIVEN_BY = {name: f"cluster.{name}" for name in (*_ALIKE, "nodes", "gpus_per_nod
     "time": "cluster.time_minutes",
     "wait": "cluster.submit=wait",
 }
-
-#: Three mutually exclusive ways to request memory from SLURM.
-MEMORY = ("cluster.mem_gb", "cluster.extra.mem_per_cpu", "cluster.extra.mem_per_gpu")
 
 #: Defines the command ``module``, which otherwise exists only in login shells, from wherever sites keep it.
 MODULE_COMMAND = [
@@ -105,7 +103,7 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
 
 def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
     """Return the problems of a request that SLURM would refuse, queue forever, or interpret differently."""
-    found = [*_contradictions(cluster, shape), *_memory_problems(cluster), *_extra(cluster)]
+    found = [*_contradictions(cluster, shape), *_extra(cluster)]
     found += _unknown_partitions(cluster, known)
     if chosen := _chosen(cluster, known):
         found += _too_much(cluster, shape, chosen)
@@ -245,18 +243,6 @@ def _contradictions(cluster: Slurm, shape: Shape) -> Iterator[Problem]:
         yield Problem("cluster.ranks_per_node", cluster.ranks_per_node, rule, remedy)
 
 
-def _memory_problems(cluster: Slurm) -> Iterator[Problem]:
-    """Find negative memory, or memory requested in two ways."""
-    if cluster.mem_gb is not None and cluster.mem_gb < 0:
-        yield Problem("cluster.mem_gb", cluster.mem_gb, "must be at least 0, and 0 is all that a node has")
-    given = {f"cluster.extra.{_flag(flag)}": value for flag, value in cluster.extra.items()}
-    given["cluster.mem_gb"] = cluster.mem_gb
-    first, *others = [option for option in MEMORY if given.get(option) is not None] or [""]
-    for option in others:
-        rule = f"excludes {first}={given[first]}: SLURM takes memory per node, per CPU or per GPU"
-        yield Problem(option, given[option], rule, "omit one of them")
-
-
 def _extra(cluster: Slurm) -> Iterator[Problem]:
     """Find extra flags for which the group has an option, and invalid values."""
     for flag, value in cluster.extra.items():
@@ -264,7 +250,9 @@ def _extra(cluster: Slurm) -> Iterator[Problem]:
         if _flag(flag) in GIVEN_BY:
             rule = "would contradict what ptdbench passes to sbatch"
             yield Problem(option, value, rule, f"use {GIVEN_BY[_flag(flag)]}")
-        elif not (value is None or isinstance(value, str | int | float)) or "\n" in str(value):
+        elif not re.fullmatch("[a-z0-9_-]+", flag):
+            yield Problem(option, value, "is no flag of sbatch: these have small letters, digits, - and _")
+        elif not (value is None or isinstance(value, str | int | float)):
             yield Problem(option, value, "must be text, a number, or true for a flag without a value")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import shlex
@@ -52,6 +53,26 @@ def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
         given = _given([requests[place] for place in job])
         alike.setdefault((given, tuple(needs_search(requests[place].config) for place in job)), []).append(job)
     return list(alike.values())
+
+
+def _divided(
+    requests: Sequence[Request], options: Mapping[str, Any]
+) -> Iterator[tuple[list[list[int]], Mapping[str, Any]]]:
+    """Yield the :func:`arrays`, none longer than SLURM allows, each with the launcher's options for its script.
+
+    Raises:
+        ConfigError: Jobs alike make more arrays than may run jobs at once.
+    """
+    alike = arrays(requests)
+    most = slurm.longest_array() if max(map(len, alike), default=1) > 1 else 1
+    for jobs in alike:
+        parts, parallel = math.ceil(len(jobs) / most), _own(options)["array_parallelism"]
+        if parallel < parts:
+            rule = f"{len(jobs)} jobs make {parts} arrays, each with one at once, as MaxArraySize is {most} here"
+            require(Problem("hydra.launcher.array_parallelism", parallel, rule, f"try {parts}, or a smaller sweep"))
+        size, shared = math.ceil(len(jobs) / parts), {**_own(options), "array_parallelism": parallel // parts}
+        for start in range(0, len(jobs), size):
+            yield jobs[start : start + size], shared
 
 
 def _jobs(requests: Sequence[Request]) -> Iterable[list[int]]:
@@ -139,8 +160,7 @@ class Array:
     def script(self, options: Mapping[str, Any]) -> str:
         """Return the script; ``options`` are the launcher's own, see :data:`ptdbench.setup.hydra_options.OPTIONS`."""
         count, cluster = len(self.jobs), self.cluster
-        given = {option: value for option in OPTIONS if (value := options.get(option)) is not None}
-        parallel, delay = map(int, (OPTIONS | given).values())
+        parallel, delay = _own(options).values()
         flags: dict[str, str | int] = {"open_mode": "append", "signal": f"USR2@{min(delay, 6 * cluster.time_minutes)}"}
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
@@ -188,22 +208,27 @@ class Array:
         return [f'ptdbench_job="{_JOB}"', f"mkdir -p {made} && exec >> {out} 2>> {errors}"]
 
 
+def _own(options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the launcher's options other than resources, :data:`ptdbench.setup.hydra_options.OPTIONS`."""
+    return {name: int(default if (value := options.get(name)) is None else value) for name, default in OPTIONS.items()}
+
+
 def _in_script(path: str) -> str:
     """Quote a path for a script, with a variable in place of ``%j``."""
     return '"$ptdbench_job"'.join(part and shlex.quote(part) for part in path.split("%j"))
 
 
 def check_paths(requests: Sequence[Request], sweep_directory: Path) -> None:
-    """Refuse output paths with patterns that SLURM or submitit would replace, other than ``%j`` in ``cluster.log``.
+    """Refuse output paths that SLURM or submitit would read as patterns but for ``%j`` in ``cluster.log``, or as lines.
 
     Raises:
         ConfigError: There are such paths.
     """
-    rule = r"% and \ in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
+    rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
     directory, found = sweep_directory.resolve(), []
     for log in dict.fromkeys(request.cluster.log for request in requests):
         path = str(Path(log).expanduser().absolute()).replace("%j", "") if log else str(directory)
-        if "%" in path or "\\" in path:
+        if "%" in path or "\\" in path or terminal.has_controls(path):
             option, value = ("cluster.log", log) if log else ("hydra.sweep.dir", directory)
             found.append(Problem(option, value, rule, "give one without them"))
     require(*found)
@@ -271,13 +296,16 @@ def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) 
         ConfigError: SLURM refused them; their records say so.
         OSError: The folder for their output cannot be written to.
     """
-    found = [[[jobs[place] for place in places] for places in array] for array in arrays([job.request for job in jobs])]
-    names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array in found]
+    found = [
+        ([[jobs[place] for place in places] for places in array], own)
+        for array, own in _divided([job.request for job in jobs], options)
+    ]
+    names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array, _ in found]
     submitted: list[ledger.Job] = []
     try:
-        for name, array in zip(names, found, strict=True):
+        for name, (array, own) in zip(names, found, strict=True):
             with local.deferred():  # a signal during submission would leave unknown jobs
-                submitted += _submit(directory, name, array, options)
+                submitted += _submit(directory, name, array, own)
     except BaseException as error:
         with local.deferred():  # a second signal would leave jobs that are not cancelled
             echo("canceling what was submitted…", sys.stderr)
@@ -417,11 +445,11 @@ def _answers(
     runs: Sequence[Request], options: Mapping[str, Any]
 ) -> Iterator[tuple[list[list[Request]], str | SlurmError]]:
     """Yield each array of jobs with SLURM's answer to its script."""
-    for array in arrays(runs):
+    for array, own in _divided(runs, options):
         jobs = [[runs[place] for place in job] for job in array]
         answer: str | SlurmError
         try:
-            answer = slurm.test(Array(jobs, "ptdbench", Path()).script(options))
+            answer = slurm.test(Array(jobs, "ptdbench", Path()).script(own))
         except SlurmError as error:
             answer = error
         yield jobs, answer

@@ -27,7 +27,7 @@ class Device:
     memory: int
     context: int  #: Bytes that the CUDA context takes before the first allocation.
     multiprocessors: int  #: Streaming multiprocessors.
-    capability: str  #: Compute capability, for example ``"9.0"``.
+    capability: str | float  #: Compute capability, for example ``"9.0"``.
     bandwidth: float  #: Bytes/s between the device's memory and its processors.
     memory_clock: float  #: Memory clock in Hz.
     bus_width: int  #: Width of the memory bus in bits.
@@ -45,16 +45,27 @@ class Device:
 
     def __post_init__(self) -> None:
         whole = ("memory", "context", "multiprocessors", "bus_width", "l2", "shared_memory")
-        above = ("bandwidth", "memory_clock", "clock")
+        rates = {f"peaks.{name}": rate for name, rate in self.peaks.items()}
+        above = {name: getattr(self, name) for name in ("bandwidth", "memory_clock", "clock")} | rates
         allocatable = 1 if self.allocatable is None else self.allocatable
         require(
+            None if self.name.strip() else Problem("name", self.name, "must be a name"),
             *at_least(1, **{name: getattr(self, name) for name in whole}, allocatable=allocatable),
-            *(Problem(name, getattr(self, name), "must be above 0") for name in above if not getattr(self, name) > 0),
+            *(
+                Problem(name, rate, "must be above 0")
+                for name, rate in above.items()
+                if not (isinstance(rate, int | float) and rate > 0)
+            ),
+            *(
+                Problem(name, getattr(self, name), "must be at least 0")
+                for name in ("link", "power")
+                if getattr(self, name) < 0
+            ),
             None
             if re.fullmatch(r"\d+\.\d+", str(self.capability))
             else Problem("capability", self.capability, "must be two numbers", 'try "9.0"'),
             None
-            if self.context < self.memory
+            if self.context < self.memory or self.memory < 1
             else Problem("context", self.context, f"must be less than the memory, {self.memory} bytes"),
             *(
                 Problem(f"peaks.{name}", rate, "no such dtype", try_these(nearest(name, DTYPES) or DTYPES))

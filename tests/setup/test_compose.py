@@ -135,7 +135,7 @@ TOLD = {
     "hydra.job.env_set.FOO=1": "hydra.job.env_set.FOO=1: there is no such option; try +hydra.job.env_set.FOO=1",
     **dict.fromkeys(
         ("optimizer.momentum=0.5", "-m optimizer.momentum=0.5 optimizer=adamw,sgd"),
-        "optimizer.momentum=0.5: there is no such option; it belongs to optimizer=muon,sgd",
+        "optimizer.momentum=0.5: there is no such option; see python train.py --cfg job",
     ),
     "model=toy,gpt_tiny": "model=toy,gpt_tiny: is a list of values, each a run of its own; add -m to sweep",
     **dict.fromkeys(

@@ -81,17 +81,16 @@ def test_one_wrong_value_is_one_message(message):
 @pytest.mark.parametrize(
     ("part", "override", "message"),
     [
-        ("general", "+unknown.option=1", "unknown={'option': 1}: there is no such option"),
+        ("general", "+unknown.option=1", "unknown={option:1}: there is no such option"),
         ("general", "+precission=bf16", "precission=bf16: there is no such option; try precision"),
         ("train", "+train.stepz=1", "train.stepz=1: there is no such option; try train.steps"),
         ("train", "~train.steps", "train.steps=(not set): must be given"),
-        *(
-            (group, f"~{group}.{key}", f"{group}.{key}={value}; {config._INHERIT}")
-            for group, key, value in (
-                ("model", "_target_", "null: must name a class or a function, as in my_package.MyModel"),
-                ("cluster", "name", "(not set): must be given"),
-            )
+        (
+            "model",
+            "~model._target_",
+            f"model=gpt_tiny: its file names no class or function (_target_); {config._INHERIT}",
         ),
+        ("cluster", "~cluster.name", f"cluster.name=(not set): must be given; {config._INHERIT}"),
     ],
 )
 def test_what_is_there_is_what_is_declared(part, override, message):
@@ -112,6 +111,28 @@ def test_lists_of_a_job_hold_text(option):
             f"cluster.{option}={value}: {rule}"
         ]
     assert read("cluster=slurm", f"cluster.{option}=['3.10','true']").cluster
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *((field.name, "a\nb") for field in fields(config.Slurm) if "str" in str(field.type)),
+        ("qos", "q\n#"), ("partition", "\x1b[1m"), ("account", "a\tb"), ("gres", "a\x85"), ("constraint", "\udcff"),
+        ("extra", {"res\ntouch": "v"}), ("extra", {"comment": "a\rb"}), ("extra", {"a": {"b": ["c\n"]}}),
+        ("container.image", "a\n"), ("container.mounts", ["/a\n"]), ("modules", ["m\n"]), ("srun_args", ["a\0b"]),
+    ],
+)  # fmt: skip
+def test_no_text_of_a_cluster_breaks_a_line_of_its_script(option, value):
+    asked = read("cluster=slurm").changed({f"cluster.{option}": value})
+    with pytest.raises(ConfigError) as caught:
+        asked.cluster  # noqa: B018
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"cluster.{option}")
+    assert line.endswith(": must not contain control characters, such as line breaks")
+
+
+def test_only_commands_of_the_users_own_have_several_lines():
+    assert read("cluster=slurm").changed({"cluster.setup": ["if true\nthen\n\techo\nfi"]}).cluster.setup
 
 
 @pytest.mark.parametrize("override", ["train=5", "~train", "train=null"])

@@ -1,10 +1,9 @@
 """Hydra's own options: what is refused since it would do nothing here, and the launchers that there are."""
 
-import dataclasses
+import shlex
 from pathlib import Path
 
 import pytest
-from hydra_plugins.hydra_submitit_launcher.config import SlurmQueueConf
 
 from ptdbench.launch.world import World
 from ptdbench.planning import plans
@@ -60,20 +59,20 @@ def test_what_is_typed_as_it_is_by_default():
 
 
 class TestResourcesOfJobs:
-    """What users of hydra-submitit-launcher type is named with the option of ``cluster`` that gives it."""
+    """What users of hydra-submitit-launcher type or write."""
 
     RULE = "the resources of a job are set in the group cluster only"
 
     @pytest.mark.parametrize(
         ("typed", "remedy"),
         [
-            ("timeout_min=240", "try cluster.time_minutes=240"),
-            ("exclude=n3", "try +cluster.extra.exclude=n3"),
-            ("cpus_per_gpu=4", "use cluster.cpus_per_rank"),
-            ("name=mine", "see "),
+            ("partition=short", "try cluster.partition=short"),
+            ("'setup=[a b]'", "try 'cluster.setup=[a b]'"),
+            ("timeout_min=60", "see python train.py cluster=slurm --cfg job --package cluster"),
         ],
     )
     def test_are_refused_with_what_to_type(self, typed, remedy):
+        (typed,) = shlex.split(typed)
         told = refused("cluster=slurm", f"hydra.launcher.{typed}")
         assert told.startswith(f"hydra.launcher.{typed}: {self.RULE}; {remedy}")
 
@@ -83,7 +82,10 @@ class TestResourcesOfJobs:
             (
                 "submitit_slurm",
                 ["cluster=slurm"],
-                [f"{RULE}; try cluster.time_minutes=3", f"{RULE}; try cluster.partition=short"],
+                [
+                    f"{RULE}; see python train.py cluster=slurm --cfg job --package cluster",
+                    f"{RULE}; try cluster.partition=short",
+                ],
             ),
             ("submitit_local", [], ["has no effect with hydra/launcher=submitit_local; omit it"]),
         ],
@@ -98,15 +100,6 @@ class TestResourcesOfJobs:
         with pytest.raises(ConfigError) as caught:
             hydra_options.check(composed, None, None)
         assert [problem.partition(": ")[2] for problem in str(caught.value).splitlines()] == told
-
-    def test_of_submitit_are_all_known(self):
-        theirs = {option.name for option in dataclasses.fields(SlurmQueueConf)}
-        # A job has a name that is found again, and an output of its own; the class is no resource.
-        assert theirs - {"name", "stderr_to_stdout", "_target_"} == {*hydra_options.SUBMITIT, *hydra_options.OPTIONS}
-
-    def test_what_is_named_exists(self):
-        cluster = compose_all(["model=toy", "cluster=slurm"]).jobs[0].cluster
-        assert {name.partition(".")[0] for name in hydra_options.SUBMITIT.values()} <= set(cluster)
 
 
 def test_runs_of_a_sweep_have_directories_of_their_own():

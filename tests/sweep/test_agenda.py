@@ -60,9 +60,9 @@ def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
     assert later() == [25.0, 25.0, None]
 
 
-def done(folder: Path, name: str = "0_toy_ddp") -> dict:
-    """The run's record says now that it ended well."""
-    written = store.load_record(folder / name) | {"status": "ok", "error": None}
+def done(folder: Path, name: str = "0_toy_ddp", status: str = "ok") -> dict:
+    """The run's record says now how it ended."""
+    written = store.load_record(folder / name) | {"status": status, "error": None}
     store.write_record(folder / name, written)
     return written
 
@@ -78,6 +78,17 @@ def test_what_is_done_or_queued_or_not_meant_is_left_alone(asked, tmp_path):
     assert store.load_record(tmp_path / "0_toy_ddp") == written
     only = Agenda(tmp_path, runs, only="1_toy_ddp")
     assert [bool(only.open(number)) for number in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("status", "again"),
+    [("ok", False), ("diverged", False), *((status, True) for status in ("failed", "oom", "timeout", "preempted"))],
+)
+def test_what_would_end_in_the_same_way_is_not_repeated(asked, tmp_path, status, again):
+    Agenda(tmp_path, asked("seed=0")).open(0)
+    done(tmp_path, status=status)
+    assert bool(Agenda(tmp_path, asked("seed=0")).open(0)) is again
+    assert Agenda(tmp_path, asked("optimizer.lr=3")).to_do([0]) == [0]
 
 
 def test_a_run_that_was_done_with_other_options_is_done_again_and_says_so(asked, tmp_path, capsys):

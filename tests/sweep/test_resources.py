@@ -156,13 +156,6 @@ class TestCheck:
              "GPU; try auto, 1, or cluster.gpus_per_node=0 for ranks without GPUs"),
             ({"gpus_per_node": 1, "gres": "gpu:volta:2", "ranks_per_node": 1},
              "cluster.gpus_per_node=1: cluster.gres=gpu:volta:2 asks for 2 GPUs a node; try auto, 2"),
-            ({"mem_gb": 8.0, "extra": {"mem-per-cpu": "2G"}},
-             "cluster.extra.mem_per_cpu=2G: excludes cluster.mem_gb=8.0: SLURM takes memory per node, per CPU or "
-             "per GPU; omit one of them"),
-            ({"extra": {"mem_per_gpu": "9G", "mem_per_cpu": "2G"}},
-             "cluster.extra.mem_per_gpu=9G: excludes cluster.extra.mem_per_cpu=2G: SLURM takes memory per node, per "
-             "CPU or per GPU; omit one of them"),
-            ({"mem_gb": -1}, "cluster.mem_gb=-1: must be at least 0, and 0 is all that a node has"),
             ({"cpus_per_rank": 3},
              "cluster.cpus_per_rank=3: 2 ranks a node need 6 cores, and a node of partition debug has 4; "
              "try auto, 2"),
@@ -185,7 +178,9 @@ class TestCheck:
               for flag in ("requeue", "no-requeue")),
             ("clusters", "other", "would contradict what ptdbench passes to sbatch; use SLURM_CLUSTERS"),
             *(("comment", value, "must be text, a number, or true for a flag without a value")
-              for value in (["n1", "n2"], {"a": 1}, "two\nlines")),
+              for value in (["n1", "n2"], {"a": 1})),
+            *((flag, 1, "is no flag of sbatch: these have small letters, digits, - and _")
+              for flag in ("a b", "É", "x=y", "")),
         ],
     )  # fmt: skip
     def test_what_is_no_extra_flag(self, flag, value, said):
@@ -313,7 +308,6 @@ class TestRealSlurm:
             *((options, 1) for options in (
                 {"nodes": 3}, {"partition": "gpux", "gpus_per_node": 0}, {"gpus_per_node": 4},
                 {"ranks_per_node": 4, "gpus_per_node": 0, "cpus_per_rank": 2},
-                {"mem_gb": 1, "extra": {"mem_per_cpu": "1G"}},
             )),
         ],
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,6 +41,24 @@ class TestArrays:
     )  # fmt: skip
     def test_what_is_told_otherwise_needs_another(self, asked, override):
         assert arrays(asked(override)) == [[[0]], [[1]]]
+
+    @pytest.mark.parametrize(("most", "sizes"), [(4, [3, 3]), (6, [6]), (2, [2, 2, 2]), (1, [1] * 6), (0, [1] * 6)])
+    def test_no_array_is_longer_than_slurm_allows(self, asked, monkeypatch, most, sizes):
+        """And together they run as many jobs at once as one would."""
+        monkeypatch.setattr(slurm, "_output", lambda *_: f"MaxArraySize            = {most}\n")
+        scripts = []
+        monkeypatch.setattr(slurm, "test", lambda script: scripts.append(script) or "ok")
+        submission.require_accepted(asked("seed=range(0,6)"), {"array_parallelism": 7})
+        flags = [re.findall(r"--array=0-(\d+)%(\d+)", script) for script in scripts]
+        at_once = 7 // len(sizes)
+        assert flags == [[(str(size - 1), str(min(at_once, size)))] if size > 1 else [] for size in sizes]
+
+    def test_more_arrays_than_jobs_may_run_at_once(self, asked, monkeypatch):
+        monkeypatch.setattr(slurm, "_output", lambda *_: "MaxArraySize            = 4\n")
+        with pytest.raises(ConfigError) as caught:
+            submission.require_accepted(asked("seed=range(0,6)"), {"array_parallelism": 1})
+        rule = "6 jobs make 2 arrays, each with one at once, as MaxArraySize is 4 here; try 2, or a smaller sweep"
+        assert str(caught.value) == f"hydra.launcher.array_parallelism=1: {rule}"
 
 
 class TestSameNodes:
@@ -389,14 +408,14 @@ def test_a_line_for_each_array_of_jobs(asked, monkeypatch, capsys, overrides, li
     assert ["#SBATCH --array=0-2%" in script for script in scripts] == ["3 jobs" in line for line in lines]
 
 
-@pytest.mark.parametrize("name", ["top5%u", "100%", "a%j", "back\\slash"])
+@pytest.mark.parametrize("name", ["top5%u", "100%", "a%j", "back\\slash", "two\nlines"])
 def test_a_path_in_which_slurm_would_replace_something_is_refused(asked, tmp_path, name):
-    rule = r"% and \ in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
+    rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
     with pytest.raises(ConfigError) as refused:
         submission.check_paths(asked("seed=0,1"), tmp_path / name)
     assert str(refused.value) == f"hydra.sweep.dir={tmp_path}/{name}: {rule}; give one without them"
     submission.check_paths(asked(f"cluster.log={tmp_path}/%j"), tmp_path / name)  # which has no output then
-    with pytest.raises(ConfigError, match=r"^cluster\.log=/scratch/%u/%j: % and "):
+    with pytest.raises(ConfigError, match=r"^cluster\.log=/scratch/%u/%j: %, "):
         submission.check_paths(asked("cluster.log=/scratch/%u/%j"), tmp_path)
 
 
