@@ -20,7 +20,7 @@ from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import REFUSED_WAIT, Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema, store
-from ptdbench.records.record import how_started
+from ptdbench.records.record import DONE, how_started
 from ptdbench.records.schema import Written
 from ptdbench.report import table, text
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
@@ -373,7 +373,7 @@ def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list
         workloads = {str(read.resolved["workload"].get("_target_")) for read in typed}
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
         echo(table.closing_lines(directory, records))
-    if _count_ok(records) < asked and _needs_resume_hint(directory, records):
+    if sum(record["status"] in DONE for record in records) < asked and _needs_resume_hint(directory, records):
         started = how_started(records[0]) if records else ""
         echo(f"resume       {resume.command(directory, started=started)}")
     return records

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -102,6 +102,14 @@ def at_least(minimum: int, **options: object) -> list[Problem]:
         for option, value in options.items()
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum
     ]
+
+
+def differing(runs: Sequence[Mapping[str, object]], rule: str, remedy: str) -> Iterator[Problem]:
+    """Yield a problem for every option that several runs do not have in common."""
+    for option in dict.fromkeys(option for options in runs for option in options):
+        values = dict.fromkeys(as_typed(options.get(option)) for options in runs)
+        if len(values) > 1:
+            yield Problem(option, ",".join(values), rule, remedy)
 
 
 def divides(option: str, value: int, total: int, what: str) -> Problem | None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from ptdbench.records import store
+from ptdbench.records import ledger, store
+from tests import slurm_cluster
 from tests.conftest import outputs
 from tests.forked import train_py
 from tests.launch.faulty import FAULTY
@@ -298,3 +300,24 @@ def test_the_script_of_a_job_finds_the_micro_batch_by_steps_on_both_nodes(submit
     assert written["layout"]["micro_batch"] == written["micro_batch"]["found"] == 8
     tries = [json.loads(path.read_text()) for path in sweep(tmp_path).glob("*/tries/*/record.json")]
     assert [(one["status"], one["nodes"]) for one in tries] == [("ok", ["n1", "n2"])] * 2
+
+
+@pytest.mark.thorough
+def test_a_sweep_longer_than_an_array_may_be(tmp_path, slurm, monkeypatch):
+    """On a controller of its own, whose limit it is: both arrays are accepted, submitted and followed to their end."""
+    text = f"{slurm_cluster._SLURM_CONF}MaxArraySize=4\n"
+    monkeypatch.setitem(slurm_cluster._FILES, "slurm.conf", text)
+    folder = Path(tempfile.mkdtemp(prefix="ptdbench-slurm-", dir="/tmp"))  # sockets in it need a short path
+    try:
+        environ = slurm | {"SLURM_CONF": str(slurm_cluster.up(folder))}
+        words = ("-m", *HELLO, "cluster.ranks_per_node=1", "seed=range(0,6)")
+        tested = train_py(*words, "cluster.submit=test", cwd=tmp_path, environ=environ)
+        done = train_py(*words, cwd=tmp_path, environ=environ)
+    finally:
+        slurm_cluster.down(folder)
+    assert tested.stdout.count("1 node x 1 rank (3 jobs): Job ") == 2
+    assert done.returncode == 0, done.stderr
+    jobs = ledger.read(sweep(tmp_path)).jobs
+    assert [(job.number, job.element) for job in jobs] == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
+    assert len({job.id.partition("_")[0] for job in jobs}) == 2
+    assert [record["status"] for record in store.read_results(sweep(tmp_path))] == ["ok"] * 6

@@ -221,16 +221,17 @@ def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     return f"{was.get('name')} with {', '.join(found)}" if found else None
 
 
-def is_done(directory: Path, config: Mapping[str, Any], or_failed: bool = False) -> bool:
-    """Return whether ``directory`` holds a run of this configuration that ended ok, or that failed, if that counts.
+#: Statuses of runs that would end alike if they were done again: one that diverged has the same weights and samples.
+DONE = ("ok", "diverged")
 
-    One that diverged would do so again, from the same weights and samples.
-    """
+
+def is_done(directory: Path, config: Mapping[str, Any], or_failed: bool = False) -> bool:
+    """Return whether ``directory`` holds a run of this configuration that is done, or that failed, if that counts."""
     try:
         found = store.load_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    is_over = found["status"] in ("ok", "diverged") or (or_failed and not is_interrupted(found))
+    is_over = found["status"] in DONE or (or_failed and not is_interrupted(found))
     return is_over and same_work(configuration(found), config)
 
 

@@ -27,9 +27,18 @@ from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from ptdbench.problems import ConfigError, Problem, as_typed, first_line, in_shell, nearest, require, try_these
+from ptdbench.problems import (
+    ConfigError,
+    Problem,
+    differing,
+    first_line,
+    in_shell,
+    nearest,
+    require,
+    said,
+    try_these,
+)
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
@@ -175,7 +184,8 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
                 require(*_swept(ours, is_sweep))
                 runs = [*_expanded(composed, _jobs(ours), is_sweep)]
             jobs, whole = [job for job, _ in runs], [pickled for _, pickled in runs]
-            require(_of_several([_of_sweep(one, searches) for one in (*alike, *map(pickle.loads, whole))]))
+            sweeps = [_of_sweep(one, searches) for one in (*alike, *map(pickle.loads, whole))]
+            require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
         except _REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
@@ -191,17 +201,11 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
         composed = compose(config_name, list(overrides), return_hydra_config=True)
         require(*_in_packages_of_their_own(composed))
         return composed
-    except UnicodeDecodeError as error:
-        raise HydraException(f"a configuration file is not UTF-8: {error}") from None
     except _REFUSALS:
         raise
-    except YAMLError as error:
-        raise HydraException(f"a configuration file cannot be read: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise HydraException("a configuration file includes itself, or something is nested too deeply") from None
     except Exception as error:
-        reason = first_line(error)
-        raise HydraException(f"Hydra fails on it ({type(error).__name__}: {reason})") from None
+        words = " ".join(said(error).split())
+        raise HydraException(f"Hydra fails on it ({type(error).__name__}: {words})") from None
 
 
 def _in_packages_of_their_own(composed: DictConfig) -> Iterator[Problem]:
@@ -312,18 +316,9 @@ def _of_sweep(whole: DictConfig, searches: bool) -> dict[str, Any]:
         hydra["sweeper"].pop("params", None)
     chosen = {group: hydra["runtime"]["choices"].get(group) for group in ("cluster", LAUNCHER, SWEEPER)}
     parts = {"launcher": hydra["launcher"], "sweeper": hydra["sweeper"], "sweep": hydra["sweep"]}
-    once = {"cluster": {"submit": cluster.get("submit")}, "sweep": written["sweep"], "hydra": parts}
+    ours = {group: written[group] for group in ("sweep", "repeat")}
+    once = {"cluster": {"submit": cluster.get("submit")}, **ours, "hydra": parts}
     return {**chosen, **dict(leaves(once)), **({"objective": written["objective"]} if searches else {})}
-
-
-def _of_several(sweeps: Sequence[dict[str, Any]]) -> Problem | None:
-    """Find an option of a sweep as a whole that its runs, perhaps by their files, set to several values."""
-    for name in dict.fromkeys(name for options in sweeps for name in options):
-        values = dict.fromkeys(as_typed(options.get(name)) for options in sweeps)
-        if len(values) > 1:
-            rule = "one sweep runs on one cluster" if name == "cluster" else "a sweep has it once"
-            return Problem(name, ",".join(values), rule, "start one sweep for each")
-    return None
 
 
 def _line(override: Override) -> str:
@@ -346,10 +341,6 @@ def _unfit(overrides: Sequence[Override]) -> Iterator[Problem]:
         if override.is_hydra_override() and override.is_sweep_override() and not name.startswith(_PARAMS):
             rule = "Hydra's own options have one value in a sweep"
             yield Problem(name, _typed_value(override), rule, "start one sweep for each")
-        for group in (LAUNCHER, SWEEPER):
-            # Hydra would replace the plugin's options with the value, and fail.
-            if name == group.replace("/", ".") and not isinstance(value, dict):
-                yield Problem(name, _typed_value(override), "is a group of options", f"try {group}=...")
 
 
 def _swept(overrides: Sequence[Override], is_sweep: bool) -> Iterator[Problem]:

@@ -25,6 +25,13 @@ from ptdbench.terminal import command
 #: Options of the launcher other than resources, with their defaults.
 OPTIONS = {"array_parallelism": 256, "signal_delay_s": 120}
 
+#: Options of Hydra that have an effect only in a program whose jobs Hydra itself runs.
+_NO_EFFECT = {
+    "callbacks": "ptdbench runs the jobs, not Hydra, so they would never be called",
+    "job.chdir": "runs start in the current directory",
+    **dict.fromkeys(("verbose", "job_logging.root", "hydra_logging.root"), "nothing is logged through Hydra"),
+}
+
 #: The supported launchers.
 LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 
@@ -65,16 +72,11 @@ def unresolved(composed: Composed) -> Iterator[Problem]:
 
 
 def _without_effect(hydra: DictConfig) -> Iterator[Problem]:
-    """Yield options that have an effect only in a program whose jobs Hydra itself runs."""
-    if hydra.callbacks:
-        rule, remedy = "ptdbench runs the jobs, not Hydra, so they would never be called", "omit them"
-        yield Problem("hydra.callbacks", "{...}", rule, remedy)
-    if hydra.job.chdir:
-        yield Problem("hydra.job.chdir", as_typed(True), "runs start in the current directory", "omit it")
-    logs = [("verbose", as_typed(hydra.verbose))] if hydra.verbose is not False else []
-    logs += [(name, "{...}") for name in ("job_logging", "hydra_logging") if (hydra[name] or {}).get("root")]
-    for name, value in logs:
-        yield Problem(f"hydra.{name}", value, "nothing is logged through Hydra", "omit it")
+    """Yield options that are set and have no effect."""
+    for name, rule in _NO_EFFECT.items():
+        if value := OmegaConf.select(hydra, name):
+            value = "{...}" if OmegaConf.is_config(value) else as_typed(value)
+            yield Problem(f"hydra.{name.removesuffix('.root')}", value, rule, "omit it")
 
 
 def _elsewhere(composed: Composed) -> Problem | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from ptdbench.comparison import alternatives, noise, significance
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.variation import Difference
 from ptdbench.launch.world import World
-from ptdbench.problems import Problem, as_typed, require
+from ptdbench.problems import Problem, require
 from ptdbench.records import record, store
 from ptdbench.report.labels import names
 from ptdbench.setup.commandline import SWEEPER
@@ -26,8 +26,7 @@ _TELL_APART = ("job.num", "job.override_dirname", "repeat.block")
 
 
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
-    """Refuse repeats that differ within a sweep, are impossible, or would reorder the runs of a resumed sweep."""
-    require(*_swept(composed))
+    """Refuse repeats that are impossible, or would reorder the runs of a resumed sweep."""
     first = composed.configs[0]
     repeat = first.repeat
     if goes_on and composed.is_sweep:
@@ -35,20 +34,6 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     if repeat.runs != 1:
         decides = repeat.runs == "auto" and repeat.block is None
         require(_unfit(composed, repeat), _undecided(composed.configs, world) if decides else None)
-
-
-def _swept(composed: Composed) -> Iterator[Problem]:
-    """Yield a problem for every option of the group with several values in a sweep."""
-    first, *others = (config.resolved.get("repeat") for config in composed.configs)
-    if all(other == first for other in others):
-        return  # a shortcut: typing the options of a thousand runs takes seconds
-    found = [config.repeat for config in composed.configs]
-    for field in fields(Repeat):
-        values = dict.fromkeys(as_typed(getattr(repeat, field.name)) for repeat in found)
-        if len(values) > 1:
-            rule = "a sweep has one number of repeats, and one order of its runs"
-            remedy = "give one value, or start one sweep for each"
-            yield Problem(f"repeat.{field.name}", ",".join(values), rule, remedy)
 
 
 def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:

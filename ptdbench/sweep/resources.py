@@ -21,26 +21,21 @@ from ptdbench.terminal import plural
 _ALIKE = ("partition", "account", "qos", "constraint", "dependency", "mail_user", "mail_type", "chdir")
 
 #: sbatch flags that ``cluster.extra`` may not set, and what sets them.
-GIVEN_BY = {name: f"cluster.{name}" for name in (*_ALIKE, "nodes", "gpus_per_node", "gres", "exclusive")} | {
+_SAME = (*_ALIKE, "nodes", "gpus_per_node", "gres", "exclusive", "requeue")
+GIVEN_BY = {name: f"cluster.{name}" for name in _SAME} | {
     "array": "-m and lists of values: each run of a sweep is a job of its own",
     "clusters": "SLURM_CLUSTERS, for all commands of SLURM",
-    "cpus_per_gpu": "cluster.cpus_per_rank",
-    "cpus_per_task": "cluster.cpus_per_rank",
-    "error": "cluster.log",
-    "gpus": "cluster.gpus_per_node",
-    "gpus_per_task": "cluster.gpus_per_node",
     "job_name": "workload.label",
     "mem": "cluster.mem_gb",
     "no_requeue": "cluster.requeue",
     "ntasks": "cluster.nodes and cluster.ranks_per_node",
-    "ntasks_per_gpu": "cluster.ranks_per_node",
-    "ntasks_per_node": "cluster.ranks_per_node",
-    "open_mode": "cluster.log",
-    "output": "cluster.log",
-    "requeue": "cluster.requeue",
     "signal": "hydra.launcher.signal_delay_s",
     "time": "cluster.time_minutes",
     "wait": "cluster.submit=wait",
+    **dict.fromkeys(("cpus_per_gpu", "cpus_per_task"), "cluster.cpus_per_rank"),
+    **dict.fromkeys(("error", "open_mode", "output"), "cluster.log"),
+    **dict.fromkeys(("gpus", "gpus_per_task"), "cluster.gpus_per_node"),
+    **dict.fromkeys(("ntasks_per_gpu", "ntasks_per_node"), "cluster.ranks_per_node"),
 }
 
 #: Defines the command ``module``, which otherwise exists only in login shells, from wherever sites keep it.

@@ -9,10 +9,9 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,10 @@ from ptdbench.launch import forced_exit, local, slurm
 from ptdbench.launch.slurm import JobSteps, SlurmError
 from ptdbench.launch.world import discover
 from ptdbench.planning.micro_batch import needs_search
-from ptdbench.problems import ConfigError, Problem, as_typed, require
+from ptdbench.problems import ConfigError, Problem, as_typed, differing, require
 from ptdbench.records import failure, ledger, record, store
-from ptdbench.setup.config import Container, Slurm
+from ptdbench.records.effects import leaves
+from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.sweep import container, resources, status
 from ptdbench.sweep.agenda import Opened
@@ -102,13 +102,9 @@ def _given(job: Sequence[Request]) -> str:
 
 
 def _differences(job: Sequence[Request]) -> Iterator[Problem]:
-    remedy = "give one value, or start a sweep for each"
-    inside = [f"container.{option.name}" for option in fields(Container)]
-    for name in [*(option.name for option in fields(Slurm) if option.name != "container"), *inside]:
-        values = dict.fromkeys(as_typed(attrgetter(name)(request.cluster)) for request in job)
-        if len(values) > 1:
-            rule = "with sweep.same_nodes=true all runs are in one job, which has one value"
-            yield Problem(f"cluster.{name}", ",".join(values), rule, remedy)
+    rule = "with sweep.same_nodes=true all runs are in one job, which has one value"
+    clusters = [dict(leaves(request.config.resolved["cluster"], "cluster.")) for request in job]
+    yield from differing(clusters, rule, "give one value, or start a sweep for each")
     shapes = dict.fromkeys(request.shape for request in job if request.shape)
     if len(shapes) > 1:
         named = ", ".join(f"{shape} with {plural(shape.gpus_per_node, 'GPU')} a node" for shape in shapes)

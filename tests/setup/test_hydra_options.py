@@ -29,7 +29,7 @@ TOLD = {
     "hydra/job_logging=default": "hydra.job_logging={...}: nothing is logged through Hydra; omit it",
     "hydra/hydra_logging=default": "hydra.hydra_logging={...}: nothing is logged through Hydra; omit it",
     "+hydra.callbacks.mine={_target_:my.Callback}": "hydra.callbacks={...}: ptdbench runs the jobs, not "
-    "Hydra, so they would never be called; omit them",
+    "Hydra, so they would never be called; omit it",
     "hydra.sweep.dir=x": "hydra.sweep.dir=x: is for sweeps, and this is a single run; try hydra.run.dir=x",
     "hydra/launcher=ptdbench": "hydra/launcher=ptdbench: runs are started by ptdbench; try basic, submitit_local, "
     "submitit_slurm",

@@ -69,12 +69,6 @@ class TestOrder:
 
 
 class TestRefused:
-    def test_several_numbers_and_orders_in_one_sweep(self):
-        remedy = "give one value, or start one sweep for each"
-        rest = f"a sweep has one number of repeats, and one order of its runs; {remedy}"
-        assert check("repeat=3,5", "repeat.seed=0,1") == f"repeat.runs=3,5: {rest}\nrepeat.seed=0,1: {rest}"
-        assert check("repeat.block=0,1") == f"repeat.block=0,1: {rest}"
-
     @pytest.mark.parametrize(
         ("typed", "said"),
         [
