@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -21,8 +21,9 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
 from ptdbench.planning import micro_batch
-from ptdbench.problems import ConfigError, ErrorCollector, Problem, in_shell, require
+from ptdbench.problems import ConfigError, ErrorCollector, Problem, differing, in_shell, require
 from ptdbench.records import record, store
+from ptdbench.records.effects import leaves
 from ptdbench.setup import choices, commandline, compose, config, hydra_output, run_spec
 from ptdbench.setup.compose import Composed, without_hydra
 from ptdbench.setup.config import Config, Slurm
@@ -222,24 +223,18 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     in_files = compose.compose_all(own, True, source)
     is_chosen = "cluster" in map(commandline.option, overrides) or all(map(_has_jobs, in_files.configs))
     composed = compose.compose_all([*overrides, *([] if is_chosen else ["cluster=slurm"])], True, source)
-    if composed.searches:
-        name = composed.first.hydra.runtime.choices[commandline.SWEEPER]
-        rule = "each rank of the script's job would search by itself"
-        remedy = f"try {command()} -m cluster=slurm, which submits jobs"
-        require(Problem(commandline.SWEEPER, name, rule, remedy))
-    for sought in filter(micro_batch.needs_search, composed.configs):
-        rule = "is found by short runs, each with fresh ranks, and the script of one run starts its ranks once"
-        remedy = f"try {command()} cluster=slurm, which submits jobs"
-        require(Problem("train.micro_batch", sought.train.micro_batch, rule, remedy))
     first = composed.configs[0]
     cluster = first.cluster
     if not isinstance(cluster, Slurm):
         raise ConfigError([Problem("cluster", cluster.name, "is not a SLURM cluster", "try slurm, or omit it")])
-    _check_alone(composed.first, cluster)
+    require(*_unfit_for_script(composed, cluster))
     shapes, remarks = _shapes(composed.configs)
+    rule, remedy = "one script is one job, and has", f"write one for each, or {command()} cluster=slurm"
     if len(shapes) != 1:
-        rule = "one script has one shape, and these runs have several: " + ", ".join(sorted(map(str, shapes)))
-        require(Problem("sbatch", " ".join(overrides), rule, f"write one for each, or {command()} cluster=slurm"))
+        rule = f"{rule} one shape, and these runs have several: {', '.join(sorted(map(str, shapes)))}"
+        require(Problem("sbatch", " ".join(overrides), rule, remedy))
+    clusters = [dict(leaves(read.resolved["cluster"], "cluster.")) for read in composed.configs]
+    require(*differing(clusters, f"{rule} one value", remedy))
     shape = shapes.pop()
     # Also for a list or a glob with a single value, whose run has other overrides than were typed.
     sweep = ["-m"] if len(composed.configs) > 1 or {*composed.overrides[0]} - {*composed.typed} else []
@@ -256,18 +251,24 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     return text, remarks
 
 
-def _check_alone(whole: DictConfig, cluster: Slurm) -> None:
-    """Refuse options that need a process to watch the jobs, which a plain script lacks."""
-    remedy = f"try {command()} cluster={cluster.name}, which submits jobs"
+def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
+    """Yield options that need a process to watch the jobs, which a plain script lacks."""
+    whole, remedy = composed.first, f"try {command()} -m cluster={cluster.name}, which submits jobs"
+    if composed.searches:
+        name = whole.hydra.runtime.choices[commandline.SWEEPER]
+        yield Problem(commandline.SWEEPER, name, "each rank of the script's job would search by itself", remedy)
+    for sought in filter(micro_batch.needs_search, composed.configs):
+        rule = "is found by short runs, each with fresh ranks, and the script of one run starts its ranks once"
+        yield Problem("train.micro_batch", sought.train.micro_batch, rule, remedy)
     if (sweep := whole.sweep.resume) is not None:
         rule = "continues as the jobs that it was submitted as, not in a script"
-        require(Problem("sweep.resume", sweep, rule, f"try {command()} {in_shell('sweep.resume', sweep)}"))
+        yield Problem("sweep.resume", sweep, rule, f"try {command()} {in_shell('sweep.resume', sweep)}")
     if whole.repeat.runs == "auto":
         rule = "needs the results of a block before the next one, and each rank of the script's job would decide alone"
-        require(Problem("repeat.runs", "auto", rule, f"give a number, or {remedy}"))
+        yield Problem("repeat.runs", "auto", rule, f"give a number, or {remedy}")
     if cluster.requeue:
         rule = "lets a run save ahead of the time limit and go on in its directory, which a script does not know"
-        require(Problem("cluster.requeue", True, rule, remedy))
+        yield Problem("cluster.requeue", True, rule, remedy)
 
 
 def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:

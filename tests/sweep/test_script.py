@@ -102,8 +102,14 @@ def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, 
     [
         (
             ["cluster.nodes=1,2"],
-            "sbatch=model=toy device=cpu cluster.nodes=1,2: one script has one shape, and these runs have several: "
+            "sbatch=model=toy device=cpu cluster.nodes=1,2: one script is one job, and has one shape, and "
+            "these runs have several: "
             "1 node x 2 ranks, 2 nodes x 2 ranks; write one for each, or python train.py cluster=slurm",
+        ),
+        (
+            ["cluster.time_minutes=5,10"],
+            "cluster.time_minutes=5,10: one script is one job, and has one value; write one for each, or python "
+            "train.py cluster=slurm",
         ),
         (["cluster=local"], "cluster=local: is not a SLURM cluster; try slurm, or omit it"),
         (
@@ -114,7 +120,7 @@ def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, 
         (
             ["train.micro_batch=max"],
             "train.micro_batch=max: is found by short runs, each with fresh ranks, and the script of one run starts "
-            "its ranks once; try python train.py cluster=slurm, which submits jobs",
+            "its ranks once; try python train.py -m cluster=slurm, which submits jobs",
         ),
         (
             ["sweep.resume=outputs/sweep"],
@@ -124,12 +130,12 @@ def test_a_cluster_in_a_file_is_the_scripts_and_not_the_ranks(tmp_path, chosen, 
         (
             ["repeat=auto", "parallel=ddp,fsdp"],
             "repeat.runs=auto: needs the results of a block before the next one, and each rank of the script's job "
-            "would decide alone; give a number, or try python train.py cluster=slurm, which submits jobs",
+            "would decide alone; give a number, or try python train.py -m cluster=slurm, which submits jobs",
         ),
         (
             ["cluster.requeue=true", "checkpoint.every_steps=5"],
             "cluster.requeue=true: lets a run save ahead of the time limit and go on in its directory, which a script "
-            "does not know; try python train.py cluster=slurm, which submits jobs",
+            "does not know; try python train.py -m cluster=slurm, which submits jobs",
         ),
         (["model=toyy"], "model=toyy: there is no such choice; try toy"),
     ],
