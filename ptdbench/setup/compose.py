@@ -175,24 +175,31 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             def composed(job: Sequence[str]) -> DictConfig:
                 return first if job == corner else _compose(source.name, [*hydras, *job])
 
-            alike = []
-            if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
-                of_all = composed([_line(override) for override in ours if not override.is_sweep_override()])
-                alike = [of_all]
-                runs = [(job, pickle.dumps(composed(job))) for job in _possible([*_parse(_lists(of_all)), *ours])]
-            else:
-                require(*_swept(ours, is_sweep))
-                runs = [*_expanded(composed, _jobs(ours), is_sweep)]
-            jobs, whole = [job for job, _ in runs], [pickled for _, pickled in runs]
-            sweeps = [_of_sweep(one, searches) for one in (*alike, *map(pickle.loads, whole))]
-            require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
+            runs = _runs(composed, ours, is_sweep, searches)
         except _REFUSALS as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(_explain(source.name, parsed, error)) from None
         of_sweeper = (SWEEPER, "hydra.sweeper.")
         typed = [_line(it) for it in parsed if not it.is_hydra_override() or it.key_or_group.startswith(of_sweeper)]
+        jobs, whole = [job for job, _ in runs], [pickled for _, pickled in runs]
         return Composed(whole, jobs, is_sweep, typed, source, searches)
+
+
+def _runs(
+    composed: Callable[[Sequence[str]], DictConfig], ours: Sequence[Override], is_sweep: bool, searches: bool
+) -> list[tuple[list[str], bytes]]:
+    """Compose the runs, or some that stand for those of a search; refuse several values of what a sweep has once."""
+    once = []
+    if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
+        once.append(composed([_line(override) for override in ours if not override.is_sweep_override()]))
+        runs = [(job, pickle.dumps(composed(job))) for job in _possible([*_parse(_lists(once[0])), *ours])]
+    else:
+        require(*_swept(ours, is_sweep))
+        runs = [*_expanded(composed, _jobs(ours), is_sweep)]
+    sweeps = [_of_sweep(one, searches) for one in (*once, *(pickle.loads(pickled) for _, pickled in runs))]
+    require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
+    return runs
 
 
 def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
