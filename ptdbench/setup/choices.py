@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem, first_line, require, said, under
+from ptdbench.problems import ConfigError, Problem, first_line, said, under
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.device import Device
@@ -19,6 +19,9 @@ from ptdbench.virtual.machine import Machine
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+#: The class of a virtual GPU, as ``conf/virtual_options.yaml`` names it.
+_DEVICE = f"{Device.__module__}.{Device.__name__}"
 
 #: Hydra's own keywords among the options, which it does not pass on by name.
 _OF_HYDRA = ("_args_", "_convert_", "_recursive_")
@@ -41,13 +44,13 @@ def virtual(config: Config) -> Machine | None:
     """Return the machine with virtual GPUs, if the run uses any; the group is there only then."""
     if "virtual" not in config.resolved:
         return None
-    if not isinstance(gpu := config.call("virtual").options.get("gpu"), Mapping):
+    if not isinstance(gpu := config.call("virtual").options.get("gpu", {}), Mapping):
         raise ConfigError([Problem("virtual.gpu", gpu, "is a group of options")])
-    if (gpu := dict(gpu)).pop(
-        "_target_", ""
-    ) == f"{Device.__module__}.{Device.__name__}":  # named in full, as they are typed
-        found = signature.problems(Device, gpu, group="virtual.gpu")
-        under("virtual.gpu", lambda: require(*found) or Device(**gpu))
+    figures = {name: value for name, value in gpu.items() if name != "_target_"}
+    if gpu.get("_target_") == _DEVICE:  # built here to name its options in full, as they are typed
+        if problems := signature.problems(Device, figures, group="virtual.gpu"):
+            raise ConfigError(problems).under("virtual.gpu")
+        under("virtual.gpu", Device, **figures)
     machine: Machine = build(config, "virtual")
     return machine
 

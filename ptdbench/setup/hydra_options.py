@@ -138,10 +138,13 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 
 def _given_twice(composed: Composed) -> Iterator[Problem]:
     """Refuse resources outside the group ``cluster``, with the option there if it has the same name."""
-    rule = "the resources of a job are set in the group cluster only"
+    rule, alike = (
+        "the resources of a job are set in the group cluster only",
+        {one.name for one in fields(Slurm)} - {"name"},
+    )
     for full, value in _of_launcher(composed).items():
         name = full.removeprefix("hydra.launcher.")
-        same = f"try {in_shell(f'cluster.{name}', value)}" if name in {field.name for field in fields(Slurm)} else ""
+        same = f"try {in_shell(f'cluster.{name}', value)}" if name in alike else ""
         if name not in OPTIONS:
             yield Problem(full, value, rule, same or f"see {command()} cluster=slurm --cfg job --package cluster")
 
@@ -149,13 +152,11 @@ def _given_twice(composed: Composed) -> Iterator[Problem]:
 def _of_launcher(composed: Composed) -> dict[str, str]:
     """Return the options of the launcher that were typed, or that a file sets to other values than the plugin does."""
     plugin = ConfigStore.instance().load(f"{LAUNCHER}/{composed.launcher}.yaml").node
-    default, ours = (OmegaConf.to_container(node, resolve=False) for node in (plugin, composed.first.hydra.launcher))
-    set_by_file = {
-        f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)
-    }
-    return set_by_file | {
-        name: value for name, value in values(composed.hydras).items() if name.startswith("hydra.launcher.")
-    }
+    default: Any = OmegaConf.to_container(plugin, resolve=False)
+    ours: Any = OmegaConf.to_container(composed.first.hydra.launcher, resolve=False)
+    own = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
+    own |= values(composed.hydras)
+    return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
 
 
 def _of_jobs(composed: Composed) -> Iterator[Problem]:

@@ -68,6 +68,7 @@ class TestResourcesOfJobs:
         [
             ("partition=short", "try cluster.partition=short"),
             ("'setup=[a b]'", "try 'cluster.setup=[a b]'"),
+            ("name=mine", "see"),
             ("timeout_min=60", "see python train.py cluster=slurm --cfg job --package cluster"),
         ],
     )
