@@ -17,14 +17,6 @@ class Clock(Protocol):
     def stop(self) -> None:
         """End the step (on a GPU: all its work has been queued)."""
 
-    def over(self, step: int) -> bool:
-        """Return whether the device has finished the step; never blocks."""
-        return step < self.finished()
-
-    def follow(self, step: int) -> None:
-        """Let subsequent work on the device wait for the end of the step; no-op on a synchronous device."""
-        return
-
     def finished(self) -> int:
         """Count the steps since :meth:`forget` that the device has finished; never blocks, and is thread-safe."""
         ...
@@ -101,9 +93,6 @@ class _DeviceClock(Clock):
         end.record()
         self._steps.append((self._begin, end))
         self._count.mark(self._forgotten + len(self._steps))
-
-    def follow(self, step: int) -> None:
-        torch.cuda.current_stream().wait_event(self._steps[step][1])
 
     def finished(self) -> int:
         return max(0, self._count.number() - self._forgotten)

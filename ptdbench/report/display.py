@@ -119,7 +119,7 @@ class Display:
     """Shows what a run does, from when the context is entered.
 
     In a phase (``building``) it shows the phase and its duration. Between two steps :meth:`step` is called, which only
-    stores two numbers; if :meth:`due`, expensive work such as fetching the loss from a GPU is done for :meth:`show`.
+    stores two numbers, and :meth:`show` if :meth:`due`.
 
     Args:
         heading: The name of the run; ``None`` for a rank that shows nothing.
@@ -138,6 +138,8 @@ class Display:
     ) -> None:
         self.total_steps = 0  #: Steps of the whole run; may change during the run.
         self.remark = ""  #: Text to show beside the loss.
+        #: The last step whose loss is on record, counted from 1, and that loss: the mean over all replicas.
+        self.loss: tuple[int, float] | None = None
         self._heading, self._stays, self._clock = heading, stays, clock
         self._stream = sys.stderr if stream is None else stream
         self._phase: str | None = "starting"  # None: steps are running
@@ -148,7 +150,6 @@ class Display:
         self._base: int | None = None  # the first step of this start
         self._first_seconds = self._later_seconds = 0.0
         self._rate: float | None = None
-        self._loss: float | None = None
         self._ends: float | None = None
         self._shown_step, self._shown_at, self._next = 0, self._began, math.inf
         self._wake, self._over = threading.Event(), False
@@ -220,22 +221,31 @@ class Display:
         """Return whether it is time for :meth:`show`."""
         return now >= self._next
 
-    def show(self, loss: float | None, now: float) -> float | None:
-        """Show the steps so far; ``loss`` may be unknown on this rank.
+    def show(self, now: float) -> float | None:
+        """Show the steps so far, except after the last one, which :meth:`conclude` does.
 
         Returns:
             Tokens or samples per second since the last call; ``None`` after the first step.
         """
-        self._rate, self._loss, self._ends = None, loss, None
+        self._rate = self._ends = None
         if self._done > self._shown_step:
             seconds = (now - self._shown_at) / (self._done - self._shown_step)
             self._rate = self._units_per_step / seconds if seconds > 0 and self._units_per_step else None
             self._ends = now + (self.total_steps - self._done) * seconds
         self._shown_step, self._shown_at = self._done, now
         self._next = now + (REDRAW_SECONDS if self._live else _LINE_SECONDS)
+        if self._done < self.total_steps:
+            self._write_steps(now)
+        return self._rate
+
+    def conclude(self, rate: float | None) -> None:
+        """Show the run's throughput as recorded, without its warm-up, in place of that since the last call."""
+        self._rate, self._ends = rate, self._clock()
+        self._write_steps(self._ends)
+
+    def _write_steps(self, now: float) -> None:
         if self._heading and not self._live:
             self._write("  ".join([str(self._heading), self._steps(), *self._figures(now).values()]))
-        return self._rate
 
     def line(self, width: int, now: float) -> Line:
         """Return the live line, in at most ``width`` columns."""
@@ -296,8 +306,9 @@ class Display:
         found = {}
         if (rate := self._rate) is not None:
             found["rate"] = f"{three_digits(rate)} {self._unit}/s"
-        if (loss := self._loss) is not None:
-            found["loss"] = f"loss {loss:.4f}"
+        if self.loss:
+            step, loss = self.loss
+            found["loss"] = f"loss {loss:.4f}" + (f" (step {step})" if step < self._done else "")
         if self.remark:
             found["remark"] = self.remark
         if (ends := self._ends) is not None:
@@ -313,8 +324,6 @@ class Display:
         took = f"in {duration_text(now - self._began)}"
         if self._base is None:
             return f"{self._heading}  {took}" if self._heading.number else ""
-        if self._units_per_step and (mean := self._mean()):
-            self._rate = self._units_per_step / mean
         self._ends = None
         return "  ".join([str(self._heading), self._steps(), *self._figures(now).values(), took])
 

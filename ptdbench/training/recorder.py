@@ -199,6 +199,7 @@ class Recorder:
         seconds = total(seconds)
         if not job.spec.virtual:  # virtual GPUs compute no losses or norms, and their times mean nothing
             rows["loss"] = _finite_or_nan(losses / job.training.layout.replicas)  # divide after the sum
+            job.display.loss = loop.done, float(rows["loss"][-1])
             if update.gradient_norms:
                 rows["gradient_norm"] = _finite_or_nan(torch.stack(update.gradient_norms))
             rows["wait_seconds"] = waits_and_memory[:count]

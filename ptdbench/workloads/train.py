@@ -137,6 +137,8 @@ class _Training:
         remarks = self._remarks(stopped)
         self._recorder.finish()
         fields = {**self._recorder.figures(), "remarks": remarks, "evaluations": self._evaluator.as_dicts()}
+        measured = fields.get("metrics", {})
+        job.display.conclude(measured.get("tokens_per_second") or measured.get("samples_per_second"))
         # Only rank 0 has the series of the whole run; they decide whether all ranks go on to the profiling pass.
         wrong = gather(first_nonfinite_loss(self._recorder.path) if job.world.is_first else None)[0]
         error = None if wrong is None else FloatingPointError(f"the loss of step {wrong + 1} is NaN or infinite")

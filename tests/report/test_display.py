@@ -57,7 +57,8 @@ def shown(stream, wall, heading=TINY) -> Display:
 
 def at_step(display: Display, done: int, now: float, loss: float | None = 2.5) -> None:
     display.step(done, now)
-    display.show(loss, now)
+    display.loss = None if loss is None else (done, loss)
+    display.show(now)
 
 
 def begun(stream, wall, heading=TINY, total=100) -> Display:
@@ -76,10 +77,17 @@ class TestLines:
         at_step(display, 11, 60.0)
         display.remark = "held-out 97.2 %"
         at_step(display, 31, 65.0, None)
+        display.loss = 31, 2.25  # steps are drained more rarely
+        display.step(41, 70.0)
+        display.show(70.0)
+        at_step(display, 100, 71.0)
+        display.conclude(2048.0)
         assert stream.getvalue().splitlines() == [
             "gpt_tiny ddp  step 1/100  loss 2.5000",
             "gpt_tiny ddp  step 11/100  4,096 tokens/s  loss 2.5000  0:45 left",
             "gpt_tiny ddp  step 31/100  8,192 tokens/s  held-out 97.2 %  0:18 left",
+            "gpt_tiny ddp  step 41/100  4,096 tokens/s  loss 2.2500 (step 31)  held-out 97.2 %  0:30 left",
+            "gpt_tiny ddp  step 100/100  2,048 tokens/s  loss 2.5000  held-out 97.2 %  0:00 left",
         ]
 
     def test_when_a_line_is_due(self, stream, wall):
@@ -152,7 +160,7 @@ class TestLines:
             wall.now = 112.0
         display.step(3, 112.5)
         before = display._units_per_step
-        assert display.show(None, 112.5) == before / 0.5
+        assert display.show(112.5) == before / 0.5
 
     def test_a_rank_without_a_heading_is_silent(self, stream, wall):
         with shown(stream, wall, heading=None) as display:
@@ -227,10 +235,11 @@ class TestTerminal:
         with begun(terminal, wall) as display:
             display.step(1, 51.0)
             at_step(display, 100, 60.0)
+            display.conclude(2048.0)
             wall.now = 61.0
         assert "━" in terminal.text
         assert "\x1b[?25" not in terminal.text  # the cursor is left alone: a process that is killed could not show it
-        assert terminal.text.endswith("\x1b[2Kgpt_tiny ddp  step 100/100  22,528 tokens/s  loss 2.5000  in 0:11\n")
+        assert terminal.text.endswith("\x1b[2Kgpt_tiny ddp  step 100/100  2,048 tokens/s  loss 2.5000  in 0:11\n")
 
     @pytest.mark.parametrize("heading", [TINY, Heading("gpt_tiny ddp", 1, 2)], ids=str)
     def test_of_a_failed_run_no_line_stays(self, terminal, wall, heading):
