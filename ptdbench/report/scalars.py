@@ -171,7 +171,10 @@ def hparams(record: Written, swept: Mapping[str, bool]) -> dict[str, str | float
 
 
 def summary(record: Written) -> dict[str, float | None]:
-    """Return the metrics by tag, with the same tags for every run; all values are finite, and a failed run has few."""
+    """Return the metrics by tag, with the same tags for every run; all values are finite.
+
+    Only ``summary/ok`` has a value unless the run is ok: others would be sorted among those of runs that are.
+    """
     metrics = record.get("metrics") or {}  # may be of a run that is just ending, not yet converted to JSON
     last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
     sizes = ("peak_memory_bytes", "peak_reserved_bytes")
@@ -184,8 +187,9 @@ def summary(record: Written) -> dict[str, float | None]:
         "last_loss": record.get("final_loss"),
         **{name: last.get(name) for name in ("top1", "bits_per_byte")},
     }
+    shown = found if found["ok"] else {"ok"}
     return {
-        f"summary/{name}": value if value is not None and math.isfinite(value) else None
+        f"summary/{name}": value if value is not None and math.isfinite(value) and name in shown else None
         for name, value in found.items()
     }
 

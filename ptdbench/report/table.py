@@ -70,7 +70,7 @@ def closing_lines(directory: Path, records: Sequence[Written] = ()) -> str:
     if any(directory.rglob("events.*")):
         lines.append(f"TensorBoard  tensorboard --logdir {shown}")
         if is_sweep:
-            lines.append("             (its HPARAMS tab ranks the runs)")
+            lines.append("             (HPARAMS tab: sort by summary/throughput)")
     if (directory / SEARCHED).exists():
         lines.append(f"search       {shown}/{SEARCHED}")
     return "\n".join(lines)

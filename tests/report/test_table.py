@@ -244,7 +244,7 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
         f"report       {command('report')} 'out puts'",
         "trace        'out puts'/*/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
         "TensorBoard  tensorboard --logdir 'out puts'",
-        "             (its HPARAMS tab ranks the runs)",
+        "             (HPARAMS tab: sort by summary/throughput)",
     ]
     (sweep / "nested").mkdir()
     single.rename(sweep / "nested" / "0")
