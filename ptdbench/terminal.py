@@ -13,11 +13,12 @@ from errno import EPIPE
 from pathlib import Path
 from typing import TextIO
 
-#: Control characters, and surrogates that no stream can encode.
-_CONTROL = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000)]
-_ESCAPED = {
-    code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"
-}
+#: Control characters, surrogates that no stream can encode, and what separates lines or turns the direction of text
+#: (``Bidi_Control`` of Unicode), so that a name may read as another one.
+_DIRECTING = [0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)]
+_CONTROL = [*range(0x20), *range(0x7F, 0xA0), *range(0xD800, 0xE000), *_DIRECTING]
+#: The text in place of each of them.
+ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROL if chr(code) not in "\n\t"}
 
 #: The non-ASCII characters of tables and messages, and their replacements on a stream that cannot encode them.
 _IN_ASCII = {"─": "-", "·": "-", "±": "+-", "…": "...", "→": "->", "²": "^2", "µ": "u", "°": " deg ", "√": "sqrt "}
@@ -114,8 +115,8 @@ def has_controls(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """Escape control characters other than newline and tab: a backslash and ``x1b``."""
-    return text.translate(_ESCAPED)
+    """Escape control characters other than newline and tab, and those of direction: a backslash and ``x1b``."""
+    return text.translate(ESCAPED)
 
 
 def echo(text: str, stream: TextIO | None = None) -> None:

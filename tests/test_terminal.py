@@ -21,6 +21,7 @@ from tests.conftest import ROOT
         ("\x7f\x80\x9b\x9f\xa0", "\\x7f\\x80\\x9b\\x9f\xa0"),
         ("\udcff\ud800", r"\udcff\ud800"),
         (r"\x1b", r"\x1b"),
+        ("pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028", r"pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028"),
     ],
 )
 def test_control_characters_are_shown_and_not_sent(text, shown):

@@ -93,7 +93,8 @@ def _table(heading: str, rows: Mapping[str, _Rank], width: int) -> list[str]:
         sizes = [f"{size / 2**20:,.{places}f}" for size in (rank.peak, *(rank.bytes[kind] for kind in kinds))]
         shown.append([title, *sizes, *[str(rank.number)] * of_runs, rank.moment])
     which = "; rank: the one that uses the most" if of_runs else ""
-    return [drawn(headings, shown, width, words=["in"], folding=heading), wrap(_MEANT + which, width)]
+    spared = ["rank", "in", "other"] if of_runs else ["in", "other"]
+    return [drawn(headings, shown, width, ["in", heading], spared), wrap(_MEANT + which, width)]
 
 
 #: The heading of each phase.
@@ -108,6 +109,10 @@ _RARE = {
     "bubble": "waiting for other stages",
     "host": "the GPU waiting for its host to launch the next kernel",
 }
+
+
+#: The phases in the order in which they are omitted if there is no room.
+_SPARED = ("other", "host", "data", "optimizer", "experts")
 
 
 def of_runs(records: Mapping[str, Written], width: int) -> str:
@@ -150,7 +155,7 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
     kept = {name: texts for name, texts in columns.items() if name not in _RARE or any(t.strip("-0.") for t in texts)}
     shown = list(zip(rows, *kept.values(), strict=True))
     meant = [f"{name}: {text}" for name, text in _RARE.items() if name in kept]
-    return [drawn([heading, *kept], shown, width, folding=heading), wrap("; ".join([unit, *meant]), width)]
+    return [drawn([heading, *kept], shown, width, [heading], _SPARED), wrap("; ".join([unit, *meant]), width)]
 
 
 def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
@@ -198,5 +203,5 @@ def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
     headings = [heading for heading in _FIGURES if heading not in _BESIDE or heading in beside]
     shown = [[called, name, *(figures[heading] for heading in headings)] for called, name, figures in rows]
     meant = ["a rank's mean; ms: under way, counted from when the last rank called it; GB/s: MB over ms"]
-    yield drawn(["run", "operation", *headings], shown, width, words=["operation"], folding="run")
+    yield drawn(["run", "operation", *headings], shown, width, ["run", "operation"], [*_BESIDE])
     yield wrap("; ".join([*meant, *(f"{heading}: {_BESIDE[heading]}" for heading in beside)]), width)

@@ -59,17 +59,19 @@ def drawn(
     rows: Sequence[Sequence[str]],
     width: int,
     words: Collection[str] = (),
-    folding: str | None = None,
+    spared: Sequence[str] = (),
 ) -> str:
     """Return a table as plain text, of at most ``width`` characters unless its figures need more.
 
-    Columns hold figures, except those in ``words`` and the column ``folding``, which wraps at spaces.
+    Columns hold figures, except those in ``words``. Where there is no room, headings and cells wrap at spaces, then the
+    columns ``spared`` are omitted, in this order, and named below.
     """
     columns = [
-        Column(name, itemgetter(place), name in words or name == folding, min_width=0 if name == folding else None)
+        Column(name, itemgetter(place), name in words, spared.index(name) if name in spared else None, min_width=0)
         for place, name in enumerate(headings)
     ]
-    return "\n".join(table(columns, rows, width)[0])
+    lines, gone = table(columns, rows, width)
+    return "\n".join([*lines, *left_out(gone, width)])
 
 
 def table(
@@ -80,7 +82,7 @@ def table(
     A line has at most ``width`` characters, unless figures need more; ``None``: no limit. A cell that is wider than its
     column is wrapped if ``folds``, else truncated.
     """
-    texts = [[column.heading, *map(column.cell, rows)] for column in columns]
+    texts = [[column.heading, *(plain(column.cell(row)) for row in rows)] for column in columns]
     natural = [max(map(cell_len, of_column)) for of_column in texts]
     widths = dict(enumerate(natural))
     order = sorted((column.drop_order, place) for place, column in enumerate(columns) if column.drop_order is not None)
@@ -114,7 +116,7 @@ def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds
             padded = (part + space if words else space + part for part, space, (_, _, words) in shown)
             found.append((" " * _GAP).join(padded).rstrip())
         if number == 0:
-            found.append(("─" if folds else "-") * total)
+            found.append("─" * total)
     return found
 
 

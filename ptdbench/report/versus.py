@@ -261,7 +261,7 @@ def render(found: Versus, titles: tuple[str, str], width: int) -> str:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
         sides = [_rate(side, margins[id(side)] + ("" if one else f" {pair.unit}/s")) for _, side in pair.sides]
         rows.append([pair.label, runs, *sides, _ratio(pair), pair.verdict])
-    table = drawn(headings, rows, width, words=["verdict"], folding="configuration")
+    table = drawn(headings, rows, width, ["configuration", "verdict"])
     other = [f"{pair.label}: {said}" for pair in found.pairs for said in (pair.losses, pair.parameters) if said]
     lines = [*_seen(found.pairs), *other, *_remarks(found)]
     return "\n".join([table, *(wrap(line, width) for line in lines)])

@@ -178,7 +178,9 @@ def table_lines(sweep: Sweep, width: int | None = None, most: int | None = None)
 def table_text(sweep: Sweep, width: int | None = None) -> str:
     """Return the table as plain text, then omitted columns, reasons and how to resume; see :func:`table_lines`."""
     lines, gone = table_lines(sweep, width)
-    below = [wrap(line, width) for line in (*text.left_out(gone, width), *reasons(sweep))]
+    is_timed = "startup s" not in gone and any(_startup(run.typed) != MISSING for run in sweep.runs)
+    meant = [f"startup s: {' + '.join(STARTUP).replace('_', ' ')}"] if is_timed else []
+    below = [wrap(line, width) for line in (*text.left_out(gone, width), *meant, *reasons(sweep))]
     return "\n".join([*lines, *below, *(f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items())])
 
 

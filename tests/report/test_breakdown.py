@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ptdbench.profiling.phases import KINDS
+from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.report import breakdown
 from ptdbench.report.breakdown import of_ranks, of_runs
 from tests.report.made import DDP, FSDP, PDP, operation, phased
@@ -171,8 +171,11 @@ def test_many_ranks_are_few_rows():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("width", [90, 100])
+@pytest.mark.parametrize("width", [80, 90, 100])
 def test_lines_fit(width):
-    text = of_runs({"ddp": DDP, "pdp 1x2 interleaved1f1b m8": PDP, "fsdp": FSDP}, width)
+    every = taking(PDP, **dict.fromkeys(KINDS, (1000.5, 900.25)))
+    every["phases"] = PDP["phases"] | {"ranks": {phase: [0.0123, 0.0111] for phase in PHASES if phase != "other"}}
+    text = of_runs({"ddp": LARGE, "pdp 1x2 zbv m8": every, "fsdp": FSDP}, width)
+    assert ("left out in 80 columns: rank, in" in text) == (width == 80)
     assert width - 20 < max(map(len, text.splitlines())) <= width
     assert "…" not in text

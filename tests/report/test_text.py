@@ -38,7 +38,7 @@ def test_words_fold_before_columns_are_left_out_in_their_order(width, left_out, 
 
 def test_what_does_not_fold_is_cut():
     narrow = [Column("what it is", itemgetter(1), is_text=True, min_width=5)]
-    assert table(narrow, ROWS, 6, folds=False) == (["what …", "------", "two w…", "word"], [])
+    assert table(narrow, ROWS, 6, folds=False) == (["what …", "──────", "two w…", "word"], [])
 
 
 @pytest.mark.parametrize("of_mpirun", [False, True])

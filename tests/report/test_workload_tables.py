@@ -44,7 +44,7 @@ class TestHello:
     def test_every_rank_has_a_row_and_what_all_share_is_said_once(self):
         name = "a-node-with-a-name-as-long-as-clouds-give-them.internal"  # which is not cut
         ranks = rank(0), rank(1, cores=[2, 3, 8], threads=3), rank(2, device="cuda:0 H200", node=name)
-        title, _, _, *rows, setting = hello_table(hello(*ranks), 60).splitlines()
+        title, _, _, *rows, setting = hello_table(hello(*ranks), 110).splitlines()
         assert title == "3 ranks on 2 nodes, started by srun, over gloo at n1:29400"
         assert [line.split() for line in rows] == [
             ["0", "0", "2", "n1", "vm", "cpu", "0-1", "1"],

@@ -164,10 +164,11 @@ def test_columns_stand_under_each_other_and_reasons_below(sweep):
     sweep.end(3)
     sweep.end(7, **failure())
     sweep.says(**{f"_{number}": "PENDING (Resources)" for number in range(12)})
-    heading, rule, *rows, reason = watch.table_text(status.look(sweep.path)).splitlines()
+    heading, rule, *rows, meant, reason = watch.table_text(status.look(sweep.path)).splitlines()
     assert reason == "7_toy_ddp: failed on rank 1: RuntimeError: on purpose"
     assert [row.split()[:2] for row in rows] == [[str(number), f"7_{number}"] for number in range(12)]
-    assert rule == "-" * max(map(len, [heading, *rows]))
+    assert meant == "startup s: import + config + rendezvous + build + first step"
+    assert rule == "─" * max(map(len, [heading, *rows]))
     for row in rows:
         assert re.split(r"\s{2,}", row)[3] == row[heading.index("shape") :].partition("  ")[0]
         assert row[heading.index("state") :].startswith(("PENDING (Resources)", "ok", "failed"))

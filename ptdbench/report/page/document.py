@@ -23,6 +23,7 @@ from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING
+from ptdbench.terminal import ESCAPED, plain
 
 #: Width in columns of the output of other workloads.
 _WIDTH = 120
@@ -140,12 +141,13 @@ def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
     """Return the page for the data from :func:`content`."""
     from plotly.offline import get_plotlyjs
 
-    data = json.dumps(strict(content), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(strict(content), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    data = data.translate({code: f"\\{text}" for code, text in ESCAPED.items()})  # as JSON, which has its own escapes
     return Template(_part("page.html")).substitute(
         style=_part("page.css"),
         script="\n".join(map(_part, _SCRIPTS)),
-        title=html.escape(title),
-        subtitle=html.escape(subtitle),
+        title=html.escape(plain(title)),
+        subtitle=html.escape(plain(subtitle)),
         plotly=get_plotlyjs(),
         data=data.replace("<", "\\u003c"),  # so that no text in a record can close the element
     )

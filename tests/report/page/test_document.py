@@ -94,7 +94,11 @@ def test_runs_of_nothing_else_are_no_models():
 
 
 def test_the_document_holds_strict_json_and_no_text_that_could_end_it():
-    page = document("<b>", "&", {"text": "</script><!--", "number": float("nan")})
+    page = document(
+        "<b>\u202e", "&", {"text": "</script><!--", "number": float("nan"), "\u2066\\u": "\u202e\udcff\x7f\n"}
+    )
     data = page.partition('id="data">')[2].partition("</script>")[0]
-    assert json.loads(data) == {"text": "</script><!--", "number": None}
-    assert "<h1>&lt;b&gt;</h1>" in page
+    assert json.loads(data) == {
+        "text": "</script><!--", "number": None, "\\u2066\\u": "\\u202e\\udcff\\x7f\n",
+    }  # fmt: skip
+    assert "<h1>&lt;b&gt;\\u202e</h1>" in page
