@@ -1,4 +1,4 @@
-"""The alternatives of one model, fastest first, and the certainty of their order, as all tables word it."""
+"""The alternatives of a group, fastest first, and the certainty of their order, as all tables word it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ptdbench.comparison import noise, significance, variation
-from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.alternatives import Alternative, comparable
 from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
 from ptdbench.comparison.variation import Noise, Pool
 from ptdbench.records.record import option
@@ -95,7 +95,7 @@ class Ranking:
 
 
 def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
-    """Rank the alternatives of one model; an order of single runs requires the noise of earlier sweeps."""
+    """Rank comparable alternatives; an order of single runs requires the noise of earlier sweeps."""
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
     samples, means = [one.sample for one in ok], [_mean(one) for one in ok]
     pool = Pool(samples, earlier)
@@ -121,11 +121,8 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
 
 
 def of_models(found: Iterable[Alternative]) -> list[Ranking]:
-    """Rank the alternatives of each model separately, in the order of their first runs; all must train."""
-    models: dict[str, list[Alternative]] = {}
-    for one in found:
-        models.setdefault(one.median_run["model"], []).append(one)
-    return [rank(some, noise.look_up(run for one in some for run in one.runs)) for some in models.values()]
+    """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
+    return [rank(some, noise.look_up(run for one in some for run in one.runs)) for some in comparable(found)]
 
 
 def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[int]:

@@ -10,7 +10,7 @@ from operator import attrgetter
 from typing import Any
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.alternatives import Alternative, sweep_of
+from ptdbench.comparison.alternatives import Alternative, batch, sweep_of
 from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
 from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
 from ptdbench.report import remarks, text, why
@@ -179,16 +179,17 @@ _EXPLAINED = 5
 
 @dataclass(frozen=True)
 class Block:
-    """The alternatives of one model."""
+    """Comparable alternatives: of one model and global batch."""
 
     rows: list[Row]  #: In the order of their ranking; at least one.
     unit: str  #: The unit of their throughput, see :func:`unit`.
     remarks: list[str]  #: Sentences on the order, failures and measurements.
     why: list[str]  #: Sentences on why the next runs are slower than the fastest one.
+    apart: Sequence[str] = ()  #: What tells it apart from other blocks of the same model, besides parameters.
 
     def title(self, moved: Iterable[str] = ()) -> str:
         """Return the title: what all runs have in common, and columns ``moved`` there."""
-        return title([run for row in self.rows for run in row.runs], moved)
+        return title([run for row in self.rows for run in row.runs], dict.fromkeys([*self.apart, *moved]))
 
     def columns(self) -> list[Column]:
         """Return the columns of a table: those with a figure in any row, or always shown."""
@@ -199,8 +200,22 @@ class Block:
 
 
 def blocks(found: Iterable[Alternative]) -> list[Block]:
-    """Return a block for each model, in the order of their first runs; all of them train."""
-    return [_block(of_model) for of_model in ranking.of_models(found)]
+    """Return a block for each group of comparable alternatives, in the order of their first runs; all must train."""
+    made = [_block(one) for one in ranking.of_models(found)]
+    models: dict[str, list[Block]] = {}
+    for one in made:
+        models.setdefault(one.rows[0].run["model"], []).append(one)
+    return [replace(one, apart=_apart(one, models[one.rows[0].run["model"]])) for one in made]
+
+
+def _apart(one: Block, alike: Sequence[Block]) -> list[str]:
+    """Return the sizes of a block in which those of the same model differ."""
+    sizes = {"batch {}": batch, "{} tokens a sample": lambda run: run.get("tokens_per_sample")}
+    return [
+        form.format(size(one.rows[0].run))
+        for form, size in sizes.items()
+        if len({size(other.rows[0].run) for other in alike}) > 1
+    ]
 
 
 def unit(records: Iterable[Written]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ptdbench.comparison.alternatives import name_of_sweep, sweep_of
+from ptdbench.comparison.alternatives import batch, name_of_sweep, sweep_of
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.effects import OF_CHOICE, affects, leaves
 from ptdbench.records.record import configuration, option
@@ -97,7 +97,7 @@ def labels(records: Sequence[Written]) -> list[str]:
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    columns = [[record.get("world_size") for record in records], [_batch(record) for record in records]]
+    columns = [[record.get("world_size") for record in records], [batch(record) for record in records]]
     shown = [*zip(*map(_as_seen, columns), strict=True)]
     return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], shown)
 
@@ -184,11 +184,6 @@ def _schedule(record: Written) -> str:
     return Path(option(record, "parallel.schedule", str) or "").name
 
 
-def _batch(record: Written) -> int | None:
-    """Return the requested global batch: in a plan, that of the record may follow from what fits."""
-    return option(record, "train.global_batch", int) or record.get("global_batch")
-
-
 def _nodes(record: Written) -> str:
     """Return the number of nodes used, or else requested; empty if neither is known."""
     nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
@@ -200,7 +195,7 @@ _DETAILS: tuple[_Detail, ...] = (
     _schedule,
     lambda record: plural(record["world_size"], "rank") if record.get("world_size") else "",
     _degrees,
-    lambda record: f"b{batch}" if (batch := _batch(record)) else "",
+    lambda record: f"b{size}" if (size := batch(record)) else "",
     _nodes,
     lambda record: str(record.get("precision")),
     lambda record: f"m{count}" if (count := part(record, Layout).microbatches) else "",

@@ -121,14 +121,10 @@ class Compared:
 
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
-    """Return every pair of a sweep's alternatives of the same model, from its first ``blocks`` blocks only."""
+    """Return every pair of a sweep's comparable alternatives, from its first ``blocks`` blocks only."""
     earlier = [run for run in store.read_results(directory) if (record.option(run, "repeat.block", int) or 0) < blocks]
     found = [one for one in alternatives.group(earlier) if one.sample]
-    return [
-        Compared(one, other)
-        for one, other in combinations(found, 2)
-        if one.median_run.get("model") == other.median_run.get("model")
-    ]
+    return [Compared(*pair) for group in alternatives.comparable(found) for pair in combinations(group, 2)]
 
 
 @dataclass

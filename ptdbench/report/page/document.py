@@ -33,7 +33,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     """Return the data of a report of runs whose ``directory`` fields give their current location.
 
     Returns:
-        ``models``: title, ``rows``, remarks and curves of each model; ``columns`` of rows; ``options``: the varying
+        ``models``: name, title, ``rows``, remarks and curves of each block; ``columns`` of rows; ``options``: varying
         ones by name, with a value for each row, as typed; ``told``: options that columns show; ``common``: options
         that all rows share; ``others``: results of other workloads; ``environments``: those of the runs, by the numbers
         in ``rows``. Rates are in tokens or samples per second, times in seconds, sizes in bytes.
@@ -44,7 +44,8 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     differing = varying(values)
     environments = Environments(runs)
     firsts = accumulate((len(one.rows) for one in blocks), initial=0)
-    models = [_model(one, first, differing, environments) for one, first in zip(blocks, firsts, strict=False)]
+    models = [_model(one, first, environments) for one, first in zip(blocks, firsts, strict=False)]
+    _add_scaling(models, differing)
     others = [run for run in runs if not run.get("model")]
     return {
         "models": models,
@@ -62,9 +63,17 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _model(
-    found: Block, first: int, differing: Mapping[str, Sequence[str | None]], environments: Environments
-) -> dict[str, Any]:
+def _add_scaling(models: Sequence[dict[str, Any]], options: Mapping[str, Sequence[str | None]]) -> None:
+    """Add to each section the curves that begin in it: those of weak scaling go on in sections of other batches."""
+    for name in {model["model"] for model in models}:
+        alike = [model for model in models if model["model"] == name]
+        found = curves.scaling_curves([row for model in alike for row in model["rows"]], options)
+        for model in alike:
+            numbers = {row["number"] for row in model["rows"]}
+            model["scaling"] = [curve for curve in found if curve["rows"][0] in numbers]
+
+
+def _model(found: Block, first: int, environments: Environments) -> dict[str, Any]:
     numbered = dict(enumerate(found.rows, start=first))
     ranks = [row.place.rank for row in found.rows if row.place.rank]
     rows = [
@@ -83,7 +92,7 @@ def _model(
         "rows": rows,
         "remarks": found.remarks,
         "why": found.why,
-        "scaling": curves.scaling_curves(rows, differing),
+        "model": found.rows[0].run["model"],
         **curves.of_steps(numbered),
     }
 

@@ -44,6 +44,28 @@ const axis = (title, more = {}) => ({
   ...more,
 });
 
+/** `500`, `1k`, `2.5M`. */
+function tickText(value) {
+  const [unit, size] = Object.entries({ T: 1e12, G: 1e9, M: 1e6, k: 1e3, "": 0 }).find(([, size]) => value >= size);
+  return `${Number((value / (size || 1)).toPrecision(4))}${unit}`;
+}
+
+/** A logarithmic axis of these values with whole labels; of ticks between two powers plotly names a digit alone. */
+function logAxis(title, values, more = {}) {
+  const known = values.filter((value) => value > 0);
+  const [least, most] = [Math.min(...known), Math.max(...known)];
+  const steps = (from, to, tick) => Array.from({ length: to - from + 1 }, (_, place) => tick(from + place));
+  const step = 10 ** Math.floor(Math.log10(most - least || most));
+  const parts = most / least > 1e3 ? [1] : [1, 2, 5];
+  const tickvals =
+    most / least < 5
+      ? steps(Math.floor(least / step), Math.ceil(most / step), (count) => count * step)
+      : steps(Math.floor(Math.log10(least)), Math.ceil(Math.log10(most)), (power) =>
+          parts.map((part) => part * 10 ** power),
+        ).flat();
+  return axis(title, { type: "log", tickvals, ticktext: tickvals.map(tickText), ...more });
+}
+
 function layout(height, more) {
   const legend = { orientation: "h", yanchor: "bottom", y: 1.02, x: 0, maxheight: 1000 };
   const font = { family: "system-ui, 'Liberation Sans', sans-serif", size: 13, color: INK };
@@ -158,7 +180,7 @@ const fromFirst = (points) =>
   points.map((point) => ({ ...point, efficiency: point.efficiency / points[0].efficiency }));
 
 function drawScaling(model, rows) {
-  const shown = new Map(rows.map((row) => [row.number, row]));
+  const shown = new Map(rows.map((row) => [row.number, row])); // of all sections: see _add_scaling
   const dash = dashes();
   const pointsOf = (curve) =>
     curve.rows
@@ -200,7 +222,7 @@ function drawScaling(model, rows) {
     traces,
     layout: layout(380 + top, {
       xaxis: axis("ranks", { ...ranks, domain: [0, 0.46] }),
-      yaxis: axis(`${model.unit}/s`, { type: "log", dtick: "D2" }),
+      yaxis: logAxis(`${model.unit}/s`, traces.filter((trace) => !trace.yaxis).flatMap((trace) => trace.y)),
       xaxis2: axis("ranks", { ...ranks, domain: [0.55, 1] }),
       yaxis2: axis("efficiency (%)", { anchor: "x2", rangemode: "tozero" }),
       margin: { l: 70, r: 20, t: top, b: 50 },
@@ -291,7 +313,6 @@ function bySteps(model, rows, field, scale, title, y) {
 
 /** Points and bounds of what another workload found, both axes logarithmic. */
 function drawCurves(curve) {
-  const log = { type: "log" };
   const traces = curve.lines.map((line, place) => ({
     type: "scatter",
     mode: line.x.length > 1 && !line.text ? "lines+markers" : "markers",
@@ -309,7 +330,7 @@ function drawCurves(curve) {
   const all = [...traces, ...bounds];
   return {
     traces: all,
-    layout: underLegend(all.map((trace) => trace.name), axis(curve.x, log), axis(curve.y, log)),
+    layout: underLegend(all.map((trace) => trace.name), ...["x", "y"].map((name) => logAxis(curve[name], all.flatMap((line) => line[name])))),
     head: ["line", curve.x, curve.y, "of"],
     rows: [...curve.lines, ...curve.bounds].flatMap((line) =>
       line.x.map((x, place) => [line.name, x, line.y[place], line.text ? line.text[place] : null]),

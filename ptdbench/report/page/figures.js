@@ -18,7 +18,7 @@ const FIGURES = [
     id: "scaling",
     title: "Scaling",
     about: "Strong: constant global batch; weak: constant batch per rank. Dotted: linear scaling from the first point.",
-    draw: drawScaling,
+    draw: (model) => drawScaling(model, report.models.flatMap(sortedRows)),
   },
   {
     id: "memory",

@@ -206,6 +206,16 @@ class TestFigures:
             ["strong", "ddp, batch 16", 1, 100, 1.0], ["strong", "ddp, batch 16", 2, 150, 0.75],
         ]  # fmt: skip
 
+    @pytest.mark.parametrize(
+        ("values", "labels"),
+        [
+            ([480, 5100], "100 200 500 1k 2k 5k 10k 20k 50k"), ([0.04, 7], "0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 50"),
+            ([8, 2e6], "1 10 100 1k 10k 100k 1M 10M"), ([2.1e9, 2.35e9], "2.1G 2.2G 2.3G 2.4G"), ([7], "7"),
+        ],
+    )  # fmt: skip
+    def test_a_logarithmic_axis_has_whole_labels(self, opened, values, labels):
+        assert opened[0].evaluate("values => logAxis('', values).ticktext", values) == labels.split()
+
     def test_figures_have_the_digits_of_the_terminal(self, opened):
         figures = [0, 0.00012, 0.00456, 0.0456, 0.09994, 0.1234, 0.9994, 0.9996, 9.994, 9.996, 99.94, 99.96, 12345.6]
         assert opened[0].evaluate("figures => figures.map(digits)", figures) == [*map(three_digits, figures)]

@@ -61,6 +61,16 @@ def test_names_in_figures_say_what_has_columns_in_the_table():
     assert [(row["label"], row["name"]) for row in found] == [("ddp", "ddp 2 ranks"), ("ddp", "ddp 4 ranks")]
 
 
+def test_weak_scaling_goes_on_in_the_section_of_another_batch():
+    runs = [run(world_size=n, global_batch=n, config={"train": {"global_batch": n}}) for n in (1, 2)]
+    models = content(loaded(*runs))["models"]
+    assert [[row["ratio"] for row in model["rows"]] for model in models] == [[1.0], [1.0]]
+    assert [[(curve["kind"], curve["rows"]) for curve in model["scaling"]] for model in models] == [
+        [("weak", [0, 1])],
+        [],
+    ]
+
+
 def test_each_environment_once():
     one, other = {"host": "a", "torch": "2.11"}, {"host": "b", "torch": "2.11"}
     found = content(
