@@ -402,6 +402,7 @@ class Remarks(Struct):
     """Remarks on a run."""
 
     check: str | None = None  #: What the check before the run (``check=true``) found unsound.
+    pipeline: str | None = None  #: Which stages have too much of the model for a pipeline to be faster than one rank.
     ceiling: str | None = None  #: That the run exceeded the ceiling, and the result of measuring the ceiling again.
     cut_short: str | None = None  #: Why there were fewer steps than requested.
     #: The step and the checkpoint from which the run resumed, and how its ranks or its layout changed since then.

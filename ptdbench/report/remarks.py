@@ -177,6 +177,7 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_data_remarks(by_name),
         *_clock_remarks(by_name),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
+        *(f"{name}: {said}" for name, run in by_name if (said := part(run, Remarks).pipeline)),
         *_each_once(records, Remarks, "check"),
         *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
         *_checkpoint_remarks(places),

@@ -10,7 +10,7 @@ from typing import Any
 from ptdbench.comparison.ranking import Place
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import configuration, option, work
-from ptdbench.records.schema import Communication, Experts, Metrics, Phases, StepSeconds, Written, part
+from ptdbench.records.schema import Communication, Experts, Metrics, Phases, Remarks, StepSeconds, Written, part
 from ptdbench.report import recorded_phases
 from ptdbench.report.text import difference
 from ptdbench.units import bytes_text, three_digits
@@ -87,6 +87,8 @@ def remarks(record: Written, called: str) -> Iterator[str]:
     """Yield what stands out in a run: traffic that deviates from its formula, the bubble, uneven ranks, a straggler."""
     found = part(record, Phases)
     yield from doubt(record, called)
+    if lopsided := part(record, Remarks).pipeline:
+        yield f"{called}: {lopsided}"
     for name, sent in (found.communication or {}).items():
         if formula := _unlike(sent):
             yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {formula} by formula"

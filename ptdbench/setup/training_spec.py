@@ -30,7 +30,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import Engine, MakeOptimizer
 from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.pipeline.stage import cut, unrepeated
+from ptdbench.parallel.pipeline.stage import Cut, cut, imbalance, unrepeated
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, first_line, require, under
@@ -103,8 +103,15 @@ class TrainingSpec:
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
+        return (where := self._cut()) and unrepeated(self.model, where)
+
+    def imbalance(self) -> str | None:
+        """Say which stages of a pipeline have too much of the model, if any, before :meth:`engine`."""
+        return (where := self._cut()) and imbalance(self.model, where)
+
+    def _cut(self) -> Cut | None:
         dims = self.layout.dims
-        return unrepeated(self.model, cut(self.model, self.strategy.stage_ranks(dims))) if dims.pipeline > 1 else None
+        return cut(self.model, self.strategy.stage_ranks(dims)) if dims.pipeline > 1 else None
 
     def engine(self, mesh: Mesh, device: torch.device) -> Engine:
         """Lay out the model over the mesh; called in every rank."""

@@ -66,6 +66,9 @@ class _Training:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._lopsided = {"pipeline": said} if (said := job.training.imbalance()) else {}
+        if self._lopsided and job.world.is_first:
+            job.note({"remarks": self._lopsided})  # also if the run fails, such as for want of memory
         self.loop = loop = assemble(job)
         self._evaluator = Evaluator(job, loop)
         self._recorder = Recorder(job, loop)
@@ -152,7 +155,7 @@ class _Training:
 
     def _remarks(self, stopped: str | None) -> dict[str, Any]:
         """Say why there are fewer steps than requested, and what happened to checkpoints."""
-        job, asked, remarks = self._job, self._job.spec.config.train, dict[str, Any]()
+        job, asked, remarks = self._job, self._job.spec.config.train, dict[str, Any](self._lopsided)
         if self.loop.done < asked.steps and not stopped:
             limit = f"train.max_minutes={asked.max_minutes}"
             remarks["cut_short"] = f"{self.loop.done} of {asked.steps} steps: more would exceed {limit}"

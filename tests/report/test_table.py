@@ -316,6 +316,8 @@ def beside(*taken, **gpus):
         (of(data_wait_share=0.125), ["fsdp: 12% of the steps' time was spent waiting for data"]),
         ({"remarks": {"cut_short": "70 of 100 steps: more would exceed train.max_minutes=10"}},
          ["fsdp: took 70 of 100 steps: more would exceed train.max_minutes=10"]),
+        ({"remarks": {"pipeline": "stage 0 of 2 with 97% of the weights"}},
+         ["fsdp: stage 0 of 2 with 97% of the weights"]),
         ({"remarks": {"checkpoints": ["step 3: not saved", "step 6: not saved", "step 9: not saved"]}},
          ["fsdp: checkpoints: step 3: not saved; 2 more on record"]),
         ({"hardware": None}, []),

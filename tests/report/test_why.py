@@ -124,7 +124,8 @@ class TestShares:
 
 class TestRanks:
     def test_stages_that_do_not_take_equally_long(self):
-        assert list(remarks(PDP, "pdp")) == [
+        assert list(remarks(PDP | {"remarks": {"pipeline": "stage 0 of 2 with 97%"}}, "pdp")) == [
+            "pdp: stage 0 of 2 with 97%",
             "pdp: bubble 24% of the step, 20% by formula",
             "pdp: forward + backward +9% on rank 1 (stage 1), -9% on rank 0 (stage 0); "
             "straggler rank 1 (stage 1), 30.0 ms a step",

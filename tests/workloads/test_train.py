@@ -54,6 +54,11 @@ def test_a_run_without_time_is_cut_short_with_a_remark(shared_run):
     assert record["remarks"]["cut_short"] == f"{PROBE_STEPS} of 50 steps: more would exceed train.max_minutes=1e-09"
 
 
+def test_a_lopsided_pipeline_is_on_record(shared_run):
+    record = shared_run(*TOY, "parallel=pdp", "train.steps=1", "model.inputs=20000")
+    assert record["remarks"]["pipeline"].startswith("stage 0 of 2 with 99% of the FLOPs, as the model can only be cut")
+
+
 def drawn(directory: Path, seeds: list[int]) -> list[float]:
     """What dropout would begin with on this rank, for runs of these seeds."""
     found = []

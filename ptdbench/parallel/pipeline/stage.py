@@ -71,13 +71,43 @@ def unrepeated(model: Model, stages: Cut) -> list[list[str]]:
 
 def costs(model: Model, parts: Mapping[str, nn.Module]) -> list[float]:
     """Return the cost of each part: its FLOPs if the model states them by part, else its number of parameters."""
-    try:
-        flops = model.train_flops()
-    except FlopsUnknown:
-        flops = {}
+    flops = _flops(model)
     if parts.keys() <= flops.keys():
         return [flops[name] for name in parts]
     return [sum(weight.numel() for weight in part.parameters()) for part in parts.values()]
+
+
+def _flops(model: Model) -> Mapping[str, float]:
+    try:
+        return model.train_flops()
+    except FlopsUnknown:
+        return {}
+
+
+def imbalance(model: Model, stages: Cut) -> str | None:
+    """Say which stages have too much of the model's cost; ``None`` if none have.
+
+    A pipeline is as fast as its slowest rank: if that has the share ``s`` of the cost, at most ``1 / s`` times as fast
+    as one rank. That is too much if it is less than a third of the way from 1 to ``p``, for ``p`` ranks:
+    ``s > 3 / (p + 2)``, 75 % of two ranks, 50 % of four.
+    """
+    parts = model.parts() or {}
+    of_parts = dict(zip(parts, costs(model, parts), strict=True))
+    total = sum(of_parts.values())
+    of_ranks = {
+        rank: sum(of_parts[name] for stage in stages.of(rank) for name in stages.stages[stage])
+        for rank in set(stages.ranks)
+    }
+    rank = max(of_ranks, key=of_ranks.__getitem__)
+    if not total or (share := of_ranks[rank] / total) * (len(of_ranks) + 2) <= 3:
+        return None
+    kind = "FLOPs" if parts.keys() <= _flops(model).keys() else "weights"
+    largest = max(of_parts, key=of_parts.__getitem__)
+    cuts = f"the model can only be cut before {' and '.join([*parts][1:])}"
+    why = cuts if len(parts) <= 4 else f"{largest} alone has {of_parts[largest] / total:.0%}"
+    where = f"stage{'s' * (len(stages.of(rank)) > 1)} {', '.join(map(str, stages.of(rank)))}"
+    said = f"{where} of {len(stages.stages)} with {share:.0%} of the {kind}, as {why}"
+    return f"{said}: at most {1 / share:.2f} times as fast as one rank"
 
 
 class Stage(nn.Module):

@@ -1,6 +1,8 @@
 import random
 from functools import partial
 from itertools import combinations
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 from ptdbench.models.resnet import ResNet
 from ptdbench.parallel.pipeline import stage as stages
 from ptdbench.parallel.pipeline.stage import Stage, balance
+from ptdbench.setup import choices
+from tests.conftest import read
 from tests.parallel.made import small
 
 untied = partial(small, tie_weights=False)
@@ -69,6 +73,34 @@ def test_what_a_stage_holds_besides_layers_is_told_where_it_has_weights():
     model = ResNet(depth=18, classes=10)
     told = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
     assert told == [["conv1", "bn1"], [], ["fc"]]
+
+
+@pytest.mark.parametrize(
+    ("costs", "ranks", "said"),
+    [
+        ([97, 3], [0, 1], "stage 0 of 2 with 97% of the FLOPs, as the model can only be cut before 1: at most 1.03"),
+        ([0, 10, 0, 0, 90], [0, 1], "stage 1 of 2 with 90% of the FLOPs, as 4 alone has 90%: at most 1.11"),
+        ([5, 70, 5, 6, 6, 8], [0, 1, 0, 1], "stages 1, 3 of 4 with 84% of the FLOPs, as 1 alone has 70%: at most 1.19"),
+        ([75, 25], [0, 1], None),  # 1.33 times: a third of the way from one to two
+        ([13, 1, 3, 3, 3, 3], [0, 1, 2, 3], None),  # 50% of four ranks: twice as fast
+        ([14, 0, 3, 3, 3, 3], [0, 1, 2, 3], "stage 0 of 4 with 54% of the FLOPs, as 0 alone has 54%: at most 1.86"),
+    ],
+)
+def test_a_pipeline_that_cannot_be_much_faster_than_one_rank_is_told(costs, ranks, said):
+    parts = {str(number): nn.Linear(1, 1) for number in range(len(costs))}
+    model: Any = SimpleNamespace(
+        parts=lambda: parts, layers=list, train_flops=lambda: {str(number): cost for number, cost in enumerate(costs)}
+    )
+    found = stages.imbalance(model, stages.cut(model, ranks))
+    assert found == (said and f"{said} times as fast as one rank")
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("toy", [2, 3, 4]), ("gpt_tiny", [2, 3, 4]), ("resnet18", [2, 4, 8])])
+def test_the_stages_of_our_models_are_even(name, sizes):
+    """By FLOPs, though one stage of two has 94 % of the weights of ResNet-18."""
+    with torch.device("meta"):
+        model = choices.build(read(f"model={name}"), "model")
+    assert [stages.imbalance(model, stages.cut(model, range(size))) for size in sizes] == [None] * len(sizes)
 
 
 def slowest(costs: list[float], cuts: list[range]) -> float:
