@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any
 
 from ptdbench.records import ledger, record, store
 from ptdbench.records.record import objective_value
@@ -84,39 +83,23 @@ def by_identity(
 def comparable(found: Iterable[Alternative]) -> list[list[Alternative]]:
     """Group alternatives whose throughputs are comparable, in the order of their first runs; all must train.
 
-    They train a model of the same name and size on samples of the same size and the same global batch. A size that is
-    not on record, as of runs that failed early, is that of other runs with the same options of model and data, or else
-    may be any.
+    They train a model of the same name and size on samples of the same size and the same global batch. Sizes that a run
+    has not recorded, because it failed early, are those of another run with the same options of model and data.
     """
-    alternatives = [(one, _sizes(one.median_run), _trained(one.median_run)) for one in found]
-    known: dict[str, list[Any]] = {}
-    for _, own, trained in alternatives:
-        known[trained] = _merged(own, known.get(trained))
-    groups: list[tuple[list[Any], list[Alternative]]] = []
-    for one, own, trained in alternatives:
-        sizes = _merged(own, known[trained])
-        alike = next((group for group in groups if _merged(group[0], sizes) == _merged(sizes, group[0])), None)
-        if alike is None:
-            groups.append(alike := (sizes, []))
-        alike[0][:] = _merged(alike[0], sizes)
-        alike[1].append(one)
-    return [group for _, group in groups]
-
-
-def _sizes(run: Written) -> list[Any]:
-    of_sample = run.get("tokens_per_sample"), record.option(run, "data.image_size", int) or 0
-    return [run["model"], run.get("parameters"), *of_sample, batch(run)]
+    runs = [(one.median_run, one) for one in found]
+    known = {_trained(run): run for run, _ in runs if run.get("parameters")}
+    groups: dict[Hashable, list[Alternative]] = {}
+    for run, one in runs:
+        sized = run if run.get("parameters") else known.get(_trained(run), run)
+        of_sample = record.option(run, "data.image_size", int), sized.get("tokens_per_sample")
+        groups.setdefault((run["model"], sized.get("parameters"), of_sample, batch(run)), []).append(one)
+    return list(groups.values())
 
 
 def _trained(run: Written) -> str:
     """Return a key of the options of model and data."""
     config = record.configuration(run)
     return json.dumps([config.get("model"), config.get("data")], sort_keys=True, default=str)
-
-
-def _merged(sizes: Sequence[Any], others: Sequence[Any] | None) -> list[Any]:
-    """Return the sizes, with the others for those that are unknown."""
-    return [other if one is None else one for one, other in zip(sizes, others or sizes, strict=True)]
 
 
 def batch(run: Written) -> int | None:

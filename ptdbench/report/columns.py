@@ -185,11 +185,14 @@ class Block:
     unit: str  #: The unit of their throughput, see :func:`unit`.
     remarks: list[str]  #: Sentences on the order, failures and measurements.
     why: list[str]  #: Sentences on why the next runs are slower than the fastest one.
-    apart: Sequence[str] = ()  #: What tells it apart from other blocks of the same model, besides parameters.
+    is_only: bool = True  #: Whether no other block has the same model.
 
     def title(self, moved: Iterable[str] = ()) -> str:
         """Return the title: what all runs have in common, and columns ``moved`` there."""
-        return title([run for row in self.rows for run in row.runs], dict.fromkeys([*self.apart, *moved]))
+        run = self.rows[0].run
+        sizes = {"batch {}": batch(run), "{} tokens a sample": run.get("tokens_per_sample")}
+        apart = [] if self.is_only else [form.format(size) for form, size in sizes.items() if size]
+        return title([run for row in self.rows for run in row.runs], dict.fromkeys([*apart, *moved]))
 
     def columns(self) -> list[Column]:
         """Return the columns of a table: those with a figure in any row, or always shown."""
@@ -202,20 +205,8 @@ class Block:
 def blocks(found: Iterable[Alternative]) -> list[Block]:
     """Return a block for each group of comparable alternatives, in the order of their first runs; all must train."""
     made = [_block(one) for one in ranking.of_models(found)]
-    models: dict[str, list[Block]] = {}
-    for one in made:
-        models.setdefault(one.rows[0].run["model"], []).append(one)
-    return [replace(one, apart=_apart(one, models[one.rows[0].run["model"]])) for one in made]
-
-
-def _apart(one: Block, alike: Sequence[Block]) -> list[str]:
-    """Return the sizes of a block in which those of the same model differ."""
-    sizes = {"batch {}": batch, "{} tokens a sample": lambda run: run.get("tokens_per_sample")}
-    return [
-        form.format(size(one.rows[0].run))
-        for form, size in sizes.items()
-        if len({size(other.rows[0].run) for other in alike}) > 1
-    ]
+    counts = Counter(one.rows[0].run["model"] for one in made)
+    return [replace(one, is_only=counts[one.rows[0].run["model"]] == 1) for one in made]
 
 
 def unit(records: Iterable[Written]) -> str:

@@ -70,7 +70,7 @@ def _memory(record: Written, width: int) -> Iterator[str]:
     for place, rank in enumerate(found["ranks"]):
         peaks = [found["allocated_bytes"][place], found["reserved_bytes"][place]]
         rows.append([str(rank), *map(size_text, [*peaks, *(kinds[kind][place] for kind in kinds)])])
-    yield drawn(["rank", *names], rows, width)
+    yield drawn(["rank", *names], rows, width, spared=["other", "communication"])
     on_top = f"the CUDA context (about {size_text(found['context_bytes'])}) and NCCL's buffers come on top"
     yield wrap(f"reserved: what torch's allocator takes from the GPU; it decides whether a run fits; {on_top}", width)
 

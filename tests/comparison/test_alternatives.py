@@ -35,7 +35,7 @@ def depth(parallel, parameters, **changes):
     [
         ([depth("ddp", 1), depth("ddp", 3), depth("fsdp", 1)], [[0, 2], [1]]),
         ([depth("tp", None, depth=3), depth("ddp", 1), depth("ddp", 3)], [[0, 2], [1]]),  # it failed, and is a row
-        ([depth("tp", None, depth=5), depth("ddp", 1), depth("ddp", 3)], [[0, 1], [2]]),
+        ([depth("tp", None, depth=5), depth("ddp", 1), depth("ddp", 3)], [[0], [1], [2]]),
         ([depth("ddp", 1, depth=0.1), depth("ddp", 1, depth=0.2)], [[0, 1]]),  # such as dropout
         ([depth("ddp", 1, global_batch=4), depth("ddp", 1, global_batch=8)], [[0], [1]]),
         ([depth("ddp", 1, tokens_per_sample=4), depth("fsdp", 1, tokens_per_sample=8)], [[0], [1]]),
