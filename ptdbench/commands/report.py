@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 import webbrowser
@@ -132,7 +133,11 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
     from ptdbench.measure import hardware
 
     found = dict.fromkeys(directory.resolve() for directory in directories)
-    title = ", ".join((path.parent if path.is_file() else path).name or str(path) for path in found)
+    paths = [path.parent if path.is_file() else path for path in found]
+    names, folder = Counter(path.name for path in paths), os.path.commonpath([path.parent for path in paths])
+    title = ", ".join(
+        str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths
+    )
     others = Counter(run["status"] for run in runs if run["status"] != "ok")
     counted = ", ".join([plural(len(runs), "run"), *(f"{count} {status}" for status, count in others.items())])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())

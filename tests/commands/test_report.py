@@ -90,6 +90,12 @@ class TestForms:
         assert report(sweep, tmp_path / "more", sweep, tmp_path, "--csv")[0] == 0
         assert len((sweep / "report.csv").read_text().splitlines()) == 1 + 4
 
+    def test_directories_of_one_name_are_told_apart_in_the_title(self, report, sweep, tmp_path):
+        for place in ("one/outputs", "two/outputs"):
+            keep(tmp_path / place, "0_gpt_tiny_ddp", DDP)
+        assert report(tmp_path / "one/outputs", sweep, tmp_path / "two/outputs", "--md")[0] == 0
+        assert (tmp_path / "one/outputs/report.md").read_text().startswith("# one/outputs, sweep, two/outputs\n")
+
     def test_of_several_directories_an_empty_one_is_named_and_left_out(self, report, sweep, tmp_path):
         """As of a comparison that was killed before its first run."""
         empty = tmp_path / "empty"

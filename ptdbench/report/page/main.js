@@ -138,7 +138,8 @@ async function update() {
   const total = report.models.reduce((sum, model) => sum + model.rows.length, 0);
   const found = document.getElementById("found");
   found.classList.remove("wrong");
-  found.textContent = total ? `${count} of ${total} configurations` : "";
+  state.count = total ? `${count} of ${total} configurations` : "";
+  found.textContent = state.count;
   document.body.dataset.drawn = "";
   for (const [place, model] of report.models.entries()) {
     for (const figure of model.figures) {
@@ -159,7 +160,7 @@ function readAndUpdate() {
   } catch (error) {
     const found = document.getElementById("found");
     found.classList.add("wrong");
-    found.textContent = error.message;
+    found.textContent = `${error.message} (still shown: ${state.count})`;
     return;
   }
   waiting = setTimeout(update, 150);

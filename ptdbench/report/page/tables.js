@@ -89,11 +89,18 @@ function columnCalled(typed) {
   const exact = found.find((column) => column.name === name || column.head === name);
   const ending = found.filter((column) => column.name.endsWith(`.${name}`));
   if (exact || ending.length === 1) return exact || ending[0];
-  const like = (ending.length ? ending : found.filter((column) => column.name.includes(name))).slice(0, 5);
-  const remedy = (like.length ? like : all).map((column) => column.name);
-  throw new Error(
-    `${name}: ${ending.length ? "several options end in it" : "there is no such option"}; try ${remedy.join(", ")}`,
-  );
+  const like = (ending.length ? ending : nearest(name, found)).slice(0, 5).map((column) => column.name);
+  const remedy = like.length ? `; try ${like.join(", ")}` : "; the field lists all of them";
+  throw new Error(`${name}: ${ending.length ? "several options end in it" : "there is no such option"}${remedy}`);
+}
+
+/** Columns whose name, or its last part, shares half of its pairs of letters with what was typed, the nearest first. */
+function nearest(typed, columns) {
+  const pairs = (text) => new Set([...text].slice(1).map((letter, place) => text[place] + letter));
+  const share = (one, other) => (2 * [...one].filter((pair) => other.has(pair)).length) / (one.size + other.size || 1);
+  const likeness = ({ name }) => Math.max(...[name, name.split(".").pop()].map((text) => share(pairs(typed), pairs(text))));
+  const like = columns.filter((column) => likeness(column) >= 0.5);
+  return like.sort((one, other) => likeness(other) - likeness(one));
 }
 
 const PAGE = 100; // rows of a table until more are asked for

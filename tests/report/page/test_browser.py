@@ -264,7 +264,12 @@ class TestControls:
 
     def test_a_filter_that_means_nothing_is_told_and_stays_while_an_earlier_one_waits(self, report):
         for typed, said in (
-            ("paralel=ddp", "paralel: there is no such option; try rank, runs,"),
+            (
+                "paralel=ddp",
+                "paralel: there is no such option; try parallel, parallel.shard, parallel.schedule (still shown: ",
+            ),
+            ("batchsize=1", "batchsize: there is no such option; try batch (still"),
+            ("xyz=1", "xyz: there is no such option; the field lists all of them (still shown: 5 of 5 conf"),
             ("rank<many", "rank<many: many is not a number"),
             ("status>1", "status>1: status is not a number; try status="),
             ("micro_batch=1", "micro_batch: several options end in it; try train.micro_batch, eval.micro_batch"),
