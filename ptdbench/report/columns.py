@@ -14,7 +14,7 @@ from ptdbench.comparison.alternatives import Alternative, batch, sweep_of
 from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
 from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
 from ptdbench.report import remarks, text, why
-from ptdbench.report.labels import labels, names, title
+from ptdbench.report.labels import names, title
 from ptdbench.report.text import MISSING, figure_text
 from ptdbench.units import memory_text, three_digits
 
@@ -24,8 +24,7 @@ class Row:
     """A row of a table: a run, or an alternative with its repeats."""
 
     place: Place
-    label: str  #: Its name in a table, which has columns for ranks and global batch.
-    name: str  #: Its name in lines and figures.
+    name: str  #: Its name, in tables, lines and figures.
 
     @property
     def runs(self) -> Sequence[Written]:
@@ -144,7 +143,7 @@ COLUMNS = (
     Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, always_shown=True),
     Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING,
            value=lambda row: len(row.runs), field="count"),
-    _figure("parallel", "configuration", attrgetter("label"), field="label", is_text=True, always_shown=True,
+    _figure("parallel", "configuration", attrgetter("name"), field="name", is_text=True, always_shown=True,
             min_width=0),
     _figure("ranks", "ranks", lambda row: row.run.get("world_size"),
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
@@ -217,7 +216,7 @@ def unit(records: Iterable[Written]) -> str:
 def _block(found: Ranking) -> Block:
     typical = [place.alternative.median_run for place in found.places]
     named = names(typical)
-    rows = [Row(*of_row) for of_row in zip(found.places, labels(typical), named, strict=True)]
+    rows = [Row(*of_row) for of_row in zip(found.places, named, strict=True)]
     counted = unit(run for row in rows for run in row.runs)
     return Block(rows, counted, remarks.of_rows(found, named), _why(rows))
 

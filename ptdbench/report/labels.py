@@ -92,27 +92,14 @@ def _last(name: str) -> str:
 _Detail = Callable[[Written], str] | None
 
 
-def labels(records: Sequence[Written]) -> list[str]:
-    """Label runs of one model by how each is parallelized, for tables with columns for ranks and global batch.
+def names(records: Sequence[Written]) -> list[str]:
+    """Label runs by how each is parallelized, the same in tables, lines and figures; with models if there are several.
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    columns = [[record.get("world_size") for record in records], [batch(record) for record in records]]
-    shown = [*zip(*map(_as_seen, columns), strict=True)]
-    return _told_apart(records, [_parallel(record) for record in records], [*_DETAILS, *_PLACES], shown)
-
-
-def _as_seen(figures: Sequence[int | None]) -> list[int | None]:
-    """Return the figures of a column, with the only known one for those missing, which tell no row apart."""
-    known = {*figures} - {None}
-    return [*known] * len(figures) if len(known) == 1 else [*figures]
-
-
-def names(records: Sequence[Written]) -> list[str]:
-    """Label runs for lines of text, which lack columns for ranks and batch; with their models if there are several."""
     several = len({record.get("model") for record in records}) > 1
     first = [f"{record.get('model')} {_parallel(record)}" if several else _parallel(record) for record in records]
-    return _told_apart(records, first, [*_DETAILS, *_PLACES], [()] * len(records))
+    return _told_apart(records, first, [*_DETAILS, *_PLACES])
 
 
 def titles(records: Sequence[Written]) -> list[str]:
@@ -121,17 +108,15 @@ def titles(records: Sequence[Written]) -> list[str]:
     A name has model and preset, or the workload of a run without a model, then what differs between runs of the same
     name. Records of runs that have not started suffice.
     """
-    return _told_apart(records, [name(record) for record in records], _DETAILS, [()] * len(records))
+    return _told_apart(records, [name(record) for record in records], _DETAILS)
 
 
-def _told_apart(
-    records: Sequence[Written], names: list[str], details: Sequence[_Detail], shown: Sequence[tuple[Any, ...]]
-) -> list[str]:
+def _told_apart(records: Sequence[Written], names: list[str], details: Sequence[_Detail]) -> list[str]:
     """Add details to the names, one after another, for runs that look the same without them."""
     for detail in details:
-        alike: dict[tuple[Any, ...], list[int]] = {}
-        for place, looks in enumerate(zip(names, shown, strict=True)):
-            alike.setdefault(looks, []).append(place)
+        alike: dict[str, list[int]] = {}
+        for place, name in enumerate(names):
+            alike.setdefault(name, []).append(place)
         for places in alike.values():
             same = [records[place] for place in places]
             words = [detail(record) for record in same] if detail else differences(same)

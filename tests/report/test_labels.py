@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.report.labels import Environments, differences, labels, title, titles
+from ptdbench.report.labels import Environments, differences, names, title, titles
 from tests.report.made import run
 
 
@@ -57,8 +57,8 @@ def layout(parallel, **degrees):
         ([layout("hsdp", replicate=2, shard=4, pipeline=1)], ["hsdp 2x4"]),
         ([layout("hsdp", replicate=2, shard=4, pipeline=2)], ["hsdp 2x4x2 1f1b"]),
         ([run("ddp"), layout("ddp", replicate=2, accumulation=4)], ["ddp acc1", "ddp acc4"]),
-        ([run("ddp"), run("ddp", world_size=4)], ["ddp", "ddp"]),  # which a column says
-        (  # one that failed before its ranks were known has no figure in that column
+        ([run("ddp"), run("ddp", world_size=4)], ["ddp 2 ranks", "ddp 4 ranks"]),
+        (  # one that failed before its ranks were known has no such figure
             [run("ddp", world_size=size, config={"optimizer": {"lr": lr}}) for lr, size in ((0.1, 2), (0.2, None))],
             ["ddp lr=0.1", "ddp lr=0.2"],
         ),
@@ -84,8 +84,8 @@ def layout(parallel, **degrees):
         ),
     ],
 )
-def test_labels_say_what_the_columns_do_not(runs, expected):
-    assert labels(runs) == expected
+def test_names_say_how_a_run_is_parallelized_and_what_tells_it_apart(runs, expected):
+    assert names(runs) == expected
 
 
 CONFIG = {

@@ -79,7 +79,6 @@ def _model(found: Block, first: int, environments: Environments) -> dict[str, An
     rows = [
         {
             "number": number,
-            "name": row.name,
             # No other row is known to be faster, and at least one is known to be slower.
             "best": row.place.rank is not None and row.place.rank[0] == 1 and row.place.rank[1] < len(ranks),
             **_row(row, environments),

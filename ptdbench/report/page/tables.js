@@ -72,7 +72,7 @@ const is = (column, row, value) =>
   column.text(row) === value || (value !== "" && column.of(row) === Number(value)) || column.of(row) === value;
 
 const contains = (word) => (row) =>
-  [row.label, row.status, ...Object.values(report.options).map((values) => values[row.number])].some((text) =>
+  [row.name, row.status, ...Object.values(report.options).map((values) => values[row.number])].some((text) =>
     String(text).toLowerCase().includes(word),
   );
 

@@ -14,7 +14,7 @@ from ptdbench.report.page.curves import of_steps, scaling_curves, workload_curve
 
 
 def shown(*runs):
-    return of_steps({number: Row(Place(Alternative([run], {})), "", f"run{number}") for number, run in enumerate(runs)})
+    return of_steps({number: Row(Place(Alternative([run], {})), f"run{number}") for number, run in enumerate(runs)})
 
 
 @pytest.fixture
