@@ -24,13 +24,12 @@ from ptdbench.parallel import replicas
 from ptdbench.parallel.mesh import Mesh
 from ptdbench.records.store import Damaged
 from ptdbench.setup.training_spec import prepare_data
-from ptdbench.training import memory_split, metrics, profile, virtual_account
+from ptdbench.training import memory_split, metrics, profile, progress_reporter, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop, Update, collect_garbage
 from ptdbench.training.metrics import first_nonfinite_loss
-from ptdbench.training.progress_reporter import ProgressReporter
 from ptdbench.training.recorder import Recorder
 from ptdbench.workloads.check import preliminary, with_check
 
@@ -236,7 +235,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
     the feed is closed; not if the iterator is closed before.
     """
     wanted = job.spec.config.train.steps
-    reporter = ProgressReporter(job, loop, wanted)
+    report = progress_reporter.begin(job, loop, wanted)
     collect_garbage()
     memory.reset_peak(job.device)  # exclude what was garbage
     gc.disable()
@@ -253,7 +252,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
                 if loop.taken == PROBE_STEPS:
                     wanted = _affordable(job, loop)
                 job.watchdog.beat(loop.done)
-                reporter.report(wanted)
+                report(wanted)
                 yield loop.done
         at_end()
     finally:

@@ -10,7 +10,6 @@ import ptdbench
 from ptdbench.launch.world import World
 from ptdbench.report.display import Display, Heading
 from ptdbench.training import progress_reporter as module
-from ptdbench.training.progress_reporter import ProgressReporter
 from ptdbench.units import three_digits
 from tests import forked
 
@@ -25,10 +24,10 @@ def test_the_first_rank_reports_when_it_is_time_and_leaves_the_last_step_to_the_
     world = World(rank, 2, rank, 2, "local")
     job: Any = SimpleNamespace(spec=spec, training=training, world=world, directory=None, display=display)
     loop: Any = SimpleNamespace(done=0)
-    reporter = ProgressReporter(job, loop, 100)
+    report = module.begin(job, loop, 100)
     display.loss = 1, 2.5
     for loop.done, wall.now, steps in ((1, 0.0, 100), (2, 60.0, 100), (3, 60.1, 3)):
-        reporter.report(steps)
+        report(steps)
     display.conclude(8.0)
     lines = [
         "toy pdp  step 2/100  0.0667 samples/s  loss 2.5000 (step 1)  1:38:00 left",

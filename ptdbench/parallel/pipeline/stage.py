@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
@@ -93,21 +94,18 @@ def imbalance(model: Model, stages: Cut) -> str | None:
     """
     parts = model.parts() or {}
     of_parts = dict(zip(parts, costs(model, parts), strict=True))
-    total = sum(of_parts.values())
-    of_ranks = {
-        rank: sum(of_parts[name] for stage in stages.of(rank) for name in stages.stages[stage])
-        for rank in set(stages.ranks)
-    }
-    rank = max(of_ranks, key=of_ranks.__getitem__)
-    if not total or (share := of_ranks[rank] / total) * (len(of_ranks) + 2) <= 3:
+    of_ranks, total = dict.fromkeys(stages.ranks, 0.0), sum(of_parts.values()) or 1.0
+    for rank, names in zip(stages.ranks, stages.stages, strict=True):
+        of_ranks[rank] += sum(of_parts[name] for name in names) / total
+    rank, share = max(of_ranks.items(), key=itemgetter(1))
+    if share * (len(of_ranks) + 2) <= 3:
         return None
     kind = "FLOPs" if parts.keys() <= _flops(model).keys() else "weights"
     largest = max(of_parts, key=of_parts.__getitem__)
     cuts = f"the model can only be cut before {' and '.join([*parts][1:])}"
     why = cuts if len(parts) <= 4 else f"{largest} alone has {of_parts[largest] / total:.0%}"
-    where = f"stage{'s' * (len(stages.of(rank)) > 1)} {', '.join(map(str, stages.of(rank)))}"
-    said = f"{where} of {len(stages.stages)} with {share:.0%} of the {kind}, as {why}"
-    return f"{said}: at most {1 / share:.2f} times as fast as one rank"
+    where = f"stage{'s' * (len(stages.of(rank)) > 1)} {', '.join(map(str, stages.of(rank)))} of {len(stages.stages)}"
+    return f"{where} with {share:.0%} of the {kind}, as {why}: at most {1 / share:.2f} times as fast as one rank"
 
 
 class Stage(nn.Module):
