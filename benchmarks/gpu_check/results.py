@@ -59,5 +59,5 @@ def tables(folder: Path) -> str:
 def _of_device(known: Mapping[str, Any]) -> str:
     checks = [(part, check) for part, found in known["parts"].items() for check in found["checks"]]
     rows = [(part, one["name"], "ok" if one["passed"] else "FAIL", one["said"]) for part, one in checks]
-    shown = text.drawn(("part", "check", "", "figure"), rows, 120, words=("part", "check", ""), folding="figure")
+    shown = text.drawn(("part", "check", "", "figure"), rows, 120, words=("part", "check", "", "figure"))
     return f"{known['device']}\n{shown}"

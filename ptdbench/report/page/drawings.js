@@ -249,6 +249,7 @@ function drawMemory(model, all) {
   if (rows.length < 2) return null;
   const front = new Set(paretoFront(rows));
   const isNamed = front.size <= MOST_NAMED;
+  const middle = (Math.min(...rows.map((row) => row.memory)) + Math.max(...rows.map((row) => row.memory))) / 2;
   const traces = [...Map.groupBy(rows, (row) => row.parallel)].map(([preset, group]) => ({
     type: "scatter",
     mode: isNamed ? "markers+text" : "markers",
@@ -256,7 +257,7 @@ function drawMemory(model, all) {
     x: group.map((row) => row.memory / 2 ** 30),
     y: group.map((row) => row.rate),
     text: group.map((row) => (front.has(row) ? plainly(short(row.name, 40)) : "")),
-    textposition: "bottom right",
+    textposition: group.map((row) => (row.memory > middle ? "bottom left" : "bottom right")),
     hovertext: group.map((row) => `${plainly(row.name)}: ${row.texts.memory_mib}, ${row.texts.throughput} ${model.unit}/s`),
     hoverinfo: "text",
     marker: { color: group.map(colorOf), symbol: group.map(symbolOf), size: rows.length <= 200 ? 10 : 6 },
