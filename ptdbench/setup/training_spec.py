@@ -103,11 +103,11 @@ class TrainingSpec:
 
     def parts_of_stages(self) -> list[list[str]] | None:
         """Return each stage's parts other than repeated layers, before :meth:`engine`; ``None`` without a pipeline."""
-        return (where := self._cut()) and unrepeated(self.model, where)
+        return unrepeated(self.model, where) if (where := self._cut()) else None
 
     def imbalance(self) -> str | None:
         """Say which stages of a pipeline have too much of the model, if any, before :meth:`engine`."""
-        return (where := self._cut()) and imbalance(self.model, where)
+        return imbalance(self.model, where) if (where := self._cut()) else None
 
     def _cut(self) -> Cut | None:
         dims = self.layout.dims
