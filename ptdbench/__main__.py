@@ -10,19 +10,25 @@ from __future__ import annotations
 import os
 import sys
 
-# What these commands read may be somebody else's: python -m would take modules from the folder that it lies in.
-if (
-    __name__ == "__main__"
-    and sys.path[0] == os.getcwd()
-    and {*sys.argv[1:2]} & {"compare", "explain", "report", "status"}
-):
-    del sys.path[0]
+# What commands read may be somebody else's: python -m would take modules from the folder that it lies in. Commands that
+# import a user's modules add it after Python's own.
+if __name__ == "__main__":
+    try:
+        is_first = sys.path[0] == os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        is_first = False
+    if is_first:
+        del sys.path[0]
+
+from ptdbench import quiet
+
+if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "ptdbench":
+    quiet.end_on_interrupt()
 
 import argparse
 import re
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import NoReturn
 
 from ptdbench import commands
 from ptdbench.problems import ConfigError
@@ -32,8 +38,10 @@ from ptdbench.terminal import echo
 def main() -> int:
     """Execute the command line; return exit status 0 for success, 1 for a failure or a run that was not ok."""
     if sys.argv[1:2] == ["train"]:
+        from ptdbench import entry
+
         del sys.argv[1]
-        _train()
+        entry.main()
     if sys.argv[1:2] == ["-sc"]:  # Hydra's completion calls it so
         return _complete()
     parser, of_commands = _parsers()
@@ -43,7 +51,10 @@ def main() -> int:
         from ptdbench.records.store import Damaged
 
         try:
+            quiet.raise_on_interrupt()
             return int(arguments.main(arguments))
+        except KeyboardInterrupt:
+            return quiet.STATUS
         except (ConfigError, Damaged) as refusal:
             echo(str(refusal), sys.stderr)
         except OSError as error:
@@ -88,14 +99,8 @@ def _complete() -> int:
             echo("\n".join(["train", *_commands()]))
             return 0
         os.environ["COMP_LINE"] = f"{line[1]} {line[2]}"
-    _train()
+    from ptdbench import entry
 
-
-def _train() -> NoReturn:
-    try:
-        from ptdbench import entry
-    except KeyboardInterrupt:  # which later on is a stop signal like others
-        sys.exit(130)
     entry.main()
 
 

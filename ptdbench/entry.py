@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ptdbench import search_path
 from ptdbench.comparison import alternatives, noise
 from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import REFUSED_WAIT, Place, World, discover, is_first_rank
@@ -80,7 +81,7 @@ def _main() -> int:
     conf = Path(arguments.config_path).resolve() if arguments.config_path else compose.conf_folder()
     if arguments.hydra_help or arguments.shell_completion:
         return hydra_output.shown_by_hydra(arguments, conf)
-    _import_from_here()
+    search_path.add_current()
     words = commandline.imply(arguments)
     config_name = arguments.config_name or "config"
     line = resume.read(words, arguments.multirun, discover(os.environ), config_name)
@@ -108,7 +109,7 @@ def carry_out(directories: Sequence[Path]) -> int:
     Raises:
         ConfigError: One of them is not a run that can be executed from here.
     """
-    _import_from_here()
+    search_path.add_current()
     world = discover(os.environ)
     unique = {directory.resolve(): directory for directory in directories}
     configs = {directory: resume.startable(directory, world) for directory in unique.values()}
@@ -142,7 +143,7 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     from ptdbench import files
     from ptdbench.planning import plans
 
-    _import_from_here()
+    search_path.add_current()
     if world := discover(os.environ):
         rule = f"starts its own ranks, and {world.launcher} has started this process"
         raise ConfigError([Problem("plan", " ".join(overrides), rule, f"run it without {world.launcher}")])
@@ -169,21 +170,6 @@ def _run(*run_of: Any) -> None:
     from ptdbench.run import run
 
     run(*run_of)
-
-
-def _import_from_here() -> None:
-    """Make the user's modules in the current directory importable, however this process was started.
-
-    Raises:
-        ConfigError: The directory contains another ptdbench: ranks and jobs would import that one.
-    """
-    here, package = Path.cwd(), Path(__file__).parent
-    other = here / package.name
-    if (other / "__init__.py").exists() and not other.samefile(package):
-        rule = f"ranks started here would import it instead of {package}"
-        raise ConfigError([Problem("ptdbench", other, rule, "use python train.py here, or another directory")])
-    if str(here) not in sys.path:
-        sys.path.insert(1, str(here))
 
 
 def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> int:

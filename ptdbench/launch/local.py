@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from ptdbench import search_path
 from ptdbench.launch import forced_exit
 from ptdbench.launch.address import HERE, listen
 from ptdbench.launch.lifetime import die_with_parent
@@ -154,9 +155,10 @@ def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = Non
         server._stop()
     _loading.clear()
     _loading.update(loading)
-    multiprocessing.resource_tracker.ensure_running()  # without these variables
-    with added(loading):
-        multiprocessing.forkserver.ensure_running()
+    with search_path.safe():
+        multiprocessing.resource_tracker.ensure_running()  # without these variables
+        with added({**loading, "PYTHONPATH": os.pathsep.join(sys.path)}):  # which ranks get by themselves
+            multiprocessing.forkserver.ensure_running()
 
 
 def start(
@@ -350,6 +352,7 @@ def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable
     """Run ``entry`` in a rank that outlives neither the run nor the process that started it."""
     _die_with_server()
     faulthandler.enable(2)  # print stacks on stderr if native code crashes
+    os.environ.pop("PYTHONPATH", None)  # the server's own
     os.environ.update({**environ, **place})  # the server's environment may be outdated, and lacks the rank's place
     gc.freeze()  # scanning the server's imports for garbage would copy all their pages
     try:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import open_dict, read_write
 
-from ptdbench import cache
+from ptdbench import cache, search_path
 from ptdbench.files import strict, write_json
 from ptdbench.launch import local, settings
 from ptdbench.launch.lifetime import die_with_parent
@@ -163,8 +163,9 @@ def _in_pool(
 ) -> Generator[dict[str, Any]]:
     """Make plans in a pool of worker processes; raises BrokenProcessPool if one of them dies."""
     context, others = get_context("spawn"), active_children()
-    pool = ProcessPoolExecutor(processes, context, _begin, (prepare, [one.config for one in lacking]))
-    futures = [pool.submit(_planned, one, carry_out, at_once) for one in lacking]
+    pool = ProcessPoolExecutor(processes, context, _begin, (Path.cwd(), prepare, [one.config for one in lacking]))
+    with search_path.safe():
+        futures = [pool.submit(_planned, one, carry_out, at_once) for one in lacking]
     try:
         for future in futures:
             yield future.result()
@@ -175,8 +176,9 @@ def _in_pool(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(prepare: Prepare, configs: Sequence[Config]) -> None:
+def _begin(here: Path, prepare: Prepare, configs: Sequence[Config]) -> None:
     """Initialize a worker process: it ends with its parent, which also handles Ctrl-C."""
+    os.chdir(here)
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TERM"] = "dumb"  # so that workers do not redraw each other's line

@@ -16,6 +16,7 @@ from tempfile import mkdtemp
 
 import psutil
 
+from ptdbench import search_path
 from ptdbench.launch import lifetime, local
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
@@ -45,8 +46,8 @@ class StoppedSide(local.Stopped):
 _PACKAGES = re.compile(r"(?<![\w.])([A-Za-z_]\w*)\.")
 
 #: Program that prints, for each package, where it would be imported from, or an empty line.
-_LOCATE = """
-import importlib.util, sys
+_LOCATE = f"""{search_path.LAST}
+import importlib.util
 for name in sys.argv[1:]:
     found = importlib.util.find_spec(name)
     print(next(iter(found.submodule_search_locations or [found.origin])) if found else "")
@@ -66,7 +67,7 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
             raise ConfigError([Problem("--python", python, "there is no such interpreter", "try old/bin/python")])
         # Not resolved: an environment's interpreter is often a link, whose path identifies the environment.
         path = str(Path(path).absolute())
-        imports = [path, "-c", "import torch, ptdbench.entry"]
+        imports = [path, "-c", f"{search_path.LAST}; import torch, ptdbench.entry"]
         tried = subprocess.run(imports, capture_output=True, text=True, check=False)
         if tried.returncode:
             reason = (tried.stderr.strip().splitlines() or ["it says nothing"])[-1]
@@ -150,7 +151,7 @@ def _checked_out(tree: Path, top: Path) -> Side:
     for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         folder = Path(entry).resolve()  # an empty entry is the current folder
         path.append(tree / folder.relative_to(top) if folder.is_relative_to(top) else folder)
-    found = dict.fromkeys(str(folder) for folder in path if folder.exists())
+    found = dict.fromkeys([*search_path.standard(), *(str(folder) for folder in path if folder.exists())])
     return Side(tree.name, sys.executable, here, {**os.environ, "PYTHONPATH": os.pathsep.join(found)})
 
 
@@ -225,7 +226,7 @@ def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -
     if repeat.runs == "auto":  # so that the records tell that results were examined several times
         own += ["repeat.runs=auto", f"repeat.max={repeat.max}"]
     words = [*overrides, *own, f"hydra.sweep.dir={place}"]
-    status = _wait_for([side.python, "-m", "ptdbench", "train", "-m", *words], side)
+    status = _wait_for([side.python, *search_path.module("ptdbench"), "train", "-m", *words], side)
     if status < 0 or status > 128:
         raise ConfigError([Problem("compare", side.name, "was ended by a signal")])
     if not (folder / store.RESULTS).exists():

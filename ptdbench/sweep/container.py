@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ptdbench import search_path
 from ptdbench.cache import user_cache
 from ptdbench.launch import slurm
 from ptdbench.problems import Problem
@@ -79,8 +80,8 @@ def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path]) 
     """
     if container.image is None:
         return step
-    path = dict.fromkeys([_INSTALLED.parent if _is_installed() else PACKAGE.parent, Path.cwd()])
-    variables = [f"{VARIABLE}={container.image}", f"PYTHONPATH={':'.join(map(str, path))}"]
+    path = _INSTALLED.parent if _is_installed() else PACKAGE.parent
+    variables = [f"{VARIABLE}={container.image}", f"PYTHONPATH={path}", f"{search_path.FOLDER}={Path.cwd()}"]
     command = ["env", *variables, container.python, *step.command[1:]]
     mounts, workdir = _mounts(container, used), container.workdir or str(Path.cwd())
     if container.kind == "apptainer":

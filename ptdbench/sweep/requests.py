@@ -16,6 +16,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from ptdbench import search_path
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
@@ -241,7 +242,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     name = "sweep" if sweep else store.file_name(first.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench
-    program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
+    program = [str(checkout)] if checkout.exists() else [*search_path.module("ptdbench"), "train"]
     words = [sys.executable, *program, *flags, *_on_ranks(own, in_files), *_overrides(shape)]
     used = container.folders(first, None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)

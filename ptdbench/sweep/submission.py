@@ -17,7 +17,7 @@ from typing import Any
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
-from ptdbench import terminal
+from ptdbench import search_path, terminal
 from ptdbench.launch import forced_exit, local, slurm
 from ptdbench.launch.slurm import JobSteps, SlurmError
 from ptdbench.launch.world import discover
@@ -161,7 +161,7 @@ class Array:
         if count > 1:
             flags["array"] = f"0-{count - 1}%{min(parallel, count)}"
         # The token with which the job was submitted may have expired by the time it starts: srun would be refused.
-        setup = ["unset SLURM_JWT", f"export PYTHONPATH={_python_path()}", "export SUBMITIT_EXECUTOR=slurm"]
+        setup = ["unset SLURM_JWT", *_search_path(), "export SUBMITIT_EXECUTOR=slurm"]
         steps = [self._run(run, folder) for run, folder in zip(self.jobs[0], self.folders, strict=True)]
         after = []
         if cluster.requeue and cluster.container.image:
@@ -175,12 +175,12 @@ class Array:
         """Return how a job's script starts ranks that try a micro-batch; ``None`` if none is searched for."""
         if not needs_search(run.config):
             return None
-        step = self._step([sys.executable, "-u", "-m", "ptdbench", "run"], folder)
+        step = self._step([sys.executable, "-u", *search_path.module("ptdbench"), "run"], folder)
         return JobSteps(world_of(self._shape), self._shape.gpus_per_node, resources.srun(self.cluster, step))
 
     def _run(self, run: Request, folder: Path) -> Step:
         """Return the step that runs in every task of a job; if needed, the script first searches the micro-batch."""
-        command = [sys.executable, "-u", "-m", "submitit.core._submit", str(folder)]
+        command = [sys.executable, "-u", *search_path.module("submitit.core._submit"), str(folder)]
         return replace(self._step(command, folder), before=command if needs_search(run.config) else ())
 
     def _step(self, command: Sequence[str], folder: Path) -> Step:
@@ -264,6 +264,7 @@ def carry_out(directory: str, environment: Mapping[str, str], steps: JobSteps | 
     """
     local.stop_on_signals()  # first, as submitit's own handlers ignore SIGTERM, and requeue unasked
     os.environ.update(environment)
+    search_path.add_current()
     from ptdbench.run import find_micro_batch, run
 
     try:
@@ -393,11 +394,12 @@ def _write_off(sweep: Path, jobs: Sequence[Opened], error: BaseException) -> Non
             status.conclude(sweep, job.subdirectory, cause)
 
 
-def _python_path() -> str:
-    """Return the search path for a user's model: beside ``train.py`` and in this directory, as when started by hand."""
+def _search_path() -> Iterator[str]:
+    """Yield lines for the search path of a user's model: beside ``train.py`` and in this directory, as by hand."""
+    yield f"export {search_path.FOLDER}={shlex.quote(str(Path.cwd()))}"
     script = Path(sys.argv[0]).resolve()
-    folders = dict.fromkeys([*([script.parent] if script.name == "train.py" else []), Path.cwd()])
-    return f"{':'.join(shlex.quote(str(folder)) for folder in folders)}${{PYTHONPATH:+:$PYTHONPATH}}"
+    if script.name == "train.py":
+        yield f"export PYTHONPATH={shlex.quote(str(script.parent))}${{PYTHONPATH:+:$PYTHONPATH}}"
 
 
 def report_refused(runs: Iterable[Request]) -> int:

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from ptdbench import cache
+from ptdbench import cache, search_path
 from ptdbench.files import write_json
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.virtual import elf, selftest
@@ -199,7 +199,7 @@ def _try(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] 
     }
     path = os.pathsep.join([str(_HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", selftest.__name__, *kinds],
+        [sys.executable, *search_path.module(selftest.__name__), *kinds],
         env={**of_user, **variables, "PTDBENCH_VIRTUAL_COMPUTED": ",".join(kinds), "PYTHONPATH": path},
         capture_output=True,
         text=True,

@@ -1,0 +1,86 @@
+"""The search path of modules: the current folder comes after the standard library, in this process and in its children.
+
+A file ``random.py`` or ``types.py`` beside the command would otherwise be taken for Python's own, also by the
+interpreter while it starts: it puts the current folder first for ``-c`` and ``-m``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from ptdbench.problems import ConfigError, Problem, require
+
+#: The variable with the folder that a job was submitted from, which may differ from its current one.
+FOLDER = "PTDBENCH_FOLDER"
+
+#: The folder of the standard library, which hides none of its modules.
+_STANDARD = os.path.dirname(os.__file__)
+
+#: Packages that are imported only after :func:`add_current`.
+_LATER = ("torch", "numpy")
+
+
+#: Begins a program for ``-c``: the current folder becomes the last in its path. Python 3.10 has neither ``-P`` nor
+#: PYTHONSAFEPATH, which would also reach what a user's model starts.
+LAST = "import sys; sys.path.sort(key=lambda folder: not folder)"
+
+
+def module(name: str) -> list[str]:
+    """Return an interpreter's arguments to run a module as by ``-m``, but with the current folder last in its path."""
+    run = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    return ["-c", f"{LAST}; {run}", name]
+
+
+def standard() -> list[str]:
+    """Return the entries of the search path with the standard library."""
+    return [entry for entry in sys.path if entry == _STANDARD or entry.endswith("lib-dynload")]
+
+
+@contextmanager
+def safe() -> Iterator[None]:
+    """Within the context, processes of :mod:`multiprocessing`, which start with ``-c``, start in a harmless folder."""
+    here = os.open(".", getattr(os, "O_PATH", os.O_RDONLY))  # even if it was deleted, or cannot be listed
+    try:
+        os.chdir(_STANDARD)
+        yield
+    finally:
+        os.fchdir(here)
+        os.close(here)
+
+
+def add_current() -> None:
+    """Make the user's modules in the current directory importable, however this process was started.
+
+    Raises:
+        ConfigError: There is none, or a file of it would be imported in place of a package that is needed here.
+    """
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError(
+            [Problem("directory", ".", "was deleted", "change to another one, also if it is new")]
+        ) from None
+    needed = {*_LATER, *(name for name in sys.modules if "." not in name)} - sys.stdlib_module_names - {"__main__"}
+    require(*(_hidden(path, name) for name in sorted(needed) for path in (here / f"{name}.py", here / name)))
+    for folder in dict.fromkeys([os.environ.get(FOLDER, str(here)), str(here)]):
+        if folder not in sys.path:
+            sys.path.insert(max(map(sys.path.index, standard()), default=-1) + 1, folder)
+
+
+def _hidden(path: Path, name: str) -> Problem | None:
+    """Return a problem if a module in the current folder would be imported in place of another of its name."""
+    file = path if path.suffix else path / "__init__.py"
+    if not file.exists():
+        return None
+    with suppress(ValueError, OSError):  # a module without a specification, or without a file
+        meant = find_spec(name)
+        if meant and meant.origin and not file.samefile(meant.origin):
+            instead = "rename it" if name != __package__ else "use python train.py here"
+            rule = f"ranks started here would import it instead of {meant.origin}"
+            return Problem(name, path, rule, f"{instead}, or another directory")
+    return None
