@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from errno import EPERM
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -15,8 +18,18 @@ from ptdbench.files import replace_bytes
 
 
 def user_cache() -> Path:
-    """Return the folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux."""
-    return user_cache_path("ptdbench")
+    """Return the folder ``ptdbench`` in the user's cache folder: ``$XDG_CACHE_HOME`` or ``~/.cache`` on Linux.
+
+    Without a home, as of a container's user who is in no list, it is the user's own in the temporary folder.
+    """
+    with suppress(RuntimeError):
+        if (folder := user_cache_path("ptdbench")).is_absolute():
+            return folder
+    own = Path(tempfile.gettempdir()) / f"ptdbench-{os.getuid()}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    if own.lstat().st_uid != os.getuid():  # libraries are loaded from it
+        raise PermissionError(EPERM, "belongs to another user", str(own))
+    return own
 
 
 def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:

@@ -87,6 +87,7 @@ def _main() -> int:
     line = resume.read(words, arguments.multirun, discover(os.environ), config_name)
     source = compose.Source(conf, config_name, arguments.config_dir)
     composed = compose.compose_all(line.overrides, arguments.multirun, source)
+    resume.check_targets(words, composed.configs)
     if arguments.cfg or arguments.help or arguments.info:
         if not is_first_rank(os.environ):
             return 0

@@ -34,8 +34,8 @@ ROOMS = """
     virtual
     cache
     files
-    terminal units
-    problems
+    terminal units search_path
+    problems quiet
 """
 LEVEL = {room: level for level, line in enumerate(ROOMS.splitlines()) for room in line.split()}
 

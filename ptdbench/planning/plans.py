@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -30,7 +30,7 @@ from ptdbench.records import record, store
 from ptdbench.records.effects import affects
 from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output
 from ptdbench.setup.compose import Composed
-from ptdbench.setup.config import Config, Slurm
+from ptdbench.setup.config import Config, Slurm, targets
 from ptdbench.terminal import echo
 
 if TYPE_CHECKING:
@@ -225,23 +225,12 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
     if "virtual" not in read.resolved:
         return None  # this machine's available memory changes
     options = {name: value for name, value in read.resolved.items() if not affects(name, "nothing")}
-    named = {target.partition(".")[0] for target in _targets(read.resolved)} - {"ptdbench"}
+    named = {target.partition(".")[0] for _, target in targets(read.resolved)} - {"ptdbench"}
     if any(map(_may_change, named | set(filter(util.find_spec, _PACKAGES)))):
         return None
     versions = {name: _version(name) for name in {*_PACKAGES, *named}}
     of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package()}
     return of | {"cores": len(settings.own_cores()), "environment": settings.recorded(os.environ)}
-
-
-def _targets(options: Any) -> Iterator[str]:
-    """Yield the targets that a configuration instantiates."""
-    if isinstance(options, Mapping):
-        if "_target_" in options:
-            yield str(options["_target_"])
-        options = [*options.values()]
-    if isinstance(options, list):
-        for one in options:
-            yield from _targets(one)
 
 
 @once

@@ -357,6 +357,15 @@ def _control_characters(option: str, value: Any) -> Iterator[Problem]:
         yield Problem(option, repr(value), "must not contain control characters, such as line breaks")
 
 
+def targets(options: Any, within: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the options of a configuration that name what to instantiate, at any depth, with their values."""
+    if isinstance(options, Mapping) and "_target_" in options:
+        yield f"{within}_target_", str(options["_target_"])
+    items = dict(enumerate(options)) if isinstance(options, list) else options
+    for name, value in items.items() if isinstance(items, Mapping) else ():
+        yield from targets(value, f"{within}{name}.")
+
+
 def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
     """Yield a problem for every option without a value: a required one, or one that refers to a missing option."""
     for option, value in options.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import socket
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from typing import Any
 
 from omegaconf import ListConfig, OmegaConf
 
-from ptdbench import terminal
+from ptdbench import search_path, terminal
 from ptdbench.launch.world import KNOWN, World
 from ptdbench.problems import ConfigError, Problem, in_shell
 from ptdbench.records import ledger, record, store
 from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.schema import Written
 from ptdbench.setup.commandline import as_written, is_cluster, option, quoted, values
-from ptdbench.setup.config import CALLS, Config, of_record
+from ptdbench.setup.config import CALLS, Config, of_record, targets
 
 RUN, SWEEP = "resume", "sweep.resume"
 
@@ -30,6 +31,16 @@ RESHAPE = "reshape"
 
 #: Prefixes of Hydra's own options that a resumed run keeps: its environment variables, and the search path.
 _OF_RUNS = ("hydra.job.env_", "hydra.searchpath")
+
+
+#: Modules of Python that a record may name: they build containers, or bind arguments.
+_HARMLESS = {"collections", "functools"}
+
+#: Parts of names that run or load code which comes with the arguments.
+_RUNS_CODE = {
+    "builtins", "cloudpickle", "cpp_extension", "ctypes", "dill", "eval", "exec", "hub", "hydra", "importlib", "joblib",
+    "load", "load_pickle", "loads", "os", "pickle", "popen", "runpy", "subprocess", "sys", "system",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,9 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     moves = world is None and any(_moves(override, written) for override in place)
     moves |= any(option(override) == "hydra.run.dir" and not _names(override, directory) for override in place)
     earlier = _earlier(directory, written)
+    others = [
+        word for word in others if not (option(word).endswith("_target_") and word in earlier)
+    ]  # trusted, not new
     kept = [*(override for override in earlier if not _is_place(override)), *_shape(earlier, written, others, world)]
     hydras = [word for word in _hydras(directory / ".hydra/hydra.yaml", others) if option(word).startswith(_OF_RUNS)]
     if len(others) > len(place) or multirun or moves:
@@ -130,6 +144,7 @@ def _sweep(directory: Path, others: list[str], asked: str, only: str | None = No
     """
     task = _asked_of_sweep(directory)
     swept = {option(override) for override in task if "," in override.partition("=")[2]}
+    others = _new(others, task)
     wrong = [override for override in others if not _may_change(option(override), swept)]
     wrong += [word for word in others if option(word) == "hydra.sweep.dir" and not _names(word, directory)]
     if wrong:
@@ -285,7 +300,39 @@ def startable(directory: Path, world: World | None) -> Config:
             rule = f"cluster={record.option(written, 'cluster.name', str)} carries it out as a job"
             raise ConfigError([Problem("run", directory, rule, f"try {terminal.command()} {in_shell(RUN, directory)}")])
         _refuse_elsewhere(directory, written)
-    return of_record(written)
+    config = of_record(written)
+    if search_path.FOLDER not in os.environ:  # which this user's own job has
+        _check_targets("run", directory, config)
+    return config
+
+
+def check_targets(typed: Sequence[str], configs: Iterable[Config]) -> None:
+    """Refuse what the record of a resumed run names, and the command line does not, if it may run any code.
+
+    Raises:
+        ConfigError: There is such a name.
+    """
+    given = values(typed)
+    for asked in (RUN, SWEEP):
+        if directory := _path(given.get(asked)):
+            for config in configs:
+                _check_targets(asked, directory, config, typed)
+
+
+def _check_targets(asked: str, directory: Path, config: Config, typed: Sequence[str] = ()) -> None:
+    for name, target in targets(config.resolved):
+        parts = target.split(".")
+        is_any = parts[0] in sys.stdlib_module_names - _HARMLESS or _RUNS_CODE.intersection(parts) or "$" in target
+        if is_any and not any(target in word for word in typed):
+            rule = f"its record names {target}, which may run any code"
+            again = f"{terminal.command()} {SWEEP if asked == SWEEP else RUN}={directory} {name}={target}"
+            remedy = f"if you trust whoever wrote it, try {again}"
+            raise ConfigError([Problem(asked, directory, rule, remedy)])
+
+
+def _new(others: Iterable[str], earlier: Sequence[str]) -> list[str]:
+    """Return the overrides that change a run: a target typed again only says that it is trusted."""
+    return [word for word in others if not (option(word).endswith("_target_") and word in earlier)]
 
 
 def _refuse_elsewhere(directory: Path, written: Written) -> None:

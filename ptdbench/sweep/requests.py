@@ -16,8 +16,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from ptdbench import search_path
 from ptdbench.checkpoints import checkpoint_dir
+from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
@@ -166,6 +166,7 @@ def _planned(
     """Return the request for one run, specified, or refused with the reason."""
     gpus = shape.gpus_per_node if shape else None
     try:
+        _check_model(read, goes_on)
         summary = run_spec.summarize(read, world_of(shape) if shape else world, gpus)
         if summary.trains:
             _check_beginning(read, goes_on)
@@ -174,21 +175,31 @@ def _planned(
     return Request(whole, read, words, shape, summary, None)
 
 
-def _check_beginning(read: Config, goes_on: Path | None) -> None:
-    """Refuse a run whose ``resume`` names no complete checkpoint, one of another model, or one after its last step.
+def _beginning(read: Config, goes_on: Path | None) -> Manifest | None:
+    """Return the checkpoint that a run will begin with.
 
-    A run that ``goes_on`` in its directory prefers its own checkpoint, once there is one. In a resumed sweep each run
-    that is not complete looks for its own.
+    A run that ``goes_on`` in its directory prefers its own, once there is one. In a resumed sweep each run that is not
+    complete looks for its own.
     """
+    places = [goes_on, *([Path(str(named))] if (named := read.resolved.get("resume")) else [])]
+    return next(filter(None, (checkpoint_dir.latest_manifest(place) for place in places if place)), None)
+
+
+def _check_model(read: Config, goes_on: Path | None) -> None:
+    """Refuse to resume from a checkpoint of another model, before that which a record names is built."""
+    found, model = _beginning(read, goes_on), read.resolved.get("model")
+    if found and isinstance(model, dict) and (other := record.other_model(found.model, model)):
+        rule = f"resume={read.resolved.get('resume') or goes_on} holds {other}"
+        raise ConfigError([Problem("model", model.get("name"), rule, "a run begins with the weights of its model")])
+
+
+def _check_beginning(read: Config, goes_on: Path | None) -> None:
+    """Refuse a run whose ``resume`` names no complete checkpoint, or one after its last step."""
     if (named := read.general.resume) is None or (goes_on and store.is_sweep(goes_on)):
         return
-    own = checkpoint_dir.latest_manifest(goes_on) if goes_on else None
-    if (found := own or checkpoint_dir.latest_manifest(Path(named))) is None:
+    if (found := _beginning(read, goes_on)) is None:
         rule = "holds no complete checkpoint"
         raise ConfigError([Problem("resume", named, rule, "omit it to start over; see checkpoint.every_steps")])
-    if other := record.other_model(found.model, read.resolved["model"]):
-        rule, remedy = f"resume={named} holds {other}", "a run begins with the weights of its model"
-        raise ConfigError([Problem("model", read.call("model").name, rule, remedy)])
     evaluated = [one["step"] for one in found.facts.get("evaluations", [])][-1:] == [found.step]
     examines = read.profile.trace or (read.eval.every and not evaluated)
     if goes_on is None and found.step >= read.train.steps and not examines:
@@ -242,7 +253,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     name = "sweep" if sweep else store.file_name(first.label)
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench
-    program = [str(checkout)] if checkout.exists() else [*search_path.module("ptdbench"), "train"]
+    program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
     words = [sys.executable, *program, *flags, *_on_ranks(own, in_files), *_overrides(shape)]
     used = container.folders(first, None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)

@@ -37,6 +37,13 @@ def refused(directory: Path, world: World | None = None) -> str:
     return str(found.value)
 
 
+def test_what_may_run_any_code_is_carried_out_by_jobs_of_ones_own(tmp_path, monkeypatch):
+    directory = begun(tmp_path / "run", "model=custom", "model._target_=torch.hub.load")
+    assert refused(directory).startswith(f"run={directory}: its record names torch.hub.load, which may run any code; ")
+    monkeypatch.setenv("PTDBENCH_FOLDER", str(tmp_path))
+    assert resume.startable(directory, None).call("model").target == "torch.hub.load"
+
+
 @pytest.mark.ranks
 class TestCarriedOut:
     def test_two_of_them_with_their_own_environment_and_what_json_has_no_number_for(self, tmp_path, environ):

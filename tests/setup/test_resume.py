@@ -18,6 +18,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, store
 from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
+from ptdbench.setup.config import Config
 from tests import forked
 from tests.sweep.made import CONFIG
 
@@ -321,6 +322,37 @@ class TestRefused:
         assert said == f"model=toy: resume={ended} holds toy with width=64 (here 7); {rule}"
         said = self.refused("resume=run", "model=gpt_tiny", cwd=tmp_path)  # however much differs
         assert said == f"model=gpt_tiny: resume={ended} holds toy; {rule}"
+
+    @pytest.mark.parametrize(
+        ("option", "target"),
+        [
+            ("model._target_", "torch.load"), ("model._target_", "torch.hub.load"), ("data._target_", "joblib.load"),
+            ("model._target_", "torch.os.system"), ("model.config.0._target_", "builtins.exec"),
+            ("optimizer.defaults._target_", "hydra.utils.get_method"), ("model.a.b._target_", "subprocess.Popen"),
+            ("model.config._target_", "${oc.decode:os.system}"),
+        ],
+    )  # fmt: skip
+    def test_a_record_that_names_what_runs_any_code(self, ended, option, target):
+        inner: Any = target
+        for name in reversed(option.split(".")):
+            inner = [inner] if name == "0" else {name: inner}
+        foreign = Config(inner)
+        with pytest.raises(ConfigError) as caught:
+            resume.check_targets([f"resume={ended}"], [foreign])
+        rule = f"resume={ended}: its record names {target}, which may run any code"
+        again = f"python train.py resume={ended} {option}={target}"
+        assert str(caught.value) == f"{rule}; if you trust whoever wrote it, try {again}"
+        resume.check_targets([f"resume={ended}", f"{option}={target}"], [foreign])
+        resume.check_targets([f"{option}={target}"], [foreign])  # nobody's record
+
+    def test_another_model_than_that_of_the_checkpoint_is_not_built(self, ended, tmp_path):
+        (tmp_path / "evil.py").write_text("open('ran', 'w').close()")
+        words = [*TOY, "train.steps=6", "checkpoint.every_steps=2", "model._target_=evil.Model"]
+        store.write_record(ended, store.load_record(ended) | {"status": "preempted", "steps": 2, "overrides": words})
+        said = f"model=toy: resume={Path('run')} holds toy; a run begins with the weights of its model"
+        assert self.refused("resume=run", cwd=tmp_path) == said
+        assert self.refused("resume=run", "train.steps=7", cwd=tmp_path) == said.replace("=run", f"={ended}")
+        assert not (tmp_path / "ran").exists()
 
     def test_a_run_without_checkpoints(self, ended, tmp_path):
         shutil.rmtree(ended / "checkpoints")

@@ -14,6 +14,7 @@ from typing import Literal
 
 import pytest
 
+from ptdbench import search_path
 from ptdbench.launch import local
 from ptdbench.problems import ConfigError
 from ptdbench.records.store import append_result
@@ -71,7 +72,7 @@ def test_each_is_a_sweep_of_one_block_that_others_are_paired_with(tmp_path, stub
     side = Path(line.split()[0]).name
     own = f"repeat.block=1 repeat.series='my out'{more}"
     place = f"hydra.sweep.dir='{tmp_path / 'my out' / side / '1'}'"
-    assert line.endswith(f" -m ptdbench train -m parallel=ddp,fsdp seed=1 {own} {place}")
+    assert line.endswith(f" ptdbench train -m parallel=ddp,fsdp seed=1 {own} {place}")
 
 
 @pytest.fixture
@@ -253,8 +254,8 @@ class TestCheckouts:
         monkeypatch.setenv("PYTHONPATH", f"{entry.format(top=repository)}{os.pathsep}/elsewhere")
         with alternating.checkouts(["one", "two"], ["model._target_=mine.Mine"]) as sides:
             for side in sides:
-                entries = side.environ["PYTHONPATH"].split(os.pathsep)
-                assert entries[0] == str(side.directory)
+                standard, entries = search_path.standard(), side.environ["PYTHONPATH"].split(os.pathsep)
+                assert entries[: len(standard) + 1] == [*standard, str(side.directory)]
                 assert not any(Path(one).is_relative_to(repository) for one in entries)
 
     @pytest.mark.parametrize("value", ["mine.Mine", "torch.nn.Linear,editable.Mine", "choice(editable.A,editable.B)"])

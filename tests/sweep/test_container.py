@@ -36,8 +36,8 @@ def entered(options: Container, shape: Shape = ON_CPUS, used: tuple[str, ...] = 
 
 def inside(image: str) -> list[str]:
     """The ranks' command in the image: the interpreter is its own, ptdbench is that of the submitting machine."""
-    path = ":".join(dict.fromkeys([str(ROOT), str(Path.cwd())]))
-    return ["env", f"PTDBENCH_CONTAINER={image}", f"PYTHONPATH={path}", "python3", "-u", "-m", "tool"]
+    variables = [f"PTDBENCH_CONTAINER={image}", f"PYTHONPATH={ROOT}", f"PTDBENCH_FOLDER={Path.cwd()}"]
+    return ["env", *variables, "python3", "-u", "-m", "tool"]
 
 
 class TestEnter:
@@ -65,7 +65,7 @@ class TestEnter:
         monkeypatch.setattr(container, "PACKAGE", package)
         step = entered(asked())
         assert f"{package}:/opt/ptdbench/ptdbench" in step.flags[2]
-        assert step.command[2] == f"PYTHONPATH=/opt/ptdbench:{Path.cwd()}"
+        assert step.command[2] == "PYTHONPATH=/opt/ptdbench"
 
 
 class TestFolders:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from hydra.core.plugins import Plugins
 from submitit.core.utils import DelayedSubmission
 
-from ptdbench import entry, terminal
+from ptdbench import entry, search_path, terminal
 from ptdbench.launch import local, slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import ConfigError
@@ -292,7 +293,8 @@ class TestSought:
     def test_the_script_searches_before_it_starts_the_ranks(self, asked, tmp_path):
         *_, last = Array([asked("train.micro_batch=max")], "toy", tmp_path).script({}).strip().splitlines()
         search, _, ranks = last.partition(" && ")
-        assert search == f"{sys.executable} -u -m submitit.core._submit {tmp_path}/logs/%j"
+        submitit = search_path.module("submitit.core._submit")
+        assert shlex.split(search) == [sys.executable, "-u", *submitit, f"{tmp_path}/logs/%j"]
         assert ranks.startswith("srun ")
         assert ranks.endswith(search)
 
@@ -307,7 +309,7 @@ class TestSought:
         assert (steps.world.size, steps.world.local_size, steps.world.nodes) == (4, 2, 2)
         assert steps.command[0] == "srun"
         assert "--open-mode=append" in steps.command
-        assert list(steps.command[-6:]) == ["--label", sys.executable, "-u", "-m", "ptdbench", "run"]
+        assert list(steps.command[-7:]) == ["--label", sys.executable, "-u", *search_path.module("ptdbench"), "run"]
 
 
 class TestFollowed:
