@@ -17,6 +17,7 @@ import json
 import math
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -70,6 +71,27 @@ def replace_bytes(path: Path, content: bytes, durable: bool = True) -> None:
     finally:
         with suppress(OSError):  # a read-only file system raises even for a missing file
             temporary.unlink(missing_ok=True)
+
+
+#: Errors of a disk, or of the share of one, that takes no more.
+_OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+#: Free bytes of a file system below which it is called full: libraries write in larger pieces.
+_FULL = 1 << 20
+
+
+def lack_of_space(error: BaseException, *folders: Path) -> OSError | None:
+    """Return the full disk behind an error that was raised while writing to folders, if it is one.
+
+    Libraries report it by errors of their own: torch by a position in its file, Kineto by leaving out the file.
+    """
+    cause: BaseException | None = error
+    while cause:
+        if isinstance(cause, OSError) and cause.errno in _OF_DISK:
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    full = (folder for folder in folders if folder.exists() and shutil.disk_usage(folder).free < _FULL)
+    return next((OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) for folder in full), None)
 
 
 def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -> Any:

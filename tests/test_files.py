@@ -2,6 +2,7 @@
 
 import errno
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,3 +20,11 @@ def test_on_a_file_system_that_is_read_only_an_error_names_the_file_and_not_its_
     with pytest.raises(OSError, match="Read-only file system") as caught:
         files.replace_bytes(tmp_path / "report.html", b"")
     assert caught.value.filename == str(tmp_path / "report.html")
+
+
+@pytest.mark.parametrize(("free", "said"), [(4096, "[Errno 28] No space left on device: {folder!r}"), (1 << 30, None)])
+def test_a_full_disk_is_told_behind_what_a_library_says(tmp_path, monkeypatch, free, said):
+    """Simulated: Kineto leaves out the file, and the reader does not find it."""
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    lack = files.lack_of_space(FileNotFoundError(errno.ENOENT, "trace.json"), tmp_path)
+    assert (str(lack) if lack else None) == (said and said.format(folder=str(tmp_path)))

@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
+from ptdbench.files import lack_of_space
 from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
@@ -407,10 +408,20 @@ def _attempt(task: Callable[[], T]) -> Future[T]:
     return done
 
 
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, which closes its file on a full disk, and then reports only what is wrong with the file."""
+
+    def write_data(self, *given: Any) -> Any:
+        try:
+            return super().write_data(*given)
+        except Exception as error:
+            raise lack_of_space(error) or error from error
+
+
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
     """Write this rank's file and, on rank 0, the metadata, and sync them; raises _Failed if any rank fails."""
     # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each one anyway.
-    writer = dcp.FileSystemWriter(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
+    writer = _Writer(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)

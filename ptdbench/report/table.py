@@ -93,7 +93,9 @@ def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str
     except Exception as error:  # its types are not in the schema
         cause = f"{type(error).__name__}: {first_line(error)}"
         lines = [f"{workload}: the results in {record['directory']} cannot be shown: {cause}"]
-    if record["status"] != "ok" or not lines:
+    if record["status"] == "ok" and not lines:
+        lines.append(wrap(f"{workload}: ok, without a result to show: its outcome has no field {workload}", width))
+    elif record["status"] != "ok":
         lines.append(wrap(f"{workload}: {reason(record)}", width))
     return "\n".join(lines)
 

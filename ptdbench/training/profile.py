@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
 
+from ptdbench.files import lack_of_space
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
@@ -150,7 +151,7 @@ def _read(taken: profile, path: Path, device_type: str) -> trace.Trace | str:
             return "NCCL's trace does not say between which stages a message went: waiting would count as communication"
         return found
     except (OSError, RuntimeError, ValueError) as error:
-        return f"the trace cannot be written and read: {error}"
+        return f"the trace cannot be written and read: {lack_of_space(error, path.parent) or error}"
 
 
 def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 
+from ptdbench.files import lack_of_space
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import machine
@@ -101,7 +103,7 @@ def _written(path: Path, write: Callable[[Path], None]) -> str | None:
     except (OSError, RuntimeError, ValueError) as error:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-        return str(error)
+        return str(lack_of_space(error, path.parent, Path(tempfile.gettempdir())) or error)
     return None
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ptdbench.files import lack_of_space
 from ptdbench.job import Job
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import gather
@@ -105,7 +106,8 @@ def _own(job: Job, loop: StepLoop) -> _Own:
         try:
             return replace(own, **_launched(job, loop))
         except (OSError, RuntimeError, ValueError) as error:
-            return replace(own, reason=f"the trace cannot be written and read: {error}")
+            why = lack_of_space(error, Path(tempfile.gettempdir())) or error
+            return replace(own, reason=f"the trace cannot be written and read: {why}")
         finally:
             settle()
             memory.trim()

@@ -193,14 +193,16 @@ def no_manifest() -> Any:
     return mock.patch.object(checkpoint_dir, "write_manifest", side_effect=ValueError("on purpose"))
 
 
-@pytest.mark.parametrize("failing", [full_disk, no_manifest])
-def test_a_failed_save_is_noted_and_costs_nothing_else(keeper, weight, tmp_path, failing):
+@pytest.mark.parametrize(
+    ("failing", "why"), [(full_disk, "OSError: [Errno 27] File too large"), (no_manifest, "ValueError: on purpose")]
+)
+def test_a_failed_save_is_noted_and_costs_nothing_else(keeper, weight, tmp_path, failing, why):
     save(keeper, weight, 1)
     before = loaded(tmp_path)
     with failing():
         save(keeper, {"model.weight": torch.zeros(4, 5)}, 2)
     (problem,) = keeper.problems
-    assert problem.startswith("step 2: not saved: rank 0: ")
+    assert problem == f"step 2: not saved: rank 0: {why}"
     assert names(tmp_path) == ["step-00000001"]
     assert torch.equal(loaded(tmp_path), before)
     save(keeper, weight, 3)

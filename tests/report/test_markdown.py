@@ -50,5 +50,5 @@ def test_a_fence_in_what_was_typed_does_not_end_it():
 
 def test_other_workloads_are_shown_as_in_the_terminal():
     text = made(run(model=None, parallel=None, workload="hello", config={}, overrides=["workload=hello"]))
-    assert "## hello\n\n```text\nhello: ok: no reason on record" in text
+    assert "## hello\n\n```text\nhello: ok, without a result to show: its outcome has no field hello" in text
     assert " workload=hello\n" in text

@@ -95,7 +95,7 @@ def test_energy_is_that_of_gpus_if_there_are_any():
 def test_runs_of_nothing_else_are_no_models():
     found = content(loaded(run(model=None, workload="hello", config={"workload": {"_target_": "gone"}})))
     assert (found["models"], found["options"], len(found["others"])) == ([], {}, 1)
-    assert found["others"][0]["text"] == "hello: ok: no reason on record"
+    assert found["others"][0]["text"] == "hello: ok, without a result to show: its outcome has no field hello"
 
 
 def test_the_document_holds_strict_json_and_no_text_that_could_end_it():
