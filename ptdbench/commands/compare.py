@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Exit status 0: nothing is seen to be slower. 1: a configuration is slower, or fails; with --fail-if-slower "
         "also if its final loss or number of parameters differs. 3: too few runs to tell; try repeat=5 or more. 2: the "
-        "input cannot be compared."
+        "input cannot be compared, or has damaged records."
     )
 
 
@@ -71,7 +71,8 @@ def main(arguments: argparse.Namespace) -> int:
             remedy = "give both, or --python or --checkout twice"
             require(Problem("compare", " ".join(arguments.words), rule, remedy))
         folders = [together / "before", together / "after"] if together else [*map(Path, arguments.words)]
-        sides = [_trained(folder) for folder in folders]
+        damaged: list[str] = []
+        sides = [_trained(folder, damaged) for folder in folders]
         before, after = ({Path(run["directory"]).resolve() for run in side} for side in sides)
         if shared := before & after:
             raise versus.Incomparable(f"both have {plural(len(shared), 'run')} in common; give two that share none")
@@ -79,9 +80,12 @@ def main(arguments: argparse.Namespace) -> int:
     except versus.Incomparable as refusal:
         echo(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
         return UNUSABLE
+    status = versus.status(found, arguments.fail_if_slower)
+    if damaged and status != 1:  # what is missing may be slower
+        status = UNUSABLE
     if arguments.json:
-        echo(files.as_text(versus.as_json(found, arguments.fail_if_slower)))
-        return versus.status(found, arguments.fail_if_slower)
+        echo(files.as_text(versus.as_json(found, arguments.fail_if_slower) | {"status": status}))
+        return status
     titles = tuple(arguments.checkout) or ("before", "after")
     text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
     for line in versus.gate(found, arguments.fail_if_slower) if arguments.fail_if_slower else ():
@@ -92,7 +96,9 @@ def main(arguments: argparse.Namespace) -> int:
         if any(recorded_phases.missing(run) is None for side in sides for run in side):
             echo(f"phases       {command('explain')} {shown}")
     echo(f"report       {command('report')} {shown}")
-    return versus.status(found, arguments.fail_if_slower)
+    if status == UNUSABLE:
+        echo(f"{plural(len(damaged), 'record')} cannot be read, see above: what is compared is not all", sys.stderr)
+    return status
 
 
 def _carried_out(arguments: argparse.Namespace) -> Path:
@@ -170,11 +176,14 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat
 
 
-def _trained(folder: Path) -> list[Run]:
-    """Return the measured training runs of a folder; raises FileNotFoundError if there are none."""
+def _trained(folder: Path, damaged: list[str]) -> list[Run]:
+    """Return the measured training runs of a folder; raises FileNotFoundError if there are none.
+
+    Messages about damaged records are added to ``damaged``.
+    """
     from ptdbench.records.load import load_telling
 
-    found = load_telling(folder)
+    found = load_telling(folder, damaged)
     runs = found if isinstance(found, list) else [found]
     trained = [run for run in runs if run.get("model")]
     if not trained:

@@ -121,10 +121,10 @@ class Runs(list[Run]):
         return found.drop(columns=unknown)
 
 
-def load_telling(path: Path) -> Run | Runs:
+def load_telling(path: Path, damaged: list[str] | None = None) -> Run | Runs:
     """Read like :func:`load`, but report damaged records on standard error; ``directory`` is the current one.
 
-    They are reported even if nothing can be read.
+    They are reported even if nothing can be read, and added to ``damaged``.
     """
     with warnings.catch_warnings(record=True) as damage:
         warnings.simplefilter("always")
@@ -132,8 +132,11 @@ def load_telling(path: Path) -> Run | Runs:
             found = load(path)
             return Runs(map(_as_it_lies, found)) if isinstance(found, Runs) else _as_it_lies(found)
         finally:
-            for one in damage:
-                echo(str(one.message), sys.stderr)
+            told = [str(one.message) for one in damage]
+            for line in told:
+                echo(line, sys.stderr)
+            if damaged is not None:
+                damaged += told
 
 
 def _as_it_lies(run: Run) -> Run:

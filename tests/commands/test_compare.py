@@ -116,6 +116,14 @@ class TestInput:
             shutil.copytree(sides[0], tmp_path / "both" / name)
         assert re.search(r"^ddp +10, 5 ", compare(tmp_path / "both", sides[1])[1], re.MULTILINE)
 
+    @pytest.mark.parametrize(("threshold", "expected"), [(["--fail-if-slower", "30%"], 2), ([], 2), (["--json"], 2)])
+    def test_what_may_hide_a_slower_one_does_not_pass(self, compare, sides, threshold, expected):
+        before, after = sides
+        (after / RESULTS).unlink()
+        for path in after.glob("*_fsdp/record.json"):  # all of the slower configuration
+            path.write_text("{")
+        assert compare(before, after, *threshold)[0] == expected
+
 
 class TestRefused:
     """Exit status 2, and one line that names what is wrong and what to do."""
