@@ -62,9 +62,8 @@ def add_current() -> None:
     try:
         here = Path.cwd()
     except FileNotFoundError:
-        raise ConfigError(
-            [Problem("directory", ".", "was deleted", "change to another one, also if it is new")]
-        ) from None
+        remedy = "change to another one, also if one of its name exists again"
+        raise ConfigError([Problem("current directory", ".", "was deleted", remedy)]) from None
     needed = {*_LATER, *(name for name in sys.modules if "." not in name)} - sys.stdlib_module_names - {"__main__"}
     require(*(_hidden(path, name) for name in sorted(needed) for path in (here / f"{name}.py", here / name)))
     for folder in dict.fromkeys([os.environ.get(FOLDER, str(here)), str(here)]):
@@ -82,5 +81,5 @@ def _hidden(path: Path, name: str) -> Problem | None:
         if meant and meant.origin and not file.samefile(meant.origin):
             instead = "rename it" if name != __package__ else "use python train.py here"
             rule = f"ranks started here would import it instead of {meant.origin}"
-            return Problem(name, path, rule, f"{instead}, or another directory")
+            return Problem(name, path, rule, f"{instead}, or use another directory")
     return None

@@ -67,6 +67,12 @@ class TestStatus:
         assert ptdbench("status", path) == (1, [], [expected])
         assert ptdbench("status", path, "--json") == (1, [], [expected])
 
+    def test_a_sweep_that_was_killed_before_its_first_run(self, tmp_path, ptdbench):
+        (tmp_path / "sweep.json").write_text("{}")
+        expected = f"{tmp_path}: a sweep or plan none of whose runs has begun; start it again, in another directory"
+        for name in ("status", "report", "explain"):
+            assert ptdbench(name, tmp_path) == (1, [], [expected])
+
     def test_it_answers_at_once(self, sweep, environ):
         """It imports no torch: that would cost seconds each time somebody looks."""
         sweep.begin(0)

@@ -125,7 +125,9 @@ def _carried_out(arguments: argparse.Namespace) -> Path:
 
 def _in_turn(arguments: argparse.Namespace) -> Path:
     """Run both sides alternately; return the folder of their results, and print it if they are incomplete."""
-    from ptdbench import files
+    from ptdbench import files, search_path
+
+    search_path.add_current()
     from ptdbench.records import store
     from ptdbench.sweep import alternating
 

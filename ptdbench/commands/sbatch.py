@@ -19,6 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Print the script, and remarks on standard error."""
+    from ptdbench import search_path
+
+    search_path.add_current()
     from ptdbench.sweep import requests
 
     text, remarks = requests.write_script(arguments.overrides, arguments.config_dir)

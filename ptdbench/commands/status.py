@@ -21,13 +21,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> int:
     """Print the table; the exit status is 1 if a run was not ok or was killed, or nothing can be shown."""
     from ptdbench import files
+    from ptdbench.records import store
     from ptdbench.sweep import status, watch
 
     directory = arguments.directory
     try:
         sweep = status.look(directory)
     except FileNotFoundError:
-        echo(f"{directory}: there is no run and no sweep; give a directory below outputs", sys.stderr)
+        none = f"{directory}: there is no run and no sweep; give a directory below outputs"
+        echo(store.without_runs(directory) if store.is_sweep(directory) else none, sys.stderr)
         return 1
     width = shutil.get_terminal_size((0, 0)).columns or None  # all of it in a file, unless COLUMNS is set
     echo(files.as_text(watch.as_json(sweep)) if arguments.json else watch.table_text(sweep, width))

@@ -159,6 +159,8 @@ def load(path: str | Path) -> Run | Runs:
     if os.path.lexists(path / store.RECORD):
         return Run(store.load_record(path), path)
     found = _of_results(path) if path.is_file() else _of_folder(path)
+    if not found and path.is_dir() and store.is_sweep(path) and not store.holding(path, store.RECORD, store.RESULTS):
+        raise FileNotFoundError(store.without_runs(path))
     if not found:
         if path.is_file() or store.holding(path, store.RECORD, store.RESULTS):
             raise FileNotFoundError(f"{path}: no record there or below can be read")

@@ -49,6 +49,11 @@ def is_sweep(directory: Path) -> bool:
     return any((directory / name).exists() for name in OF_SWEEPS)
 
 
+def without_runs(directory: Path) -> str:
+    """Return why a sweep's directory has no run: the process that claimed it was killed before the first one."""
+    return f"{directory}: a sweep or plan none of whose runs has begun; start it again, in another directory"
+
+
 class Damaged(ValueError):
     """A damaged file; the message names it and says in one line what is wrong."""
 

@@ -1,0 +1,86 @@
+"""Modules beside a command: none hides one of Python's own, or of a package that is needed, in any process."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from ptdbench import search_path
+from ptdbench.problems import ConfigError
+from tests.conftest import records
+from tests.programs import TRAIN, call
+
+#: Modules that Python, multiprocessing, torch and ptdbench import while a process starts, or later.
+NAMES = ["calendar", "copy", "enum", "heapq", "json", "queue", "random", "shutil", "statistics", "token", "types"]
+
+MODEL = "import torch\nclass Model(torch.nn.Linear):\n    def __init__(self):\n        super().__init__(8, 8)\n"
+
+#: Starts a process as a pool does.
+SPAWNED = """
+import multiprocessing, os, sys
+from ptdbench import search_path
+
+here, before = os.getcwd(), os.environ.copy()
+search_path.add_current()
+with search_path.safe():
+    process = multiprocessing.get_context("spawn").Process(target=os.chdir, args=(here,))
+    process.start()
+process.join()
+import mine
+print(process.exitcode, os.getcwd() == here, os.environ == before, sys.path.index(here) < len(sys.path) - 1)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A current folder with such files, which fail, and a model of a user's own."""
+    for name in NAMES:
+        (tmp_path / f"{name}.py").write_text("raise ImportError('it hides one of the same name')")
+    (tmp_path / "mine.py").write_text(MODEL)
+    return tmp_path
+
+
+@pytest.mark.ranks
+def test_ranks_start_beside_files_named_as_modules_of_python(folder, environ):
+    custom = ("model=custom", "model._target_=mine.Model", "data.inputs=8", "data.outputs=8", "parallel=ddp")
+    done = call(*TRAIN, *custom, "device=cpu", "train.steps=2", "profile.steps=0", cwd=folder, environ=environ)
+    assert done.returncode == 0, done.stderr
+    assert [record["status"] for record in records(folder)] == ["ok"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-c", f"{search_path.LAST}\n{SPAWNED}"], "0 True True True\n"),
+        ([*search_path.module("platform"), "--terse"], None),
+        ([*search_path.module("ptdbench"), "status", "."], ""),
+    ],
+)
+def test_so_do_other_processes(folder, environ, words, said):
+    done = call(sys.executable, *words, cwd=folder, environ=environ)
+    assert done.returncode == (said == ""), done.stderr
+    assert said in (None, done.stdout)
+
+
+@pytest.mark.parametrize("name", ["torch.py", "yaml.py", "omegaconf/__init__.py"])
+def test_what_would_be_imported_for_a_package_is_named(tmp_path, monkeypatch, name):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        search_path.add_current()
+    package, path = name.partition("/")[0].removesuffix(".py"), tmp_path / name.partition("/")[0]
+    assert str(caught.value).startswith(f"{package}={path}: ranks started here would import it instead of /")
+    assert str(caught.value).endswith("; rename it, or use another directory")
+
+
+@pytest.mark.parametrize("command", ["train", "plan", "run", "sbatch"])
+def test_a_current_folder_that_was_deleted(tmp_path, environ, command):
+    (tmp_path / "gone").mkdir()
+    given = tmp_path / "run" if command == "run" else "model=toy"
+    script = f'rmdir "$PWD" && exec {sys.executable} -m ptdbench {command} {given}'
+    done = call("sh", "-c", script, cwd=tmp_path / "gone", environ=environ)
+    said = "current directory=.: was deleted; change to another one, also if one of its name exists again\n"
+    assert (done.returncode, done.stderr) == (1, said)
+    assert os.listdir(tmp_path) == []
