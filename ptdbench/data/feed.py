@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import shutil
 import signal
 import time
 from collections import deque
@@ -13,10 +14,11 @@ from multiprocessing import util
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from ptdbench.data.protocol import Batch, Data, read
 from ptdbench.launch.lifetime import die_with_parent
+from ptdbench.units import size_text
 
 #: Batches that each worker process, or the thread, keeps ready.
 AHEAD = 2
@@ -108,7 +110,21 @@ class _Batches(Dataset[Batch]):
         self._example = data.example()
 
     def __getitem__(self, step: int) -> Batch:
-        return read(self._data, *self._rows(step), self._example)
+        batch = read(self._data, *self._rows(step), self._example)
+        return batch if get_worker_info() is None else _shared(batch)
+
+
+def _shared(batch: Batch) -> Batch:
+    """Move a batch to shared memory; in torch's own thread, which does so otherwise, a lack of it would be lost."""
+    try:
+        for tensor in batch:
+            tensor.share_memory_()
+    except RuntimeError as error:
+        needed, free = sum(tensor.nbytes for tensor in batch), shutil.disk_usage("/dev/shm").free
+        rule = f"a batch of {size_text(needed)} does not fit into shared memory, of which {size_text(free)} are free"
+        remedy = f"try data.workers=0, or more of it, as by docker run --shm-size; each worker keeps {AHEAD} batches"
+        raise OSError(f"{rule}: {remedy} ({error})") from None
+    return batch
 
 
 def _by_workers(batches: _Batches, first: int, count: int, pinned: bool) -> Generator[Batch, None, None]:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -127,6 +128,22 @@ def what_a_worker_raises_is_raised_here() -> None:
         Feed(Broken(seed=0, workers=1), rows, CPU)(1)
 
 
+class Cramped(Largest):
+    """Made in a process that cannot have more shared memory, as in a container with a full one."""
+
+    def samples(self, start: int, stop: int) -> Any:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+        return super().samples(start, stop)
+
+
+def a_lack_of_shared_memory_is_raised_here_at_once() -> None:
+    size = sum(tensor.nbytes for tensor in Largest(seed=0).samples(0, 4))
+    with pytest.raises(
+        OSError, match=f"a batch of {size} B does not fit into shared memory, of which .* data.workers=0"
+    ):
+        Feed(Cramped(seed=0, workers=1), rows, CPU)(1)
+
+
 def called(body: Callable[[], None]) -> None:
     body()
 
@@ -139,6 +156,7 @@ def test_feeds_of_a_rank():
         workers_make_them_elsewhere_and_end_with_it_and_without_any_it_is_done_here,
         a_signal_to_all_processes_is_left_to_the_rank,
         what_a_worker_raises_is_raised_here,
+        a_lack_of_shared_memory_is_raised_here_at_once,
         garbage_of_the_rank_is_not_collected_in_a_worker,
     ]
     on_ranks(1, each, called, bodies)
