@@ -53,6 +53,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -204,12 +205,13 @@ class Adapted(nn.Module):
 
     def _finish(self, found: Any, targets: Tensor | None) -> Tensor:
         """Convert what the module returned to the outputs, or with targets to the loss."""
-        found = _alone(found, lambda one: one.dim() > 0)
+        found, kind = _alone(found, lambda one: one.dim() > 0), type(found).__name__
+        if isinstance(found, Mapping):
+            found = SimpleNamespace(**found)
         outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
         if targets is not None and outputs is None and getattr(found, "loss", None) is not None:
             return _scalar(found.loss)
         if outputs is None:
-            kind = type(found).__name__
             raise TypeError(f"forward() returns {kind}, and neither a tensor nor an object with .logits or .loss")
         if targets is None:
             return outputs

@@ -199,6 +199,8 @@ def problems(model: Model, degree: Size) -> Iterator[Problem]:
             rule = f"{name} is complex, and fully_shard gathers weights and adds up gradients in real formats"
         elif not weight.dim():
             rule = f"{name} has no dimension to shard, as a tensor of one number has: torch.ones(1)"
+        elif not weight.numel():
+            rule = f"{name} is empty, and fully_shard gathers no empty weights"
         elif not weight.is_contiguous():
             rule = f"{name} is not contiguous, as fully_shard wants it: nn.Parameter(weight.contiguous())"
         else:

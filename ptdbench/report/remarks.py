@@ -51,6 +51,8 @@ def reason(record: Written) -> str:
         path = Path(record["directory"]) / TRACEBACK
         shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
         said += f" at {frame}; the whole traceback is in {shown}"
+    if record.get("precision") in ("bf16", "fp16") and "must have the same dtype" in error.message:
+        said += f"; with precision={record['precision']} a buffer stays as it is: cast it where it meets activations"
     if record.get("kind") == "virtual" and record["status"] == "failed" and error.rank != -1:
         said += f"; {_ON_VIRTUAL}"
     remedies = ", ".join(_against_lack_of_memory(record)) if record["status"] == "oom" else ""

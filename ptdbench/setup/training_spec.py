@@ -22,7 +22,7 @@ from ptdbench.optim.groups import DECAYED, in_groups
 from ptdbench.optim.muon import Muon
 from ptdbench.optim.schedules import Schedule
 from ptdbench.parallel import batch, conflicts
-from ptdbench.parallel.activations import Activations, Keep, Recompute, Selective
+from ptdbench.parallel.activations import Activations, Keep, Offload, Recompute, Selective
 from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.comm_volume import CommModel, Size, comm_bytes
@@ -186,6 +186,7 @@ def specify(
             found.catch(check)
     if activations and model:
         found.catch(_check_activations, config, activations, model)
+        found.catch(_check_modules, config, activations, model)
     if model:
         found.catch(_check_experts, config, model)
     if model and data and strategy and where and activations and not is_tried:
@@ -318,8 +319,9 @@ def _unsaved(config: Config, optimizer: torch.optim.Optimizer) -> Problem | None
 def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return one-element weights with the names and the number of dimensions of a model's weights."""
     return [
-        (name, nn.Parameter(torch.zeros([1] * weight.dim()), weight.requires_grad))
+        (name, nn.Parameter(torch.zeros([1] * weight.dim(), dtype=kind), weight.requires_grad))
         for name, weight in model.named_parameters()
+        for kind in (torch.complex64 if weight.is_complex() else torch.float32,)
     ]
 
 
@@ -362,6 +364,18 @@ def _check_activations(config: Config, activations: Activations, model: Model) -
     if not isinstance(activations, Keep) and not model.layers():
         rule = f"is applied layer by layer, and model={config.call('model').name} has no layers()"
         require(Problem("activations", name, rule, "try keep"))
+
+
+def _check_modules(config: Config, activations: Activations, model: Model) -> None:
+    """Refuse modules of PyTorch that train under no layout, or not with this treatment of activations."""
+    inside = {part for layer in model.layers() for part in layer.modules()}
+    for name, part in module_of(model).named_modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            rule = f"{name} has sparse gradients, which nothing here divides, clips or updates"
+            require(Problem("model", config.call("model").name, rule, "give it sparse=False"))
+        if isinstance(part, nn.RReLU) and part in inside and isinstance(activations, Offload):
+            rule = f"{name} draws its noise after autograd has saved it, so that what is copied is not yet there"
+            require(Problem("activations", config.call("activations").name, rule, "try keep, recompute"))
 
 
 def _check_experts(config: Config, model: Model) -> None:
