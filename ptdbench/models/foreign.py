@@ -53,7 +53,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -141,7 +140,7 @@ class Adapted(nn.Module):
         """Return the module's outputs, or with ``targets`` its mean loss in fp32."""
         if self._takes_targets and targets is not None:
             found = _alone(self.module(inputs, targets), lambda one: one.dim() == 0)
-            loss = getattr(found, "loss", found)
+            loss = found if isinstance(found, Tensor) else _part(found, "loss")
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(found).__name__
                 kind = type(self.module).__name__
@@ -205,13 +204,12 @@ class Adapted(nn.Module):
 
     def _finish(self, found: Any, targets: Tensor | None) -> Tensor:
         """Convert what the module returned to the outputs, or with targets to the loss."""
-        found, kind = _alone(found, lambda one: one.dim() > 0), type(found).__name__
-        if isinstance(found, Mapping):
-            found = SimpleNamespace(**found)
-        outputs = found if isinstance(found, Tensor) else getattr(found, "logits", None)
-        if targets is not None and outputs is None and getattr(found, "loss", None) is not None:
-            return _scalar(found.loss)
+        found = _alone(found, lambda one: one.dim() > 0)
+        outputs = found if isinstance(found, Tensor) else _part(found, "logits")
+        if targets is not None and outputs is None and (loss := _part(found, "loss")) is not None:
+            return _scalar(loss)
         if outputs is None:
+            kind = type(found).__name__
             raise TypeError(f"forward() returns {kind}, and neither a tensor nor an object with .logits or .loss")
         if targets is None:
             return outputs
@@ -401,6 +399,11 @@ def _window(attention: nn.Module) -> int | None:
 def _scalar(loss: Tensor) -> Tensor:
     """Return a loss in fp32, and one of shape ``(1,)`` as a scalar; not as a view, of which FSDP warns."""
     return loss.float().sum() if loss.dim() and loss.numel() == 1 else loss.float()
+
+
+def _part(found: Any, name: str) -> Any:
+    """Return an attribute of what a module returned, or an item of a mapping; ``None`` if it has none."""
+    return found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
 
 
 def _alone(found: Any, fits: Callable[[Tensor], bool]) -> Any:

@@ -284,6 +284,9 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
     if isinstance(tried, Muon) and "matrices" not in {group["rule"] for group in tried.param_groups}:
         rule = f"is for matrices, and model={config.call('model').name} has none outside embeddings, head and kernels"
         require(Problem("optimizer", config.call("optimizer").name, rule, "try adamw"))
+    if tried.defaults.get("fused") and (odd := [name for name, one in model.named_parameters() if one.is_complex()]):
+        rule = f"{odd[0]} is complex, and fused kernels take real weights only"
+        require(Problem("optimizer.fused", True, rule, "try optimizer.fused=false"))
     is_own = not type(tried).__module__.startswith(("torch.", "ptdbench."))
     if is_own and config.checkpoint.every_steps is not None:
         require(_unsaved(config, tried))
@@ -319,9 +322,8 @@ def _unsaved(config: Config, optimizer: torch.optim.Optimizer) -> Problem | None
 def _of_one_number(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return one-element weights with the names and the number of dimensions of a model's weights."""
     return [
-        (name, nn.Parameter(torch.zeros([1] * weight.dim(), dtype=kind), weight.requires_grad))
+        (name, nn.Parameter(torch.zeros([1] * weight.dim()), weight.requires_grad))
         for name, weight in model.named_parameters()
-        for kind in (torch.complex64 if weight.is_complex() else torch.float32,)
     ]
 
 

@@ -71,7 +71,7 @@ class WithoutMean(Plain):
 
 class InDict(Plain):
     def forward(self, x, targets=None):
-        return {"loss": super().forward(x).mean()}
+        return {"cost": super().forward(x).mean()}
 
 
 class WithNoLoss(Plain):
@@ -342,24 +342,25 @@ class Answers(Plain):
 
     main_input_name = "vectors"
 
-    def __init__(self, with_logits=True):
+    def __init__(self, kind=SimpleNamespace, with_logits=True):
         super().__init__()
-        self.with_logits = with_logits
+        self.kind, self.with_logits, self.outputs = kind, with_logits, super().forward
 
     def forward(self, anything=None, vectors=None, use_cache=True):
         assert not use_cache
         outputs = super().forward(vectors)
-        return SimpleNamespace(logits=outputs) if self.with_logits else SimpleNamespace(loss=outputs.mean())
+        return self.kind(logits=outputs) if self.with_logits else self.kind(loss=outputs.mean())
 
 
-def test_an_object_with_logits_or_loss_is_understood_and_inputs_go_by_name():
+@pytest.mark.parametrize("kind", [SimpleNamespace, dict])
+def test_an_object_with_logits_or_loss_is_understood_and_inputs_go_by_name(kind):
     inputs, classes = batch()
-    model = adapt(Answers(), example)
+    model = adapt(Answers(kind), example)
     assert model(inputs).shape == (8, 4)
     torch.testing.assert_close(model(inputs, classes), F.cross_entropy(model(inputs), classes))
-    loss = adapt(Answers(with_logits=False), example)
-    torch.testing.assert_close(loss(inputs, classes), loss.module(vectors=inputs, use_cache=False).loss)
-    with pytest.raises(TypeError, match=r"returns SimpleNamespace, and neither a tensor nor .* \.logits or \.loss"):
+    loss = adapt(Answers(kind, with_logits=False), example)
+    torch.testing.assert_close(loss(inputs, classes), loss.module.outputs(inputs).mean())
+    with pytest.raises(TypeError, match=rf"returns {kind.__name__}, and neither a tensor nor .* \.logits or \.loss"):
         loss(inputs)
 
 

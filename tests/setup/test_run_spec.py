@@ -392,6 +392,25 @@ class TestModelsOfTheUser:
             "the model's forward pass changes buffers" in line and told in line for line in refused(*model, *options)
         )
 
+    @pytest.mark.parametrize(
+        ("kind", "options", "told"),
+        [
+            ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model reads module.layers.0.0.weight out"),
+            ("regularized", ["parallel=ddp"], None),
+            ("empty", ["parallel=fsdp"], "parallel.shard=auto: module.odd is empty, and fully_shard gathers n"),
+            ("empty", ["parallel=ddp"], None),
+            ("complex", ["parallel=ddp"], "optimizer.fused=true: module.odd is complex, and fused kernels take"),
+            ("complex", ["optimizer.fused=false"], None),
+            ("sparse", ["train.clip_norm=1"], "model=Odd: module.table has sparse gradients, which nothing"),
+            ("random", ["activations=offload"], "activations=offload: module.layers.0.1 draws its noise aft"),
+            ("random", ["activations=recompute"], None),
+        ],
+    )  # fmt: skip
+    def test_one_that_a_layout_or_lever_does_not_take(self, kind, options, told):
+        words = ["model=custom", f"model._target_={__name__}.Odd", f"+model.kind={kind}", *options]
+        words += ["data.inputs=8", "data.outputs=8"]
+        assert make(*words) if told is None else refused(*words)[0].startswith(told)
+
     def test_one_whose_weights_are_bounded_in_its_forward_pass_may_run_it_again(self):
         model = ("model=custom", f"model._target_={__name__}.Bounded", *VECTORS)
         make(*model, "activations=recompute", "parallel=single")
@@ -485,6 +504,27 @@ class Block(nn.Module):
         if self.training:
             self.slow.weight.data.lerp_(self.fast.weight.data, 0.1)
         return self.fast(inputs) + self.slow(inputs)
+
+
+class Odd(nn.Module):
+    """Of what is usual, one thing is not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.odd = kind, nn.Parameter(torch.ones(8, dtype=torch.complex64 if kind == "complex" else None))
+        if kind == "empty":
+            self.odd = nn.Parameter(torch.empty(0, 8))
+        if kind == "sparse":
+            self.table = nn.Embedding(8, 8, sparse=True)
+        inner = nn.RReLU if kind == "random" else nn.ReLU
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), inner()) for _ in range(2))
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = inputs * self.odd.sum().abs()
+        for layer in self.layers:
+            hidden = layer(hidden)
+        loss = nn.functional.mse_loss(hidden, targets)
+        return {"loss": loss + sum(p.sum() for p in self.layers.parameters()) if self.kind == "regularized" else loss}
 
 
 class Momentum(nn.Sequential):
