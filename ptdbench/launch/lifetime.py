@@ -11,11 +11,11 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # at import, as a forked process should load nothing
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, even by SIGKILL; only on Linux."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have the kernel signal this process when the thread that started it ends, even by SIGKILL; only on Linux."""
     if _LIBC:
         parent = os.getppid()
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # the parent ended between the two calls
             os._exit(1)
 

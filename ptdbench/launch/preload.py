@@ -6,8 +6,11 @@ CUDA: a forked process cannot use its parent's CUDA context.
 
 import ctypes
 import os
+import shutil
+import signal
 import sys
 import warnings
+from multiprocessing import forkserver
 
 from ptdbench.launch.lifetime import die_with_parent
 
@@ -16,11 +19,24 @@ _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 #: The fork server, the process that imported this. A rank whose parent is another process has lost it.
 SERVER = os.getpid()
 
+#: The process that started it.
+_STARTER = os.getppid()
+
+
+def _end(number: int, _: object) -> None:
+    """End as by default, but remove the folder of the server's socket if its starter was killed, and cannot."""
+    address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
+    if os.getpid() == SERVER and os.getppid() != _STARTER and address:
+        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
 
 if sys.platform == "linux":
+    signal.signal(signal.SIGTERM, _end)
     # Otherwise the server would live as long as any rank, and a rank that waits for a peer may live forever.
     # torch.multiprocessing does the same for every rank with respect to the server.
-    die_with_parent()
+    die_with_parent(signal.SIGTERM)
     # Become the parent of processes that ranks leave behind, so that they can be found.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     warnings.filterwarnings("ignore", "forkserver: waitpid returned unexpected pid")  # when it ends
