@@ -1,6 +1,9 @@
 """``python -m ptdbench``: what it prints and its exit status."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -8,7 +11,7 @@ import pytest
 from ptdbench import __main__ as command
 from ptdbench.records import store
 from tests.conftest import ROOT
-from tests.programs import call
+from tests.programs import call, until
 from tests.sweep.made import Directory, failure
 
 
@@ -81,6 +84,19 @@ class TestStatus:
         done = call(sys.executable, "-m", "ptdbench", "status", sweep.path, cwd=ROOT, environ=blocked)
         assert (done.returncode, done.stderr) == (0, "")
         assert "toy ddp" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [["-m", "ptdbench", "train"], [ROOT / "train.py"], ["-m", "ptdbench", "report", "."]], ids=str
+)
+def test_ctrl_c_while_it_imports_is_quiet(words, tmp_path, environ):
+    (tmp_path / "msgspec.py").write_text("import time\nopen('imports', 'w').close()\ntime.sleep(60)")
+    given = {**environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([sys.executable, *words], cwd=tmp_path, env=given, **pipes) as process:
+        until((tmp_path / "imports").exists)
+        process.send_signal(signal.SIGINT)
+        assert (process.wait(30), process.stdout.read()) == (130, b"")
 
 
 @pytest.mark.parametrize("words", [["status"], ["report", "--html", "--md", "--csv"], ["compare", "."]])

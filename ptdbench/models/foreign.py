@@ -1,7 +1,7 @@
 """Your own ``nn.Module`` as a model of ptdbench.
 
-Any module works whose ``forward(inputs)`` returns a tensor, or an object with ``.logits`` or ``.loss`` like those of
-Hugging Face. Their ``labels`` are not used: targets are already the next tokens, and the module would shift them again.
+Any module works whose ``forward(inputs)`` returns a tensor, or an object or a dict with ``logits`` or ``loss`` like
+those of Hugging Face. Their ``labels`` are not used: targets are the next tokens, and it would shift them again.
 Its state is its own: buffers, counters and lists in attributes may change in ``forward``, once for each micro-batch. No
 trial, rehearsal or evaluation leaves a trace in them, and recomputation runs on what the forward pass had; a resumed
 run has its buffers, but not what is counted in Python. Parts that the constructor puts into ``eval()`` stay there, and

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -22,7 +22,12 @@ from ptdbench.models.state import Modes, preserved
 @contextmanager
 def trial(module: nn.Module) -> Iterator[None]:
     """Try a module in eval mode, without gradients; on exit all is as it was, random state included."""
-    with warnings.catch_warnings(), torch.no_grad(), preserved(module, whole=True), _Writes(module.parameters()):
+    with (
+        warnings.catch_warnings(),
+        torch.no_grad(),
+        preserved(module, whole=True),
+        _Uses(dict(module.named_parameters())),
+    ):
         warnings.simplefilter("ignore")  # of what is unusual only in a trial, such as inputs without gradients
         module.eval()  # no dropout, and batch norms keep their statistics
         yield
@@ -35,7 +40,8 @@ class Observed:
     weights: Sequence[str] = ()  #: Weights that it changes in place, as that of a momentum encoder does.
     buffers: Sequence[str] = ()  #: Buffers that it changes, other than the statistics of batch norms.
     overwritten: Sequence[str] = ()  #: Those of them that it changes in place.
-    bypassed: Sequence[str] = ()  #: Layers that it does not call, but whose submodules it calls.
+    outside: Sequence[str] = ()  #: Weights of layers that it uses while their layer does not run.
+    bypassed: Sequence[str] = ()  #: Those of them whose layer it does not call at all.
 
 
 def observe(module: nn.Module, layers: Iterable[nn.Module], inputs: Tensor, targets: Tensor) -> Observed:
@@ -52,12 +58,12 @@ def observe(module: nn.Module, layers: Iterable[nn.Module], inputs: Tensor, targ
     """
     for device in ("meta", None):  # code that reads values does not run on the meta device
         with suppress(Exception):  # third-party code may raise anything
-            return _observed(module, layers, [inputs, targets], device)
+            return _observed(module, list(layers), [inputs, targets], device)
     return Observed()
 
 
 def _observed(
-    module: nn.Module, layers: Iterable[nn.Module], example: Sequence[Tensor], device: str | None
+    module: nn.Module, layers: Sequence[nn.Module], example: Sequence[Tensor], device: str | None
 ) -> Observed:
     weights: dict[str, Tensor] = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
@@ -69,57 +75,62 @@ def _observed(
     place = next(iter(tensors.values())).device
     two = [torch.zeros((2, *one.shape[1:]), dtype=one.dtype, device=place) for one in example]  # for batch norms
     present = dict(tensors)
-    with preserved(module, whole=True), _bypassing(module, layers) as bypassed, _Writes(tensors.values()) as writes:
+    holders = {name: [one for one in layers if weight in set(one.parameters())] for name, weight in weights.items()}
+    with preserved(module, whole=True), _Uses(tensors, holders) as uses, uses.noting_calls(layers):
         Modes(module).train()
         if device:
             functional_call(module, present, tuple(two))  # which updates the dict
         else:
             module(*two)
             present = dict(chain(module.named_parameters(), module.named_buffers()))
-        written = {name for name, tensor in tensors.items() if writes.has_changed(tensor)}
+        written = {name for name, tensor in tensors.items() if uses.has_changed(tensor)}
     changed = written | {name for name, tensor in tensors.items() if present.get(name) is not tensor}
     counted = {name for name in buffers if isinstance(module.get_submodule(name.rpartition(".")[0]), _BatchNorm)}
+    outside = [name for name in weights if name in uses.outside]
     return Observed(
         [name for name in weights if name in changed],
         [name for name in buffers if name in changed - counted],
         [name for name in buffers if name in written - counted],
-        sorted(bypassed),
+        outside,
+        [name for name in outside if uses.called.isdisjoint(holders[name])],
     )
 
 
-@contextmanager
-def _bypassing(module: nn.Module, layers: Iterable[nn.Module]) -> Iterator[set[str]]:
-    """Yield a set that on exit holds the layers whose own submodules were called, although they were not."""
-    names = {layer: name for name, layer in module.named_modules()}
-    owners: dict[nn.Module, set[nn.Module]] = {}
-    for layer in layers:
-        for inner in layer.modules():
-            owners.setdefault(inner, set()).add(layer)
-    called, entered, bypassed = set[nn.Module](), set[nn.Module](), set[str]()
-    with ExitStack() as hooks:
-        for inner, (layer, *others) in owners.items():
-            if not others:  # a module that several layers share belongs to none
-                noted = called if inner is layer else entered
-                hooks.callback(inner.register_forward_pre_hook(lambda *_, to=noted, of=layer: to.add(of)).remove)
-        yield bypassed
-    bypassed.update(names[layer] for layer in entered - called)
-
-
-class _Writes(TorchDispatchMode):
-    """Notes which of some tensors operations write to, and undoes that on exit.
+class _Uses(TorchDispatchMode):
+    """Notes which of some tensors operations use and write to, and undoes what they write on exit.
 
     Version counters do not show what goes through ``.data``.
+
+    Args:
+        tensors: The tensors by name.
+        holders: The layers that hold each of them.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], holders: Mapping[str, Collection[nn.Module]] | None = None
+    ) -> None:
         super().__init__()
-        self._aliases = [(tensor, tensor.detach()) for tensor in tensors]
-        self._of_memory: dict[int, list[Tensor]] = {}
-        for _, alias in self._aliases:
-            self._of_memory.setdefault(_memory(alias), []).append(alias)
+        self.outside: set[str] = set()  #: Names of tensors that were used while none of their holders ran.
+        self.called: set[nn.Module] = set()  #: Layers that were called.
+        self._running: list[nn.Module] = []
+        self._holders = holders or {}
+        self._aliases = [(tensor, tensor.detach()) for tensor in tensors.values()]
+        self._of_memory: dict[int, list[tuple[str, Tensor]]] = {}
+        for name, (_, alias) in zip(tensors, self._aliases, strict=True):
+            self._of_memory.setdefault(_memory(alias), []).append((name, alias))
         self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}
+
+    @contextmanager
+    def noting_calls(self, layers: Iterable[nn.Module]) -> Iterator[None]:
+        """Note which of the layers are called, and run."""
+        with ExitStack() as hooks:
+            for layer in layers:
+                hooks.callback(layer.register_forward_pre_hook(lambda layer, _: self._running.append(layer)).remove)
+                hooks.callback(layer.register_forward_hook(lambda layer, *_: self._running.remove(layer)).remove)
+                hooks.callback(layer.register_forward_pre_hook(lambda layer, _: self.called.add(layer)).remove)
+            yield
 
     def has_changed(self, tensor: Tensor) -> bool:
         """Return whether an operation has written to a tensor, or other memory has taken the place of its own."""
@@ -140,15 +151,19 @@ class _Writes(TorchDispatchMode):
         arguments = getattr(getattr(func, "_schema", None), "arguments", ())  # an operator of a higher order has none
         given = dict(zip((one.name for one in arguments), args, strict=False)) | dict(kwargs or {})
         for argument in arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in tree_leaves(given.get(argument.name)):
-                    if isinstance(tensor, Tensor):
-                        self._keep(_memory(tensor))
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in tree_leaves(given.get(argument.name)):
+                if isinstance(tensor, Tensor):
+                    self._note(_memory(tensor), is_write)
         return func(*args, **(kwargs or {}))
 
-    def _keep(self, memory: int) -> None:
-        if memory in self._of_memory and memory not in self._before:
-            self._before[memory] = [(alias, alias.clone()) for alias in self._of_memory[memory]]
+    def _note(self, memory: int, is_write: bool) -> None:
+        for name, _ in self._of_memory.get(memory, ()):
+            holders = self._holders.get(name)
+            if holders and not any(layer in self._running for layer in holders):
+                self.outside.add(name)
+        if is_write and memory in self._of_memory and memory not in self._before:
+            self._before[memory] = [(alias, alias.clone()) for _, alias in self._of_memory[memory]]
 
 
 def _memory(tensor: Tensor) -> int:

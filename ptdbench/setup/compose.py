@@ -42,7 +42,7 @@ from ptdbench.problems import (
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read
-from ptdbench.terminal import command
+from ptdbench.terminal import command, plain
 
 #: Hydra's exceptions for an invalid command line or file; :func:`_compose` converts further ones to these.
 _REFUSALS = (HydraException, OmegaConfBaseException, ValueError, IndexError)
@@ -258,6 +258,8 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             rule = f"cannot be read ({reason})" if equals else "options are written NAME=VALUE, without spaces"
             is_text = equals and not value.startswith(("[", "{", "'", '"'))
             remedy = f"as text it is {in_shell(name, quoted(value))}" if is_text else ""
+            if plain(override) != override:
+                remedy = "type it in UTF-8, without control characters"
             found.append(Problem(name, value if equals else "(no value)", rule, remedy))
     require(*found)
     return parsed

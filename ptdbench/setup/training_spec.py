@@ -402,7 +402,8 @@ _OBSERVED = {
     "weights": "the model's forward pass changes weights in place, {} for one",
     "buffers": "the model's forward pass changes buffers, {} for one",
     "overwritten": "the model's forward pass changes buffers in place, {} for one",
-    "bypassed": "the model does not call its layers as modules, {} for one",
+    "outside": "the model uses weights of a layer while it does not run, {} for one",
+    "bypassed": "the model does not call the layers whose weights it uses, {} for one",
 }
 
 
@@ -427,12 +428,12 @@ def _check_observed(
         (bool(general.compile), "overwritten", "compile", general.compile,
          "a compiled backward pass may read what it has changed", "self.buffer = self.buffer + 1, or compile=false"),
         (pipeline, "buffers", "parallel.pipeline", strategy.pipeline, "no stage holds them", "parallel=ddp"),
-        (shards, "bypassed", "parallel.shard", strategy.shard, "FSDP gathers weights where they are called",
+        (shards, "outside", "parallel.shard", strategy.shard, "FSDP has them in shards then",
          "calling layer(x), or parallel=ddp"),
-        (not isinstance(activations, Keep), "bypassed", "activations", treatment, "it is applied where they are called",
+        (not isinstance(activations, Keep), "bypassed", "activations", treatment, "it is applied to calls",
          "calling layer(x), or keep"),
-        (general.compile in ("layers", "autotune"), "bypassed", "compile", general.compile,
-         "compiled is what runs where they are called", "calling layer(x), or whole"),
+        (general.compile in ("layers", "autotune"), "bypassed", "compile", general.compile, "calls are compiled",
+         "calling layer(x), or whole"),
     ]  # fmt: skip
     affected = [row[1:] for row in rows if row[0]]
     if not affected:

@@ -120,10 +120,21 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize(("method", "bypassed"), [("__call__", 0), ("run", 0), ("encode", 2), ("forward", 2)])
-def test_layers_whose_submodules_are_called_without_them_are_named(method, bypassed):
+def test_weights_of_layers_that_are_not_called_are_named(method, bypassed):
     model = adapt(Stack(method), example)
-    names = [f"module.blocks.{number}" for number in range(bypassed)]
-    assert observe(model, model.layers(), *example()).bypassed == names
+    names = [f"module.blocks.{number}.linear.{weight}" for number in range(bypassed) for weight in ("weight", "bias")]
+    observed = observe(model, model.layers(), *example())
+    assert (observed.bypassed, observed.outside) == (names, names)
+
+
+def test_a_weight_that_is_read_outside_of_its_layer_is_named():
+    class Regularized(Stack):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return super().forward(hidden) + self.blocks[1].linear.weight.square().sum()
+
+    model = adapt(Regularized("__call__"), example)
+    observed = observe(model, model.layers(), *example())
+    assert (observed.bypassed, observed.outside) == ([], ["module.blocks.1.linear.weight"])
 
 
 def test_a_trial_undoes_what_is_written_to_weights_and_what_eval_itself_does():

@@ -175,6 +175,9 @@ class TestSyntax:
         (word,) = shlex.split(line.partition("; as text it is ")[2])
         assert compose(word).jobs[0].data.path == path
 
+    def test_what_is_no_utf_8_is_to_be_typed_so(self):
+        assert refused("model.name=a\udcff\udcfeb")[0].endswith("; type it in UTF-8, without control characters")
+
     @pytest.mark.parametrize("override", ["parallel=null", "model="])
     def test_a_group_wants_a_name(self, override):
         assert refused(override)[0].startswith(f"{override}: there is no such choice; try ")

@@ -366,16 +366,16 @@ class TestModelsOfTheUser:
     @pytest.mark.parametrize(
         ("options", "told"),
         [
-            (["activations=recompute"], "it is applied where they are called; try calling layer(x), or keep"),
-            (["compile=layers"], "compiled is what runs where they are called; try calling layer(x), or whole"),
-            (["parallel=fsdp"], "FSDP gathers weights where they are called; try calling layer(x), or parallel=ddp"),
+            (["activations=recompute"], "it is applied to calls; try calling layer(x), or keep"),
+            (["compile=layers"], "calls are compiled; try calling layer(x), or whole"),
+            (["parallel=fsdp"], "FSDP has them in shards then; try calling layer(x), or parallel=ddp"),
         ],
     )
     def test_one_that_calls_its_layers_by_another_method(self, options, told):
         model = ("model=custom", f"model._target_={__name__}.ByMethod", *VECTORS)
         make(*model, "compile=whole", "parallel=ddp")
         (line,) = refused(*model, *options)
-        assert line.endswith(f": the model does not call its layers as modules, layers.0 for one, and {told}")
+        assert line.endswith(f", layers.0.linear.weight for one, and {told}")
 
     @pytest.mark.parametrize(
         ("options", "told"),
@@ -395,7 +395,7 @@ class TestModelsOfTheUser:
     @pytest.mark.parametrize(
         ("kind", "options", "told"),
         [
-            ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model reads module.layers.0.0.weight out"),
+            ("regularized", ["parallel=fsdp"], "parallel.shard=auto: the model uses weights of a layer while it does not"),
             ("regularized", ["parallel=ddp"], None),
             ("empty", ["parallel=fsdp"], "parallel.shard=auto: module.odd is empty, and fully_shard gathers n"),
             ("empty", ["parallel=ddp"], None),
