@@ -14,16 +14,18 @@ import sys
 # import a user's modules add it after Python's own.
 if __name__ == "__main__":
     try:
-        is_first = sys.path[0] == os.getcwd()
+        here = os.getcwd()
     except FileNotFoundError:  # it was deleted
-        is_first = False
-    if is_first:
+        here = ""
+    if sys.path[0] == here:
         del sys.path[0]
 
-from ptdbench import quiet
+import signal
 
-if __name__ == "__main__" or os.path.basename(sys.argv[0]) == "ptdbench":
-    quiet.end_on_interrupt()
+# While modules are imported, Ctrl-C ends a program without a traceback, unless it is ignored as in the background.
+_is_program = __name__ == "__main__" or os.path.basename(sys.argv[0]) == "ptdbench"
+if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
 import re
@@ -51,10 +53,11 @@ def main() -> int:
         from ptdbench.records.store import Damaged
 
         try:
-            quiet.raise_on_interrupt()
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # from now on there may be something to clean up
+                signal.signal(signal.SIGINT, signal.default_int_handler)
             return int(arguments.main(arguments))
         except KeyboardInterrupt:
-            return quiet.STATUS
+            return 130
         except (ConfigError, Damaged) as refusal:
             echo(str(refusal), sys.stderr)
         except OSError as error:

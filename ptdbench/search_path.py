@@ -65,21 +65,18 @@ def add_current() -> None:
         remedy = "change to another one, also if one of its name exists again"
         raise ConfigError([Problem("current directory", ".", "was deleted", remedy)]) from None
     needed = {*_LATER, *(name for name in sys.modules if "." not in name)} - sys.stdlib_module_names - {"__main__"}
-    require(*(_hidden(path, name) for name in sorted(needed) for path in (here / f"{name}.py", here / name)))
+    require(*(_hidden(here, name) for name in sorted(needed)))
     for folder in dict.fromkeys([os.environ.get(FOLDER, str(here)), str(here)]):
         if folder not in sys.path:
             sys.path.insert(max(map(sys.path.index, standard()), default=-1) + 1, folder)
 
 
-def _hidden(path: Path, name: str) -> Problem | None:
-    """Return a problem if a module in the current folder would be imported in place of another of its name."""
-    file = path if path.suffix else path / "__init__.py"
-    if not file.exists():
-        return None
+def _hidden(folder: Path, name: str) -> Problem | None:
+    """Return a problem if a module in the folder would be imported in place of another of its name."""
     with suppress(ValueError, OSError):  # a module without a specification, or without a file
-        meant = find_spec(name)
-        if meant and meant.origin and not file.samefile(meant.origin):
-            instead = "rename it" if name != __package__ else "use python train.py here"
-            rule = f"ranks started here would import it instead of {meant.origin}"
-            return Problem(name, path, rule, f"{instead}, or use another directory")
+        for file in filter(Path.exists, (folder / f"{name}.py", folder / name / "__init__.py")):
+            if (meant := find_spec(name)) and meant.origin and not file.samefile(meant.origin):
+                instead = "rename it" if name != __package__ else "use python train.py here"
+                rule = f"ranks started here would import it instead of {meant.origin}"
+                return Problem(name, file, rule, f"{instead}, or use another directory")
     return None

@@ -35,7 +35,7 @@ ROOMS = """
     cache
     files
     terminal units search_path
-    problems quiet
+    problems
 """
 LEVEL = {room: level for level, line in enumerate(ROOMS.splitlines()) for room in line.split()}
 

@@ -70,8 +70,8 @@ def test_what_would_be_imported_for_a_package_is_named(tmp_path, monkeypatch, na
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         search_path.add_current()
-    package, path = name.partition("/")[0].removesuffix(".py"), tmp_path / name.partition("/")[0]
-    assert str(caught.value).startswith(f"{package}={path}: ranks started here would import it instead of /")
+    package = name.partition("/")[0].removesuffix(".py")
+    assert str(caught.value).startswith(f"{package}={tmp_path / name}: ranks started here would import it instead of /")
     assert str(caught.value).endswith("; rename it, or use another directory")
 
 

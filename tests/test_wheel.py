@@ -121,7 +121,7 @@ def test_another_ptdbench_in_this_directory_is_refused(shell, tmp_path):
     done = call("ptdbench", "train", "model=toy", cwd=tmp_path, env=shell)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"ptdbench={tmp_path}/ptdbench: ranks started here would import it instead of ")
+    assert line.startswith(f"ptdbench={tmp_path}/ptdbench/__init__.py: ranks started here would import it instead of ")
 
 
 @pytest.mark.ranks

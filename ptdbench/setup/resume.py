@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import socket
@@ -114,9 +115,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
     moves = world is None and any(_moves(override, written) for override in place)
     moves |= any(option(override) == "hydra.run.dir" and not _names(override, directory) for override in place)
     earlier = _earlier(directory, written)
-    others = [
-        word for word in others if not (option(word).endswith("_target_") and word in earlier)
-    ]  # trusted, not new
+    others = _new(others, earlier)
     kept = [*(override for override in earlier if not _is_place(override)), *_shape(earlier, written, others, world)]
     hydras = [word for word in _hydras(directory / ".hydra/hydra.yaml", others) if option(word).startswith(_OF_RUNS)]
     if len(others) > len(place) or multirun or moves:
@@ -313,10 +312,9 @@ def check_targets(typed: Sequence[str], configs: Iterable[Config]) -> None:
         ConfigError: There is such a name.
     """
     given = values(typed)
-    for asked in (RUN, SWEEP):
+    for asked, config in itertools.product((RUN, SWEEP), configs):
         if directory := _path(given.get(asked)):
-            for config in configs:
-                _check_targets(asked, directory, config, typed)
+            _check_targets(asked, directory, config, typed)
 
 
 def _check_targets(asked: str, directory: Path, config: Config, typed: Sequence[str] = ()) -> None:
