@@ -23,8 +23,9 @@ if __name__ == "__main__":
 import signal
 
 # While modules are imported, Ctrl-C ends a program without a traceback, unless it is ignored as in the background.
-_is_program = __name__ == "__main__" or os.path.basename(sys.argv[0]) == "ptdbench"
-if _is_program and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+if "ptdbench" in (os.path.basename(sys.argv[0]), __package__ if __name__ == "__main__" else "") and (
+    signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
 import argparse
