@@ -290,11 +290,15 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flo
         FlopsUnknown: The module does not run on the meta device.
     """
     try:
-        return _counted(module, inputs, targets, torch.device("meta"))
+        with preserved(module, whole=True):
+            return _counted(module, inputs, targets, torch.device("meta"))
     except Exception as error:  # third-party code may raise anything
         reason = first_line(error)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True):  # code that reads values often checks first if it is traced
+        with (
+            preserved(module, whole=True),
+            FakeTensorMode(allow_non_fake_inputs=True),
+        ):  # code that reads values often checks first if it is traced
             return _counted(module, inputs, targets, torch.device("cpu"))
     except Exception:
         problem = f"the model has no train_flops(), and counting on the meta device failed: {reason}"
@@ -331,7 +335,7 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     }
     # Counted on two samples, as batch norm refuses to train on one.
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
-    with preserved(module, whole=True), counter, sdpa_kernel(SDPBackend.MATH):
+    with counter, sdpa_kernel(SDPBackend.MATH):
         functional_call(both, tensors, tuple(two))
     outside, masked = _masked(both, forward, inputs.shape[-1])
     # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses
