@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,15 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.planning.classes import classes, merged
-from ptdbench.planning.micro_batch import CarryOut, layouts, missing_sample_bytes, needs_search, stand_in, try_options
+from ptdbench.planning.micro_batch import (
+    CarryOut,
+    held,
+    layouts,
+    missing_sample_bytes,
+    needs_search,
+    stand_in,
+    try_options,
+)
 from ptdbench.planning.search import Search
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, schema, store
@@ -158,12 +167,14 @@ class _Virtual:
         self._state = spec.training.footprints()  # before anything runs, as this raises for some optimizers
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": spec.nccl_bytes} if spec.nccl_bytes else {})
         self._layouts = layouts(spec.training, is_free=asked.sets_batch)
+        self._held = held(spec.training, self._layouts)
         self._records: dict[int, dict[str, Any]] = {}
 
     def fields(self) -> dict[str, Any]:
         """Run the requested or the found micro-batch, and search for the largest one."""
         candidates = list(self._layouts)
-        search = Search(candidates, self._room, lambda size: self._tried(size, profiled=False), points=_POINTS)
+        attempt = partial(self._tried, profiled=False)
+        search = Search(candidates, self._room, attempt, points=_POINTS, held=self._held)
         if needs_search(self._asked.config):
             shown = search.largest() or candidates[0]
         else:
@@ -276,36 +287,50 @@ class _Virtual:
         rule = f"micro-batch {shown} needs {needs}, and {has}"
         if search.best:
             return f"{rule}; train.micro_batch={search.best} fits"
-        training, average = self._training, self._asked.config.train.ema is not None
-        (whole,) = footprints(training.model, training.optimizer, average=average)
         smallest = min(search.tries, key=lambda one: one.micro_batch)
-        none = f"{rule}; no micro-batch fits"
-        if smallest.needed_bytes is None:
-            return none
-        layout = self._layouts[smallest.micro_batch]
-        rest = smallest.needed_bytes - (0 if self._spec.is_on_host else max(one.total for one in self._state))
-        gathers = training.strategy.gathers_weights(layout.dims)  # then the rest has gathered weights, whole gradients
-        rest += 0 if gathers else self._gathered()
+        size, needed = smallest.micro_batch, smallest.needed_bytes
+        if needed is None:
+            return f"{rule}; none fits"
+        # Beside the state if that is sharded: FSDP gathers weights, and a pipeline keeps whole gradients of its stage.
+        rest = (
+            needed - self._held.get(size, 0) - (0 if self._spec.is_on_host else max(one.total for one in self._state))
+        )
+        if not self._training.strategy.gathers_weights(dims := self._training.layout.dims):
+            rest += self._gathered() + (dims.pipeline > 1) * max(one.gradients for one in self._state)
         if rest >= self._room:
-            return f"{none}: beside the training state, {smallest.micro_batch} needs {gib_text(rest)}; {self._else()}"
-        least = math.ceil(whole.total / (self._room - rest))
-        would = f"{smallest.micro_batch} would with its state sharded over about {least:,} GPUs"
-        if not gathers and layout.global_batch > least * layout.micro_batch:
-            would += " and parallel.reduce_scatter_each_microbatch=true"
-        return f"{none}; {would}"
+            return f"{rule}; none fits: beside the training state, {size} needs {gib_text(rest)}{self._else()}"
+        return f"{rule}; none fits; micro-batch {size} would {self._where(size, self._room - rest)}"
+
+    def _where(self, size: int, free: int) -> str:
+        """Say over how many GPUs, and with which options, a micro-batch fits that leaves ``free`` bytes for state."""
+        training, how, batch = self._training, self._training.strategy, self._layouts[size].global_batch
+        dims, said = training.layout.dims, []
+        (whole,) = footprints(training.model, training.optimizer, average=self._asked.config.train.ema is not None)
+        gpus, state = dims.world_size, 0 if self._spec.is_on_host else max(one.total for one in self._state)
+        if state > free or not how.gathers_weights(dims):
+            gpus = math.ceil(whole.total / free)
+            said.append(f"if weights and optimizer state were sharded over about {gpus:,} GPUs")
+        replicas = max(1, gpus * dims.batch // dims.world_size)
+        options = []
+        if batch > replicas * size and not (self._asked.sets_batch or how.applies("pipeline", dims)):
+            options += ["parallel.reduce_scatter_each_microbatch=true"] * (not how.reduce_scatter_each_microbatch)
+            options += ["parallel.reshard_between_microbatches=true"] * (how.reshard_between_microbatches is False)
+        if batch < replicas * size and not self._asked.sets_batch:
+            options.append(f"train.global_batch={replicas * size}")
+        return ", ".join([*said, *([f"with {' and '.join(options)}"] if options else [])])
 
     def _gathered(self) -> int:
-        """Return the bytes of the weights that FSDP gathers at a time: two layers, and those outside the layers."""
+        """Return the bytes that FSDP gathers at a time: two layers, and the weights outside; and reduces, in fp32."""
         model = self._training.model
         sizes = [parameter_count(layer) for layer in model.layers()]
         count = parameter_count(module_of(model)) - sum(sizes) + 2 * max(sizes, default=0)
-        return count * DTYPES[self._asked.config.general.precision].itemsize
+        return count * (DTYPES[self._asked.config.general.precision].itemsize + 4)
 
     def _else(self) -> str:
         """Suggest options that reduce the memory beside the training state, which the smallest micro-batch exceeds."""
         config, how, words = self._asked.config, self._training.strategy, []
         smallest = next(iter(self._layouts.values()))
-        if smallest.dims.replicate == smallest.dims.world_size > 1:
+        if (dims := smallest.dims).replicate * dims.shard == dims.world_size and dims.replicate > 1:
             words.append("parallel=fsdp")
         if how.accumulates_whole(smallest):
             words.append("parallel.reduce_scatter_each_microbatch=true")
@@ -313,4 +338,6 @@ class _Virtual:
             words.append("activations=recompute")
         if config.general.precision == "fp32":
             words.append("precision=bf16")
-        return f"try {', '.join([*words, 'parallel.tensor or parallel.context'])}"
+        if self._training.model.roles():
+            words.append("parallel.tensor or parallel.context")
+        return f"; try {', '.join(words)}" if words else ""

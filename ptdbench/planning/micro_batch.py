@@ -18,8 +18,11 @@ from msgspec import to_builtins
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
 from ptdbench.launch.slurm import JobSteps
+from ptdbench.parallel import experts
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import divisors
+from ptdbench.parallel.footprint import local_parts
+from ptdbench.parallel.precision import DTYPES
 from ptdbench.planning.search import Search
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, schema, store
@@ -140,7 +143,9 @@ class Finder:
             raise ConfigError([Problem("train.micro_batch", asked, f"workload={name} does not train", "try auto")])
         self._layouts = layouts(self._spec.training)
         candidates = list(self._layouts)
-        search = self._search = Search(candidates, self._room(None), self._tried, most=_MOST, stride=_STRIDE)
+        stride = 0 if self._spec.virtual else _STRIDE
+        always = held(self._spec.training, self._layouts, self._ranks_here if self._spec.device_type == "cpu" else 1)
+        search = self._search = Search(candidates, self._room(None), self._tried, _MOST, stride, held=always)
         largest = search.largest()
         if largest is None:
             smallest = next(one for one in search.tries if one.micro_batch == candidates[0])
@@ -148,7 +153,7 @@ class Finder:
             room = "a GPU" if search.room == _UNKNOWN else gib_text(search.room)
             raise MemoryError(f"not even micro-batch {candidates[0]} fits into {room}{needs}")
         if self.config.train.micro_batch == "best":
-            largest = self._fastest([one for one in candidates if one <= largest])
+            largest = self._fastest(search.fitting())
         return self._with(largest)
 
     def given(self, micro_batch: int) -> Found | None:
@@ -338,6 +343,26 @@ def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPla
     if not found and first:
         raise first.under("parallel")
     return found
+
+
+def held(training: TrainingSpec, possible: Mapping[int, BatchPlan], ranks: int = 1) -> dict[int, int]:
+    """Return the bytes that ``ranks`` ranks hold between the passes of a step, of micro-batches with several passes.
+
+    These are whole gradients, and gathered weights under ``parallel.reshard_between_microbatches=false``.
+    """
+    model, how, dims = training.model, training.strategy, training.layout.dims
+    width, of_experts = DTYPES[training.config.general.precision].itemsize, experts.parts(model, dims)
+    keeps = how.frees_after_forward(dims) and not how.frees_between_microbatches(dims)
+    gradients = gathered = 0
+    for weight, shard in local_parts(model, how, dims).items():
+        others = (dims.regroup_copies("expert") if weight in of_experts else dims.shards) - 1
+        gathered += others * shard.numel() * width
+        gradients += others * shard.nbytes * weight.requires_grad
+    return {
+        size: ranks * (gradients * how.accumulates_whole(layout) + gathered * keeps)
+        for size, layout in possible.items()
+        if layout.accumulation > 1
+    }
 
 
 def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:

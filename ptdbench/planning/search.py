@@ -5,7 +5,7 @@ The search does not know what a try is: a run on virtual GPUs, or a run of all r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ptdbench.records.schema import Try
@@ -23,17 +23,20 @@ class Search:
     attempt: Callable[[int], Try]  #: Tries a micro-batch.
     most: int = 12  #: Maximum number of tries; if they run out, the largest that fitted so far is the result.
     #: A line proposes at most this multiple of the largest try: with measured needs, a try that needs far too much
-    #: memory harms other processes. 0: no limit.
+    #: memory harms other processes. 0: needs are exact, and there is no limit.
     stride: int = 0
     #: The tries before a line proposes are at most these multiples of the smallest candidate: sizes too close together
     #: give no useful line, and needs may grow more slowly beyond some size.
     points: Sequence[int] = (8,)
+    #: Bytes that candidates need whatever their size, as those that accumulate gradients; 0 for others. Beside these,
+    #: needs grow with the micro-batch.
+    held: Mapping[int, int] = field(default_factory=dict)
     tries: list[Try] = field(default_factory=list)  #: The tries so far, in order.
 
     def largest(self) -> int | None:
         """Return the largest micro-batch that fits, itself tried; ``None`` if none does.
 
-        The next larger candidate has been tried and did not fit, or is far too large by :meth:`predicted`.
+        Each larger candidate has been tried and did not fit, or is too large by these tries or by :meth:`predicted`.
         """
         while (proposal := self.proposal()) is not None and len(self.tries) < self.most:
             self.tries.append(self.attempt(proposal))
@@ -44,11 +47,32 @@ class Search:
         """The largest micro-batch that has fitted so far."""
         return max((one.micro_batch for one in self.tries if one.fits), default=None)
 
+    def fitting(self) -> list[int]:
+        """Return the micro-batches that fit, in ascending order: those tried, and smaller ones that should."""
+        tried = {one.micro_batch: one.fits for one in self.tries}
+        smaller = [size for size in self.candidates if size <= (self.best or 0)]
+        return [m for m in smaller if tried.get(m, not self._is_excluded(m) and self.predicted(m) <= self.room)]
+
+    def _is_excluded(self, micro_batch: int) -> bool:
+        """Return whether a smaller one that does not fit tells that this one does not, either.
+
+        One that nearly fits tells nothing of the next larger one, as memory fragments.
+        """
+
+        def tells(smaller: Try) -> bool:
+            size, needed = smaller.micro_batch, smaller.needed_bytes
+            spared = self.held.get(size, 0) - self.held.get(micro_batch, 0)
+            if needed is None:
+                return spared <= 0
+            is_next = not self.stride and not any(size < between < micro_batch for between in self.candidates)
+            return needed - spared > (1 + _CLEAR) * self.room or (spared <= 0 and not is_next)
+
+        return any(tells(one) for one in self.tries if not one.fits and one.micro_batch < micro_batch)
+
     def proposal(self) -> int | None:
         """Return the micro-batch to try next; ``None`` if the answer is known."""
         tried = {one.micro_batch for one in self.tries}
-        above = min((one.micro_batch for one in self.tries if not one.fits), default=None)
-        open_ = [m for m in self.candidates if m > (self.best or 0) and (above is None or m < above) and m not in tried]
+        open_ = [m for m in self.candidates if m > (self.best or 0) and m not in tried and not self._is_excluded(m)]
         if not open_:
             return None
         if sum(one.needed_bytes is not None for one in self.tries) < 2:
@@ -65,16 +89,18 @@ class Search:
             last = self.tries[-1]
             is_misled = not last.fits and last.needed_bytes is None  # it did not fit although the line predicted so
             return fitting[len(fitting) // 2 if is_misled else -1]
-        return open_[0] if self.predicted(open_[0]) <= (1 + _CLEAR) * self.room else None
+        return next((m for m in open_ if self.predicted(m) <= (1 + _CLEAR) * self.room), None)
 
     def predicted(self, micro_batch: int) -> float:
         """Return the bytes that a micro-batch needs, by the line through its neighbors among tries with a known need.
 
-        Beyond the largest of these, it is the line through the two largest.
+        Beyond the largest of these, it is the line through the two largest. Held gradients are no part of the line.
         """
-        known = sorted((one.micro_batch, one.needed_bytes) for one in self.tries if one.needed_bytes is not None)
+        needs = {one.micro_batch: one.needed_bytes for one in self.tries if one.needed_bytes is not None}
+        known = sorted((size, needed - self.held.get(size, 0)) for size, needed in needs.items())
+        held = self.held.get(micro_batch, 0)
         if len(known) < 2:
-            return float(known[0][1]) if known else 0.0
+            return float(known[0][1] + held) if known else 0.0
         last = next((place for place, (size, _) in enumerate(known) if size >= micro_batch and place), len(known) - 1)
         (x, below), (y, above) = known[last - 1 : last + 1]
-        return above + (above - below) / (y - x) * (micro_batch - y)
+        return held + above + (above - below) / (y - x) * (micro_batch - y)
