@@ -154,9 +154,13 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     made = plans.make(composed, overrides, again, _prepare_to_plan, _run)
     if as_json:
         echo(files.as_text(made.records))
-    else:
+    elif made.records:
         text.show(table.of_plans(made.records, shutil.get_terminal_size((110, 24)).columns))
+        if made.cached:
+            echo(f"cached: {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
         echo(table.closing_lines(made.directory, made.records))
+    if made.stopped:
+        raise made.stopped
     return int(all(one["status"] != "ok" for one in made.records))
 
 

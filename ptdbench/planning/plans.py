@@ -6,14 +6,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache as once
 from hashlib import sha256
 from importlib import metadata, util
+from itertools import chain, islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,9 @@ _KIND = "plans"
 #: Packages whose versions a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
+#: Maximum number of files below the folders that options name, or in a package; plans that read more are not cached.
+_MOST_FILES = 10_000
+
 #: Host memory in bytes that a running rank of a large model takes, including its share of the fork server.
 _BYTES = 3_000_000_000
 
@@ -55,6 +59,8 @@ class Planned:
 
     directory: Path  #: The folder with a directory for each record.
     records: Sequence[Mapping[str, Any]]  #: The records, in the order of the command line.
+    cached: int  #: How many of them were planned earlier.
+    stopped: local.Stopped | None  #: The signal because of which the remaining ones are missing, if any.
 
 
 def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
@@ -109,17 +115,20 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
         if known is None
     ]
     directory = hydra_output.claim(of, None, None)
-    records = []
-    with closing(_made(lacking, prepare, carry_out)) as made:
-        for number, (whole, job, words) in enumerate(zip(of.whole, jobs, of.overrides, strict=True)):
-            own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
-            draft = record.begin(job.resolved, own, {}, words)
-            planned = draft | {"kind": "planned", **(found[number] or next(made)), "directory": str(own)}
-            own.mkdir(parents=True, exist_ok=True)
-            write_json(own / store.RECORD, planned)
-            store.append_result(directory, planned)
-            records.append(strict(planned))
-    return Planned(directory, records)
+    records, stopped = [], None
+    try:
+        with closing(_made(lacking, prepare, carry_out)) as made:
+            for number, (whole, job, words) in enumerate(zip(of.whole, jobs, of.overrides, strict=True)):
+                own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
+                draft = record.begin(job.resolved, own, {}, words)
+                planned = draft | {"kind": "planned", **(found[number] or next(made)), "directory": str(own)}
+                own.mkdir(parents=True, exist_ok=True)
+                write_json(own / store.RECORD, planned)
+                store.append_result(directory, planned)
+                records.append(strict(planned))
+    except local.Stopped as signalled:
+        stopped = signalled
+    return Planned(directory, records, sum(map(bool, found[: len(records)])), stopped)
 
 
 @dataclass(frozen=True)
@@ -225,20 +234,66 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
     if "virtual" not in read.resolved:
         return None  # this machine's available memory changes
     options = {name: value for name, value in read.resolved.items() if not affects(name, "nothing")}
-    named = {target.partition(".")[0] for _, target in targets(read.resolved)} - {"ptdbench"}
-    if any(map(_may_change, named | set(filter(util.find_spec, _PACKAGES)))):
+    calls = [one for one in _parts(options) if isinstance(one, Mapping) and "_target_" in one]
+    named = {str(call["_target_"]).partition(".")[0] for call in calls} - {"ptdbench"}
+    if any(map(_may_change, named | set(filter(util.find_spec, _PACKAGES)))) or any(map(_loads_unseen, calls)):
         return None
-    versions = {name: _version(name) for name in {*_PACKAGES, *named}}
-    of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package()}
+    own = named.difference(_PACKAGES)  # one may be installed again with the same version
+    files = [_stamp(path) for path in chain(_paths(options), *map(_places, own))]
+    if None in files:
+        return None
+    versions = {name: _version(name) for name in {*_PACKAGES, *named}} | {"python": sys.version}
+    of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package(), "files": files}
     return of | {"cores": len(settings.own_cores()), "environment": settings.recorded(os.environ)}
 
 
+def _parts(options: Any) -> Iterator[Any]:
+    """Yield a configuration, its groups, lists and values."""
+    yield options
+    for part in options.values() if isinstance(options, Mapping) else options if isinstance(options, list) else ():
+        yield from _parts(part)
+
+
+def _paths(options: Any) -> list[Path]:
+    """Return the files and folders that a configuration names."""
+    found = []
+    for part in _parts(options):
+        with suppress(OSError, RuntimeError, ValueError):  # too long for a name, of nobody's home, with a null byte
+            if isinstance(part, str) and part and (path := Path(part).expanduser()).exists():
+                found.append(path)
+    return found
+
+
+def _loads_unseen(call: Mapping[str, Any]) -> bool:
+    """Return whether a target reads what neither the options nor versions of packages tell: it may have changed."""
+    target = str(call["_target_"])
+    return target.startswith("torch.hub.") or (target.endswith(".from_pretrained") and not _paths(call))
+
+
 @once
+def _stamp(path: Path) -> str | None:
+    """Return a digest of the size and last change of a file, or of a folder's files; ``None`` if these are too many."""
+    found = sha256()
+    below = [path] if path.is_file() else [*islice(path.rglob("*"), _MOST_FILES + 1)]
+    if len(below) > _MOST_FILES:
+        return None
+    for file in sorted(below):
+        if file.is_file() and "__pycache__" not in file.parts:
+            known = file.stat()  # copying may keep the time of a modification, and never that of a change
+            found.update(f"{file} {known.st_size} {known.st_ctime_ns}\n".encode(errors="surrogateescape"))
+    return found.hexdigest()
+
+
+@once
+def _places(package: str) -> list[Path]:
+    """Return where a package is, by its import name: a module, or the folders of a package and its first file."""
+    found = util.find_spec(package)
+    return [*map(Path, filter(None, [*(found.submodule_search_locations or []), found.origin]))] if found else []
+
+
 def _may_change(package: str) -> bool:
     """Return whether a package is imported from editable sources, whose changes no version reveals."""
-    found = util.find_spec(package)
-    places = [*(found.submodule_search_locations or []), found.origin or ""] if found else []
-    return not any({"site-packages", "dist-packages"}.intersection(Path(place).parts) for place in places)
+    return not any({"site-packages", "dist-packages"}.intersection(place.parts) for place in _places(package))
 
 
 @once
