@@ -131,6 +131,7 @@ def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[Run]]:
 def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]:
     """Return the title, of the directories' names, and the subtitle: their runs, and when and by what it was made."""
     from ptdbench.measure import hardware
+    from ptdbench.report import virtual
 
     found = dict.fromkeys(directory.resolve() for directory in directories)
     paths = [path.parent if path.is_file() else path for path in found]
@@ -138,8 +139,12 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
     title = ", ".join(
         str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths
     )
-    others = Counter(run["status"] for run in runs if run["status"] != "ok")
-    counted = ", ".join([plural(len(runs), "run"), *(f"{count} {status}" for status, count in others.items())])
+    plans = [run for run in runs if run.get("kind") == "planned"]
+    unfit = sum(map(virtual.does_not_fit, runs))
+    others = Counter(run["status"] for run in runs if run["status"] != "ok" and not virtual.does_not_fit(run))
+    counts = [plural(len(runs) - len(plans), "run")] if len(plans) < len(runs) or not runs else []
+    counts += [plural(len(plans), "plan") + (f" ({unfit} of what does not fit)" if unfit else "")] if plans else []
+    counted = ", ".join([*counts, *(f"{count} {status}" for status, count in others.items())])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return title, f"{counted} · made by {hardware.this_package()} on {made}"
 

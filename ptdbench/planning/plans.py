@@ -31,7 +31,7 @@ from ptdbench.records import record, store
 from ptdbench.records.effects import affects
 from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output
 from ptdbench.setup.compose import Composed
-from ptdbench.setup.config import Config, Slurm, targets
+from ptdbench.setup.config import Config, Slurm
 from ptdbench.terminal import echo
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, batch, sweep_of
 from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
 from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
-from ptdbench.report import remarks, text, why
+from ptdbench.report import remarks, text, virtual, why
 from ptdbench.report.labels import names, title
 from ptdbench.report.text import MISSING, figure_text
 from ptdbench.units import memory_text, three_digits
@@ -104,8 +104,9 @@ def _rank(row: Row) -> str:
 
 
 def _statuses(row: Row) -> str:
-    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` for runs that are not measured."""
-    counts = Counter(f"{run.get('kind') or ''} {run['status']}".strip() for run in row.runs)
+    """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` for runs that are not measured; ``does not fit`` for a plan."""
+    named = (f"{run.get('kind') or ''} {run['status']}".strip() for run in row.runs)
+    counts = Counter("does not fit" if name == "planned oom" else name for name in named)
     return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
 
 
@@ -136,6 +137,14 @@ def _figure(
     return Column(heading, cell=lambda row: figure_text(value(row), write), name=name, value=value, **more)
 
 
+def _planned(heading: str) -> Column:
+    """Return a column that only plans have."""
+    of, field = virtual.plan_column(heading, memory_text), f"plan_{heading.replace(' ', '_')}"
+    unit = {"name": field} if heading in virtual.NO_SIZES else {"name": f"{field}_mib", "scale": 2**-20}
+    return Column(heading, cell=lambda row: of.cell(row.run), is_text=of.is_text, drop_order=of.drop_order, field=field,
+                  value=lambda row: virtual.plan_figures(row.run).get(heading), **unit)  # fmt: skip
+
+
 _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
 
 #: All columns, in display order.
@@ -149,6 +158,7 @@ COLUMNS = (
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
     _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, page_only=True),
     _figure("batch", "batch", lambda row: row.run.get("global_batch"), in_title="batch {}".format),
+    *(_planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
     Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, higher_is_better=True,

@@ -42,6 +42,8 @@ def reason(record: Written) -> str:
     complete: the path after :data:`OUTPUT`, the location in the user's code, and what to try.
     """
     error = schema.error(record)
+    if virtual.does_not_fit(record):
+        return f"does not fit: {error.message}"
     where = f" on rank {error.rank}" if error.rank >= 0 else ""  # negative: the process that starts the ranks
     message, *output = error.message.split(OUTPUT)
     kind = error.type
@@ -61,7 +63,7 @@ def reason(record: Written) -> str:
 
 def _against_lack_of_memory(record: Written) -> Iterator[str]:
     """Yield options with which a training run needs less memory."""
-    if not record.get("model") or record.get("kind") == "planned":  # a plan's message says what fits
+    if not record.get("model"):
         return
     if (part(record, Layout).micro_batch or 1) > 1 and not record.get("micro_batch"):
         if record.get("launcher") in (None, "local") or option(record, "cluster.submit", str):

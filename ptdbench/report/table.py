@@ -8,27 +8,24 @@ import pkgutil
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from importlib import import_module
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
-from msgspec.structs import astuple
 
 from ptdbench.comparison import alternatives
 from ptdbench.problems import first_line
 from ptdbench.profiling import perfetto
-from ptdbench.profiling.phases import KINDS
 from ptdbench.records.record import option
-from ptdbench.records.schema import Layout, Memory, Plan, Virtual, Written, part
+from ptdbench.records.schema import Plan, Written, part
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import columns, recorded_phases, text, virtual
 from ptdbench.report.columns import Block
 from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
-from ptdbench.report.text import MISSING, Column, figure_text, wrap
+from ptdbench.report.text import MISSING, Column, wrap
 from ptdbench.terminal import command
-from ptdbench.units import gib_text, size_text, three_digits
+from ptdbench.units import size_text, three_digits
 
 #: Maximum lines of third-party results to show, and characters of each.
 _MOST_LINES, _LONGEST = 60, 200
@@ -135,57 +132,24 @@ def _of_model(found: Block, width: int) -> str:
     return "\n".join([title, *lines, *(wrap(line, width) for line in remarks)])
 
 
-#: The columns of a plan in the order in which they are omitted if there is no room.
-_SPARED = ("of GPU", "other", "outside", "gradients", "rank", "allocated", "optimizer", "weights")
-
-
 def of_plans(records: Sequence[Written], width: int) -> str:
     """Return a table of the neediest rank of each plan, in GiB, with remarks below."""
     called = names(records)
-    rows = [_plan_row(name, record) for name, record in zip(called, records, strict=True)]
-    shown = [
-        Column(name, itemgetter(name), name in ("layout", "fits"), _SPARED.index(name) if name in _SPARED else None)
-        for name in rows[0]
-        if any(row[name] != MISSING for row in rows)
+    name = dict(zip(map(id, records), called, strict=True))
+    known = [
+        Column[Written]("layout", lambda record: name[id(record)], is_text=True),
+        Column[Written]("ranks", lambda record: str(record.get("world_size") or MISSING)),
+        *(virtual.plan_column(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED),
     ]
-    lines, gone = text.table(shown, rows, width)
+    shown = [one for one in known if any(one.cell(record) != MISSING for record in records)]
+    lines, gone = text.table(shown, records, width)
     models = ", ".join(dict.fromkeys(str(record.get("model")) for record in records))
     told = [f"{models} · planned, GiB of the rank that needs most", *lines, *text.left_out(gone, width)]
     return "\n".join([*told, *(wrap(line, width) for line in dict.fromkeys(_plan_remarks(called, records)))])
 
 
-def _plan_row(name: str, record: Written) -> dict[str, str]:
-    plan, layout, imitated = part(record, Plan), part(record, Layout), part(record, Virtual)
-    kinds = part(record, Memory).ranks or {}
-    place = imitated.ranks.index(plan.rank) if plan.rank is not None and imitated.ranks else None
-    state = max(plan.state or [], key=lambda one: sum(astuple(one)), default=None)
-
-    def of_kind(kind: str) -> int | None:
-        return kinds[kind][place] if place is not None and kind in kinds else getattr(state, kind, None)
-
-    room, needed, largest = plan.room_bytes, plan.needed_bytes, plan.largest_micro_batch
-    return {
-        "layout": name,
-        "ranks": str(record.get("world_size") or MISSING),
-        "mb": str(layout.micro_batch or MISSING),
-        "rank": MISSING if place is None else str(plan.rank),
-        **{{"communication": "gathered"}.get(kind, kind): _gib(of_kind(kind)) for kind in KINDS},
-        "allocated": _gib(plan.allocated_bytes),
-        "reserved": _gib(plan.reserved_bytes),
-        "outside": _gib(sum(plan.outside.values()) if plan.outside else None),
-        "of GPU": _gib(plan.capacity_bytes),
-        "left": _gib(None if room is None or needed is None else room - needed),
-        "fits": {True: "yes", False: "no", None: "?"}[plan.fits] if record.get("plan") else "failed",
-        "max mb": figure_text(largest, lambda size: str(size or "none")),
-    }
-
-
-def _gib(size: int | None) -> str:
-    return figure_text(size, lambda known: three_digits(known / 2**30))
-
-
 def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator[str]:
-    """Yield why plans failed, and what the columns mean."""
+    """Yield what does not fit and why, and what the columns mean."""
     alike: dict[str, list[str]] = {}
     for name, record in zip(called, records, strict=True):
         if record["status"] != "ok":
@@ -193,31 +157,4 @@ def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator
         elif why := part(record, Plan).reason:
             alike.setdefault(f"only the training state is known: {why}", []).append(name)
     yield from (f"{', '.join(whose)}: {said}" for said, whose in alike.items())
-    carried_out = [record for record in records if part(record, Plan).stands_for]
-    for plan in (record["plan"] for record in carried_out):  # equal lines are merged later
-        samples = ", samples that wait for their pass" if "samples" in (plan.get("outside") or {}) else ""
-        yield (
-            f"left: of {gib_text(plan['room_bytes'])} of {gib_text(plan['capacity_bytes'])} ({plan['capacity_of']}), "
-            f"after what torch reserves{samples}, the CUDA context and NCCL's buffers, the latter two by estimate"
-        )
-    if carried_out:
-        yield (
-            "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "
-            "that fits; carried out: " + "; ".join(dict.fromkeys(map(_stands_for, carried_out)))
-        )
-    if any(option(record, "eval.every", int) for record in carried_out):
-        yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
-    offloaded = (part(record, Plan).state for record in records if option(record, "offload", str) not in (None, "none"))
-    for size in dict.fromkeys(max(sum(astuple(one)) for one in state) for state in offloaded if state):
-        yield f"offload: {gib_text(size)} of a rank are in host memory, which is compared with nothing"
-    yield from (line for record in records if record.get("virtual") for line in virtual.of_model(record))
-    for known in (part(record, Plan) for record in records):
-        if known.capacity_bytes and known.reason:
-            yield f"memory: {known.capacity_of}"
-
-
-def _stands_for(record: Written) -> str:
-    """``rank 0 of 8``, ``ranks 0, 64 (each for 64), ... of 256``."""
-    pairs = zip(record["virtual"]["ranks"], record["plan"]["stands_for"], strict=True)
-    told = ", ".join(f"{rank} for {count}" if count > 1 else str(rank) for rank, count in pairs)
-    return f"{told} of {record.get('world_size')} ranks"
+    yield from virtual.of_plans(records)

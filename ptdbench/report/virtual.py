@@ -1,15 +1,19 @@
-"""Virtual runs in tables and lines: they have no times, and no rank in an order."""
+"""Virtual runs and plans in tables and lines: they have no times, and no rank in an order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from msgspec.structs import astuple
+
+from ptdbench.profiling.phases import KINDS
 from ptdbench.records.record import option
 from ptdbench.records.schema import Layout, Memory, Plan, Virtual, Written, part
+from ptdbench.report import text
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import rank_names
-from ptdbench.units import size_text
+from ptdbench.units import gib_text, size_text
 
 
 def is_ok(record: Written) -> bool:
@@ -22,16 +26,100 @@ def has_figures(record: Written) -> bool:
     return bool(record.get("virtual")) and (record.get("kind") == "planned" or is_ok(record))
 
 
+def does_not_fit(record: Written) -> bool:
+    """Return whether a plan says that a run does not fit, which is an answer, and no failure."""
+    return record.get("kind") == "planned" and record["status"] == "oom"
+
+
+#: The columns of a plan besides its name and ranks, those that are no sizes, and the order in which some are omitted.
+PLANNED = (
+    "mb", "rank", "weights", "gradients", "optimizer", "activations", "gathered", "other", "allocated", "reserved",
+    "outside", "of GPU", "left", "fits", "max mb",
+)  # fmt: skip
+NO_SIZES = ("mb", "rank", "fits", "max mb")
+_SPARED = ("of GPU", "other", "outside", "gradients", "rank", "allocated", "optimizer", "weights")
+
+
+def plan_figures(record: Written) -> dict[str, int | str | None]:
+    """Return the figures of a plan by :data:`PLANNED`, sizes in bytes, of the rank that needs most; none of a run."""
+    if record.get("kind") != "planned":
+        return {}
+    plan, imitated, kinds = part(record, Plan), part(record, Virtual), part(record, Memory).ranks or {}
+    place = imitated.ranks.index(plan.rank) if plan.rank is not None and imitated.ranks else None
+    state = max(plan.state or [], key=lambda one: sum(astuple(one)), default=None)
+    room, needed, largest = plan.room_bytes, plan.needed_bytes, plan.largest_micro_batch
+    return {
+        "mb": part(record, Layout).micro_batch,
+        "rank": None if place is None else plan.rank,
+        **{
+            {"communication": "gathered"}.get(kind, kind): kinds[kind][place]
+            if place is not None and kind in kinds
+            else getattr(state, kind, None)
+            for kind in KINDS
+        },
+        "allocated": plan.allocated_bytes,
+        "reserved": plan.reserved_bytes,
+        "outside": sum(plan.outside.values()) if plan.outside else None,
+        "of GPU": plan.capacity_bytes,
+        "left": None if room is None or needed is None else room - needed,
+        "fits": {True: "yes", False: "no", None: "?"}[plan.fits] if record.get("plan") else "failed",
+        "max mb": largest if largest is None else str(largest or "none"),
+    }
+
+
+def plan_column(heading: str, size: Callable[[int], str]) -> text.Column[Written]:
+    """Return a column of :data:`PLANNED`; ``size`` formats bytes."""
+    write = str if heading in NO_SIZES else size
+    spared = _SPARED.index(heading) if heading in _SPARED else None
+    return text.Column(
+        heading, lambda record: figure_text(plan_figures(record).get(heading), write), heading == "fits", spared
+    )
+
+
 def remarks(records: Iterable[Written]) -> Iterator[str]:
     """Yield what to know about the virtual runs and the plans of a table."""
     records = list(records)
-    if any(record.get("kind") == "planned" for record in records):
+    plans = [record for record in records if record.get("kind") == "planned"]
+    if plans:
         yield "planned: what a run will need, and no run; memory is that of the rank that needs most"
     names = [name for record in records if (name := part(record, Virtual).device)]
     if names:
         devices = ", ".join(dict.fromkeys(names))
         yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
-    yield from dict.fromkeys(line for record in records if record.get("virtual") for line in of_model(record))
+    models = (line for record in records if record.get("virtual") for line in of_model(record))
+    yield from dict.fromkeys([*of_plans(plans), *models])
+
+
+def of_plans(records: Sequence[Written]) -> Iterator[str]:
+    """Yield what the columns of plans mean, and what is not in them; lines may repeat."""
+    simulated = [record for record in records if part(record, Plan).stands_for]
+    for plan in (record["plan"] for record in simulated):
+        samples = ", samples that wait for their pass" if "samples" in (plan.get("outside") or {}) else ""
+        yield (
+            f"left: of {gib_text(plan['room_bytes'])} of {gib_text(plan['capacity_bytes'])} ({plan['capacity_of']}), "
+            f"after what torch reserves{samples}, the CUDA context and NCCL's buffers, the latter two by estimate"
+        )
+    if simulated:
+        yield (
+            "gathered: weights that FSDP has gathered, and buffers of communication; max mb: the largest micro-batch "
+            "that fits; simulated: " + "; ".join(dict.fromkeys(map(_stands_for, simulated)))
+        )
+    if any(option(record, "eval.every", int) for record in simulated):
+        yield "evaluation (eval.every) is left out: a batch of it, of eval.micro_batch samples, may need more"
+    offloaded = (part(record, Plan).state for record in records if option(record, "offload", str) not in (None, "none"))
+    for size in dict.fromkeys(max(sum(astuple(one)) for one in state) for state in offloaded if state):
+        yield f"offload: {gib_text(size)} of a rank are in host memory, which is compared with nothing"
+    yield from (line for record in records if record.get("virtual") for line in of_model(record))
+    for known in (part(record, Plan) for record in records):
+        if known.capacity_bytes and known.reason:
+            yield f"memory: {known.capacity_of}"
+
+
+def _stands_for(record: Written) -> str:
+    """``rank 0 (stands for 511 ranks) and rank 511``."""
+    pairs = zip(record["virtual"]["ranks"], record["plan"]["stands_for"], strict=True)
+    *others, last = [f"rank {rank}" + (f" (stands for {count} ranks)" if count > 1 else "") for rank, count in pairs]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def of_model(record: Written) -> Iterator[str]:

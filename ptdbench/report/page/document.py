@@ -17,7 +17,7 @@ from ptdbench.records.effects import options_affecting
 from ptdbench.records.load import Run
 from ptdbench.records.record import option, rerun_command
 from ptdbench.records.schema import Written
-from ptdbench.report import breakdown, columns, recorded_phases, table
+from ptdbench.report import breakdown, columns, recorded_phases, table, virtual
 from ptdbench.report.columns import Block
 from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
@@ -126,6 +126,7 @@ def _run(run: Written, environments: Environments) -> dict[str, Any]:
         "block": option(run, "repeat.block", int),
         "rate": throughput(run),
         "reason": None if run["status"] == "ok" else reason(run),
+        "failed": run["status"] != "ok" and not virtual.does_not_fit(run),
         "environment": environments.number(run),
     }
 

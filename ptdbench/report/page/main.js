@@ -50,7 +50,7 @@ function modelSection(model, place) {
 function downloadTable(model, name) {
   const plain =
     "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory reserved mfu " +
-    "mfu_causal of_ceiling joules loss held_out ranks nodes batch command";
+    "mfu_causal of_ceiling joules loss held_out ranks nodes batch plan_mb plan_left plan_fits plan_max_mb command";
   const heldOut = (row) => (isKnown(row.held_out) ? row.texts.held_out : null); // says which figure that is
   const made = (row) => [...(row.rank || [null, null]), row.runs.length, heldOut(row)];
   const options = Object.keys(report.options);
@@ -62,7 +62,7 @@ function downloadTable(model, name) {
 function failures() {
   const failed = [...report.models.flatMap((model) => model.rows), ...report.others].flatMap((row) =>
     row.runs
-      .filter((run) => run.reason)
+      .filter((run) => run.failed)
       .map((run) => [row.name || row.title, run.status, run.reason, run.directory, row.command]),
   );
   if (!failed.length) return null;

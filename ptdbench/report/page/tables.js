@@ -165,7 +165,7 @@ function tableRow(model, row, columns) {
   const shown = element("tr", { ...best, "data-row": row.number });
   const cells = columns.map((column) => {
     const classes = [column.is_text ? "words" : "", column.name === "configuration" ? "label" : ""];
-    if (column.name === "status" && row.runs.some((run) => run.reason)) classes.push("bad");
+    if (column.name === "status" && row.runs.some((run) => run.failed)) classes.push("bad");
     const value = column.of(row);
     let inside = isKnown(value) ? column.text(row) : "-";
     if (column.name === "configuration") {
