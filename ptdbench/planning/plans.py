@@ -13,7 +13,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cache as once
 from hashlib import sha256
-from importlib import metadata, util
+from importlib import util
 from itertools import chain, islice
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 #: The folder of plans in the cache.
 _KIND = "plans"
 
-#: Packages whose versions a plan depends on.
+#: Packages whose installations a plan depends on.
 _PACKAGES = ("torch", "numpy", "torchvision", "torchao", "triton")
 
 #: Maximum number of files below the folders that options name, or in a package; plans that read more are not cached.
@@ -236,14 +236,20 @@ def _key(read: Config, is_free: bool) -> dict[str, Any] | None:
     options = {name: value for name, value in read.resolved.items() if not affects(name, "nothing")}
     calls = [one for one in _parts(options) if isinstance(one, Mapping) and "_target_" in one]
     named = {str(call["_target_"]).partition(".")[0] for call in calls} - {"ptdbench"}
-    if any(map(_may_change, named | set(filter(util.find_spec, _PACKAGES)))) or any(map(_loads_unseen, calls)):
+    present = set(filter(util.find_spec, _PACKAGES))
+    if any(map(_may_change, named | present)) or any(map(_loads_unseen, calls)):
         return None
-    own = named.difference(_PACKAGES)  # one may be installed again with the same version
-    files = [_stamp(path) for path in chain(_paths(options), *map(_places, own))]
-    if None in files:
+    first = (_places(name)[-1] for name in present)  # it is written anew by each installation
+    stamps = {str(path): _stamp(path) for path in chain(first, _paths(options), *map(_places, named - present))}
+    if None in stamps.values():
         return None
-    versions = {name: _version(name) for name in {*_PACKAGES, *named}} | {"python": sys.version}
-    of = {"config": strict(options, str), "free": is_free, "versions": versions, "package": _package(), "files": files}
+    of = {
+        "config": strict(options, str),
+        "free": is_free,
+        "files": stamps,
+        "package": _package(),
+        "python": sys.version,
+    }
     return of | {"cores": len(settings.own_cores()), "environment": settings.recorded(os.environ)}
 
 
@@ -292,18 +298,8 @@ def _places(package: str) -> list[Path]:
 
 
 def _may_change(package: str) -> bool:
-    """Return whether a package is imported from editable sources, whose changes no version reveals."""
+    """Return whether a package is imported from editable sources, beside files that it may import or read."""
     return not any({"site-packages", "dist-packages"}.intersection(place.parts) for place in _places(package))
-
-
-@once
-def _version(package: str) -> str | None:
-    """Return the version of an installed package, by its import name."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        names = metadata.packages_distributions().get(package) if util.find_spec(package) else None
-        return metadata.version(names[0]) if names else None
 
 
 @once

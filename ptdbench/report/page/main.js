@@ -48,9 +48,11 @@ function modelSection(model, place) {
 
 /** All rows that the filter shows, with all options, and figures in the units of records. */
 function downloadTable(model, name) {
+  const ofPlans = report.columns.map((column) => column.field).filter((field) => field.startsWith("plan_"));
   const plain =
     "number name sweep status rate low high ratio ratio_low ratio_high step step_p5 step_p95 memory reserved mfu " +
-    "mfu_causal of_ceiling joules loss held_out ranks nodes batch plan_mb plan_left plan_fits plan_max_mb command";
+    "mfu_causal of_ceiling joules loss held_out ranks nodes batch command " +
+    ofPlans.join(" ");
   const heldOut = (row) => (isKnown(row.held_out) ? row.texts.held_out : null); // says which figure that is
   const made = (row) => [...(row.rank || [null, null]), row.runs.length, heldOut(row)];
   const options = Object.keys(report.options);
