@@ -143,7 +143,7 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
     unfit = sum(map(virtual.does_not_fit, runs))
     others = Counter(run["status"] for run in runs if run["status"] != "ok" and not virtual.does_not_fit(run))
     counts = [plural(len(runs) - len(plans), "run")] if len(plans) < len(runs) or not runs else []
-    counts += [plural(len(plans), "plan") + (f" ({unfit} of what does not fit)" if unfit else "")] if plans else []
+    counts += [plural(len(plans), "plan") + (f", {unfit} too large" if unfit else "")] if plans else []
     counted = ", ".join([*counts, *(f"{count} {status}" for status, count in others.items())])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return title, f"{counted} · made by {hardware.this_package()} on {made}"

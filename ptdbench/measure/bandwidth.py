@@ -8,6 +8,7 @@ bytes: the sum of all shares if every rank holds one. ``n`` is the number of ran
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import torch
 from msgspec import Struct
 
 from ptdbench import cache
+from ptdbench.launch import settings
 from ptdbench.launch.peers import Peer
 
 #: The source of the definitions, for readers.
@@ -99,6 +101,9 @@ _KIND = "links"
 #: How an operation was called; the mode closer to training comes first.
 _MODES = ("async", "blocking")
 
+#: Prefixes of the environment variables that change how fast messages are.
+_SETTINGS = ("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_")
+
 #: The figures of a line.
 _FIGURES = ("alpha", "beta", "largest")
 
@@ -107,8 +112,10 @@ _REDUCING = ("all_reduce", "reduce_scatter")
 
 
 def fits_key(backend: str, peers: Sequence[Peer]) -> dict[str, Any]:
-    """Return the cache key of the fits: the backend, and all ranks in order with their machines and devices."""
-    return {"backend": backend, "torch": torch.__version__, "ranks": [f"{peer.host} {peer.device}" for peer in peers]}
+    """Return the cache key of the fits: the backend, its settings, and all ranks in order with machines and devices."""
+    own = {name: value for name, value in settings.recorded(os.environ).items() if name.startswith(_SETTINGS)}
+    ranks = [f"{peer.host} {peer.device}" for peer in peers]
+    return {"backend": backend, "settings": own, "torch": torch.__version__, "ranks": ranks}
 
 
 def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -> Path:

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ptdbench.launch.local import Stopped
 from ptdbench.measure.memory import HostMemory
 from ptdbench.planning import memory_plan, plans
 from ptdbench.problems import ConfigError
@@ -106,8 +107,10 @@ def test_what_fits_what_does_not_and_what_cannot_be(environ, tmp_path):
 def test_a_single_layout_is_kept_too(environ, tmp_path):
     """By a process that imports torch, which changes the environment, and carries the ranks out itself."""
     words = (*SMALL, *TIGHT, "parallel=ddp", "train.micro_batch=4")
-    assert "step" in plan(environ, tmp_path, *words).stderr
-    assert "step" not in plan(environ, tmp_path, *words).stderr
+    made, again = plan(environ, tmp_path, *words), plan(environ, tmp_path, *words)
+    assert ("step" in made.stderr, "step" in again.stderr) == (True, False)
+    said = "\ncached: 1 row planned earlier (plan --again plans anew)\n"
+    assert (said in made.stdout, said in again.stdout) == (False, True)
 
 
 @pytest.mark.ranks
@@ -119,7 +122,8 @@ def test_one_that_fits_nowhere_says_from_how_many_gpus_on(environ, tmp_path):
     assert done.returncode == 1
     smallest, largest = records_of(tmp_path)
     assert (smallest["status"], largest["status"]) == ("oom", "oom")
-    assert "no micro-batch fits; 1 would with its state sharded over about" in smallest["error"]["message"]
+    would = "none fits; micro-batch 1 would if weights and optimizer state were sharded over about"
+    assert would in smallest["error"]["message"]
     assert "micro-batch 2048 needs more than 0.8 GiB" in largest["error"]["message"]
 
 
@@ -135,6 +139,19 @@ def test_gradients_that_accumulate_in_shards_need_less_and_are_advised(environ, 
         "; try activations=recompute, precision=bf16, parallel.tensor or parallel.context"
     )
     assert "; try parallel.reduce_scatter_each_microbatch=true, activations=recompute" in whole["error"]["message"]
+
+
+@pytest.mark.ranks
+@pytest.mark.thorough
+def test_one_pass_fits_where_smaller_micro_batches_hold_whole_gradients(environ, tmp_path):
+    """The same answer whatever was asked for, and the run that searches by itself finds it, too."""
+    words = (*SMALL, *TIGHT, "model.width=1024", "parallel=fsdp", "train.global_batch=4", "precision=bf16")
+    done = plan(environ, tmp_path, *words, "virtual.gpu.memory=660000000", "train.micro_batch=1,2,max")
+    one, *others = records_of(tmp_path)
+    assert [plan["plan"]["largest_micro_batch"] for plan in (one, *others)] == [2, 2, 2], done.stdout
+    assert [plan["layout"]["micro_batch"] for plan in others] == [2, 2]
+    assert [plan["plan"]["fits"] for plan in (one, *others)] == [False, True, True]
+    assert one["error"]["message"].endswith("; train.micro_batch=2 fits")
 
 
 @pytest.mark.parametrize(
@@ -215,8 +232,8 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
     ("layout", "batch", "also"),
     [
         ("parallel=ddp", 2, ""),
-        ("parallel=ddp", 16, " and parallel.reduce_scatter_each_microbatch=true"),  # whole gradients need more memory
-        ("parallel=fsdp", 16, ""),  # they are in what was carried out
+        ("parallel=ddp", 16, ", with parallel.reduce_scatter_each_microbatch=true"),  # whole gradients need more
+        ("parallel=fsdp", 16, ", with parallel.reduce_scatter_each_microbatch=true"),
     ],
 )
 @pytest.mark.usefixtures("anywhere")
@@ -231,7 +248,8 @@ def test_the_gpus_that_suffice_have_room_for_gathered_weights(layout, batch, als
     state, shards = sum(found["state"][0].values()), 2 if layout == "parallel=fsdp" else 1
     room = found["needed_bytes"] - state // 3
     message = planned(small(*words, f"virtual.gpu.memory={room}"), carry_out)["error"]["message"]
-    told = re.search(r"; no micro-batch fits; 1 would with its state sharded over about (\d+) GPUs(.*)", message)
+    would = r"; none fits; micro-batch 1 would if weights and optimizer state were sharded over about (\d+) GPUs(.*)"
+    told = re.search(would, message)
     assert told
     assert told[2] == also
     gathered = found["state"][0]["weights"] if layout == "parallel=ddp" else 0  # of both layers
@@ -256,6 +274,73 @@ def test_what_is_imported_from_where_it_is_edited_may_change(monkeypatch, tmp_pa
     assert plans._may_change("edited_by_somebody")
     assert plans._may_change("not_there_at_all")
     assert not plans._may_change("torch")
+
+
+@pytest.fixture
+def key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """The cache key of a small model with more options, as of a new process in a folder of one's own."""
+    monkeypatch.chdir(tmp_path)
+
+    def of(*words: str) -> Any:
+        plans._stamp.cache_clear()
+        return plans._key(small("parallel=ddp", *words), False)
+
+    return of
+
+
+@pytest.mark.parametrize("option", ["./cfg", "cfg/deep/config.json", "{tmp}/cfg"])
+def test_the_key_has_the_files_that_options_name(key, tmp_path, option):
+    file = tmp_path / "cfg" / "deep" / "config.json"
+    file.parent.mkdir(parents=True)
+    words = ("+model.config._target_=torch.nn.X.from_pretrained", f"+model.config.name={option.format(tmp=tmp_path)}")
+    assert key(*words)  # there is a folder of this name
+    file.write_text("2 layers")
+    os.utime(file, (1, 1))
+    made = key(*words)
+    assert made == key(*words)
+    file.write_text("9 layers")
+    os.utime(file, (1, 1))
+    assert key(*words) != made
+
+
+def test_the_key_has_the_files_of_a_package_that_keeps_its_version(key, monkeypatch, tmp_path):
+    sizes = tmp_path / "site-packages" / "somebodys_models" / "sizes.yaml"
+    sizes.parent.mkdir(parents=True)
+    (sizes.parent / "__init__.py").touch()
+    sizes.write_text("layers: 2")
+    monkeypatch.syspath_prepend(sizes.parents[1])
+    made = key("+model.block._target_=somebodys_models.Block")
+    assert made == key("+model.block._target_=somebodys_models.Block")
+    sizes.write_text("layers: 12")
+    assert made != key("+model.block._target_=somebodys_models.Block")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("+model.of._target_=torch.nn.X.from_pretrained", "+model.of.name=somebody/model"),  # in a cache of its own
+        ("+model.of._target_=torch.hub.load", "+model.of.repo_or_dir=."),  # its code may read more
+        ("+model.of.folder=.",),  # with more files than are looked at
+    ],
+)
+def test_what_may_change_unseen_is_not_kept(key, monkeypatch, tmp_path, words):
+    (tmp_path / "a").touch()
+    (tmp_path / "b").touch()
+    monkeypatch.setattr(plans, "_MOST_FILES", 1)
+    assert key() is not None
+    assert key(*words) is None
+
+
+def test_a_plan_that_is_stopped_has_what_is_done(monkeypatch, tmp_path):
+    def made(*_: object) -> Iterator[dict[str, Any]]:
+        yield {"status": "ok"}
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr(plans, "_made", made)
+    words = [*SMALL, "parallel=ddp,fsdp", f"hydra.sweep.dir={tmp_path}"]
+    planned = plans.make(plans.composed(words, None), words, True, nothing, nothing)
+    assert [(one["parallel"], one["status"]) for one in planned.records] == [("ddp", "ok")]
+    assert str(planned.stopped) == "stopped by SIGINT"
 
 
 @pytest.mark.parametrize(

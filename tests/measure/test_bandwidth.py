@@ -99,10 +99,12 @@ def test_sums_are_of_one_dtype_and_copies_of_any():
     assert fitted("all_gather", "bf16") is not None
 
 
-def test_any_difference_makes_it_another():
+def test_any_difference_makes_it_another(monkeypatch):
     bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
     ranks = ([peer(0)], [peer(0), peer(1, host="b")], [peer(0), peer(1, device="cuda:0 H200")])
     others = [bandwidth.fits_key("nccl", [peer(0), peer(1)]), *(bandwidth.fits_key("gloo", of) for of in ranks)]
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    others.append(bandwidth.fits_key("gloo", [peer(0), peer(1)]))
     for other in (*others, KEY | {"torch": "1.0"}):
         assert fitted("all_gather", of=other) is None
 

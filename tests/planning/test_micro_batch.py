@@ -90,6 +90,18 @@ def test_a_rank_that_is_out_of_memory_ends_a_try_and_no_search(tmp_path, room):
     assert [one["status"] for one in search.field["tries"]].count("oom") >= 1
 
 
+@pytest.mark.parametrize("asked", ["max", "best"])
+def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path, room, asked):
+    def made(size: int, _: int) -> dict[str, Any]:
+        peak = room // 2 + (20_000 if size < 8 else -MIB)  # of either rank, which hold 21 kB more than their shards
+        return {"status": "ok", "metrics": {"peak_memory_bytes": peak, "samples_per_second": 1.0}}
+
+    words = ("parallel=fsdp", "train.global_batch=16", f"train.micro_batch={asked}")
+    search = found(tmp_path, made, *words)
+    assert search.config.train.micro_batch == 8
+    assert [one["micro_batch"] for one in search.field["tries"]] == [1, 8]
+
+
 def test_none_fits(tmp_path, room):
     with pytest.raises(MemoryError, match=r"not even micro-batch 1 fits into 1\.0 GiB: it needs 1\.2 GiB"):
         found(tmp_path, of_memory(lambda size: 600 + size), "train.micro_batch=max")

@@ -78,6 +78,30 @@ def test_a_line_is_not_trusted_further_than_its_stride() -> None:
     assert [one.micro_batch for one in search.tries] == [1, 8, 128, 2048]
 
 
+@pytest.mark.parametrize(("room", "expected"), [(20, None), (27, 8), (33, 8), (40, 8)])
+@pytest.mark.parametrize("first", [None, 1, 2, 8])
+@pytest.mark.parametrize("tells", [True, False], ids=["tells", "ends"])
+def test_one_that_holds_no_gradients_fits_where_smaller_ones_do_not(room, expected, first, tells) -> None:
+    """Whatever was tried first, as a plan tries the micro-batch that was given."""
+    candidates, held = [1, 2, 4, 8], dict.fromkeys([1, 2, 4], 20)
+
+    def attempt(size: int) -> Try:
+        need = 10 + 2 * size + held.get(size, 0)
+        return Try(size, "ok" if need <= room else "oom", need if need <= room or tells else None, need <= room)
+
+    search = Search(candidates, room, attempt, held=held, tries=[attempt(first)] if first else [])
+    assert search.largest() == expected
+    assert len(search.tries) <= 3
+    assert search.fitting() == [size for size in candidates if expected and attempt(size).fits]
+
+
+@pytest.mark.parametrize(("stride", "expected"), [(0, 6), (64, 4)])
+def test_one_that_nearly_fits_says_nothing_of_the_next_unless_needs_are_measured(stride, expected) -> None:
+    needs = {1: 40, 2: 60, 4: 90, 5: 104, 6: 99, 8: 140}
+    search = Search([*needs], 100, lambda size: Try(size, "ok", needs[size], needs[size] <= 100), stride=stride)
+    assert search.largest() == expected
+
+
 def test_the_next_larger_one_is_tried_unless_it_is_far_too_large() -> None:
     close = searched(1000, lambda size: 9 * size, [10, 80, 111, 112])
     far = searched(1000, lambda size: 9 * size, [10, 80, 111, 222])

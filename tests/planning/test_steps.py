@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.planning.micro_batch import layouts, missing_sample_bytes, stand_in
+from ptdbench.planning.micro_batch import held, layouts, missing_sample_bytes, stand_in
 from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
 from tests.conftest import read
@@ -47,3 +47,17 @@ def test_all_samples_of_a_step_are_there_from_its_start_on() -> None:
     made = training("parallel=fsdp", "train.global_batch=24")
     one = sum(of_one.nbytes for of_one in made.data.example())
     assert [missing_sample_bytes(made, layout) // one for layout in layouts(made).values()] == [10, 8, 6, 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("words", "bytes_of"),
+    [
+        (("parallel=ddp",), 0),
+        (("parallel=fsdp", "parallel.reduce_scatter_each_microbatch=true"), 0),
+        (("parallel=fsdp",), 4 * 10_952 // 2),  # of one of two shards
+        (("parallel=fsdp", "parallel.reshard_between_microbatches=false"), 2 * 4 * 10_952 // 2),
+    ],
+)
+def test_what_ranks_hold_between_the_passes_of_a_step(words: tuple[str, ...], bytes_of: int) -> None:
+    made = training("model=toy", "train.global_batch=8", *words)
+    assert held(made, layouts(made), 3) == dict.fromkeys([1, 2], 3 * bytes_of)

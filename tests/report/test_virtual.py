@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from ptdbench.commands.report import _titles
 from ptdbench.report import virtual
+from ptdbench.report.markdown import markdown
+from ptdbench.report.page.document import content
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import of_plans, render
-from tests.report.made import run
+from tests.report.made import loaded, run
 
 GIB = 2**30
 RUN = {
@@ -119,10 +122,32 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
     assert " ".join(ddp.split()) == "ddp 256 - 3.00 1.00 6.00 - - - - - - ? -"
     assert told[0] == "ddp: only the training state is known: no GPU"
     assert told[1].startswith("left: of 9.0 GiB of 10.0 GiB (an H200), after what torch reserves")
-    assert told[2].endswith("carried out: 0 for 128, 131 for 128 of 256 ranks")
+    assert told[2].endswith("simulated: rank 0 (stands for 128 ranks) and rank 131 (stands for 128 ranks)")
+    one_more = {**planned, "plan": {**found, "stands_for": [255, 1]}}
+    assert "simulated: rank 0 (stands for 255 ranks) and rank 131\n" in of_plans([one_more], 300) + "\n"
     assert "evaluation" not in "".join(told)
     evaluates = {**planned, "config": {"eval": {"every": 100}}}
     assert "evaluation (eval.every) is left out" in of_plans([evaluates], 300)
     assert ", samples that wait for their pass, the CUDA" not in "".join(told)
     waits = {**planned, "plan": {**found, "outside": {"samples": GIB}}}
     assert "what torch reserves, samples that wait for their pass, the CUDA" in of_plans([waits], 300)
+
+
+def test_a_report_of_plans_has_their_columns_and_what_does_not_fit_is_no_failed_run():
+    found = {"room_bytes": 9 * GIB, "needed_bytes": 6 * GIB, "fits": True, "largest_micro_batch": 8}
+    fits = run(**{**RUN, "kind": "planned", "metrics": None, "plan": found, "layout": {"micro_batch": 4}})
+    lack = {"rank": -1, "type": "DoesNotFit", "message": "micro-batch 4 needs 12.0 GiB", "traceback": ""}
+    too_large = {"status": "oom", "error": lack, "parallel": "fsdp"}
+    too_large["plan"] = {**found, "needed_bytes": 12 * GIB, "fits": False, "largest_micro_batch": 0}
+    plans = loaded(fits, fits | too_large)
+    head, _, *rows = [line.split(" | ") for line in markdown("a", "b", plans).splitlines() if line.startswith("| ")]
+    wanted = [head.index(name) for name in ("parallel", "mb", "left", "fits", "max mb")]
+    cells = [[row[place] for place in wanted] for row in rows]
+    assert cells == [["ddp", "4", "3.0 GiB", "yes", "8"], ["fsdp", "4", "-3.0 GiB", "no", "none"]]
+    shown = [run for row in content(plans)["models"][0]["rows"] for run in row["runs"]]
+    assert [(one["failed"], one["reason"]) for one in shown] == [
+        (False, None), (False, "does not fit: micro-batch 4 needs 12.0 GiB"),
+    ]  # fmt: skip
+    assert _titles([], plans)[1].startswith("2 plans, 1 too large · ")
+    broken = loaded(run(status="oom"), fits | {"status": "failed"})
+    assert _titles([], [*plans, *broken])[1].startswith("1 run, 3 plans, 1 too large, 1 oom, 1 failed · ")
