@@ -139,12 +139,10 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
     title = ", ".join(
         str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths
     )
-    plans = [run for run in runs if run.get("kind") == "planned"]
-    unfit = sum(map(virtual.does_not_fit, runs))
-    others = Counter(run["status"] for run in runs if run["status"] != "ok" and not virtual.does_not_fit(run))
-    counts = [plural(len(runs) - len(plans), "run")] if len(plans) < len(runs) or not runs else []
-    counts += [plural(len(plans), "plan") + (f", {unfit} too large" if unfit else "")] if plans else []
-    counted = ", ".join([*counts, *(f"{count} {status}" for status, count in others.items())])
+    kinds = Counter("plan" if run.get("kind") == "planned" else "run" for run in runs)
+    words = Counter("too large" if virtual.does_not_fit(run) else run["status"] for run in runs)
+    others = (f"{count} {word}" for word, count in words.items() if word != "ok")
+    counted = ", ".join([*(plural(count, kind) for kind, count in kinds.items()), *others])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return title, f"{counted} · made by {hardware.this_package()} on {made}"
 

@@ -165,6 +165,7 @@ class _Virtual:
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
         self._state = spec.training.footprints()  # before anything runs, as this raises for some optimizers
+        self._on_gpu = 0 if spec.is_on_host else max(one.total for one in self._state)
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": spec.nccl_bytes} if spec.nccl_bytes else {})
         self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._held = held(spec.training, self._layouts)
@@ -172,8 +173,7 @@ class _Virtual:
 
     def fields(self) -> dict[str, Any]:
         """Run the requested or the found micro-batch, and search for the largest one."""
-        candidates = list(self._layouts)
-        attempt = partial(self._tried, profiled=False)
+        candidates, attempt = list(self._layouts), partial(self._tried, profiled=False)
         search = Search(candidates, self._room, attempt, points=_POINTS, held=self._held)
         if needs_search(self._asked.config):
             shown = search.largest() or candidates[0]
@@ -181,9 +181,7 @@ class _Virtual:
             shown = self._training.layout.micro_batch
             search.tries.append(self._tried(shown, profiled=True))
             search.largest()
-        if self._records.get(shown, {}).get("virtual") is None:  # it exceeded even the roomy limit: use the line
-            return self._beyond(shown, search)
-        if not self._records[shown].get("memory"):
+        if self._records[shown].get("virtual") and not self._records[shown].get("memory"):
             self._tried(shown, profiled=True)
         return self._found(shown, search)
 
@@ -240,35 +238,9 @@ class _Virtual:
         return merged(found, self._classes)
 
     def _found(self, shown: int, search: Search) -> dict[str, Any]:
-        """Return the fields of a plan whose micro-batch was run."""
-        record = self._records[shown]
-        virtual, layout = record["virtual"], self._layouts[shown]
-        most = virtual["reserved_bytes"].index(max(virtual["reserved_bytes"]))
-        needed = self._most(shown, record, "reserved_bytes")
-        fits = next(one.fits for one in reversed(search.tries) if one.micro_batch == shown)
-        found = self._common(shown, search) | {
-            "rank": virtual["ranks"][most],
-            "stands_for": [self._classes[rank] for rank in virtual["ranks"]],
-            "allocated_bytes": virtual["allocated_bytes"][most],
-            "reserved_bytes": virtual["reserved_bytes"][most],
-            "needed_bytes": needed,
-            "fits": fits,
-            "accumulation": stand_in(self._training, layout).accumulation,
-        }
-        names = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
-        lack = "" if fits else self._lack(shown, needed, search)
-        return {**{name: record.get(name) for name in names}, **_as_planned(layout, found, lack)}
-
-    def _beyond(self, shown: int, search: Search) -> dict[str, Any]:
-        """Return the fields of a plan whose micro-batch exceeds even the roomy limit."""
-        needed = int(search.predicted(shown)) if sum(one.needed_bytes is not None for one in search.tries) > 1 else None
-        found = self._common(shown, search) | {"needed_bytes": needed, "fits": False}
-        lack = self._lack(shown, needed, search)
-        return {**self._spec.summary.fields, **_as_planned(self._layouts[shown], found, lack)}
-
-    def _common(self, shown: int, search: Search) -> dict[str, Any]:
-        beside = self._beside(shown)
-        return {
+        """Return the fields of a plan; its micro-batch was run, unless it exceeds even the roomy limit."""
+        record, layout, beside = self._records[shown], self._layouts[shown], self._beside(shown)
+        found: dict[str, Any] = {
             "capacity_bytes": self._gpu.memory,
             "capacity_of": f"virtual {self._gpu.name}",
             "room_bytes": self._room,
@@ -277,7 +249,26 @@ class _Virtual:
             "sources": {name: _SOURCES[name] for name in beside},
             "largest_micro_batch": search.best or 0,
             "tries": to_builtins(search.tries),
+            "needed_bytes": None,
+            "fits": next((one.fits for one in reversed(search.tries) if one.micro_batch == shown), False),
         }
+        fields = self._spec.summary.fields
+        if virtual := record.get("virtual"):
+            most = virtual["reserved_bytes"].index(max(virtual["reserved_bytes"]))
+            found |= {
+                "rank": virtual["ranks"][most],
+                "stands_for": [self._classes[rank] for rank in virtual["ranks"]],
+                "allocated_bytes": virtual["allocated_bytes"][most],
+                "reserved_bytes": virtual["reserved_bytes"][most],
+                "needed_bytes": self._most(shown, record, "reserved_bytes"),
+                "accumulation": stand_in(self._training, layout).accumulation,
+            }
+            names = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
+            fields = {name: record.get(name) for name in names}
+        elif sum(one.needed_bytes is not None for one in search.tries) > 1:
+            found["needed_bytes"] = int(search.predicted(shown))
+        lack = "" if found["fits"] else self._lack(shown, found["needed_bytes"], search)
+        return {**fields, **_as_planned(layout, found, lack)}
 
     def _lack(self, shown: int, needed: int | None, search: Search) -> str:
         """Return the message about what does not fit, and what would."""
@@ -292,9 +283,7 @@ class _Virtual:
         if needed is None:
             return f"{rule}; none fits"
         # Beside the state if that is sharded: FSDP gathers weights, and a pipeline keeps whole gradients of its stage.
-        rest = (
-            needed - self._held.get(size, 0) - (0 if self._spec.is_on_host else max(one.total for one in self._state))
-        )
+        rest = needed - self._held.get(size, 0) - self._on_gpu
         if not self._training.strategy.gathers_weights(dims := self._training.layout.dims):
             rest += self._gathered() + (dims.pipeline > 1) * max(one.gradients for one in self._state)
         if rest >= self._room:
@@ -306,8 +295,8 @@ class _Virtual:
         training, how, batch = self._training, self._training.strategy, self._layouts[size].global_batch
         dims, said = training.layout.dims, []
         (whole,) = footprints(training.model, training.optimizer, average=self._asked.config.train.ema is not None)
-        gpus, state = dims.world_size, 0 if self._spec.is_on_host else max(one.total for one in self._state)
-        if state > free or not how.gathers_weights(dims):
+        gpus = dims.world_size
+        if self._on_gpu > free or not how.gathers_weights(dims):
             gpus = math.ceil(whole.total / free)
             said.append(f"if weights and optimizer state were sharded over about {gpus:,} GPUs")
         replicas = max(1, gpus * dims.batch // dims.world_size)

@@ -31,13 +31,14 @@ def does_not_fit(record: Written) -> bool:
     return record.get("kind") == "planned" and record["status"] == "oom"
 
 
-#: The columns of a plan besides its name and ranks, those that are no sizes, and the order in which some are omitted.
-PLANNED = (
-    "mb", "rank", "weights", "gradients", "optimizer", "activations", "gathered", "other", "allocated", "reserved",
-    "outside", "of GPU", "left", "fits", "max mb",
-)  # fmt: skip
+#: The columns of a plan besides its name and ranks, in display order, each with its place in the order of omission.
+PLANNED = {
+    "mb": None, "rank": 4, "weights": 7, "gradients": 3, "optimizer": 6, "activations": None, "gathered": None,
+    "other": 1, "allocated": 5, "reserved": None, "outside": 2, "of GPU": 0, "left": None, "fits": None, "max mb": None,
+}  # fmt: skip
+
+#: Those that are no sizes.
 NO_SIZES = ("mb", "rank", "fits", "max mb")
-_SPARED = ("of GPU", "other", "outside", "gradients", "rank", "allocated", "optimizer", "weights")
 
 
 def plan_figures(record: Written) -> dict[str, int | str | None]:
@@ -69,11 +70,11 @@ def plan_figures(record: Written) -> dict[str, int | str | None]:
 
 def plan_column(heading: str, size: Callable[[int], str]) -> text.Column[Written]:
     """Return a column of :data:`PLANNED`; ``size`` formats bytes."""
-    write = str if heading in NO_SIZES else size
-    spared = _SPARED.index(heading) if heading in _SPARED else None
-    return text.Column(
-        heading, lambda record: figure_text(plan_figures(record).get(heading), write), heading == "fits", spared
-    )
+
+    def cell(record: Written) -> str:
+        return figure_text(plan_figures(record).get(heading), str if heading in NO_SIZES else size)
+
+    return text.Column(heading, cell, heading == "fits", PLANNED[heading])
 
 
 def remarks(records: Iterable[Written]) -> Iterator[str]:

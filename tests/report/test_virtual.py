@@ -135,11 +135,10 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
 
 def test_a_report_of_plans_has_their_columns_and_what_does_not_fit_is_no_failed_run():
     found = {"room_bytes": 9 * GIB, "needed_bytes": 6 * GIB, "fits": True, "largest_micro_batch": 8}
-    fits = run(**{**RUN, "kind": "planned", "metrics": None, "plan": found, "layout": {"micro_batch": 4}})
+    fits = {**RUN, "kind": "planned", "metrics": None, "plan": found, "layout": {"micro_batch": 4}}
     lack = {"rank": -1, "type": "DoesNotFit", "message": "micro-batch 4 needs 12.0 GiB", "traceback": ""}
-    too_large = {"status": "oom", "error": lack, "parallel": "fsdp"}
-    too_large["plan"] = {**found, "needed_bytes": 12 * GIB, "fits": False, "largest_micro_batch": 0}
-    plans = loaded(fits, fits | too_large)
+    too_large = {**fits, "plan": {**found, "needed_bytes": 12 * GIB, "fits": False, "largest_micro_batch": 0}}
+    plans = loaded(run(**fits), run("fsdp", **{**too_large, "status": "oom", "error": lack}))
     head, _, *rows = [line.split(" | ") for line in markdown("a", "b", plans).splitlines() if line.startswith("| ")]
     wanted = [head.index(name) for name in ("parallel", "mb", "left", "fits", "max mb")]
     cells = [[row[place] for place in wanted] for row in rows]
@@ -149,5 +148,5 @@ def test_a_report_of_plans_has_their_columns_and_what_does_not_fit_is_no_failed_
         (False, None), (False, "does not fit: micro-batch 4 needs 12.0 GiB"),
     ]  # fmt: skip
     assert _titles([], plans)[1].startswith("2 plans, 1 too large · ")
-    broken = loaded(run(status="oom"), fits | {"status": "failed"})
-    assert _titles([], [*plans, *broken])[1].startswith("1 run, 3 plans, 1 too large, 1 oom, 1 failed · ")
+    broken = loaded(run(status="oom"), run(**{**fits, "status": "failed"}))
+    assert _titles([], [*plans, *broken])[1].startswith("3 plans, 1 run, 1 too large, 1 oom, 1 failed · ")
