@@ -309,11 +309,12 @@ class _Virtual:
         return ", ".join([*said, *([f"with {' and '.join(options)}"] if options else [])])
 
     def _gathered(self) -> int:
-        """Return the bytes that FSDP gathers at a time: two layers, and the weights outside; and reduces, in fp32."""
+        """Return the bytes that FSDP gathers at a time, two layers and the weights outside, and reduces, one layer."""
         model = self._training.model
         sizes = [parameter_count(layer) for layer in model.layers()]
-        count = parameter_count(module_of(model)) - sum(sizes) + 2 * max(sizes, default=0)
-        return count * (DTYPES[self._asked.config.general.precision].itemsize + 4)
+        most = max(sizes, default=0)
+        count = parameter_count(module_of(model)) - sum(sizes) + 2 * most
+        return count * DTYPES[self._asked.config.general.precision].itemsize + 4 * most
 
     def _else(self) -> str:
         """Suggest options that reduce the memory beside the training state, which the smallest micro-batch exceeds."""

@@ -144,9 +144,9 @@ def test_gradients_that_accumulate_in_shards_need_less_and_are_advised(environ, 
 @pytest.mark.ranks
 @pytest.mark.thorough
 def test_one_pass_fits_where_smaller_micro_batches_hold_whole_gradients(environ, tmp_path):
-    """The same answer whatever was asked for, and the run that searches by itself finds it, too."""
+    """The same answer whatever was asked for."""
     words = (*SMALL, *TIGHT, "model.width=1024", "parallel=fsdp", "train.global_batch=4", "precision=bf16")
-    done = plan(environ, tmp_path, *words, "virtual.gpu.memory=660000000", "train.micro_batch=1,2,max")
+    done = plan(environ, tmp_path, *words, "virtual.gpu.memory=886000000", "train.micro_batch=1,2,max")
     one, *others = records_of(tmp_path)
     assert [plan["plan"]["largest_micro_batch"] for plan in (one, *others)] == [2, 2, 2], done.stdout
     assert [plan["layout"]["micro_batch"] for plan in others] == [2, 2]
