@@ -72,7 +72,8 @@ def plan_column(heading: str, size: Callable[[int], str]) -> text.Column[Written
     """Return a column of :data:`PLANNED`; ``size`` formats bytes."""
 
     def cell(record: Written) -> str:
-        return figure_text(plan_figures(record).get(heading), str if heading in NO_SIZES else size)
+        figure: Any = plan_figures(record).get(heading)
+        return figure_text(figure, str if heading in NO_SIZES else size)
 
     return text.Column(heading, cell, heading == "fits", PLANNED[heading])
 
