@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import platform
 import re
@@ -14,87 +15,14 @@ from typing import Any
 
 from ptdbench.launch import settings
 
-_A100 = {"fp32": 19.5, "tf32": 156.0, "bf16": 312.0, "fp16": 312.0}
-_H100_SXM = {"fp32": 66.9, "tf32": 494.7, "bf16": 989.4, "fp16": 989.4, "fp8": 1978.9}
-_H100_PCIE = {"fp32": 51.2, "tf32": 378.0, "bf16": 756.0, "fp16": 756.0, "fp8": 1513.0}
-_H100_NVL = {"fp32": 60.0, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5}
-_H20 = {"fp32": 44.0, "tf32": 74.0, "bf16": 148.0, "fp16": 148.0, "fp8": 296.0}
-_B200 = {"fp32": 75.0, "tf32": 1125.0, "bf16": 2250.0, "fp16": 2250.0, "fp8": 4500.0}
-_GB200 = {"fp32": 80.0, "tf32": 1250.0, "bf16": 2500.0, "fp16": 2500.0, "fp8": 5000.0}
-_MI300X = {"fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9}
-_V100_SXM = {"fp32": 15.7, "fp16": 125.0}
-_V100_PCIE = {"fp32": 14.0, "fp16": 112.0}
-
-#: Dense peak in TFLOP/s by the exact name that ``torch.cuda.get_device_name`` reports.
+#: Dense peak in TFLOP/s by the exact name that ``torch.cuda.get_device_name`` reports; ``peaks.csv`` names the sources.
 #:
 #: ``fp32`` is without tensor cores, ``tf32`` is fp32 tensors on the tensor cores; 16-bit and 8-bit products accumulate
 #: in fp32. Data sheets often print the figure with 2:4 sparsity, twice what dense matrices can reach.
 DENSE_PEAKS: dict[str, dict[str, float]] = {
-    # NVIDIA Tesla V100 and V100S data sheets (no bf16, no TF32)
-    "Tesla V100-SXM2-16GB": _V100_SXM,
-    "Tesla V100-SXM2-32GB": _V100_SXM,
-    "Tesla V100-SXM3-32GB": _V100_SXM,
-    "Tesla V100-PCIE-16GB": _V100_PCIE,
-    "Tesla V100-PCIE-32GB": _V100_PCIE,
-    "Tesla V100S-PCIE-32GB": {"fp32": 16.4, "fp16": 130.0},
-    # NVIDIA T4 data sheet
-    "Tesla T4": {"fp32": 8.1, "fp16": 65.0},
-    # NVIDIA A100 data sheet; SXM and PCIe differ in power, not in peak
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    # NVIDIA A800 data sheet: an A100 with fewer NVLinks
-    "NVIDIA A800-SXM4-40GB": _A100,
-    "NVIDIA A800-SXM4-80GB": _A100,
-    "NVIDIA A800 80GB PCIe": _A100,
-    # NVIDIA A10, A30 and A40 data sheets
-    "NVIDIA A10": {"fp32": 31.2, "tf32": 62.5, "bf16": 125.0, "fp16": 125.0},
-    "NVIDIA A30": {"fp32": 10.3, "tf32": 82.0, "bf16": 165.0, "fp16": 165.0},
-    "NVIDIA A40": {"fp32": 37.4, "tf32": 74.8, "bf16": 149.7, "fp16": 149.7},
-    # NVIDIA H100 Tensor Core GPU Architecture white paper (SXM5, PCIe); H100, H200 and GH200 data sheets
-    "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _H100_PCIE,
-    "NVIDIA H100 NVL": _H100_NVL,
-    "NVIDIA H200": _H100_SXM,
-    "NVIDIA H200 NVL": _H100_NVL,
-    "NVIDIA GH200 120GB": _H100_SXM,
-    "NVIDIA GH200 480GB": _H100_SXM,
-    "NVIDIA GH200 144G HBM3e": _H100_SXM,
-    # NVIDIA H800 data sheet: an H100 with fewer NVLinks, and less fp64
-    "NVIDIA H800": _H100_SXM,
-    "NVIDIA H800 PCIe": _H100_PCIE,
-    # NVIDIA H20 product brief, as reported by resellers: not on nvidia.com
-    "NVIDIA H20": _H20,
-    "NVIDIA H20-3e": _H20,
-    # NVIDIA HGX B200 and GB200 NVL72 data sheets, divided by 8 and 72 GPUs and by 2 for sparsity
-    "NVIDIA B200": _B200,
-    "NVIDIA GB200": _GB200,
-    # NVIDIA HGX B300 and GB300 NVL72 data sheets, likewise: they differ from the B200 in FP4 and FP64
-    "NVIDIA B300 SXM6 AC": _B200,
-    "NVIDIA GB300": _GB200,
-    # NVIDIA L4, L40 and L40S data sheets
-    "NVIDIA L4": {"fp32": 30.3, "tf32": 60.0, "bf16": 121.0, "fp16": 121.0, "fp8": 242.5},
-    "NVIDIA L40": {"fp32": 90.5, "tf32": 90.5, "bf16": 181.05, "fp16": 181.05, "fp8": 362.0},
-    "NVIDIA L40S": {"fp32": 91.6, "tf32": 183.0, "bf16": 362.05, "fp16": 362.05, "fp8": 733.0},
-    # NVIDIA Ampere GA102, Ada and RTX Blackwell white papers; accumulating in fp32 halves a GeForce
-    "NVIDIA RTX A6000": {"fp32": 38.7, "tf32": 77.4, "bf16": 154.8, "fp16": 154.8},
-    "NVIDIA RTX A5000": {"fp32": 27.8, "tf32": 55.6, "bf16": 111.1, "fp16": 111.1},
-    "NVIDIA RTX 6000 Ada Generation": {"fp32": 91.1, "tf32": 182.1, "bf16": 364.2, "fp16": 364.2, "fp8": 728.5},
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": {
-        "fp32": 126.0, "tf32": 251.9, "bf16": 503.8, "fp16": 503.8, "fp8": 1007.6,
-    },
-    "NVIDIA GeForce RTX 3090": {"fp32": 35.6, "tf32": 35.6, "bf16": 71.0, "fp16": 71.0},
-    "NVIDIA GeForce RTX 4090": {"fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3},
-    "NVIDIA GeForce RTX 5090": {"fp32": 104.8, "tf32": 104.8, "bf16": 209.5, "fp16": 209.5, "fp8": 419.0},
-    # AMD Instinct MI250X data sheet, halved: torch sees each of its two dies as a device (matrix cores)
-    "AMD Instinct MI250X": {"fp32": 47.9, "bf16": 191.5, "fp16": 191.5},
-    # AMD Instinct MI300X and MI325X data sheets (matrix cores)
-    "AMD Instinct MI300X": _MI300X,
-    "AMD Instinct MI325X": _MI300X,
-    # AMD Instinct MI355X data sheet (matrix cores; it has no TF32)
-    "AMD Instinct MI355X": {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2},
-}  # fmt: skip
+    row["name"]: {dtype: float(row[dtype]) for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if row[dtype]}
+    for row in csv.DictReader(Path(__file__).with_name("peaks.csv").read_text().splitlines())
+}
 
 
 def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
