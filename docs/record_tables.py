@@ -1,7 +1,7 @@
 """The tables of ``docs/record.md``, which ``conf.py`` puts there.
 
-The source is the types in :mod:`ptdbench.records.schema` and :mod:`ptdbench.records.workload_results`, each of whose
-fields is described by the comment beside or above it.
+The source is the types in :mod:`ptdbench.records.schema` and :mod:`docs.workload_results`, each of whose fields is
+described by the comment beside or above it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec import Struct
 
+from docs.workload_results import Findings
 from ptdbench.parallel.dims import Dims
 from ptdbench.records import load
 from ptdbench.records.schema import OfDegrees, Record
-from ptdbench.records.workload_results import Findings
 
 
 class Field(NamedTuple):

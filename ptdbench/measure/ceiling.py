@@ -115,7 +115,7 @@ def measure(
     timeout of the watchdog.
 
     Returns:
-        A :class:`ptdbench.records.workload_results.Matmul` in JSON form, the same on every rank.
+        The field ``matmul`` of a record, as ``docs/record.md`` describes it, the same on every rank.
 
     Raises:
         ArithmeticError: A product is wrong.

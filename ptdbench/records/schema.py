@@ -2,7 +2,7 @@
 
 A field may be missing, because a record is written before its run begins: it is ``None`` here. A field that is present
 has the type declared here. The tables of ``docs/record.md`` are built from this module and
-:mod:`ptdbench.records.workload_results`: the comment beside or above a field is its description.
+``docs/workload_results.py``: the comment beside or above a field is its description.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def measure(job: Job, options: Collectives) -> dict[str, Any]:
     All groups work at the same time, and the slowest rank of all counts.
 
     Returns:
-        A :class:`ptdbench.records.workload_results.Collectives` in JSON form, the same on every rank.
+        The field ``collectives`` of a record, as ``docs/record.md`` describes it, the same on every rank.
 
     Raises:
         ArithmeticError: An operation gave a wrong result on this rank.

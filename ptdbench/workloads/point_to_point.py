@@ -76,7 +76,7 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
     """Run the requested measurements; every rank calls this.
 
     Returns:
-        A :class:`ptdbench.records.workload_results.P2P` in JSON form, the same on every rank.
+        The field ``p2p`` of a record, as ``docs/record.md`` describes it, the same on every rank.
 
     Raises:
         ArithmeticError: A message arrived corrupted on this rank.

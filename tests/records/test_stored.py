@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from msgspec import convert, to_builtins
 
+from docs.workload_results import Findings
 from ptdbench.records import store
 from ptdbench.records.schema import Record
-from ptdbench.records.workload_results import Findings
 
 #: By kind; a line of the file is as ``results.jsonl`` has it.
 STORED = {

@@ -1,6 +1,6 @@
 """Results of workloads that do not train, each stored in the record field named after the workload.
 
-These types are documentation; records are not checked against them, since a custom workload may store anything.
+These types only describe; records are not checked against them, since a custom workload may store anything.
 """
 
 from __future__ import annotations
