@@ -74,7 +74,7 @@ def _product(size: int, device: torch.device) -> Block:
 
     def block(count: int) -> float:
         effort = Effort(min_repetitions=count, max_repetitions=count, warmup=WARMUP, max_seconds=float("inf"))
-        return statistics.median(timing.repeat(lambda: message.call(False), device, effort))
+        return statistics.median(timing.repeat(message.call, device, effort))
 
     return block
 

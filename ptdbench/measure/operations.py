@@ -177,8 +177,8 @@ class Place:
 class Message:
     """One operation at one size, on one rank."""
 
-    #: Runs the operation; with ``True`` it is asynchronous and returns the work to wait for.
-    call: Callable[[bool], dist.Work | None]
+    #: Runs the operation; with ``async_op=True`` it returns the work to wait for.
+    call: Callable[..., dist.Work | None]
     given: Tensor | None = None  #: This rank's input; ``None`` if it has none.
     result: Tensor | None = None  #: This rank's result, possibly ``given`` itself; ``None`` if it has none.
     fill: Callable[[], Tensor] | None = None  #: Content of ``given`` before a call to verify.
@@ -211,7 +211,7 @@ _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scat
 def _broadcast(at: Place, count: int) -> Message:
     data = at.empty(count)
     return Message(
-        lambda asynchronous: dist.broadcast(data, at.root, group=at.group, async_op=asynchronous),
+        partial(dist.broadcast, data, at.root, at.group),
         given=data,
         result=data,
         fill=lambda: at.sent(0, count) if at.index == 0 else at.empty(count),
@@ -223,7 +223,7 @@ def _reduce(at: Place, count: int, to_all: bool = False) -> Message:
     data = at.empty(count)
     reduce = dist.all_reduce if to_all else partial(dist.reduce, dst=at.root)
     return Message(
-        lambda asynchronous: reduce(data, op=at.reduction.op, group=at.group, async_op=asynchronous),
+        partial(reduce, data, op=at.reduction.op, group=at.group),
         given=data,
         result=data if to_all or at.index == 0 else None,
         fill=lambda: at.contributed(count),
@@ -237,7 +237,7 @@ def _scatter(at: Place, count: int) -> Message:
     whole = at.empty(count * ranks) if at.index == 0 else None
     shares = None if whole is None else list(whole.chunk(ranks))
     return Message(
-        lambda asynchronous: dist.scatter(share, shares, at.root, group=at.group, async_op=asynchronous),
+        partial(dist.scatter, share, shares, at.root, at.group),
         given=whole,
         result=share,
         fill=lambda: torch.cat([at.sent(index, count) for index in range(ranks)]),
@@ -249,16 +249,10 @@ def _gather(at: Place, count: int, to_all: bool = False) -> Message:
     ranks = len(at.ranks)
     share = at.empty(count)
     whole = at.empty(count * ranks) if to_all or at.index == 0 else None
-
-    def gather(asynchronous: bool) -> dist.Work | None:
-        if to_all:
-            assert whole is not None
-            return _all_gather_tensor(whole, share, group=at.group, async_op=asynchronous)
-        shares = None if whole is None else list(whole.chunk(ranks))
-        return dist.gather(share, shares, at.root, group=at.group, async_op=asynchronous)
-
+    shares = None if whole is None else list(whole.chunk(ranks))
+    gather = partial(_all_gather_tensor, whole) if to_all else partial(dist.gather, gather_list=shares, dst=at.root)
     return Message(
-        gather,
+        partial(gather, share, group=at.group),
         given=share,
         result=whole,
         fill=lambda: at.sent(at.index, count),
@@ -270,9 +264,7 @@ def _reduce_scatter(at: Place, count: int) -> Message:
     ranks = len(at.ranks)
     whole, share = at.empty(count * ranks), at.empty(count)
     return Message(
-        lambda asynchronous: _reduce_scatter_tensor(
-            share, whole, at.reduction.op, group=at.group, async_op=asynchronous
-        ),
+        partial(_reduce_scatter_tensor, share, whole, at.reduction.op, at.group),
         given=whole,
         result=share,
         fill=lambda: at.contributed(count * ranks),
@@ -285,7 +277,7 @@ def _all_to_all(at: Place, count: int) -> Message:
     ranks = len(at.ranks)
     given, result = at.empty(count * ranks), at.empty(count * ranks)
     return Message(
-        lambda asynchronous: dist.all_to_all_single(result, given, group=at.group, async_op=asynchronous),
+        partial(dist.all_to_all_single, result, given, group=at.group),
         given=given,
         result=result,
         fill=lambda: torch.cat([at.sent(at.index * ranks + other, count) for other in range(ranks)]),
@@ -323,7 +315,7 @@ def verify(message: Message, name: str, place: Place, asynchronous: bool) -> Non
         message.result.zero_()
     if message.given is not None and message.fill:
         message.given.copy_(message.fill())
-    work = message.call(asynchronous)
+    work = message.call(async_op=asynchronous)
     if work is not None:
         work.wait()
     if message.result is not None and message.expected:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-#: The factor of a matrix's update from its rows and columns, by the name of the rule in torch.
-_SCALES: Mapping[str, Callable[[int, int], float]] = {
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
-}
+from torch.optim._muon import _adjust_lr
 
 
 class Muon(torch.optim.Optimizer):
@@ -96,7 +89,7 @@ class _GatheredMuon(torch.optim.Muon):
         if isinstance(update, DTensor):
             direction = distribute_tensor(direction, update.device_mesh, update.placements, src_data_rank=None)
         weight.mul_(1 - lr * group["weight_decay"])
-        weight.add_(direction, alpha=-lr * _SCALES[group["adjust_lr_fn"]](*weight.shape))
+        weight.add_(direction, alpha=-_adjust_lr(lr, group["adjust_lr_fn"], weight.shape))
 
 
 def _whole(matrix: Tensor) -> Tensor:

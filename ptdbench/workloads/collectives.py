@@ -243,13 +243,13 @@ def _time(
 
     def begin_and_wait() -> None:
         begun = time.perf_counter()
-        work = message.call(True)
+        work = message.call(async_op=True)
         posts.append(time.perf_counter() - begun)
         assert work is not None
         work.wait()
 
     verify(message, name, place, asynchronous)
-    step = begin_and_wait if asynchronous else lambda: message.call(False)
+    step = begin_and_wait if asynchronous else message.call
     seconds = timing.repeat(step, job.device, effort)
     posted = most(*posts[len(posts) - len(seconds) :]) if asynchronous else []
     verify(message, name, place, asynchronous)
