@@ -270,12 +270,9 @@ class Tokenizer:
     def _tokens(self, batch: list[Block]) -> np.ndarray[Any, Any]:
         texts = [block.text.decode(errors="replace") for block in batch]
         rows = []
-        for encoding, block in zip(
-            # Uses all cores, and skips the unused offsets.
-            self._tokenizer.encode_batch_fast(texts, add_special_tokens=False),
-            batch,
-            strict=True,
-        ):
+        # Uses all cores, and skips the unused offsets.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        for encoding, block in zip(encodings, batch, strict=True):
             rows.append(np.array(encoding.ids, self.dtype))
             if block.is_last and self.end is not None:
                 rows.append(np.array([self.end], self.dtype))

@@ -96,7 +96,5 @@ class SyntheticVectors(Data):
 
     def example(self) -> Batch:
         """Return input and target of one sample on the meta device: float32, ``(1, inputs)``, ``(1, outputs)``."""
-        return (
-            torch.empty(1, self.inputs, dtype=torch.float32, device="meta"),
-            torch.empty(1, self.outputs, dtype=torch.float32, device="meta"),
-        )
+        inputs = torch.empty(1, self.inputs, dtype=torch.float32, device="meta")
+        return inputs, inputs.new_empty(1, self.outputs)

@@ -16,17 +16,8 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ptdbench.cache import user_cache
-from ptdbench.data.corpus import (
-    File,
-    Malformed,
-    Part,
-    Tokenizer,
-    byte_tokens,
-    files_at,
-    identity,
-    split,
-    standard_library,
-)
+from ptdbench.data import corpus
+from ptdbench.data.corpus import Part, Tokenizer
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Sequences
 from ptdbench.data.sampling import draws
 from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
@@ -127,9 +118,9 @@ class Text(Sequences):
         return self._stored(held_out=True) if self._share else None
 
     @cached_property
-    def _files(self) -> list[File]:
+    def _files(self) -> list[corpus.File]:
         with _as_problem_of("path", self.path):
-            files = standard_library() if self.path is None else files_at(self.path)
+            files = corpus.standard_library() if self.path is None else corpus.files_at(self.path)
         if not files:
             raise ConfigError([self._too_short(0)])
         return files
@@ -137,7 +128,7 @@ class Text(Sequences):
     @cached_property
     def _parts(self) -> tuple[Part, Part]:
         """The training documents and the held-out documents."""
-        return split(self._files, self._share) if self._share else (Part(self._files), Part([]))
+        return corpus.split(self._files, self._share) if self._share else (Part(self._files), Part([]))
 
     def _stored(self, held_out: bool) -> Stored:
         """Return the tokens of one part from the cache, after creating them if necessary."""
@@ -145,7 +136,7 @@ class Text(Sequences):
         # The cache key: everything that determines the tokens of a part, so not the sequence length.
         tokenizer = self._tokenizer.digest if self._tokenizer else "bytes"
         part = f"{'held out' if held_out else 'all but'} {float(self._share)}"
-        source = hashlib.sha256(f"{identity(self._files)} {tokenizer} {part}".encode()).hexdigest()
+        source = hashlib.sha256(f"{corpus.identity(self._files)} {tokenizer} {part}".encode()).hexdigest()
         # In the file's name, the text's name is for people and the key for programs.
         name = re.sub(r"[^A-Za-z0-9._-]", "_", self._name)[:64]
         file = self.cache / f"{name}{'-held_out' if held_out else ''}-{source[:16]}.tokens"
@@ -165,7 +156,7 @@ class Text(Sequences):
         with _as_problem_of("path", self.path):
             part = self._parts[held_out]
             name = f"{self._name}, held out" if held_out else self._name
-            for piece in self._tokenizer.pieces(part, name) if self._tokenizer else byte_tokens(part):
+            for piece in self._tokenizer.pieces(part, name) if self._tokenizer else corpus.byte_tokens(part):
                 empty = False
                 yield piece
         if empty:
@@ -214,5 +205,5 @@ def _as_problem_of(option: str, value: object) -> Iterator[None]:
     """Turn an OSError or a malformed file into a problem of the option."""
     try:
         yield
-    except (OSError, Malformed) as error:
+    except (OSError, corpus.Malformed) as error:
         raise ConfigError([Problem(option, value, str(error))]) from error

@@ -98,10 +98,7 @@ def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
 
 
 def _derived_port(identity: str) -> int:
-    """Return a port derived from a hash that, unlike Python's own, is the same in every process.
-
-    It is below the ephemeral ports, unless these are nearly all ports of this machine.
-    """
+    """Return a port that is the same in every process, and below the ephemeral ones unless nearly all ports are."""
     if not identity:
         return FALLBACK_PORT
     try:

@@ -226,11 +226,7 @@ def restarts(environ: Mapping[str, str]) -> int:
 
 
 def requeue(job: str) -> None:
-    """Requeue a job, or an array element as squeue prints it, which ends it here.
-
-    Raises:
-        SlurmError: SLURM refuses, or does not answer.
-    """
+    """Requeue a job, or an array element as squeue prints it, which ends it here; raises SlurmError."""
     _run("scontrol", "requeue", job)
 
 
@@ -262,11 +258,7 @@ def gpu_count(gres: str) -> int:
 
 @cache
 def _keeps_accounts() -> bool:
-    """Return whether sacct works here: on a cluster without slurmdbd it always fails.
-
-    Raises:
-        SlurmError: It failed for another reason.
-    """
+    """Return whether sacct works here, as it does not without slurmdbd; raises SlurmError if it fails otherwise."""
     if shutil.which("sacct") is None:
         return False
     try:

@@ -48,31 +48,21 @@ class Device:
         rates = {f"peaks.{name}": rate for name, rate in self.peaks.items()}
         above = {name: getattr(self, name) for name in ("bandwidth", "memory_clock", "clock")} | rates
         allocatable = 1 if self.allocatable is None else self.allocatable
-        require(
-            None if self.name.strip() else Problem("name", self.name, "must be a name"),
-            *at_least(1, **{name: getattr(self, name) for name in whole}, allocatable=allocatable),
-            *(
-                Problem(name, rate, "must be above 0")
-                for name, rate in above.items()
-                if not (isinstance(rate, int | float) and rate > 0)
-            ),
-            *(
-                Problem(name, getattr(self, name), "must be at least 0")
-                for name in ("link", "power")
-                if getattr(self, name) < 0
-            ),
-            None
-            if re.fullmatch(r"\d+\.\d+", str(self.capability))
-            else Problem("capability", self.capability, "must be two numbers", 'try "9.0"'),
-            None
-            if self.context < self.memory or self.memory < 1
-            else Problem("context", self.context, f"must be less than the memory, {self.memory} bytes"),
-            *(
-                Problem(f"peaks.{name}", rate, "no such dtype", try_these(nearest(name, DTYPES) or DTYPES))
-                for name, rate in self.peaks.items()
-                if name not in DTYPES
-            ),
-        )
+        found = at_least(1, **{name: getattr(self, name) for name in whole}, allocatable=allocatable)
+        if not self.name.strip():
+            found.append(Problem("name", self.name, "must be a name"))
+        is_rate = {name: isinstance(rate, int | float) and rate > 0 for name, rate in above.items()}
+        found += [Problem(name, above[name], "must be above 0") for name, fits in is_rate.items() if not fits]
+        negative = [name for name in ("link", "power") if getattr(self, name) < 0]
+        found += [Problem(name, getattr(self, name), "must be at least 0") for name in negative]
+        if not re.fullmatch(r"\d+\.\d+", str(self.capability)):
+            found.append(Problem("capability", self.capability, "must be two numbers", 'try "9.0"'))
+        if self.context >= self.memory >= 1:
+            found.append(Problem("context", self.context, f"must be less than the memory, {self.memory} bytes"))
+        for name in (name for name in self.peaks if name not in DTYPES):
+            remedy = try_these(nearest(name, DTYPES) or DTYPES)
+            found.append(Problem(f"peaks.{name}", self.peaks[name], "no such dtype", remedy))
+        require(*found)
 
     def settings(self) -> str:
         """Return the device in the format of ``device.c``: ``key=value`` separated by ``;``, the name last."""

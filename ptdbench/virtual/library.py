@@ -95,22 +95,14 @@ class _Torch:
         return sorted(self.folder.parent.glob("triton/backends/nvidia/*.c"))
 
     def includes(self) -> list[Path]:
-        """Return the folders of NVIDIA's headers.
-
-        Raises:
-            ConfigError: A header cannot be found.
-        """
+        """Return the folders of NVIDIA's headers; raises ConfigError if one of these cannot be found."""
         parent = self.folder.parent / "nvidia"
         folders = [*sorted(parent.glob("*/include")), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
         found = {header: next((f for f in folders if (f / header).is_file()), None) for header in _HEADERS}
         lacking = [header for header, folder in found.items() if folder is None]
         if lacking:
-            raise _problem(
-                "torch",
-                self.version,
-                f"a virtual GPU is compiled with NVIDIA's headers, and {', '.join(lacking)} is not below {parent}",
-                "install torch with pip, or set CUDA_HOME",
-            )
+            rule = f"a virtual GPU is compiled with NVIDIA's headers, and {', '.join(lacking)} is not below {parent}"
+            raise _problem("torch", self.version, rule, "install torch with pip, or set CUDA_HOME")
         return list(dict.fromkeys(folder for folder in found.values() if folder is not None))
 
 

@@ -42,10 +42,7 @@ class Machine:
         return int(major), int(minor)
 
     def environment(self, count: int) -> dict[str, str]:
-        """Return the environment variables for ranks; builds the library at its first use.
-
-        Args:
-            count: GPUs of a node.
+        """Return the environment variables for ranks on nodes of ``count`` GPUs; builds the library at its first use.
 
         Raises:
             ConfigError: The library cannot be built, or torch cannot use it.

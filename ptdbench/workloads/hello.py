@@ -34,14 +34,5 @@ class Hello:
                 f"the sum of 1 to {job.world.size} over the ranks is {expected:g}, not {total.item():g}"
             )
         address, port = meeting_point(job.world, os.environ)
-        return Outcome(
-            {
-                "hello": {
-                    "launcher": job.world.launcher,
-                    "backend": job.spec.backend,
-                    "address": address,
-                    "port": port,
-                    "ranks": to_builtins(job.peers),
-                }
-            }
-        )
+        found = {"launcher": job.world.launcher, "backend": job.spec.backend, "address": address, "port": port}
+        return Outcome({"hello": {**found, "ranks": to_builtins(job.peers)}})
