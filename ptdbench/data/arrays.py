@@ -85,14 +85,12 @@ class ImageArrays(Images):
         Such a model might run without an error, but its loss would cover classes that never occur, and its FLOPs
         would be counted for images of another size.
         """
-        asked = {"classes": (classes, self.classes), "image_size": (image_size, self.image_size)}
-        return [
-            Problem(
-                option, value, f"the model's must be that of these images, {own}", try_these([f"model.{option}={own}"])
-            )
-            for option, (value, own) in asked.items()
-            if value != own
-        ]
+        found = []
+        for option, value, own in (("classes", classes, self.classes), ("image_size", image_size, self.image_size)):
+            if value != own:
+                rule = f"the model's must be that of these images, {own}"
+                found.append(Problem(option, value, rule, try_these([f"model.{option}={own}"])))
+        return found
 
     @cached_property
     def _epochs(self) -> Epochs:

@@ -13,6 +13,7 @@ from filelock import FileLock
 
 from ptdbench.cache import user_cache
 from ptdbench.data.arrays import ImageArrays, Labeled
+from ptdbench.data.protocol import missing_folder
 from ptdbench.problems import ConfigError, Problem, at_least, require
 
 #: Timeout of a stalled download in seconds; torchvision itself has none.
@@ -50,9 +51,10 @@ class Cifar10(ImageArrays):
 
         Nothing is read or downloaded before :meth:`prepare`.
         """
+        remedy = "give data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
         require(
             *at_least(0, seed=seed, padding=padding),
-            None if download else _must_be_folder(root),
+            None if download else missing_folder(root, "CIFAR-10", remedy),
             *self.suiting(classes=classes, image_size=image_size),
         )
         super().__init__(seed=seed, padding=padding, flip=flip, channels_last=channels_last)
@@ -121,13 +123,3 @@ class Cifar10(ImageArrays):
 
         folder = self.root / self.reader().base_folder
         return all(check_integrity(folder / name, md5) for name, md5 in self._files())
-
-
-def _must_be_folder(root: str | None) -> Problem | None:
-    """Return a problem if the root, without a download, is not an existing folder."""
-    remedy = "give data.root=FOLDER with cifar-10-python.tar.gz or cifar-10-batches-py in it, or data.download=true"
-    if root is None:
-        return Problem("root", root, "must name the folder of CIFAR-10", remedy)
-    if not Path(root).expanduser().is_dir():
-        return Problem("root", root, "there is no such folder", remedy)
-    return None

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ptdbench.data import sampling
-from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images
+from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Images, missing_folder
 from ptdbench.data.sampling import Epochs, draws
 from ptdbench.launch.settings import own_cores
 from ptdbench.problems import ConfigError, Problem, at_least, require, try_these
@@ -84,7 +84,7 @@ class ImageFolder(Images):
             *at_least(1, classes=classes, image_size=image_size),
             *at_least(0, seed=seed),
             *([] if workers == "auto" else at_least(0, workers=workers)),
-            _must_hold(root, train),
+            missing_folder(root, "the images", _with_images(train), inside=train),
         )
         assert root is not None
         self.root = Path(root).expanduser().resolve()
@@ -223,6 +223,10 @@ def _crop(width: int, height: int, generator: torch.Generator) -> tuple[int, int
     return (height - h) // 2, (width - w) // 2, h, w
 
 
+def _with_images(folder: str) -> str:
+    return f"try data.root=FOLDER with {folder}/CLASS/IMAGE.jpg in it"
+
+
 def _list(root: Path, folder: str) -> Listing:
     """List the images in a folder of the root; raises ConfigError if there are none, or none for a class."""
     from torchvision import datasets
@@ -230,17 +234,7 @@ def _list(root: Path, folder: str) -> Listing:
     try:
         found = datasets.ImageFolder(root / folder)
     except OSError as error:  # FileNotFoundError also if an existing folder has no images
-        remedy = try_these([f"data.root=FOLDER with {folder}/CLASS/IMAGE.jpg in it"])
-        raise ConfigError([Problem("root", root, f"{root / folder}: {error}", remedy)]) from error
+        raise ConfigError([Problem("root", root, f"{root / folder}: {error}", _with_images(folder))]) from error
     below = len(os.path.join(found.root, ""))
     names = [os.fsencode(path[below:]) for path, _ in found.samples]
     return Listing(root / folder, tuple(found.classes), np.array(names), np.array(found.targets, np.int64))
-
-
-def _must_hold(root: str | None, train: str) -> Problem | None:
-    remedy = try_these([f"data.root=FOLDER with {train}/CLASS/IMAGE.jpg in it"])
-    if root is None:
-        return Problem("root", root, "must name the folder of the images", remedy)
-    if not (Path(root).expanduser() / train).is_dir():
-        return Problem("root", root, f"there is no folder {train} in it", remedy)
-    return None

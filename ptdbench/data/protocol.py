@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -135,6 +136,14 @@ def _matches(one: str | float, other: str | float) -> bool:
 def _described(found: object) -> str:
     """Return the shape of a tensor, or the type of anything else."""
     return str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
+
+
+def missing_folder(root: str | None, contents: str, remedy: str, inside: str = "") -> Problem | None:
+    """Return the problem of an option ``root`` that is not given, or not a folder with the folder ``inside``."""
+    if root is None:
+        return Problem("root", root, f"must name the folder of {contents}", remedy)
+    rule = f"there is no folder {inside} in it" if inside else "there is no such folder"
+    return None if (Path(root).expanduser() / inside).is_dir() else Problem("root", root, rule, remedy)
 
 
 class Sequences(Data):

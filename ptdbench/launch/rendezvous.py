@@ -150,13 +150,9 @@ def process_group(
 ) -> Iterator[dist.Store]:
     """Create the default process group for the duration of one run; yields a store that belongs to the run alone.
 
-    Args:
-        world: This rank's place.
-        backend: ``gloo``, ``nccl``, or both, each with its kind of device.
-        device: This rank's device.
-        key: See :func:`run_store`.
-        limited: A context for the collective work here, in which ranks may wait: :meth:`Watchdog.limited`.
-        patience: Timeout of collectives, see :func:`patience_for`.
+    The ``backend`` is ``gloo``, ``nccl``, or both, each with its kind of device; ``key`` is that of :func:`run_store`,
+    and ``patience`` the timeout of collectives. Ranks may wait for each other here: ``limited`` is a context for that,
+    :meth:`Watchdog.limited`.
     """
     gloo.give_one_thread()
     own = run_store(key)

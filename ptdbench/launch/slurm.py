@@ -96,10 +96,8 @@ def partitions() -> list[Partition]:
     for line in lines:
         name, limit, nodes, cpus, gres = line.split("|", 4)
         key = name.removesuffix("*")
-        seconds = _seconds(limit)
-        known = found.get(key) or Partition(
-            key, name.endswith("*"), 0, None if seconds is None else seconds // 60, gpus=(), cpus=0
-        )
+        minutes = None if (seconds := _seconds(limit)) is None else seconds // 60
+        known = found.get(key) or Partition(key, name.endswith("*"), 0, minutes, gpus=(), cpus=0)
         gpus = {*known.gpus, *([gpu_count(gres)] if int(nodes) else [])}
         found[key] = replace(
             known, nodes=known.nodes + int(nodes), gpus=tuple(sorted(gpus)), cpus=max(known.cpus, int(cpus))
@@ -208,9 +206,8 @@ def cancel(job_ids: Iterable[str]) -> None:
 def cancel_named(names: Iterable[str]) -> list[str]:
     """Cancel the jobs with these names; return the ids of those that had not ended. Raises SlurmError."""
     # Not by scancel --name, which leaves an array that never began without elements (22.05).
-    states = [
-        state for elements in named(names, ended=False).values() for state in elements.values() if not state.is_over
-    ]
+    arrays = named(names, ended=False).values()
+    states = [state for elements in arrays for state in elements.values() if not state.is_over]
     cancel(sorted({_job(state.id) for state in states}))
     return [state.id for state in states]
 

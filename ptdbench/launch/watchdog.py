@@ -312,11 +312,8 @@ class _Board:
 
     def _ask(self) -> None:
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
-        known = [
-            rank
-            for rank in others
-            if ((seen := self._seen.get(rank)) and seen.state) or self._store.check([_key(rank)])
-        ]
+        heard = {rank for rank, sighting in self._seen.items() if sighting.state}
+        known = [rank for rank in others if rank in heard or self._store.check([_key(rank)])]
         posted = self._store.multi_get([_key(rank) for rank in known]) if known else []
         now = time.monotonic()
         states: dict[int, State | None] = dict.fromkeys(others)

@@ -32,20 +32,14 @@ class Factor(NamedTuple):
     of: Callable[[int], float]  # the factor for a number of ranks
 
 
-_WHOLE = Factor("1", lambda ranks: 1.0)
-_OTHERS = Factor("(n-1)/n", lambda ranks: (ranks - 1) / ranks)
-_TWICE = Factor("2(n-1)/n", lambda ranks: 2 * (ranks - 1) / ranks)
+#: Operations in which every rank, or the root, holds a share for each of the others.
+_OF_SHARES = ("scatter", "gather", "all_gather", "reduce_scatter", "all_to_all")
 
 #: Bus bandwidth over algorithm bandwidth, by operation; a barrier moves no data and has neither.
 FACTORS: dict[str, Factor] = {
-    "broadcast": _WHOLE,
-    "reduce": _WHOLE,
-    "all_reduce": _TWICE,
-    "scatter": _OTHERS,
-    "gather": _OTHERS,
-    "all_gather": _OTHERS,
-    "reduce_scatter": _OTHERS,
-    "all_to_all": _OTHERS,
+    **dict.fromkeys(("broadcast", "reduce"), Factor("1", lambda ranks: 1.0)),
+    "all_reduce": Factor("2(n-1)/n", lambda ranks: 2 * (ranks - 1) / ranks),
+    **dict.fromkeys(_OF_SHARES, Factor("(n-1)/n", lambda ranks: (ranks - 1) / ranks)),
 }
 
 

@@ -144,9 +144,7 @@ def measure(
 
 
 def measure_again(world: World, device: torch.device, dtype: str, alive: Callable[[], object]) -> Measured:
-    """Re-measure the ceiling of rank 0's device; called in all ranks, with the same result.
-
-    The higher of the earlier and the new measurement is stored for later runs.
+    """Re-measure the ceiling of rank 0's device, stored if higher; called in all ranks, with the same result.
 
     Raises:
         ConfigError: The matrices do not fit into the free memory.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ptdbench.measure import hardware
 from ptdbench.measure.memory import no_collection
-from ptdbench.measure.timing import Effort, timed
+from ptdbench.measure.timing import Effort, Step, timed
 
 #: Arithmetic of a product → dtype of its matrices. ``tf32``: fp32 matrices with TF32 allowed.
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,9 +110,7 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
     }
 
 
-def repeat(
-    work: Callable[[], object], between: Callable[[], object], device: torch.device, seconds: float
-) -> list[float]:
+def repeat(work: Step, between: Step, device: torch.device, seconds: float) -> list[float]:
     """Return the seconds of each timed repetition of ``work``; ``between`` runs untimed before each of them.
 
     On a GPU the work is queued on the current stream. All repetitions take about ``seconds``, within the bounds of an

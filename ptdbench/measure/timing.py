@@ -24,6 +24,8 @@ from ptdbench.problems import ConfigError, Problem, at_least
 #: About the clock's resolution: avoids division by zero.
 _TICK = 1e-9
 
+Step = Callable[[], object]  # what is timed
+
 
 @dataclass(frozen=True)
 class Effort:
@@ -100,7 +102,7 @@ def require_memory(device: torch.device, local_size: int, need: int, option: str
         raise ConfigError([Problem(option, value, rule, "try less")])
 
 
-def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effort) -> list[float]:
+def repeat(step: Step | None, device: torch.device, effort: Effort) -> list[float]:
     """Return the seconds of every timed repetition on its slowest rank; every rank calls this, with the same result.
 
     ``step`` is ``None`` on ranks that do not take part and only wait. The list is empty if ``min_repetitions`` would
@@ -109,9 +111,7 @@ def repeat(step: Callable[[], object] | None, device: torch.device, effort: Effo
     return repeat_in_turns([step], device, effort)[0]
 
 
-def repeat_in_turns(
-    steps: Sequence[Callable[[], object] | None], device: torch.device, effort: Effort
-) -> list[list[float]]:
+def repeat_in_turns(steps: Sequence[Step | None], device: torch.device, effort: Effort) -> list[list[float]]:
     """Like :func:`repeat` for several steps to compare, interleaved so that interference affects all of them."""
     dist.barrier()
     warmup = [most(*seconds) for seconds in timed(steps, effort.warmup, device)]
@@ -123,10 +123,7 @@ def repeat_in_turns(
 
 
 def timed(
-    steps: Sequence[Callable[[], object] | None],
-    count: int,
-    device: torch.device,
-    between: Callable[[], object] = lambda: None,
+    steps: Sequence[Step | None], count: int, device: torch.device, between: Step = lambda: None
 ) -> list[list[float]]:
     """Return the seconds of ``count`` repetitions of each step on this rank; zeros if it does not take part.
 

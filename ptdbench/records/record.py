@@ -48,12 +48,8 @@ def begin(
     It is written before the ranks start, so that every run directory has a record, even if all processes are killed
     at once.
 
-    Args:
-        config: The resolved configuration.
-        directory: The run's directory.
-        environment: Versions and hardware.
-        overrides: The overrides typed for the run; ``None`` if unknown.
-        owner: The process that starts the run; ``None`` if it is not started yet.
+    The ``config`` is the resolved one, ``environment`` versions and hardware, ``overrides`` those typed for the run,
+    ``None`` if unknown, and ``owner`` the process that starts the run, ``None`` if it is not started yet.
     """
     message = "the run is still running, or was killed before it could record how it ended"
     record: dict[str, Any] = dict.fromkeys(FIELDS) | {"config": strict(config, str)}

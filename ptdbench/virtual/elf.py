@@ -27,9 +27,8 @@ def defined(library: Path) -> set[str]:
 
 def texts(library: Path, pattern: str) -> set[str]:
     """Return a library's string constants that match: names that it looks up. Raises as :func:`undefined`."""
-    return set(
-        re.findall(rf"^  \[ *[0-9a-f]+\]  ({pattern})$", _told("readelf", "-p", ".rodata", library), re.MULTILINE)
-    )
+    constants = _told("readelf", "-p", ".rodata", library)
+    return set(re.findall(rf"^  \[ *[0-9a-f]+\]  ({pattern})$", constants, re.MULTILINE))
 
 
 def _names(symbols: str) -> set[str]:
@@ -41,5 +40,4 @@ def _told(*command: str | Path) -> str:
         return subprocess.run(command, capture_output=True, encoding="latin-1", check=True).stdout
     except FileNotFoundError:
         rule = f"has no {command[0]}, and a virtual GPU needs binutils"
-        problem = Problem("PATH", os.environ.get("PATH"), rule, "install them")
-        raise ConfigError([problem]) from None
+        raise ConfigError([Problem("PATH", os.environ.get("PATH"), rule, "install them")]) from None

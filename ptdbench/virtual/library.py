@@ -146,9 +146,6 @@ def environment(device: Device, count: int, *, alone: bool = False, real_time: b
         alone: Whether the process is one rank of many and the others are absent: its messages are discarded.
         real_time: Whether work on the device takes time: waiting blocks, and events complete only then.
 
-    Returns:
-        Variables to add to the environment of this process.
-
     Raises:
         ConfigError: As for :func:`build`.
     """
@@ -186,9 +183,8 @@ def _right(variables: Mapping[str, str]) -> list[str]:
 
 def _try(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] | None, str]:
     """Test kinds in a process; return those that passed, or ``None`` if it crashed, with its last line of output."""
-    of_user = {
-        name: value for name, value in os.environ.items() if not name.startswith(("CUDA_", "TORCH_", "PYTORCH_"))
-    }
+    foreign = ("CUDA_", "TORCH_", "PYTORCH_")
+    of_user = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     path = os.pathsep.join([str(_HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, *search_path.module(selftest.__name__), *kinds],

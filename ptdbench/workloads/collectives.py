@@ -101,9 +101,8 @@ def measure(job: Job, options: Collectives) -> dict[str, Any]:
         ArithmeticError: An operation gave a wrong result on this rank.
         ConfigError: The messages do not fit into memory.
     """
-    timing.require_memory(
-        job.device, job.world.local_size, _COPIES * options.max_bytes, "workload.max_bytes", options.max_bytes
-    )
+    need = _COPIES * options.max_bytes
+    timing.require_memory(job.device, job.world.local_size, need, "workload.max_bytes", options.max_bytes)
     groups = groups_of(options.group, job.world.size, options.pipeline_size)
     own = _join(groups, job.world)
     left_out = lacking(job.spec.backend, job.device.type)

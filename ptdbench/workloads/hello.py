@@ -28,11 +28,10 @@ class Hello:
         """Run one rank's part; raises ArithmeticError if the sum is wrong, as no result can be trusted then."""
         total = torch.tensor(float(job.world.rank + 1), device=job.device)
         dist.all_reduce(total)
-        expected = job.world.size * (job.world.size + 1) / 2
+        size = job.world.size
+        expected = size * (size + 1) / 2
         if total.item() != expected:
-            raise ArithmeticError(
-                f"the sum of 1 to {job.world.size} over the ranks is {expected:g}, not {total.item():g}"
-            )
+            raise ArithmeticError(f"the sum of 1 to {size} over the ranks is {expected:g}, not {total.item():g}")
         address, port = meeting_point(job.world, os.environ)
         found = {"launcher": job.world.launcher, "backend": job.spec.backend, "address": address, "port": port}
         return Outcome({"hello": {**found, "ranks": to_builtins(job.peers)}})

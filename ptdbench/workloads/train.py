@@ -194,11 +194,7 @@ def _concluded(job: Job, outcome: Outcome, fields: Mapping[str, Any]) -> Outcome
 
 
 def assemble(job: Job) -> StepLoop:
-    """Set up the step loop: data, the model laid out over the ranks, the optimizer.
-
-    Raises:
-        ConfigError: The data are unusable, or not the same on all ranks.
-    """
+    """Set up data, laid-out model and optimizer; raises ConfigError if data are unusable or differ between ranks."""
     training = job.training
     with job.watchdog.paused():  # preparing data may read and write a lot
         if job.world.local_rank == 0:
