@@ -204,7 +204,7 @@ class Operation:
 
 
 # Since torch 2.14 the older names warn.
-_all_gather_tensor = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_all_gather_tensor: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
