@@ -8,7 +8,6 @@ import os
 import pickle
 import shlex
 import sys
-from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def write_files(job: DictConfig, directory: Path) -> None:
     folder = directory / str(job.hydra.output_subdir)
     folder.mkdir(parents=True, exist_ok=True)
     ours = [str(name) for name in job if name != "hydra"]
-    texts: Mapping[str, str] = {
+    texts = {
         "config.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(job, ours)),
         "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(job, "hydra")),
         "overrides.yaml": OmegaConf.to_yaml(job.hydra.overrides.task),

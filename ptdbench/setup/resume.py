@@ -7,8 +7,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,25 +76,18 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
     """
     given = values(typed)
     others = [override for override in typed if option(override) != SWEEP]
-    if (sweep := _path(given.get(SWEEP))) is not None:
-        _require_same_file(SWEEP, sweep, "multirun.yaml", config_name)
-        with _reading(SWEEP, sweep):
-            return _sweep(sweep, others, SWEEP)
-    if (run := _path(given.get(RUN))) is not None:
-        _require_same_file(RUN, run, ".hydra/hydra.yaml", config_name)
-        with _reading(RUN, run):
-            return _run(run, [override for override in others if option(override) != RUN], multirun, world)
+    for asked, hydra in ((SWEEP, "multirun.yaml"), (RUN, ".hydra/hydra.yaml")):
+        if (directory := _path(given.get(asked))) is None:
+            continue
+        _require_same_file(asked, directory, hydra, config_name)
+        try:
+            if asked == SWEEP:
+                return _sweep(directory, others, SWEEP)
+            return _run(directory, [override for override in others if option(override) != RUN], multirun, world)
+        except OSError as error:  # perhaps another user's
+            rule = f"{error.filename or directory} cannot be read ({error.strerror or error})"
+            raise ConfigError([Problem(asked, directory, rule, "give one that you may read")]) from None
     return Line(list(typed), None)
-
-
-@contextmanager
-def _reading(asked: str, directory: Path) -> Iterator[None]:
-    """Raise ConfigError within the context if a file of the directory cannot be read, as that of another user."""
-    try:
-        yield
-    except OSError as error:
-        rule = f"{error.filename or directory} cannot be read ({error.strerror or error})"
-        raise ConfigError([Problem(asked, directory, rule, "give one that you may read")]) from None
 
 
 def _require_same_file(asked: str, directory: Path, hydra: str, config_name: str) -> None:
@@ -357,9 +350,8 @@ def _refuse_complete(directory: Path, written: Written, asked: str = RUN) -> Non
 
 def _path(value: str | None) -> Path | None:
     """Return a path as typed, without quotes; a link, such as ``outputs/latest``, is resolved."""
-    if value in (None, "", "null"):
+    if not value or value == "null":
         return None
-    assert value is not None
     path = Path(value.strip("'\"")).expanduser()
     real = path.resolve()
     if real == path.absolute():

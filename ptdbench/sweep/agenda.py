@@ -241,8 +241,7 @@ class Agenda:
     def _compare(self, directory: Path, earlier: Written, draft: Written) -> None:
         """Report that a run was done with other options.
 
-        Raises:
-            ConfigError: It would resume from their checkpoint, or replace a result that a search went by.
+        Raises ConfigError if it would resume from their checkpoint, or replace a result that a search went by.
         """
         was, now = record.configuration(earlier), record.configuration(draft)
         if (other := record.work_difference(was, now)) is None:

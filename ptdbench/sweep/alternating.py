@@ -132,14 +132,13 @@ def _remove(folder: Path, trees: Iterable[Path], top: Path) -> None:
 
 
 def _git(revision: str, *words: str) -> str:
-    remedy = "give two commits of the repository you are in"
     try:  # in a separate session, which Ctrl-C does not reach
         done = subprocess.run(["git", *words], capture_output=True, text=True, check=False, start_new_session=True)
     except FileNotFoundError:
         raise ConfigError([Problem("--checkout", revision, "there is no git on PATH", "install git")]) from None
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["it is no commit of this repository"])[-1]
-        raise ConfigError([Problem("--checkout", revision, reason, remedy)])
+        raise ConfigError([Problem("--checkout", revision, reason, "give two commits of the repository you are in")])
     return done.stdout.strip()
 
 
@@ -183,15 +182,13 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
         Stopped: A signal arrived; the side that was running has ended like any sweep.
     """
     stopping = StoppingRule(repeat, _both_sides) if repeat.runs == "auto" else None
-    order = [(number, block or 0) for number, block in blocks.order(len(sides), repeat)]
-    for place, (number, block) in enumerate(order):
-        begins = place % len(sides) == 0
+    for place, (number, in_block) in enumerate(blocks.order(len(sides), repeat)):
+        side, block, begins = sides[number], in_block or 0, place % len(sides) == 0
         if stopping and begins and stopping(directory, block):
             break
         if begins and block and _has_only_failed(sides, directory, block - 1):
             echo(f"block {block - 1}: every run failed on both sides; stopped", sys.stderr)
             break
-        side = sides[number]
         echo(f"block {block}, {side.name}", sys.stderr)
         _start(side, overrides, directory / side.name / str(block), replace(repeat, block=block, series=directory.name))
 
@@ -221,11 +218,10 @@ def _both_sides(directory: Path, count: int) -> list[Compared]:
 
 def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -> None:
     """Run one block of one side; its table is not shown, and failed runs are rows of the comparison."""
-    place = commandline.quoted(str(folder))
     own = [f"repeat.block={repeat.block}", f"repeat.series={commandline.quoted(str(repeat.series))}"]
     if repeat.runs == "auto":  # so that the records tell that results were examined several times
         own += ["repeat.runs=auto", f"repeat.max={repeat.max}"]
-    words = [*overrides, *own, f"hydra.sweep.dir={place}"]
+    words = [*overrides, *own, f"hydra.sweep.dir={commandline.quoted(str(folder))}"]
     status = _wait_for([side.python, *search_path.module("ptdbench"), "train", "-m", *words], side)
     if status < 0 or status > 128:
         raise ConfigError([Problem("compare", side.name, "was ended by a signal")])
@@ -236,10 +232,7 @@ def _start(side: Side, overrides: Sequence[str], folder: Path, repeat: Repeat) -
 def _wait_for(command: Sequence[str], side: Side) -> int:
     """Start a sweep, forward stop signals to it, and return its exit status.
 
-    It has a separate session, so that Ctrl-C reaches it only once, through this process.
-
-    Raises:
-        Stopped: A stop signal arrived; the sweep has ended. :class:`StoppedSide` if that signal ended the sweep.
+    Raises Stopped after a stop signal, when the sweep has ended; :class:`StoppedSide` if that signal ended it.
     """
     noted: list[int] = []
     child: subprocess.Popen[bytes] | None = None
@@ -249,7 +242,7 @@ def _wait_for(command: Sequence[str], side: Side) -> int:
         if child is not None:
             child.send_signal(number)
 
-    with local.handling(pass_on):
+    with local.handling(pass_on):  # in a separate session, Ctrl-C reaches it only once, through this process
         child = subprocess.Popen(
             command, cwd=side.directory, env=side.environ, stdout=subprocess.DEVNULL, start_new_session=True
         )

@@ -93,19 +93,17 @@ def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
     """
     if repeat.runs == 1:
         return [(number, None) for number in range(alternatives)]
-    if repeat.block is not None:
-        return [(number, None) for number in _of_block(alternatives, repeat, repeat.block)]
-    return [(number, block) for block in range(_blocks(repeat)) for number in _of_block(alternatives, repeat, block)]
+    runs: list[tuple[int, int | None]] = []
+    for block in range(_blocks(repeat)) if repeat.block is None else [repeat.block]:
+        numbers = list(range(alternatives))
+        random.Random(f"{repeat.seed} {block // 2}").shuffle(numbers)
+        changed = block if repeat.block is None else None
+        runs += [(number, changed) for number in (numbers if block % 2 == 0 else numbers[::-1])]
+    return runs
 
 
 def _blocks(repeat: Repeat) -> int:
     return repeat.max if repeat.runs == "auto" else repeat.runs
-
-
-def _of_block(alternatives: int, repeat: Repeat, block: int) -> list[int]:
-    numbers = list(range(alternatives))
-    random.Random(f"{repeat.seed} {block // 2}").shuffle(numbers)
-    return numbers if block % 2 == 0 else numbers[::-1]
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,7 @@ def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
 def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     """Execute runs one after the other, each in a process of submitit's that starts its own ranks.
 
-    Raises:
-        Stopped: A stop signal arrived; the run that it was forwarded to has ended by itself.
+    Raises Stopped after a stop signal, when the run that it was forwarded to has ended by itself.
     """
     import submitit
 
@@ -99,24 +98,20 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     submitter.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0, **setup)
     for run in runs:
         echo(f"{run.number} {run.request.config.label}: started", sys.stderr)
+        place = directory / run.subdirectory
         noted: list[int] = []
         with local.handling(lambda number, _, noted=noted: noted.append(number)):  # type: ignore[misc]
             submitted = submitter.submit(submission.carry_out, *submission.call_of(directory, run))
             passed_on = 0
             while not submitted.done():
                 # Until it has opened its record, the run may not hear it yet.
-                if len(noted) > passed_on or (noted and not _has_begun(directory / run.subdirectory)):
+                if len(noted) > passed_on or (noted and not (store.earlier_record(place) or {}).get("owner")):
                     passed_on = len(noted)
                     _terminate(int(submitted.job_id))
                 time.sleep(1.0 if noted else 0.1)
         watch.settle(directory, run.subdirectory, str(submitted.paths.stderr))
         if noted:
             raise local.Stopped(noted[0])
-
-
-def _has_begun(run: Path) -> bool:
-    written = store.earlier_record(run)
-    return bool(written and written.get("owner"))
 
 
 def _terminate(shell: int) -> None:

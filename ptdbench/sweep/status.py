@@ -111,11 +111,11 @@ def _one(directory: Path) -> Sweep:
     jobs = _jobs(directory, damage.append)
     results = _results(directory, damage.append)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
+    found, queue, silence = {}, {}, ""
     try:
         found, queue = _ask(doubtful)
-        silence = ""
     except SlurmError as error:
-        found, queue, silence = {}, {}, str(error)
+        silence = str(error)
     jobs = [found.get(job.directory, job) for job in jobs]
     gone = [job for job in found.values() if job.id and _is_gone(queue.get(job.id))]
     if gone:
@@ -224,16 +224,14 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
     named = {job.cluster for job in jobs if job.cluster}
     if named and (others := named - {*slurm.clusters()}):  # on another cluster, the same ids are other jobs
         raise SlurmError(f"its jobs are on cluster {', '.join(others)}, and this is {', '.join(slurm.clusters())}")
-    known = [job for job in jobs if job.id]
-    queue = slurm.queue(job.id for job in known if job.id)
+    queue = slurm.queue(job.id for job in jobs if job.id)
     by_name = slurm.named(job.name for job in jobs if not job.id)
-    for job in jobs:
-        state = None if job.id else by_name.get(job.name, {}).get(job.element)
-        if state:
-            known.append(ledger.with_id(job, state.id))
-            queue[state.id] = state
     found = {job.directory: job for job in jobs}
-    return found | {job.directory: job for job in known}, queue
+    for job in jobs:
+        if not job.id and (state := by_name.get(job.name, {}).get(job.element)):
+            found[job.directory] = ledger.with_id(job, state.id)
+            queue[state.id] = state
+    return found, queue
 
 
 def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> dict[str, Any]:
@@ -253,12 +251,9 @@ def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) ->
 def _submitted(
     directory: Path, job: ledger.Job, state: JobState | None, result: Written | None, has_ended: bool
 ) -> Run:
-    """Return the status of a submitted run; while its job is in the queue the run is not over, whatever its result.
-
-    Except in a job with several runs: it stays in the queue for the others, and is never requeued.
-    """
-    is_done = job.step is not None and _is_final(result)
-    if result and (_is_gone(state) or is_done):
+    """Return the status of a submitted run; while its job is in the queue the run is not over, whatever its result."""
+    # Except in a job with several runs: it stays in the queue for the others, and is never requeued.
+    if result and (_is_gone(state) or (job.step is not None and _is_final(result))):
         return Run(job.directory, job, None, result, is_over=True)
     path = directory / job.directory
     return Run(job.directory, job, state, written(path), has_ended, read_progress(path))
@@ -286,7 +281,8 @@ def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, Job
             cause = of_launcher(kind, message + _saved(known))
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
         elif _was_signaled(known) and _reached_its_limit(known, _seconds(directory / job.directory, known, state)):
-            limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={_time_minutes(known)}"
+            minutes = option(known, "cluster.time_minutes", float)
+            limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={minutes}"
             cause = of_launcher("TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(known)}")
             conclude(directory, job.directory, cause, "timeout")
         elif result is None:
@@ -326,7 +322,8 @@ def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, 
         kind, message = state.state, f"SLURM ended job {job.id}{nodes}: {state.state}{reason}"
     if job.step is not None and not begun:  # the script's output is about other runs
         return kind, f"{message}, before this run had begun{where}"
-    if kind in ("Gone", "FAILED") and (words := log_out_of_memory(job)):
+    said = (line.strip() for lines in _ends(job) for line in lines if _OUT_OF_MEMORY.search(line))
+    if kind in ("Gone", "FAILED") and (words := next(said, None)):
         return "OUT_OF_MEMORY", f"{message}; SLURM said: {words}{where}"
     if kind == "FAILED" and not begun and (words := log_reason(job)):
         return kind, f"{message}: {words}{where}"
@@ -352,20 +349,15 @@ def _reached_its_limit(written: Written, elapsed: float) -> bool:
     The warning is requested at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
     arrives up to a minute earlier than that (sbatch(1), ``--signal``).
     """
-    minutes = _time_minutes(written)
-    seconds = math.inf if minutes is None else 60 * minutes
+    minutes = option(written, "cluster.time_minutes", float)
     was_warned = WARNING in schema.error(written).message
-    return was_warned and elapsed >= 0.9 * seconds - 60
+    return was_warned and minutes is not None and elapsed >= 0.9 * 60 * minutes - 60
 
 
 def _saved(written: Written) -> str:
     """Return a saved run's message on how to resume; empty if it has not saved."""
     message = schema.error(written).message
     return f"; {message}" if "it has saved" in message else ""
-
-
-def _time_minutes(written: Written) -> float | None:
-    return option(written, "cluster.time_minutes", float)  # type: ignore[no-any-return]
 
 
 def _number(run: Run) -> tuple[int, str]:
@@ -376,14 +368,9 @@ def _number(run: Run) -> tuple[int, str]:
     return (int(head[0]), "") if head else (0, run.directory)
 
 
-def log_tail(job: ledger.Job, lines: int = 15) -> str:
-    """Return the last lines of the rank that wrote last."""
-    return "\n".join(next((said[-lines:] for said in _ends(job) if said), []))
-
-
-def log_out_of_memory(job: ledger.Job) -> str | None:
-    """Return the log line in which SLURM says that the job used too much memory, if there is one."""
-    return next((line.strip() for said in _ends(job) for line in said if _OUT_OF_MEMORY.search(line)), None)
+def log_tail(job: ledger.Job) -> str:
+    """Return the last 15 lines of the rank that wrote last."""
+    return "\n".join(next((said[-15:] for said in _ends(job) if said), []))
 
 
 def log_reason(job: ledger.Job) -> str | None:
@@ -410,6 +397,5 @@ def _ends(job: ledger.Job) -> Iterator[list[str]]:
     logs += [folder / ledger.LOG_OF_SLURM.replace("%j", str(job.id)) for folder in (log, *log.parents)]
     for path in filter(Path.is_file, logs):
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOOKED_AT))
+            file.seek(max(0, file.seek(0, 2) - _LOOKED_AT))
             yield file.read().decode(errors="replace").splitlines()

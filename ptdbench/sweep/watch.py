@@ -258,28 +258,21 @@ def _show_failure(run: Run) -> None:
         echo(f"\n{name}, the end of its output:\n{tail}", sys.stderr)
 
 
-class _Table:
+class _Table(Live):
     """A table that is redrawn in place."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._live = Live(console=console, auto_refresh=False, transient=True)
-
-    def __enter__(self) -> None:
-        self._live.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        super().__init__(console=console, auto_refresh=False, transient=True)
 
     def __call__(self, sweep: Sweep) -> None:
-        room = max(1, self._console.height - _AROUND_THE_ROWS)
+        room = max(1, self.console.height - _AROUND_THE_ROWS)
         below = f"{sum(run.is_over for run in sweep.runs)} of {len(sweep.runs)} have ended"
         if len(sweep.runs) > room:
             below += f"; {len(sweep.runs) - room} more are not shown"
         if sweep.silence:
             below += f"; SLURM does not answer: {plain(' '.join(sweep.silence.split()))}"
-        lines = [*table_lines(sweep, self._console.width, room)[0], cropped(below, self._console.width)]
-        self._live.update(Text("\n".join(lines), no_wrap=True), refresh=True)
+        lines = [*table_lines(sweep, self.console.width, room)[0], cropped(below, self.console.width)]
+        self.update(Text("\n".join(lines), no_wrap=True), refresh=True)
 
 
 class _Lines(nullcontext[None]):

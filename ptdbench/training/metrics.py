@@ -94,16 +94,14 @@ def _times(quantity: float | None, factor: float | None) -> float | None:
     return None if quantity is None or factor is None else quantity * factor
 
 
-def _mfu(
-    measured: Measurement, flops_per_second_per_device: float | None, dtype: str
-) -> tuple[float | None, str | None]:
-    """Return the model FLOPs utilization by the peak of a dtype, or why there is none."""
+def _mfu(measured: Measurement, rate: float | None, dtype: str) -> tuple[float | None, str | None]:
+    """Return the utilization of a dtype's peak at a rate of model FLOP/s per device, or why there is none."""
     if measured.flops_per_sample is None:
         return None, measured.flops_reason or "the model states no FLOPs"
-    if flops_per_second_per_device is None:
+    if rate is None:
         return None, "no step was finished"
     peak, reason = dense_peak(measured.device_name, dtype)
-    return (None, reason) if peak is None else (flops_per_second_per_device / peak, None)
+    return (None, reason) if peak is None else (rate / peak, None)
 
 
 def against_ceiling(
