@@ -170,6 +170,7 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
 
     def make() -> str:
         if asked in values(composed.hydras):
+            # torchrun also restarts a command that was refused because of other results there.
             again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
             store.occupy(wish, asked, fill, bool(again))
             if composed.is_sweep and wish.parent.resolve() == Path("outputs").resolve():
@@ -196,10 +197,7 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
 
 
 def _began(composed: Composed, directory: Path) -> bool:
-    """Return whether a directory contains what this command line began and has not finished.
-
-    This must be checked, as torchrun also restarts a command that was refused because of other results there.
-    """
+    """Return whether a directory contains what this command line began and has not finished."""
     with suppress(FileNotFoundError, PermissionError, store.Damaged):
         if composed.is_sweep:
             return ledger.read(directory).overrides == composed.typed

@@ -130,10 +130,7 @@ def _run(directory: Path, others: list[str], multirun: bool, world: World | None
 
 
 def _sweep(directory: Path, others: list[str], asked: str, only: str | None = None) -> Line:
-    """Resume a sweep in its directory: runs that are ok will be skipped.
-
-    Queue options of its jobs may change, since a job that has reached its time limit must be able to get more.
-    """
+    """Resume a sweep in its directory: runs that are ok will be skipped."""
     task = _asked_of_sweep(directory)
     swept = {option(override) for override in task if "," in override.partition("=")[2]}
     others = _new(others, task)
@@ -167,6 +164,7 @@ def _may_change(name: str, swept: set[str]) -> bool:
     """Return whether a resumed sweep may change this option: more blocks, for one, keep the order of existing ones."""
     if name.startswith("hydra.") or name == RESHAPE or affects(name, "blocks"):
         return True
+    # A job that has reached its time limit must be able to get more.
     return name.startswith("cluster.") and affects(name, "queue") and name not in swept
 
 
@@ -226,12 +224,10 @@ def _is_place(override: str) -> bool:
 
 
 def _replaced(directory: Path, others: Iterable[str], earlier: Iterable[str]) -> tuple[str, ...]:
-    """Return the prefixes of a run's options that the others' choices replace: ``parallel.`` if pdp becomes ddp.
-
-    A list that has the run's own choice replaces nothing, as its options are then for all of the list.
-    """
+    """Return the prefixes of a run's options that the others' choices replace: ``parallel.`` if pdp becomes ddp."""
     was = {**(_of_hydra(directory / ".hydra/hydra.yaml", "hydra.runtime.choices") or {}), **values(earlier)}
     chosen = {group: choice.split(",") for group, choice in values(others).items() if group in CALLS}
+    # A list that has the run's own choice replaces nothing: its options are then for all of the list.
     return tuple(f"{group}." for group, choices in chosen.items() if was.get(group) not in (None, *choices))
 
 
@@ -242,10 +238,7 @@ def _without(overrides: Iterable[str], others: Iterable[str]) -> list[str]:
 
 
 def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], world: World | None) -> list[str]:
-    """Return overrides for the shape of a run, wherever it was set; empty on another cluster, whose shapes differ.
-
-    Under a launcher, only what matches its nodes and ranks, which the run will use.
-    """
+    """Return overrides for the shape of a run, wherever it was set; empty on another cluster, whose shapes differ."""
     if (was := record.option(written, "cluster", dict)) is None:
         return [override for override in earlier if affects(option(override), "shape")]
     typed = values(others).get("cluster")
@@ -253,7 +246,7 @@ def _shape(earlier: Iterable[str], written: Written, others: Iterable[str], worl
         return []
     of_jobs = () if typed else ("cluster.gpus_per_node",)  # without a cluster, this machine's GPUs are used
     kept = {name: was.get(name.removeprefix("cluster.")) for name in options_affecting("shape") if name not in of_jobs}
-    if world:
+    if world:  # the run will use its nodes and ranks
         here = {"cluster.nodes": world.nodes, "cluster.ranks_per_node": world.local_size}
         kept = {name: value for name, value in kept.items() if here.get(name, value) == value}
     return [f"{name}={value}" for name, value in kept.items() if value not in (None, "auto")]

@@ -217,15 +217,12 @@ def written(directory: Path) -> Written:
 
 
 def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, JobState]]:
-    """Return the jobs by their runs' directories, and SLURM's states by their ids; raises SlurmError.
-
-    A job whose id was not recorded, because the process that submitted it was killed, is found by its array's name.
-    """
+    """Return the jobs by their runs' directories, and SLURM's states by their ids; raises SlurmError."""
     named = {job.cluster for job in jobs if job.cluster}
     if named and (others := named - {*slurm.clusters()}):  # on another cluster, the same ids are other jobs
         raise SlurmError(f"its jobs are on cluster {', '.join(others)}, and this is {', '.join(slurm.clusters())}")
     queue = slurm.queue(job.id for job in jobs if job.id)
-    by_name = slurm.named(job.name for job in jobs if not job.id)
+    by_name = slurm.named(job.name for job in jobs if not job.id)  # the process that submitted them was killed
     found = {job.directory: job for job in jobs}
     for job in jobs:
         if not job.id and (state := by_name.get(job.name, {}).get(job.element)):
@@ -374,12 +371,10 @@ def log_tail(job: ledger.Job) -> str:
 
 
 def log_reason(job: ledger.Job) -> str | None:
-    """Return what kept a step from starting: the first error of SLURM or its plugins, else the rank's last line.
-
-    srun's own lines only say that there was an error.
-    """
+    """Return what kept a step from starting: the first error of SLURM or its plugins, else the rank's last line."""
     for said in _ends(job):
         errors = [match[1] for line in said if (match := re.match(r"slurmstepd\S*: error: (.*)", line))]
+        # srun's own lines only say that there was an error.
         others = [line.strip() for line in said if line.strip() and not line.startswith(("srun: ", "slurmstepd"))]
         if errors or others:
             return errors[0] if errors else others[-1]

@@ -19,6 +19,7 @@ from ptdbench.files import write_json
 from ptdbench.launch import local, rendezvous, watchdog
 from ptdbench.launch.watchdog import JOINED, State, Watchdog, verdict
 from ptdbench.launch.world import World, discover
+from tests.abridged import Abridged
 from tests.ports import free_port
 
 #: Seconds; short, and yet enough for a thread's turn on a machine that is busy with other tests.
@@ -47,53 +48,33 @@ PEERS = "peers wait in all_reduce"
     ("heard", "rank", "message"),
     [
         ({0: WAITS, 1: None}, 1, f"rank 1 has not {STUCK} stopped, or its machine is gone (its {PEERS})"),
-        (
-            {0: None, 1: WAITS, 2: None, 3: ELSEWHERE, 4: BUSY}, 0,
-            f"ranks 0, 2 have not {STUCK} stopped, or their machines are gone (their {PEERS}, broadcast)",
-        ),
+        ({0: None, 1: WAITS, 2: None, 3: ELSEWHERE, 4: BUSY}, 0,
+         f"ranks 0, 2 have not {STUCK} stopped, or their machines are gone (their {PEERS}, broadcast)"),
         ({0: WAITS, 1: BUSY, 2: LEFT}, 1, f"rank 1 has not {STUCK} is in {SPIN} (its {PEERS})"),
         ({0: WAITS, 1: BUSY, 2: BUSY}, 1, f"ranks 1, 2 have not {STUCK} are in {SPIN} (their {PEERS})"),
-        (
-            {0: BUSY, 1: replace(BUSY, place="sleep (model.py:34)")}, 0,
-            f"no rank has {STUCK} rank 0 is in {SPIN}, rank 1 is in sleep (model.py:34)",
-        ),
+        ({0: BUSY, 1: replace(BUSY, place="sleep (model.py:34)")}, 0,
+         f"no rank has {STUCK} rank 0 is in {SPIN}, rank 1 is in sleep (model.py:34)"),
         ({0: BUSY}, 0, f"rank 0 has not {STUCK} is in {SPIN}"),
-        (
-            {0: WAITS, 1: ELSEWHERE, 2: WAITS}, 0,
-            f"no rank has {STUCK} ranks 0, 2 wait in all_reduce, rank 1 waits in broadcast",
-        ),
-        (
-            {0: replace(WAITS, step=None), 1: replace(WAITS, step=1)}, 0,
-            "no rank has finished the first step for 60 s: all wait in all_reduce",
-        ),
-        (
-            {0: AHEAD, 1: BEHIND, 2: replace(AHEAD, begun=14)}, 1,
-            f"rank 1 has not {STUCK} is in {SPIN} (its peers are in step 15)",
-        ),
-        (
-            {0: AHEAD, 1: BEHIND, 2: replace(WAITS, begun=15, place="synchronize")}, 1,
-            f"rank 1 has not {STUCK} is in {SPIN} (its peers wait in synchronize)",
-        ),
-        (
-            {0: replace(AHEAD, step=13), 1: replace(AHEAD, step=13), 2: AHEAD}, 2,
-            f"rank 2 has not {STUCK} is in zeros_like (loss.py:7) (its peers are in step 15)",
-        ),
-        (
-            {0: ALONE, 1: None, 2: ALONE}, 1,
-            "rank 1 has not joined the others for 60 s: never came, stopped, or its machine is gone (its peers wait in "
-            "init_process_group)",
-        ),
+        ({0: WAITS, 1: ELSEWHERE, 2: WAITS}, 0,
+         f"no rank has {STUCK} ranks 0, 2 wait in all_reduce, rank 1 waits in broadcast"),
+        ({0: replace(WAITS, step=None), 1: replace(WAITS, step=1)}, 0,
+         "no rank has finished the first step for 60 s: all wait in all_reduce"),
+        ({0: AHEAD, 1: BEHIND, 2: replace(AHEAD, begun=14)}, 1,
+         f"rank 1 has not {STUCK} is in {SPIN} (its peers are in step 15)"),
+        ({0: AHEAD, 1: BEHIND, 2: replace(WAITS, begun=15, place="synchronize")}, 1,
+         f"rank 1 has not {STUCK} is in {SPIN} (its peers wait in synchronize)"),
+        ({0: replace(AHEAD, step=13), 1: replace(AHEAD, step=13), 2: AHEAD}, 2,
+         f"rank 2 has not {STUCK} is in zeros_like (loss.py:7) (its peers are in step 15)"),
+        ({0: ALONE, 1: None, 2: ALONE}, 1,
+         "rank 1 has not joined the others for 60 s: never came, stopped, … (its peers wait in init_process_group)"),
         ({0: ALONE, 1: ALONE}, 0, "no rank has joined the others for 60 s: all wait in init_process_group"),
         ({0: LEFT, 1: LEAVES}, 1, f"rank 1 has not left the process group for 60 s: is in {SPIN}"),
-        (
-            dict.fromkeys(range(100)) | {100: WAITS}, 0,
-            f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not {STUCK} stopped, or their machines are gone (their "
-            f"{PEERS})",
-        ),
+        (dict.fromkeys(range(100)) | {100: WAITS}, 0,
+         f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not {STUCK} stopped, … (their {PEERS})"),
     ],
 )  # fmt: skip
 def test_the_rank_to_blame(heard, rank, message):
-    assert verdict(heard, 60.0) == (rank, f"{message}; stacks in failures/")
+    assert verdict(heard, 60.0) == (rank, Abridged(f"{message}; stacks in failures/"))
 
 
 def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: tuple[str, int] | None) -> None:
@@ -188,10 +169,7 @@ class TestStuck:
         assert 0 not in reports
         for blamed, message, text in reports.values():
             assert blamed == 0
-            assert message == (
-                f"rank 0 has not finished step 3 for {LIMIT} s: stopped, or its machine is gone "
-                "(its peers wait in all_reduce); stacks in failures/"
-            )
+            assert message == Abridged(f"rank 0 has not finished step 3 for {LIMIT} s: … peers wait in all_reduce)…")
             assert "all_reduce" in text  # a witness's
 
     def test_a_rank_that_spins_is_named_with_its_stacks(self, tmp_path):
@@ -227,10 +205,8 @@ class TestStuck:
     def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path):
         for rank, (blamed, message, _) in ended(tmp_path, "stop", 0, ("localhost", free_port())).items():
             assert blamed == 0
-            assert message == (
-                f"rank 0 does not answer: stopped, or its machine is gone (rank {rank} has not finished step 3 for "
-                f"{LIMIT} s: waits in all_reduce); stacks in failures/"
-            )
+            told = f"rank 0 does not answer: … (rank {rank} has not finished step 3 for {LIMIT} s: … all_reduce)…"
+            assert message == Abridged(told)
 
 
 def take_time(environ: dict[str, str], folder: Path) -> None:

@@ -15,7 +15,8 @@ from ptdbench.parallel.activations import Recompute, Selective
 from ptdbench.parallel.conflicts import SETTERS
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError
+from ptdbench.problems import ConfigError, as_typed
+from tests.abridged import Abridged
 from tests.parallel.made import layout_of, refused
 from tests.parallel.setters import needs_setters
 from tests.parallel.splitting import needs_splitting
@@ -26,7 +27,9 @@ INTERLEAVED = {**PDP, "schedule": "interleaved1f1b"}
 RING = {**DDP, "context": 2, "context_method": "ring"}
 ASYNC = {"tensor": 2, "replicate": "auto", "sequence": True, "async_tensor": True}
 POWERSGD = {**DDP, "gradients": "powersgd"}
+STAGES_IN_SHARDS = {"shard": 4, "pipeline": 2}
 NO_EFFECT = "has no effect under these degrees of parallelism; it belongs to parallel"
+AT_LEAST_1 = "must be a whole number of at least 1"
 WITHOUT_POWERSGD = "has no effect without parallel.gradients=powersgd; omit it"
 _1F1B = "parallel.schedule=interleaved1f1b"
 
@@ -42,59 +45,46 @@ def split(*values: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "name", "value", "rule"),
     [
-        *(({**DDP, "bucket_mb": size}, f"bucket_mb={size}: must be greater than 0 (MiB); try auto, 25")
-          for size in (0, -1)),
-        *(({degree: 0}, f"{degree}=0: must be a whole number of at least 1")
-          for degree in ("replicate", "shard", "context", "tensor", "pipeline")),
-        *(({**degrees, "bucket_mb": 50}, f"bucket_mb=50: {NO_EFFECT}=ddp,pdp")
+        *((DDP, "bucket_mb", size, "must be greater than 0 (MiB); try auto, 25") for size in (0, -1)),
+        *(({}, degree, 0, AT_LEAST_1) for degree in ("replicate", "shard", "context", "tensor", "pipeline")),
+        *((degrees, "bucket_mb", 50, f"{NO_EFFECT}=ddp,pdp")
           for degrees in ({"shard": 4}, {"replicate": 4, "tensor": 2}, {"context": 2, "shard": 2})),
-        ({"replicate": 2, "shard": 2, "static_graph": True}, f"static_graph=true: {NO_EFFECT}=ddp,pdp"),
-        ({"pipeline": 4, "gradients": "bf16"}, f"gradients=bf16: {NO_EFFECT}=ddp,pdp,fsdp,hsdp"),
-        ({"replicate": 4, "reshard_between_microbatches": False},
-         f"reshard_between_microbatches=false: {NO_EFFECT}=fsdp,hsdp"),
-        ({"shard": 4, "pipeline": 2, "reshard_between_microbatches": True}, "reshard_between_microbatches=true: has no "
-         "effect under a pipeline, whose schedule decides when a stage gathers and frees its weights; try auto"),
-        ({"shard": 4, "pipeline": 2, "reduce_scatter_each_microbatch": True},
-         "reduce_scatter_each_microbatch=true: has no effect under a pipeline, whose schedule reduces the gradients of "
-         "a stage after its last micro-batch; try false"),
-        ({"shard": 4, "schedule": "gpipe"}, f"schedule=gpipe: {NO_EFFECT}=pdp"),
-        ({"shard": 4, "sequence": True}, f"sequence=true: {NO_EFFECT}=tp,3d"),
-        ({"shard": 4, "context_method": "ring"}, f"context_method=ring: {NO_EFFECT}.context=2"),
-        ({"shard": 4, "optimizer": "zero1"}, f"optimizer=zero1: {NO_EFFECT}=ddp,pdp"),
-        *(({**degrees, "sync_batchnorm": True}, f"sync_batchnorm=true: {NO_EFFECT}=ddp,pdp,fsdp,hsdp")
+        ({"replicate": 2, "shard": 2}, "static_graph", True, f"{NO_EFFECT}=ddp,pdp"),
+        ({"pipeline": 4}, "gradients", "bf16", f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp"),
+        ({"replicate": 4}, "reshard_between_microbatches", False, f"{NO_EFFECT}=fsdp,hsdp"),
+        (STAGES_IN_SHARDS, "reshard_between_microbatches", True, "has no effect under a pipeline, …; try auto"),
+        (STAGES_IN_SHARDS, "reduce_scatter_each_microbatch", True, "has no effect under a pipeline, …; try false"),
+        ({"shard": 4}, "schedule", "gpipe", f"{NO_EFFECT}=pdp"),
+        ({"shard": 4}, "sequence", True, f"{NO_EFFECT}=tp,3d"),
+        ({"shard": 4}, "context_method", "ring", f"{NO_EFFECT}.context=2"),
+        ({"shard": 4}, "optimizer", "zero1", f"{NO_EFFECT}=ddp,pdp"),
+        *((degrees, "sync_batchnorm", True, f"{NO_EFFECT}=ddp,pdp,fsdp,hsdp")
           for degrees in ({}, {"pipeline": 2}, {"tensor": 2}, {"context": 2})),
-        ({"shard": 4, "gradients": "powersgd"}, "gradients=powersgd: needs whole gradients, and this layout shards "
-         "them; try auto, bf16, or parallel=ddp"),
-        *(({degree: 2, other: 2, "powersgd_rank": 2}, f"powersgd_rank=2: {NO_EFFECT}=ddp,pdp")
+        ({"shard": 4}, "gradients", "powersgd", "needs whole gradients, …; try auto, bf16, or parallel=ddp"),
+        *(({degree: 2, other: 2}, "powersgd_rank", 2, f"{NO_EFFECT}=ddp,pdp")
           for degree, other in (("replicate", "shard"), ("pipeline", "tensor"), ("pipeline", "pipeline"))),
-        *(({degree: 2, "powersgd_rank": 3}, f"powersgd_rank=3: {WITHOUT_POWERSGD}")
-          for degree in ("replicate", "context")),
-        ({**DDP, "gradients": "bf16", "powersgd_start": 5}, f"powersgd_start=5: {WITHOUT_POWERSGD}"),
-        ({**POWERSGD, "powersgd_start": 1}, "powersgd_start=1: must be a whole number of at least 2"),
-        ({**POWERSGD, "powersgd_rank": 0}, "powersgd_rank=0: must be a whole number of at least 1"),
-        ({"tensor": 2, "async_tensor": True}, "async_tensor=true: overlaps products with the messages of sequence "
-         "parallelism; try false, or parallel.sequence=true"),
-        ({"replicate": 4, "prefetch": 2}, f"prefetch=2: {NO_EFFECT}=fsdp,hsdp"),
-        ({"shard": 4, "prefetch": 0}, "prefetch=0: must be a whole number of at least 1"),
-        with_setters({"replicate": 4, "message_buffers": "nccl"}, f"message_buffers=nccl: {NO_EFFECT}=fsdp,hsdp"),
-        with_setters({"shard": 4, "reduce_scatter_buffers": 0}, "reduce_scatter_buffers=0: must be a whole number of "
-                     "at least 1"),
-        with_setters({"shard": 4, "reduce_scatter_buffers": 2, "message_buffers": "symmetric"},
-                     "reduce_scatter_buffers=2: must be 1 with parallel.message_buffers=symmetric, which is one "
-                     "buffer; try 1"),
-        ({"shard": 4, "pipeline": 2, "reshard_after_forward": 2}, "reshard_after_forward=2: makes groups of ranks "
-         "that only shard, without stages, tensor or context parallelism; try true, false"),
-        ({**PDP, "stages_per_rank": 2}, f"stages_per_rank=2: must be 1 under 1f1b; try auto, or {_1F1B}"),
-        split({**PDP, "schedule": "dualpipev", "stages_per_rank": 3},
-              f"stages_per_rank=3: must be 2 under dualpipev; try auto, or {_1F1B}"),
-        ({**PDP, "schedule": "looped_bfs", "stages_per_rank": 1}, "stages_per_rank=1: must be a whole number of at "
-         "least 2 under looped_bfs; try auto, or parallel.schedule=1f1b"),
+        *(({degree: 2}, "powersgd_rank", 3, WITHOUT_POWERSGD) for degree in ("replicate", "context")),
+        ({**DDP, "gradients": "bf16"}, "powersgd_start", 5, WITHOUT_POWERSGD),
+        (POWERSGD, "powersgd_start", 1, "must be a whole number of at least 2"),
+        (POWERSGD, "powersgd_rank", 0, AT_LEAST_1),
+        ({"tensor": 2}, "async_tensor", True, "overlaps … sequence parallelism; try false, or parallel.sequence=true"),
+        ({"replicate": 4}, "prefetch", 2, f"{NO_EFFECT}=fsdp,hsdp"),
+        ({"shard": 4}, "prefetch", 0, AT_LEAST_1),
+        with_setters({"replicate": 4}, "message_buffers", "nccl", f"{NO_EFFECT}=fsdp,hsdp"),
+        with_setters({"shard": 4}, "reduce_scatter_buffers", 0, AT_LEAST_1),
+        with_setters({"shard": 4, "message_buffers": "symmetric"}, "reduce_scatter_buffers", 2,
+                     "must be 1 with parallel.message_buffers=symmetric, which is one buffer; try 1"),
+        (STAGES_IN_SHARDS, "reshard_after_forward", 2, "makes groups of ranks that only shard, …; try true, false"),
+        (PDP, "stages_per_rank", 2, f"must be 1 under 1f1b; try auto, or {_1F1B}"),
+        split({**PDP, "schedule": "dualpipev"}, "stages_per_rank", 3, f"must be 2 under dualpipev; … or {_1F1B}"),
+        ({**PDP, "schedule": "looped_bfs"}, "stages_per_rank", 1, "… at least 2 under looped_bfs; try auto, or …=1f1b"),
     ],
 )  # fmt: skip
-def test_whatever_the_number_of_ranks(options, message):
-    assert refused(lambda: Strategy(**options)) == message
+def test_whatever_the_number_of_ranks(options, name, value, rule):
+    said = refused(lambda: Strategy(**options, **{name: value}))
+    assert said == Abridged(f"{name}={as_typed(value)}: {rule}")
 
 
 def test_an_option_is_accepted_exactly_where_it_has_an_effect():
@@ -133,37 +123,30 @@ def test_ranks_that_share_a_sequence_average_gradients_as_copies_do(options):
     [
         ({**DDP, "static_graph": True}, 2, (16, 2), "static_graph=true: is not sound with gradient accumulation, and "
          "there are 4 passes a step; try auto, false, or train.micro_batch=auto"),
-        ({**PDP, "pipeline": 2, "static_graph": True}, 4, (16,),
-         "static_graph=true: gives wrong gradients under a pipeline; try auto, false"),
-        ({**PDP, "microbatches": 5}, 2, (12,),
-         "microbatches=5: must divide a replica's share of the batch, 12; try 3, 4, 6"),
-        ({**PDP, "microbatches": 4}, 2, (12, 2),
-         "microbatches=4: must divide the micro-batches of a replica's step, 6; try 2, 3, 6"),
+        ({**PDP, "pipeline": 2, "static_graph": True}, 4, (16,), "static_graph=true: …a pipeline; try auto, false"),
+        ({**PDP, "microbatches": 5}, 2, (12,), "microbatches=5: must divide … share …, 12; try 3, 4, 6"),
+        ({**PDP, "microbatches": 4}, 2, (12, 2), "microbatches=4: must divide the micro-batches …, 6; try 2, 3, 6"),
         *(({**PDP, "microbatches": count}, 2, batch, "microbatches=1: must be at least the number of stages, 2, under "
            f"1f1b; try {remedy}, or parallel.schedule=gpipe") for count, batch, remedy in (
                (1, (16,), "auto"), ("auto", (16, 16), "a smaller train.micro_batch than 16"),
                ("auto", (1,), "a train.global_batch of at least 2"))),
-        ({**PDP, "pipeline": 4}, 4, (3,), "microbatches=3: must be at least the number of stages, 4, under 1f1b; try a "
-         "train.global_batch of at least 4, or parallel.schedule=gpipe"),
-        ({**PDP, "pipeline": 4}, 8, (2,), "microbatches=1: must be at least the number of stages, 4, under 1f1b; try a "
-         "train.global_batch of at least 8, or parallel.schedule=gpipe"),
-        split({**PDP, "schedule": "dualpipev", "microbatches": 2}, 2, (16,), "microbatches=2: must be at least the "
-              "number of stages, 4, under dualpipev; try auto, or parallel.schedule=gpipe"),
-        split({**PDP, "schedule": "dualpipev"}, 2, (3,), "microbatches=3: must be at least the number of stages, 4, "
-              "under dualpipev; try a train.global_batch of at least 4, or parallel.schedule=gpipe"),
-        ({**INTERLEAVED, "microbatches": 5}, 2, (10,), "microbatches=5: must be a multiple of 2 under "
-         "interleaved1f1b, which takes them in 2 equal rounds; try auto, or parallel.schedule=gpipe"),
-        *(split({**degrees, "pipeline": 2, "schedule": "zbv"}, ranks, (16,), "reshard_after_forward=true: gives wrong "
-                "gradients under zbv, which computes those of weights after other forward passes; "
-                f"try false, or {_1F1B}")
+        *(({**PDP, "pipeline": 4}, ranks, (batch,), f"microbatches={count}: … stages, 4, …global_batch of at least "
+           f"{ranks}, or parallel.schedule=gpipe") for ranks, batch, count in ((4, 3, 3), (8, 2, 1))),
+        *(split({**PDP, "schedule": "dualpipev", "microbatches": count}, 2, (batch,), f"microbatches={told}: … stages, "
+                f"4, under dualpipev; try {remedy}, or …") for count, batch, told, remedy in (
+                    (2, 16, 2, "auto"), ("auto", 3, 3, "a train.global_batch of at least 4"))),
+        ({**INTERLEAVED, "microbatches": 5}, 2, (10,), "microbatches=5: must be a multiple of 2 … try auto, or …"),
+        *(split({**degrees, "pipeline": 2, "schedule": "zbv"}, ranks, (16,),
+                f"reshard_after_forward=true: … under zbv, …; try false, or {_1F1B}")
           for degrees, ranks in (({"shard": 2}, 4), ({"context": 2, "tensor": 2}, 8))),
-        *(({**FSDP, "reshard_after_forward": size}, ranks, (16,), f"reshard_after_forward={size}: a number must divide "
-           f"shard({ranks}), and lie between 1 and it; try {fits}") for size, ranks, fits in (
+        *(({**FSDP, "reshard_after_forward": size}, ranks, (16,),
+           f"reshard_after_forward={size}: a number must divide shard({ranks}), …; try {fits}")
+          for size, ranks, fits in (
                (3, 4, "true, false, 2"), (4, 4, "true, false, 2"), (1, 2, "true, false"))),
     ],
 )  # fmt: skip
 def test_with_degrees_and_micro_batches(options, ranks, batch, message):
-    assert refused(layout_of, Strategy(**options), ranks, *batch) == message
+    assert refused(layout_of, Strategy(**options), ranks, *batch) == Abridged(message)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +164,6 @@ def test_near_what_is_refused_something_is_not(options, ranks, batch):
     layout_of(Strategy(**options), ranks, *batch)
 
 
-ONE_GRAPH = "compile=whole: is one graph, and"
 WEIGHTS = [torch.nn.Parameter(torch.zeros(1))]
 UNSHARDED = {
     "Adafactor": torch.optim.Adafactor(WEIGHTS),
@@ -194,42 +176,36 @@ UNSHARDED = {
 @pytest.mark.parametrize(
     ("options", "name", "value", "message"),
     [
-        (RING, "compile", "whole", f"{ONE_GRAPH} ring attention is not compiled; try layers, or "
-         "parallel.context_method=ulysses"),
-        (FSDP, "compile", "whole", f"{ONE_GRAPH} sharded weights are gathered between the graphs of the layers; try "
-         "layers, or parallel=ddp"),
-        split({**PDP, "schedule": "zbv"}, "compile", "layers", "compile=layers: makes one graph of the backward pass, "
-              f"which zbv splits; try false, or {_1F1B}"),
-        *(split({**PDP, "schedule": schedule}, "activations", Selective(), "activations=selective: has what it keeps "
-                f"for one backward pass, and {schedule} takes two; try recompute, keep, or {_1F1B}")
+        (RING, "compile", "whole", "compile=whole: … ring …; try layers, or parallel.context_method=ulysses"),
+        (FSDP, "compile", "whole", "compile=whole: is one graph, and sharded …; try layers, or parallel=ddp"),
+        split({**PDP, "schedule": "zbv"}, "compile", "layers", f"compile=layers: …; try false, or {_1F1B}"),
+        *(split({**PDP, "schedule": schedule}, "activations", Selective(), f"activations=selective: … {schedule} "
+                f"takes two; try recompute, keep, or {_1F1B}")
           for schedule in ("interleaved_zero_bubble", "zbv", "dualpipev")),
-        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: is not for scaled losses: a step that overflows "
-         "is skipped, and its infinite error would be kept; try auto, or precision=bf16"),
-        *(({"tensor": "auto"}, "precision", value, f"precision={value}: does not support tensor parallelism: its "
-           "layers take no DTensors; try bf16") for value in ("fp8", "fp8_tensorwise")),
-        ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise", "parallel.reshard_after_forward=2: is "
-         "not for weights that are gathered in fp8; try true, false, or precision=fp8"),
-        *((options, "compile", value, "parallel.async_tensor=true: is the compiler's work in each layer, and compile="
-           f"{str(value).lower()}; try false, or compile=layers")
+        (POWERSGD, "precision", "fp16", "parallel.gradients=powersgd: … scaled …; try auto, or precision=bf16"),
+        *(({"tensor": "auto"}, "precision", value, f"precision={value}: does not support tensor …; try bf16")
+          for value in ("fp8", "fp8_tensorwise")),
+        ({**FSDP, "reshard_after_forward": 2}, "precision", "fp8_tensorwise",
+         "parallel.reshard_after_forward=2: … fp8; try true, false, or precision=fp8"),
+        *((options, "compile", value, f"parallel.async_tensor=true: … compile={str(value).lower()}; … compile=layers")
           for options, value in ((ASYNC, False), ({**ASYNC, "replicate": 1, "shard": 1}, "whole"))),
-        (ASYNC, "backend", "gloo", "parallel.async_tensor=true: needs memory that GPUs write to each other, and the "
-         "backend is gloo; try false"),
-        (ASYNC, "virtual", True, "parallel.async_tensor=true: needs memory that GPUs write to each other, which "
-         "virtual ones lack; try false"),
-        with_setters({**FSDP, "message_buffers": "nccl"}, "backend", "gloo", "parallel.message_buffers=nccl: needs "
-                     "NCCL's own memory, and the backend is gloo; try caching"),
-        with_setters({**FSDP, "message_buffers": "symmetric"}, "virtual", True, "parallel.message_buffers=symmetric: "
-                     "needs memory that GPUs write to each other, which virtual ones lack; try caching, nccl"),
-        *((options, "offload", "optimizer_and_weights", "offload=optimizer_and_weights: is for sharded weights, and "
-           "these degrees of parallelism shard none; try parallel=fsdp,hsdp")
+        (ASYNC, "backend", "gloo", "parallel.async_tensor=true: …, and the backend is gloo; try false"),
+        (ASYNC, "virtual", True, "parallel.async_tensor=true: …, which virtual ones lack; try false"),
+        with_setters({**FSDP, "message_buffers": "nccl"}, "backend", "gloo",
+                     "parallel.message_buffers=nccl: …, and the backend is gloo; try caching"),
+        with_setters({**FSDP, "message_buffers": "symmetric"}, "virtual", True,
+                     "parallel.message_buffers=symmetric: …, which virtual ones lack; try caching, nccl"),
+        *((options, "offload", "optimizer_and_weights",
+           "offload=optimizer_and_weights: is for sharded weights, …; try parallel=fsdp,hsdp")
           for options in ({}, DDP, PDP, {"context": 2})),
-        *((options, "optimizer", value, f"optimizer._target_={name}: has no step for sharded weights in torch; try "
-           "adamw, or parallel=ddp") for options in (FSDP, {"tensor": "auto"}) for name, value in UNSHARDED.items()),
+        *((options, "optimizer", value, f"optimizer._target_={name}: … sharded weights …; try adamw, or parallel=ddp")
+          for options in (FSDP, {"tensor": "auto"}) for name, value in UNSHARDED.items()),
     ],
 )  # fmt: skip
 def test_with_other_options(options, name, value, message):
     strategy = Strategy(**options)
-    assert refused(strategy.check_option, name, value, layout_of(strategy, strategy.ranks(4), 16)) == message
+    layout = layout_of(strategy, strategy.ranks(4), 16)
+    assert refused(strategy.check_option, name, value, layout) == Abridged(message)
 
 
 @pytest.mark.parametrize(
@@ -264,15 +240,11 @@ def test_an_older_torch_has_fewer_options_of_fsdp(monkeypatch):
     for setter in SETTERS.values():
         monkeypatch.delattr(FSDPModule, setter, raising=False)
     Strategy(**FSDP, reduce_scatter_buffers=1)
-    assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == (
-        "reduce_scatter_buffers=2: needs FSDPModule.set_reduce_scatter_max_input_buffers, which torch "
-        f"{torch.__version__} does not have; try 1"
-    )
+    told = f"reduce_scatter_buffers=2: needs FSDPModule.…, which torch {torch.__version__} does not have; try 1"
+    assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == Abridged(told)
 
 
 def test_a_torch_without_a_ring(monkeypatch):
     monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
-    assert refused(lambda: Strategy(context=2, context_method="ring")) == (
-        "context_method=ring: needs torch.distributed.tensor.experimental._context_parallel._attention."
-        f"no_such_function, which torch {torch.__version__} does not have; try ulysses"
-    )
+    told = f"context_method=ring: needs …no_such_function, which torch {torch.__version__} does not have; try ulysses"
+    assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(told)

@@ -16,6 +16,7 @@ from ptdbench.parallel.activations import Keep, Offload
 from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Name
 from ptdbench.parallel.strategy import Strategy
+from tests.abridged import Abridged
 from tests.daily import cases, selected
 from tests.parallel.made import laid_out, layout_of, on_meta, refused
 from tests.parallel.ranks import each, on_ranks
@@ -132,16 +133,12 @@ def test_no_two_kinds_have_the_same_losses():
     ("options", "message"),
     [
         ({"shard": 8, "expert": 8}, "expert=8: must divide the 4 experts of the model; try 2, 4"),
-        (
-            {"shard": 6, "expert": 2},
-            "expert=2: leaves 3 copies of each expert, which must divide the 16 rows of its matrices; "
-            "try another number of ranks, or parallel=fsdp",
-        ),
+        ({"shard": 6, "expert": 2}, "expert=2: leaves 3 copies …, which must divide the 16 rows …; try another …"),
     ],
 )
 def test_experts_that_cannot_be_divided_are_refused(options, message):
     strategy = Strategy(**options)
-    assert refused(strategy.check, model(), layout_of(strategy, options["shard"], 48)) == message
+    assert refused(strategy.check, model(), layout_of(strategy, options["shard"], 48)) == Abridged(message)
 
 
 def test_a_degree_that_is_derived_divides_the_experts():

@@ -10,6 +10,7 @@ from ptdbench.launch.world import World
 from ptdbench.measure.memory import HostMemory
 from ptdbench.problems import ConfigError
 from ptdbench.setup import checks, run_spec
+from tests.abridged import Abridged
 from tests.conftest import read
 
 GIB = 2**30
@@ -41,19 +42,17 @@ def refused(*overrides: str, world: World | None = None, gpus: int | None = None
 
 def test_what_does_not_fit_is_refused_with_the_figures_and_what_to_try(host):
     host(total=4, available=3)
-    assert refused(*SMALL, "parallel=ddp") == (
-        "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, 3.7 GiB on 2 ranks, and this "
-        "machine has 2.6 GiB for it (3.0 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); try parallel=fsdp"
+    assert refused(*SMALL, "parallel=ddp") == Abridged(
+        "model=gpt_small: … take 1.9 GiB a rank, 3.7 GiB on 2 ranks, and this machine has 2.6 GiB for it "
+        "(3.0 GiB available, and memory_reserve=0.1 keeps 0.4 GiB); try parallel=fsdp"
     )
     assert warning(*SMALL, "parallel=fsdp") is None
 
 
 def test_what_is_close_is_a_warning(host):
     host(total=4, available=2.5)
-    assert warning(*SMALL, "parallel=fsdp") == (
-        "gpt_small fsdp: weights, gradients and optimizer state take 0.9 GiB a rank, 1.9 GiB on 2 ranks, of 2.1 GiB "
-        "that this machine has for it; activations need memory too"
-    )
+    told = "gpt_small fsdp: … take 0.9 GiB a rank, 1.9 GiB on 2 ranks, of 2.1 GiB that this machine has for it; …"
+    assert warning(*SMALL, "parallel=fsdp") == Abridged(told)
 
 
 @pytest.mark.parametrize(
@@ -136,10 +135,9 @@ def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     assert spec.training
     with pytest.raises(ConfigError) as caught:
         checks.check_memory(spec.training, checks.on_gpu(torch.device("cuda", 0), 0.1, buffers=GIB // 2))
-    assert str(caught.value) == (
-        "model=gpt_small: weights, gradients and optimizer state take 1.9 GiB a rank, and its GPU has 0.8 GiB for it "
-        "(NVIDIA L4: of 2.0 GiB 1.5 GiB are free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB); "
-        "try parallel=fsdp on at least 3 such GPUs"
+    assert str(caught.value) == Abridged(
+        "model=gpt_small: … take 1.9 GiB a rank, and its GPU has 0.8 GiB for it (NVIDIA L4: of 2.0 GiB 1.5 GiB are "
+        "free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB); try parallel=fsdp on at least 3 such GPUs"
     )
 
 
@@ -191,10 +189,7 @@ def test_a_format_is_one_of_the_device(fit, precision, gpu, told):
 @pytest.mark.parametrize(("override", "wrong", "right"), [("0", "tf32", "fp32"), ("1", "fp32", "tf32")])
 def test_what_the_environment_overrides_is_refused(fit, monkeypatch, override, wrong, right):
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", override)
-    assert fit(wrong) == (
-        f"is overridden in NVIDIA's libraries by NVIDIA_TF32_OVERRIDE={override} in the environment; "
-        f"unset it, or try {right}"
-    )
+    assert fit(wrong) == Abridged(f"is overridden … by NVIDIA_TF32_OVERRIDE={override} …; unset it, or try {right}")
     assert [fit(precision) for precision in (right, "bf16", "fp16")] == [None] * 3
     assert fit("fp32", "cpu") is None
 

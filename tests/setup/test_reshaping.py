@@ -14,6 +14,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import run_spec
 from ptdbench.setup.run_spec import Summary
+from tests.abridged import Abridged
 
 
 def layout(**degrees: int) -> dict[str, Any]:
@@ -52,11 +53,9 @@ def test_in_its_own_place_it_is_refused_with_what_to_type(tmp_path):
     checkpoint_dir.write_manifest(path, checkpoint(4, layout(replicate=2, shard=2)))
     with pytest.raises(ConfigError) as refused:
         run_spec.require_same_shape(tmp_path, summary(replicate=2), allowed=False)
-    assert str(refused.value) == (
-        f"reshape=false: {tmp_path} would continue with 2 ranks (replicate=2) instead of 4 ranks (replicate=2 "
-        f"shard=2), which may change its numbers; start it as before, set reshape=true, or add "
-        "options to start a new run from it"
-    )
+    shapes = "2 ranks (replicate=2) instead of 4 ranks (replicate=2 shard=2)"
+    told = f"reshape=false: {tmp_path} would continue with {shapes}, …; start it as before, set reshape=true, or …"
+    assert str(refused.value) == Abridged(told)
     run_spec.require_same_shape(tmp_path, summary(replicate=2), allowed=True)
     run_spec.require_same_shape(tmp_path, summary(replicate=2, shard=2), allowed=False)
     run_spec.require_same_shape(tmp_path / "elsewhere", summary(replicate=2), allowed=False)

@@ -15,6 +15,7 @@ from ptdbench.setup.config import Repeat
 from ptdbench.sweep import blocks
 from ptdbench.sweep.blocks import StoppingRule
 from tests import forked
+from tests.abridged import Abridged
 from tests.report.made import keep, run
 from tests.sweep.made import CONFIG
 
@@ -76,26 +77,18 @@ class TestRefused:
             (["repeat=x"], "repeat.runs=x: must be a whole number or auto"),
             (["repeat=2.5"], "repeat.runs=2.5: must be a whole number or auto"),
             (["repeat=auto", "repeat.max=2"], "repeat.max=2: must be at least 3"),
-            (["repeat=auto", "repeat.tied_within=1"],
-             "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02"),
-            (["repeat=auto", "repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
-            (["repeat=2", "repeat.block=2"],
-             "repeat.block=2: there are 2 blocks, which count from 0; omit it for all of them"),
-            (["repeat=auto", "repeat.max=4", "repeat.block=4"],
-             "repeat.block=4: there are 4 blocks, which count from 0; omit it for all of them"),
+            (["repeat.tied_within=1"], "repeat.tied_within=1: must be at least 0 and less than 1; try 0.02"),
+            (["repeat.tied_within=-1%"], "repeat.tied_within=-1%: must be a number"),
+            (["repeat=2", "repeat.block=2"], "repeat.block=2: there are 2 blocks, which count from 0; omit it …"),
+            (["repeat=auto", "repeat.max=4", "repeat.block=4"], "repeat.block=4: there are 4 blocks, …; omit it …"),
             (["repeat=2", "hydra.sweep.subdir=${parallel.name}"],
-             "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 several runs would have the same directory; "
-             "add ${hydra.job.num} to it, or ${repeat.block}"),
-            (["hydra/sweeper=optuna", "repeat=3"],
-             "repeat.runs=3: hydra/sweeper=optuna chooses each run by the results of others, and repeats none; "
-             "omit it, and repeat the best runs in a sweep of their own"),
-            (["repeat=auto", "virtual=h100"],
-             "repeat.runs=auto: runs with virtual=h100 take no time, so that no order of theirs is ever settled; "
-             "omit it"),
+             "hydra.sweep.subdir=${parallel.name}: with repeat.runs=2 …; add ${hydra.job.num} to it, or …"),
+            (["hydra/sweeper=optuna", "repeat=3"], "repeat.runs=3: hydra/sweeper=optuna … none; omit it, and …"),
+            (["repeat=auto", "virtual=h100"], "repeat.runs=auto: … virtual=h100 take no time, …; omit it"),
         ],
     )  # fmt: skip
     def test_what_there_cannot_be(self, typed, said):
-        assert check(*typed) == said
+        assert check(*typed) == Abridged(said)
 
     def test_repeats_and_no_sweep(self):
         """As where a file asks for them."""
@@ -104,19 +97,15 @@ class TestRefused:
 
     def test_jobs_whose_results_nobody_waits_for(self):
         assert check("cluster=slurm", "cluster.submit=detach", "repeat=2") is None
-        assert check("cluster=slurm", "cluster.submit=detach", "repeat=auto") == (
-            "cluster.submit=detach: repeat.runs=auto needs the results of a block before it can submit the next one; "
-            "try wait, or a number of repeats"
-        )
+        told = Abridged("cluster.submit=detach: repeat.runs=auto needs …; try wait, or a number of repeats")
+        assert check("cluster=slurm", "cluster.submit=detach", "repeat=auto") == told
 
     def test_one_rank_decides_for_itself_and_a_number_needs_no_decision(self):
         assert check("repeat=auto", world=World(0, 1, 0, 1, "srun")) is None
         assert check("repeat=2", world=World(1, 2, 1, 2, "srun")) is None
         assert check("repeat=auto", "repeat.block=3", world=World(1, 2, 1, 2, "srun")) is None  # of a series: one block
-        assert check("repeat=auto", world=World(1, 2, 1, 2, "srun")) == (
-            "repeat.runs=auto: each of the 2 ranks that srun started would decide by itself when to stop; "
-            "give a number, or start it with plain python"
-        )
+        told = Abridged("repeat.runs=auto: each of the 2 ranks that srun started …; give a number, or …")
+        assert check("repeat=auto", world=World(1, 2, 1, 2, "srun")) == told
 
     @pytest.mark.parametrize("name", ["${hydra.job.num}", "${repeat.block}_x", "${hydra.job.override_dirname}"])
     def test_directories_of_their_own_may_be_named_as_one_likes(self, name):
@@ -129,12 +118,9 @@ class TestGoesOn:
     @pytest.mark.parametrize(("was", "now"), [(1, 3), (3, 1), (1, "auto"), ("auto", 1)])
     def test_with_another_order_is_refused(self, tmp_path, was, now):
         self.sweep(tmp_path, was)
-        said = check(f"repeat={now}", goes_on=tmp_path)
         begun = "without" if was == 1 else "with"
-        assert said == (
-            f"sweep.resume={tmp_path}: was begun {begun} repeats, and its runs would have another order now; "
-            "start another sweep"
-        )
+        said = f"sweep.resume={tmp_path}: was begun {begun} repeats, and … another order now; start another sweep"
+        assert check(f"repeat={now}", goes_on=tmp_path) == Abridged(said)
 
     @pytest.mark.parametrize(("was", "now"), [(1, 1), (2, 3), (3, "auto"), ("auto", 5), ("no records yet", 3)])
     def test_with_more_blocks_goes_on(self, tmp_path, was, now):

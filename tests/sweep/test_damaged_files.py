@@ -20,6 +20,7 @@ from ptdbench.records.ownership import PROGRESS
 from ptdbench.report import table
 from ptdbench.sweep import status, watch
 from ptdbench.training.metrics import metrics
+from tests.abridged import Abridged
 from tests.sweep.made import CONFIG, DONE
 from tests.training.test_metrics import MEASURED
 
@@ -150,7 +151,6 @@ def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
         assert not record.is_done(path, config)
         assert store.earlier_record(path) is None
         assert (path / f"record.json.damaged{number}").read_bytes() == b"\x00garbage"
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"{path / store.RECORD} is damaged: not JSON")
-        assert line.endswith(f"; it is kept as record.json.damaged{number}, and the run is repeated")
+        end = f"it is kept as record.json.damaged{number}, and the run is repeated\n"
+        assert capsys.readouterr().err == Abridged(f"{path / store.RECORD} is damaged: not JSON…; {end}")
         assert store.earlier_record(path) is None  # there is none any more

@@ -16,6 +16,7 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import store
 from ptdbench.sweep import status, watch
 from ptdbench.terminal import plain
+from tests.abridged import Abridged
 from tests.report.made import failed, keep, run
 from tests.sweep.made import DONE, PROGRESS, failure
 
@@ -82,13 +83,11 @@ def test_runs_of_a_sweep_are_named_by_what_differs_whether_or_not_they_have_begu
     assert [one["run"] for one in watch.as_json(status.look(sweep.path))["runs"]] == names
 
 
-def test_forgotten_and_not_answered(sweep):
+def test_a_slurm_that_does_not_answer(sweep):
     sweep.submit(1)
     sweep.queue = SlurmError("Unable to contact slurm controller")
     assert cells(sweep)[0]["state"] == "unfinished"
     assert list(watch.reasons(status.look(sweep.path))) == ["SLURM does not answer: Unable to contact slurm controller"]
-    sweep.queue = {}
-    assert cells(sweep)[0]["state"] == "failed"
 
 
 def test_a_run_that_ended_well(sweep):
@@ -107,8 +106,7 @@ def test_a_failure_and_one_outside_of_the_ranks_which_names_no_rank(sweep):
     assert list(watch.reasons(status.look(sweep.path))) == ["0_toy_ddp: failed on rank 3: RuntimeError: on purpose"]
     sweep.end(0, **failure(rank=-1, kind="LaunchError", message="rank 0 did not start\n" * 100))
     (line,) = watch.reasons(status.look(sweep.path))
-    assert line.startswith("0_toy_ddp: failed: LaunchError: rank 0 did not start rank 0 did not start")
-    assert line.endswith(" ...")
+    assert line == Abridged("0_toy_ddp: failed: LaunchError: rank 0 did not start rank 0 did not start… ...")
     assert 1000 < len(line) < 1100
 
 
@@ -139,24 +137,18 @@ def test_a_run_of_this_machine_that_goes_on_has_what_its_record_knows(sweep):
     assert (row["state"], row["step"], row["tokens/s"]) == ("unfinished", "2/60", "41,234")
 
 
-def test_samples_where_there_are_no_tokens_and_the_workload_where_there_is_no_model(sweep):
-    sweep.begin(0)
-    sweep.end(0, metrics={**DONE["metrics"], "tokens_per_second": None})
-    assert [row["tokens/s"] for row in cells(sweep)] == ["322.1 samples"]
-    sweep.end(0, workload="hello", model=None, parallel=None, steps=None, metrics=None)
-    assert [row["run"] for row in cells(sweep)] == ["hello"]
-
-
-def test_runs_of_this_machine_have_no_job_and_the_shape_that_they_found(sweep):
-    for number in range(3):
+def test_runs_of_this_machine_have_no_job_and_what_their_records_know(sweep):
+    for number in range(4):
         sweep.begin(number)
-    sweep.end(0)
+    sweep.end(0, metrics={**DONE["metrics"], "tokens_per_second": None})
     sweep.end(1, nodes=["vm"], world_size=2)
-    assert [(row["job"], row["shape"], row["state"]) for row in cells(sweep)] == [
-        ("-", "2 nodes, 4 ranks", "ok"),
-        ("-", "1 node, 2 ranks", "ok"),
-        ("-", "-", "unfinished"),
-    ]
+    sweep.end(2, workload="hello", model=None, parallel=None, steps=None, metrics=None)
+    rows = cells(sweep)
+    assert [(row["job"], row["shape"], row["state"], row["tokens/s"]) for row in rows] == [
+        ("-", "2 nodes, 4 ranks", "ok", "322.1 samples"), ("-", "1 node, 2 ranks", "ok", "41,234"),
+        ("-", "2 nodes, 4 ranks", "ok", "-"), ("-", "-", "unfinished", "-"),
+    ]  # fmt: skip
+    assert rows[2]["run"] == "hello"
 
 
 def test_columns_stand_under_each_other_and_reasons_below(sweep):
@@ -403,9 +395,7 @@ def test_the_table_never_grows_out_of_the_terminal_and_loses_no_line(sweep, widt
 
 
 @pytest.mark.parametrize(("kind", "ended"), [("RuntimeError", "failed"), ("Stopped", "preempted")])
-def test_a_job_of_this_machine_that_failed_shows_its_traceback_and_one_that_was_stopped_does_not(
-    sweep, capsys, kind, ended
-):
+def test_a_job_of_this_machine_shows_its_traceback_unless_it_was_stopped(sweep, capsys, kind, ended):
     path = sweep.begin(0)
     sweep.end(0, **failure(kind=kind) | {"status": ended})
     watch.settle(sweep.path, path.name, "log")
