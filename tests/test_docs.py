@@ -15,7 +15,6 @@ from omegaconf import OmegaConf
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition
 from ptdbench.parallel.pipeline.schedules import SPLITS_SINCE
-from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.training_spec import prepare_data
@@ -23,6 +22,7 @@ from ptdbench.sweep import requests
 from tests.conftest import ROOT, composed
 from tests.daily import cases
 from tests.parallel.splitting import is_refused
+from tests.refusals import refusal_of
 from tests.shown import PAGES, commands, links, refusals
 
 #: What `make slurm-up` starts, of which the pages show what it says.
@@ -119,9 +119,7 @@ def test_what_is_refused_is_refused_in_these_words(command, lines, monkeypatch):
     skip_where_torch_is_too_old(command)
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.setattr(slurm, "partitions", lambda: PARTITIONS)
-    with pytest.raises(ConfigError) as refused:
-        specify(command)
-    assert str(refused.value).splitlines() == lines
+    assert refusal_of(specify, command).splitlines() == lines
 
 
 def test_the_script_is_the_one_that_is_shown(monkeypatch):

@@ -15,6 +15,7 @@ from tests.conftest import record_of
 from tests.forked import Started, started, train_py
 from tests.launch.patient import patient
 from tests.programs import TRAIN, until
+from tests.refusals import Abridged
 
 pytestmark = pytest.mark.ranks
 
@@ -129,10 +130,8 @@ def test_outputs_that_are_read_only_are_refused_before_anything_starts(tmp_path,
     disk = tmpfs("ro")
     done = train_py("model=toy", f"hydra.run.dir={disk}/run", cwd=tmp_path)
     assert done.returncode == 1
-    assert done.stderr.strip() == (
-        f"hydra.run.dir={disk}/run: nothing can be written there (Read-only file system); "
-        "give one that you may write to"
-    )
+    told = f"hydra.run.dir={disk}/run: nothing can be written there (Read-only file system); give one that …"
+    assert done.stderr.strip() == Abridged(told)
 
 
 def test_a_node_that_goes_down_is_a_row_with_that_reason(tmp_path, slurm):

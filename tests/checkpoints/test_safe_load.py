@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import metadata
 from ptdbench.checkpoints import safe_load
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.problems import ConfigError
+from tests.refusals import refusal_of
 
 TENSORS = {
     "model.weight": torch.arange(12.0).reshape(3, 4),
@@ -54,9 +55,7 @@ def wanted() -> dict[str, Tensor]:
 
 
 def refusal(checkpoint: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
-        safe_load.load(checkpoint, wanted())
-    (line,) = str(caught.value).splitlines()
+    (line,) = refusal_of(safe_load.load, checkpoint, wanted()).splitlines()
     assert line.startswith(f"resume={checkpoint}: ")
     return line.removeprefix(f"resume={checkpoint}: ")
 

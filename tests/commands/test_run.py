@@ -12,11 +12,11 @@ import pytest
 from ptdbench import entry
 from ptdbench import run as product
 from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError
 from ptdbench.records import ownership, record, store
 from ptdbench.setup import config, hydra_output, resume
 from ptdbench.setup.compose import compose_all
 from tests.programs import call
+from tests.refusals import refusal_of
 
 RUN = ("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "train.clip_norm=inf", "profile.steps=0")
 
@@ -32,9 +32,7 @@ def begun(directory: Path, *overrides: str, **fields: object) -> Path:
 
 
 def refused(directory: Path, world: World | None = None) -> str:
-    with pytest.raises(ConfigError) as found:
-        resume.startable(directory, world)
-    return str(found.value)
+    return refusal_of(resume.startable, directory, world)
 
 
 def test_what_may_run_any_code_is_carried_out_by_jobs_of_ones_own(tmp_path, monkeypatch):

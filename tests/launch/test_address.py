@@ -1,13 +1,13 @@
 """Where ranks meet, from their environment alone."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from ptdbench.launch import address
 from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError
-from tests.abridged import Abridged
+from tests.refusals import Abridged, refusal_of
 
 #: Rank 2 of four, two on each of two nodes, under every launcher.
 FAR = {name: World(2, 4, 0, 2, name, nodes=2) for name in ("torchrun", "openmpi", "mpich", "srun")}
@@ -35,10 +35,7 @@ def port(world: World, environ: dict[str, str]) -> int:
     return address.meeting_point(world, {"MASTER_ADDR": "n1"} | environ)[1]
 
 
-def refused(world: World, environ: dict[str, str]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        address.meeting_point(world, environ)
-    return str(caught.value)
+refused = partial(refusal_of, address.meeting_point)
 
 
 @pytest.mark.parametrize("launcher", FAR)

@@ -13,7 +13,7 @@ from ptdbench.launch import devices, rendezvous
 from ptdbench.launch.devices import VisibleGpus
 from ptdbench.launch.world import World
 from ptdbench.problems import ConfigError
-from tests.abridged import Abridged
+from tests.refusals import Abridged, refusal_of
 
 WORLD = World(rank=0, size=4, local_rank=0, local_size=2, launcher="srun")
 
@@ -97,9 +97,7 @@ def together(monkeypatch):
         )
 
         def refusal(rank: int) -> str:
-            with pytest.raises(ConfigError) as caught:
-                devices.check(World(rank, size, 0, 1, "torchrun"), "auto", "auto")
-            return str(caught.value)
+            return refusal_of(devices.check, World(rank, size, 0, 1, "torchrun"), "auto", "auto")
 
         with ThreadPoolExecutor(size) as threads:
             return dict(zip(gpus, threads.map(refusal, gpus), strict=True))

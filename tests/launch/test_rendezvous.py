@@ -16,10 +16,10 @@ import torch.distributed as dist
 from ptdbench.launch import rendezvous
 from ptdbench.launch.world import World, discover
 from ptdbench.problems import ConfigError, Problem
-from tests.abridged import Abridged
 from tests.conftest import ROOT
 from tests.ports import free_port
 from tests.programs import call
+from tests.refusals import Abridged, refusal_of
 
 #: A rank: it meets the others, agrees with them, and tells what it knows then.
 RANK = """
@@ -170,9 +170,8 @@ def test_where_a_rank_is_refused_no_rank_waits_for_another_and_rank_0_tells_why(
         return pytest.fail("nothing is to be made")
 
     def agree(rank):
-        with pytest.raises(ConfigError) as caught:
-            rendezvous.agree("word", World(rank, 3, rank, 3, "srun"), find, refused if rank == who else None)
-        return str(caught.value)
+        own = refused if rank == who else None
+        return refusal_of(rendezvous.agree, "word", World(rank, 3, rank, 3, "srun"), find, own)
 
     with ThreadPoolExecutor(3) as ranks:
         told = list(ranks.map(agree, range(3)))

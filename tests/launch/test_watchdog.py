@@ -19,8 +19,8 @@ from ptdbench.files import write_json
 from ptdbench.launch import local, rendezvous, watchdog
 from ptdbench.launch.watchdog import JOINED, State, Watchdog, verdict
 from ptdbench.launch.world import World, discover
-from tests.abridged import Abridged
 from tests.ports import free_port
+from tests.refusals import Abridged
 
 #: Seconds; short, and yet enough for a thread's turn on a machine that is busy with other tests.
 LIMIT = 2.5

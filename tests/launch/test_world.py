@@ -1,12 +1,12 @@
 """Who a process is, from its environment alone."""
 
+from functools import partial
 from itertools import combinations
 
 import pytest
 
 from ptdbench.launch.world import LAUNCHERS, Place, World, discover, local_environments
-from ptdbench.problems import ConfigError
-from tests.abridged import Abridged
+from tests.refusals import Abridged, refusal_of
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "a1", "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 
@@ -47,10 +47,7 @@ ALL = {
 }
 
 
-def refused(environ: dict[str, str]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        discover(environ)
-    return str(caught.value)
+refused = partial(refusal_of, discover)
 
 
 def test_every_launcher_is_tried_here():

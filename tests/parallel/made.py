@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,11 +18,11 @@ from ptdbench.parallel.apply import Setting
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.engine import Engine
 from ptdbench.parallel.strategy import Strategy
-from ptdbench.problems import ConfigError
 from ptdbench.profiling import trace
 from ptdbench.profiling.events import Call
 from ptdbench.training.profile import profiled
 from tests.parallel.ranks import mesh_of
+from tests.refusals import refusal_of as refused  # noqa: F401
 
 CPU = torch.device("cpu")
 SHAPE = {"layers": 4, "heads": 4, "width": 16, "sequence_length": 8, "vocabulary": 40}
@@ -56,13 +55,6 @@ def unscaled(loss: Tensor) -> Tensor:
 def small(**options: Any) -> GPT:
     """With weights, for :func:`tests.parallel.ten_steps.tokens`."""
     return with_weights(gpt(**{"layers": 3, "heads": 2, "width": 8, "sequence_length": 6, "vocabulary": 20} | options))
-
-
-def refused(call: Callable[..., Any], *arguments: Any) -> str:
-    """Why a call with these arguments is refused."""
-    with pytest.raises(ConfigError) as caught:
-        call(*arguments)
-    return str(caught.value)
 
 
 def layout_of(strategy: Strategy, world_size: int, global_batch: int, micro_batch: Any = "auto") -> BatchPlan:

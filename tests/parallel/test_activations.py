@@ -18,12 +18,12 @@ from ptdbench.parallel.compile import compile_parts, start_afresh
 from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Copies, cast_inputs
 from ptdbench.setup import training_spec
-from tests.abridged import Abridged
 from tests.conftest import read
 from tests.daily import cases
 from tests.parallel.made import refused, small, with_weights
 from tests.parallel.ten_steps import tokens
 from tests.parallel.test_experts import model as with_experts
+from tests.refusals import Abridged
 
 pytestmark = pytest.mark.usefixtures("compiler")
 

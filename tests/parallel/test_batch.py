@@ -8,8 +8,8 @@ from ptdbench.parallel.batch import BatchPlan, check_share
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError
-from tests.abridged import Abridged
 from tests.parallel.made import refused
+from tests.refusals import Abridged
 
 WORLDS = range(1, 9)
 BATCHES = range(1, 25)

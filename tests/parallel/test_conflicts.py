@@ -16,10 +16,10 @@ from ptdbench.parallel.conflicts import SETTERS
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.strategy import Strategy
 from ptdbench.problems import ConfigError, as_typed
-from tests.abridged import Abridged
 from tests.parallel.made import layout_of, refused
 from tests.parallel.setters import needs_setters
 from tests.parallel.splitting import needs_splitting
+from tests.refusals import Abridged
 
 DDP, FSDP = {"replicate": "auto"}, {"shard": "auto"}
 PDP = {**DDP, "pipeline": "auto"}

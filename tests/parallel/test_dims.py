@@ -8,8 +8,8 @@ import pytest
 
 from ptdbench.parallel.dims import Dims, degree, derive
 from ptdbench.problems import ConfigError
-from tests.abridged import Abridged
 from tests.parallel.made import refused
+from tests.refusals import Abridged
 
 NAMES = ("replicate", "shard", "context", "tensor", "pipeline")
 

@@ -19,11 +19,11 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
-from tests.abridged import Abridged
 from tests.daily import cases, selected
 from tests.parallel.made import data, gpt, laid_out, layout_of, on_meta, refused, unscaled, whole, with_weights
 from tests.parallel.ranks import each, on_ranks, pretended
 from tests.parallel.splitting import needs_splitting, where_split
+from tests.refusals import Abridged
 
 BATCH, MICRO_BATCH = 16, 1
 STRATEGIES = {

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from ptdbench.problems import ConfigError
 from ptdbench.records import schema, store
 from ptdbench.records.store import append_result, claim_directory, load_record, read_results, write_record
+from tests.refusals import Abridged, refusal_of
 
 
 def result(number: int) -> dict:
@@ -211,9 +211,8 @@ def test_names_need_no_quoting(tmp_path, name, expected):
 def test_a_parent_that_cannot_be_written_is_one_clear_problem(tmp_path):
     (tmp_path / "file").write_text("in the way")
     for parent in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError) as caught:
-            claim(parent, "run", option="hydra.sweep.dir")
-        assert str(caught.value).startswith(f"hydra.sweep.dir={parent}: nothing can be written there")
+        told = f"hydra.sweep.dir={parent}: nothing can be written there…"
+        assert refusal_of(claim, parent, "run", option="hydra.sweep.dir") == Abridged(told)
 
 
 class TestLatest:

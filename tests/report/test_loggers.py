@@ -14,13 +14,13 @@ from unittest.mock import patch
 
 import pytest
 
-from ptdbench.problems import ConfigError
 from ptdbench.records import ledger, record, series
 from ptdbench.report import loggers, scalars
 from ptdbench.report.loggers import Log, Service, Start
 from ptdbench.report.scalars import Scalar
 from ptdbench.setup import choices, config, run_spec
 from tests.conftest import composed, read
+from tests.refusals import refusal_of
 from tests.report.test_tensorboard import LOOKS, RECORD, rows
 from tests.workloads.made_task import TASK
 
@@ -201,9 +201,7 @@ class TestRefused:
 
     @staticmethod
     def problem(*overrides: str) -> str:
-        with pytest.raises(ConfigError) as found:
-            run_spec.specify(read("model=toy", "device=cpu", *overrides), None)
-        return str(found.value)
+        return refusal_of(run_spec.specify, read("model=toy", "device=cpu", *overrides), None)
 
 
 def test_none_is_the_default_and_no_choice_changes_the_identity_of_a_run():

@@ -215,7 +215,9 @@ class TestLosses:
         rounding = "0.037 of it apart, where rounding makes 0.00024 at most"
         assert said == f"the last loss is 2.6 before and 2.7 after: {rounding}"
         assert gates == [0, 1]
-        assert f"ddp: {said}" in shown(match(with_losses(before(), 2.6), with_losses(after(), 2.7))).splitlines()
+        found = match(with_losses(before(), 2.6), with_losses(after("ddp", 1.5), 2.7))
+        assert f"ddp: {said}" in shown(found).splitlines()
+        assert gate(found, 0.1) == ["ddp: fails, because it does not train the same on both sides"]
 
     @pytest.mark.parametrize(
         ("precision", "factor"), [("fp32", 1.0001), ("tf32", 1.001), ("bf16", 1.02), ("fp8", 1.04)]

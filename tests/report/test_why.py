@@ -12,7 +12,7 @@ from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Place
 from ptdbench.profiling.phases import PHASES
 from ptdbench.report.why import against_first, compare, costs_of_imbalance, in_order, remarks, shares
-from tests.abridged import Abridged
+from tests.refusals import Abridged
 from tests.report.made import DDP, FSDP, PDP, operation, phased
 
 

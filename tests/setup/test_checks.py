@@ -1,6 +1,7 @@
 """Runs that do not fit into memory, of machines, GPUs and jobs of made-up sizes, and formats that devices lack."""
 
 import contextlib
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +11,8 @@ from ptdbench.launch.world import World
 from ptdbench.measure.memory import HostMemory
 from ptdbench.problems import ConfigError
 from ptdbench.setup import checks, run_spec
-from tests.abridged import Abridged
 from tests.conftest import read
+from tests.refusals import Abridged, refusal_of
 
 GIB = 2**30
 
@@ -34,10 +35,7 @@ def warning(*overrides: str, world: World | None = None, gpus: int | None = None
     return run_spec.summarize(read(*overrides), world, gpus).warning
 
 
-def refused(*overrides: str, world: World | None = None, gpus: int | None = None) -> str:
-    with pytest.raises(ConfigError) as caught:
-        warning(*overrides, world=world, gpus=gpus)
-    return str(caught.value)
+refused = partial(refusal_of, warning)
 
 
 def test_what_does_not_fit_is_refused_with_the_figures_and_what_to_try(host):
@@ -133,9 +131,8 @@ def test_a_gpu_is_asked_for_its_memory(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB // 2)
     spec = run_spec.specify(read(*SMALL), World(0, 2, 0, 2, "torchrun"))
     assert spec.training
-    with pytest.raises(ConfigError) as caught:
-        checks.check_memory(spec.training, checks.on_gpu(torch.device("cuda", 0), 0.1, buffers=GIB // 2))
-    assert str(caught.value) == Abridged(
+    room = checks.on_gpu(torch.device("cuda", 0), 0.1, buffers=GIB // 2)
+    assert refusal_of(checks.check_memory, spec.training, room) == Abridged(
         "model=gpt_small: … take 1.9 GiB a rank, and its GPU has 0.8 GiB for it (NVIDIA L4: of 2.0 GiB 1.5 GiB are "
         "free, NCCL takes about 0.5 GiB, memory_reserve=0.1 keeps 0.2 GiB); try parallel=fsdp on at least 3 such GPUs"
     )

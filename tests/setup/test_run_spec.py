@@ -14,8 +14,8 @@ from ptdbench.models.toy import Toy
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import choices, run_spec
-from tests.abridged import Abridged
 from tests.conftest import read
+from tests.refusals import Abridged, refusal_of
 from tests.workloads import made_task
 
 
@@ -24,9 +24,7 @@ def make(*overrides: str, device: str = "cpu", world: World | None = None) -> ru
 
 
 def refused(*overrides: str, device: str = "cpu", world: World | None = None) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        make(*overrides, device=device, world=world)
-    return str(caught.value).splitlines()
+    return refusal_of(make, *overrides, device=device, world=world).splitlines()
 
 
 def rank_of(size: int, local_size: int | None = None) -> World:

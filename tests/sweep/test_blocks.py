@@ -15,7 +15,7 @@ from ptdbench.setup.config import Repeat
 from ptdbench.sweep import blocks
 from ptdbench.sweep.blocks import StoppingRule
 from tests import forked
-from tests.abridged import Abridged
+from tests.refusals import Abridged
 from tests.report.made import keep, run
 from tests.sweep.made import CONFIG
 

@@ -20,7 +20,7 @@ from ptdbench.records.ownership import PROGRESS
 from ptdbench.report import table
 from ptdbench.sweep import status, watch
 from ptdbench.training.metrics import metrics
-from tests.abridged import Abridged
+from tests.refusals import Abridged
 from tests.sweep.made import CONFIG, DONE
 from tests.training.test_metrics import MEASURED
 

@@ -12,14 +12,14 @@ import pytest
 
 from ptdbench.launch import slurm as commands
 from ptdbench.launch.slurm import Partition, SlurmError
-from ptdbench.problems import ConfigError, as_typed
+from ptdbench.problems import as_typed
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
 from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
-from tests.abridged import Abridged
 from tests.conftest import read
 from tests.daily import cases
 from tests.programs import call, until
+from tests.refusals import Abridged, refusal_of
 
 #: The test cluster's partitions and two more kinds.
 KNOWN = [
@@ -60,9 +60,7 @@ def shape_of(device: str = "auto", ranks: Callable[[int], int] = every, **option
 
 
 def refused(device: str = "auto", known: list[Partition] = KNOWN, **options: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
-        shape(asked(**options), device, every, known)
-    return str(caught.value)
+    return refusal_of(shape, asked(**options), device, every, known)
 
 
 def problems(known: list[Partition] = KNOWN, **options: Any) -> list[str]:

@@ -26,7 +26,7 @@ from ptdbench.sweep import execution, status, submission, watch
 from ptdbench.sweep.agenda import Agenda
 from ptdbench.sweep.execution import NoObjective
 from ptdbench.sweep.submission import Array, arrays
-from tests.abridged import Abridged
+from tests.refusals import Abridged, refusal_of
 
 
 class TestArrays:
@@ -87,9 +87,8 @@ class TestSameNodes:
         ],
     )  # fmt: skip
     def test_what_one_job_cannot_be(self, asked, overrides, line):
-        with pytest.raises(ConfigError) as refused:
-            arrays(asked(*overrides, "sweep.same_nodes=true"))
-        assert Abridged(line) in str(refused.value).splitlines()
+        runs = asked(*overrides, "sweep.same_nodes=true")
+        assert Abridged(line) in refusal_of(arrays, runs).splitlines()
 
     def test_runs_that_ask_for_other_gpus(self, asked, monkeypatch):
         monkeypatch.setattr(slurm, "partitions", lambda: [Partition("debug", True, 4, 60, (2,), 4)])
@@ -400,9 +399,8 @@ def test_a_line_for_each_array_of_jobs(asked, monkeypatch, capsys, overrides, li
 @pytest.mark.parametrize("name", ["top5%u", "100%", "a%j", "back\\slash", "two\nlines"])
 def test_a_path_in_which_slurm_would_replace_something_is_refused(asked, tmp_path, name):
     rule = r"%, \ and line breaks in the path of a job's output mean something else to SLURM, but for %j in cluster.log"
-    with pytest.raises(ConfigError) as refused:
-        submission.check_paths(asked("seed=0,1"), tmp_path / name)
-    assert str(refused.value) == f"hydra.sweep.dir={tmp_path}/{name}: {rule}; give one without them"
+    told = f"hydra.sweep.dir={tmp_path}/{name}: {rule}; give one without them"
+    assert refusal_of(submission.check_paths, asked("seed=0,1"), tmp_path / name) == told
     submission.check_paths(asked(f"cluster.log={tmp_path}/%j"), tmp_path / name)  # which has no output then
     with pytest.raises(ConfigError, match=r"^cluster\.log=/scratch/%u/%j: %, "):
         submission.check_paths(asked("cluster.log=/scratch/%u/%j"), tmp_path)

@@ -16,7 +16,7 @@ from ptdbench.launch.slurm import SlurmError
 from ptdbench.records import store
 from ptdbench.sweep import status, watch
 from ptdbench.terminal import plain
-from tests.abridged import Abridged
+from tests.refusals import Abridged
 from tests.report.made import failed, keep, run
 from tests.sweep.made import DONE, PROGRESS, failure
 

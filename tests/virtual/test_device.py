@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from ptdbench.problems import ConfigError
+from tests.refusals import refusal_of
 from tests.virtual.conftest import DEVICE
 
 
@@ -32,6 +32,4 @@ def test_settings_are_what_the_library_reads():
     ],
 )
 def test_a_figure_that_cannot_be_is_refused(changed, message):
-    with pytest.raises(ConfigError) as raised:
-        replace(DEVICE, **changed)
-    assert str(raised.value) == message
+    assert refusal_of(replace, DEVICE, **changed) == message

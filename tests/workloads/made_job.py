@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -12,16 +11,14 @@ from ptdbench.job import Job
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import World
 from ptdbench.measure.clock import Stopwatch
-from ptdbench.problems import ConfigError
 from ptdbench.setup import config, run_spec
 from tests.conftest import read
+from tests.refusals import refusal_of
 
 
 def refusal(*overrides: str) -> str:
     """What is said of these options before any rank starts."""
-    with pytest.raises(ConfigError) as refused:
-        run_spec.specify(read(*overrides), None)
-    return str(refused.value)
+    return refusal_of(run_spec.specify, read(*overrides), None)
 
 
 def job(directory: Path, configuration: DictConfig) -> Job:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.data.protocol import HeldOutPart
-from ptdbench.problems import ConfigError
 from ptdbench.training.energy import none
 from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
 from tests.conftest import composed
 from tests.parallel.ranks import each, on_ranks
+from tests.refusals import refusal_of
 from tests.workloads import made_task
 from tests.workloads.made_job import job
 from tests.workloads.made_task import TASK, Kept, Largest
@@ -119,9 +119,7 @@ class Other(Largest):
 
 def refused(directory: Path, what: str) -> str:
     other = (*TASK, f"data._target_={__name__}.Other", f"+data.differs={what}")
-    with pytest.raises(ConfigError) as caught:
-        assemble(job(directory / what, composed(*other)))
-    return str(caught.value)
+    return refusal_of(assemble, job(directory / what, composed(*other)))
 
 
 def test_data_that_are_not_the_same_on_all_ranks_are_refused(tmp_path):
