@@ -38,13 +38,9 @@ class SweepEta:
 
     def __init__(self, requests: Sequence[Request], is_whole: bool = True) -> None:
         self._requests, self._is_whole = requests, is_whole
-        self._to_come: Sequence[int] = ()
+        self.to_come: Sequence[int] = ()  #: The runs that will be executed.
         self._seconds: dict[int, float] = {}
         self._titles: list[str] = []
-
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Note the runs that will be executed, in ascending order."""
-        self._to_come = numbers
 
     def ended(self, number: int, seconds: float, written: Written) -> None:
         """Note the duration and the record of a run."""
@@ -62,7 +58,7 @@ class SweepEta:
             ]
             called = dict(zip(distinct, titles(drafts), strict=True))
             self._titles = [called[id(request.whole)] for request in self._requests]
-        later = sum(one > number for one in self._to_come)
+        later = sum(one > number for one in self.to_come)
         return Heading(
             self._titles[number],
             number + 1,

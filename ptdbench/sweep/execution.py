@@ -46,7 +46,7 @@ def run_all(agenda: Agenda, composed: Composed) -> None:
     for numbers in agenda.batches(composed.first.hydra.sweeper.get("max_batch_size")):
         if agenda.is_settled(numbers[0]):
             return
-        agenda.eta.expect(agenda.to_do(numbers))
+        agenda.eta.to_come = agenda.to_do(numbers)
         execute(opened(agenda, numbers))
 
 

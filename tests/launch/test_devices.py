@@ -4,6 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,11 +64,9 @@ def test_each_rank_may_be_given_a_gpu_of_its_own_but_not_the_same_one(monkeypatc
 
 class TestLook:
     def test_a_gpu_that_cannot_be_used_is_none(self, monkeypatch):
-        def broken(_: int) -> None:
-            raise RuntimeError("CUDA error: unknown error. This could be a driver.\nmore")
-
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", broken)
+        broken = RuntimeError("CUDA error: unknown error. This could be a driver.\nmore")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(side_effect=broken))
         seen = devices._look(WORLD)
         assert (seen.gpus, seen.reason) == (0, "CUDA error: unknown error")
 

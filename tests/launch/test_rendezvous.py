@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -185,10 +186,7 @@ def test_where_rank_0_fails_no_rank_waits_for_it(monkeypatch):
     shared = dist.HashStore()
     shared.set_timeout(timedelta(seconds=20))
     monkeypatch.setattr(rendezvous, "store", lambda: shared)
-
-    def find():
-        raise OSError(28, "No space left on device")
-
+    find = Mock(side_effect=OSError(28, "No space left on device"))
     with ThreadPoolExecutor(2) as ranks:
         both = [ranks.submit(rendezvous.agree, "word", World(rank, 2, rank, 2, "srun"), find) for rank in (0, 1)]
     assert [type(one.exception()) for one in both] == [OSError, ConfigError]

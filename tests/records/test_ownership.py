@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -139,10 +140,7 @@ def test_a_job_that_begins_again_goes_on_with_its_own_run(tmp_path, monkeypatch,
 
 
 def test_where_nobody_can_tell_it_is_said(tmp_path, monkeypatch, capsys):
-    def silent(ids):
-        raise SlurmError("squeue is not on PATH")
-
-    monkeypatch.setattr(slurm, "queue", silent)
+    monkeypatch.setattr(slurm, "queue", Mock(side_effect=SlurmError("squeue is not on PATH")))
     for changes in ({"job": "7"}, {"host": "elsewhere"}):
         ownership.open_record(tmp_path, draft(tmp_path, "first", **changes))
         ownership.open_record(tmp_path, draft(tmp_path, "second"))

@@ -1,6 +1,7 @@
 """The series file: whole blocks count, and what was torn off is cut away."""
 
 import io
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -79,10 +80,7 @@ def test_a_torn_block_is_none_and_the_next_writer_cuts_it_off(path):
 def test_a_block_that_cannot_be_written_leaves_the_file_as_it_was(path, monkeypatch):
     before = path.read_bytes()
 
-    def full(_: int) -> None:
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(series.os, "fsync", full)
+    monkeypatch.setattr(series.os, "fsync", Mock(side_effect=OSError("no space left on device")))
     with pytest.raises(OSError, match="no space left"):
         series.append(path, rows(6, 9))
     assert path.read_bytes() == before

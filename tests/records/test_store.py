@@ -4,6 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -43,10 +44,7 @@ def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
 
 @pytest.fixture
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    return lambda: monkeypatch.setattr(os, "fsync", full)
+    return lambda: monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(28, "No space left on device")))
 
 
 def test_a_write_that_fails_leaves_the_old_record_and_nothing_else(tmp_path, fill_the_disk):
@@ -168,10 +166,7 @@ def test_a_full_disk_leaves_the_results_as_they_were(tmp_path, monkeypatch, fill
 
 
 def test_results_survive_a_file_system_without_locks(tmp_path, monkeypatch):
-    def unsupported(descriptor: int, operation: int) -> None:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(store.fcntl, "flock", unsupported)
+    monkeypatch.setattr(store.fcntl, "flock", Mock(side_effect=OSError(38, "Function not implemented")))
     append_result(tmp_path, result(1))
     assert read_results(tmp_path) == [result(1)]
 
@@ -229,9 +224,6 @@ class TestLatest:
         assert not (tmp_path / "latest").is_symlink()
 
     def test_a_file_system_without_links_has_none(self, tmp_path, monkeypatch):
-        def refuse(*_: object) -> None:
-            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-        monkeypatch.setattr(Path, "symlink_to", refuse)
+        monkeypatch.setattr(Path, "symlink_to", Mock(side_effect=OSError(errno.EPERM, os.strerror(errno.EPERM))))
         store.point_latest(tmp_path / "one")
         assert not list(tmp_path.iterdir())

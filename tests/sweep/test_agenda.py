@@ -45,7 +45,7 @@ def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
     eta = SweepEta([*asked("seed=0,1"), *asked("train.global_batch=32")])
     names = ["[1/3] toy ddp b16 seed=0", "[2/3] toy ddp b16 seed=1", "[3/3] toy ddp b32"]
     assert [str(eta.heading(number)) for number in range(3)] == names
-    eta.expect([0, 1, 2])
+    eta.to_come = [0, 1, 2]
 
     def later():
         return [eta.heading(number).later_seconds for number in range(3)]
@@ -56,7 +56,7 @@ def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
     assert later() == [40.0, 20.0, None]
     eta.ended(1, 30.0, {"status": "ok"})
     assert later() == [50.0, 25.0, None]
-    eta.expect([0, 2])  # one is in the queue
+    eta.to_come = [0, 2]  # one is in the queue
     assert later() == [25.0, 25.0, None]
 
 

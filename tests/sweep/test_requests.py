@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from unittest.mock import Mock
 
 import pytest
 
@@ -95,10 +96,7 @@ class TestRefused:
             asked()
 
     def test_no_answer(self, monkeypatch):
-        def silent():
-            raise SlurmError("Unable to contact slurm controller")
-
-        monkeypatch.setattr(slurm, "partitions", silent)
+        monkeypatch.setattr(slurm, "partitions", Mock(side_effect=SlurmError("Unable to contact slurm controller")))
         expected = r"^cluster=slurm: SLURM does not answer: Unable to contact slurm controller$"
         with pytest.raises(ConfigError, match=expected):
             asked()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -142,11 +143,8 @@ class TestForAnotherCluster:
 
     @pytest.mark.parametrize("silent", [False, True], ids=["no slurm", "no answer"])
     def test_how_many_gpus_a_node_has_cannot_be_known_without_slurm(self, silent, monkeypatch):
-        def partitions():
-            raise SlurmError("Unable to contact slurm controller")
-
         monkeypatch.setattr(slurm, "available", lambda: silent)
-        monkeypatch.setattr(slurm, "partitions", partitions)
+        monkeypatch.setattr(slurm, "partitions", Mock(side_effect=SlurmError("Unable to contact slurm controller")))
         (told,) = self.remarks("parallel=ddp,fsdp")
         assert told.startswith("no SLURM here tells how many GPUs a node has, so the script asks for none")
 

@@ -6,6 +6,7 @@ import errno
 import json
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from msgspec import to_builtins
@@ -436,12 +437,10 @@ class TestEndedByTheCluster:
     def test_a_sweep_of_somebody_else_is_looked_at_all_the_same(self, sweep, monkeypatch):
         """Nothing can be written into it, so that each look finds out by itself how a job ended."""
 
-        def refused(*_):
-            raise PermissionError(errno.EACCES, "Permission denied", "results.jsonl")
-
         sweep.submit(1)
         sweep.says(_0="CANCELLED")
-        monkeypatch.setattr(status, "conclude", refused)
+        refused = PermissionError(errno.EACCES, "Permission denied", "results.jsonl")
+        monkeypatch.setattr(status, "conclude", Mock(side_effect=refused))
         seen = status.look(sweep.path)
         assert seen.is_over
         assert [run.directory for run in seen.runs] == ["0_toy_ddp"]

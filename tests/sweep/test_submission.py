@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hydra.core.plugins import Plugins
@@ -416,10 +417,7 @@ def test_the_folder_of_outputs_is_made_where_they_will_be(asked, tmp_path, monke
 
 
 def test_what_slurm_would_refuse_and_what_is_refused_before(asked, monkeypatch, capsys):
-    def refuse(script):
-        raise SlurmError("Invalid account")
-
-    monkeypatch.setattr(slurm, "test", refuse)
+    monkeypatch.setattr(slurm, "test", Mock(side_effect=SlurmError("Invalid account")))
     runs = asked("train.global_batch=16,15")
     assert submission.show_test_only(runs, {}) == 1
     out, err = capsys.readouterr()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+from unittest.mock import Mock
 
 import pytest
 from msgspec.structs import replace
@@ -330,12 +331,9 @@ class TestFollowing:
         assert said.rstrip().endswith("line 99")
 
     def test_a_signal_leaves_the_jobs_to_themselves_and_says_so(self, sweep, steps, capsys):
-        def stop():
-            raise Stopped(2)
-
         sweep.submit(1)
         sweep.says(_0="RUNNING n1")
-        steps += [stop]
+        steps += [Mock(side_effect=Stopped(2))]
         with pytest.raises(Stopped):
             watch.follow(sweep.path)
         said = capsys.readouterr().err.splitlines()

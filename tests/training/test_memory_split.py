@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -126,12 +127,9 @@ def test_the_timeline_shows_each_rank_and_each_kind(tmp_path: Path):
 def run_unreadable(configuration: Any, directory: Path) -> None:
     """In a rank: a run in which rank 1 cannot read what the profiler saw of the memory."""
 
-    def unreadable(*_: Any) -> None:
-        raise AttributeError("no such field")
-
     with pytest.MonkeyPatch.context() as patched:
         if os.environ["RANK"] == "1":
-            patched.setattr(memory_split.allocations, "read", unreadable)
+            patched.setattr(memory_split.allocations, "read", Mock(side_effect=AttributeError("no such field")))
         carry_out(configuration, directory)
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -324,11 +325,8 @@ def test_what_a_kernel_is_for(name, expected):
 def run_broken(configuration: Any, directory: Path, name: str, error: Exception) -> None:
     """In a rank: a run in whose profiling pass a function raises."""
 
-    def broken(*_: Any) -> None:
-        raise error
-
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(f"ptdbench.{name}", broken)
+        patched.setattr(f"ptdbench.{name}", Mock(side_effect=error))
         carry_out(configuration, directory)
 
 
