@@ -20,7 +20,7 @@ from ptdbench.setup import resume
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Config
 from tests import forked
-from tests.refusals import refusal_of
+from tests.refusals import Abridged, refusal_of
 from tests.sweep.made import CONFIG
 
 GARBAGE = [
@@ -255,11 +255,9 @@ class TestLine:
     def test_a_damaged_list_of_jobs_is_refused(self, tmp_path):
         run = self.submitted(tmp_path)
         (tmp_path / "sweep" / "sweep.json").write_text("{")
-        for words in ([f"resume={run}"], [f"sweep.resume={tmp_path / 'sweep'}"]):
-            with pytest.raises(
-                ConfigError, match=r"sweep\.json is damaged: .*; check with squeue that none of its jobs"
-            ):
-                self.line(words)
+        told = Abridged("…sweep.json is damaged: …; check with squeue that none of its jobs…")
+        for word in (f"resume={run}", f"sweep.resume={tmp_path / 'sweep'}"):
+            assert refusal_of(self.line, [word]) == told
 
 
 TOY = ("model=toy", "train.global_batch=12", "device=cpu")
