@@ -111,11 +111,11 @@ def _one(directory: Path) -> Sweep:
     jobs = _jobs(directory, damage.append)
     results = _results(directory, damage.append)
     doubtful = [job for job in jobs if not _is_final(results.get(job.directory))]
-    found, queue, silence = {}, {}, ""
     try:
         found, queue = _ask(doubtful)
+        silence = ""
     except SlurmError as error:
-        silence = str(error)
+        found, queue, silence = {}, {}, str(error)
     jobs = [found.get(job.directory, job) for job in jobs]
     gone = [job for job in found.values() if job.id and _is_gone(queue.get(job.id))]
     if gone:
