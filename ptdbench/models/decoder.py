@@ -20,11 +20,8 @@ class Decoder(nn.Module):
         embedding: Maps tokens to the stream.
         blocks: Map the stream to the stream.
         norm: Normalizes the input of the head's projection.
-        width: Features of a token.
-        heads: Attention heads of a block.
         groups: Number of head groups that tensor parallelism keeps whole, and what they are called.
         sequence_length: Tokens of a sequence for which FLOPs are counted.
-        vocabulary: Number of different tokens.
         tie_weights: Whether the head's projection is the token embedding.
     """
 
@@ -34,22 +31,17 @@ class Decoder(nn.Module):
         blocks: Iterable[nn.Module],
         norm: nn.Module,
         *,
-        width: int,
-        heads: int,
         groups: tuple[int, str],
         sequence_length: int,
-        vocabulary: int,
         tie_weights: bool,
     ) -> None:
         super().__init__()
-        self.width = width
-        self.heads = heads
+        self.vocabulary, self.width = embedding.token.weight.shape
         self.groups = groups
         self.sequence_length = sequence_length
-        self.vocabulary = vocabulary
         self.embedding = embedding
         self.blocks = nn.ModuleList(blocks)
-        self.head = Head(norm, width, vocabulary)
+        self.head = Head(norm, self.width, self.vocabulary)
         self.tie_weights = tie_weights
         if tie_weights:
             self.head.projection.weight = embedding.token.weight

@@ -51,11 +51,8 @@ class GPT(Decoder):
             Embedding(vocabulary, width, sequence_length),
             (Block(Attention(width, heads), MLP(width), norm) for _ in range(layers)),
             norm(),
-            width=width,
-            heads=heads,
             groups=(heads, "heads"),
             sequence_length=sequence_length,
-            vocabulary=vocabulary,
             tie_weights=tie_weights,
         )
 

@@ -73,11 +73,8 @@ class Llama(Decoder):
             Embedding(vocabulary, width),
             (block() for _ in range(layers)),
             norm(),
-            width=width,
-            heads=heads,
             groups=(key_value_heads, "key and value heads"),
             sequence_length=sequence_length,
-            vocabulary=vocabulary,
             tie_weights=tie_weights,
         )
 

@@ -113,15 +113,13 @@ class MoE(Decoder):
                 for number in range(layers)
             ),
             norm(),
-            width=width,
-            heads=heads,
             groups=(key_value_heads, "key and value heads") if latent_width == "none" else (heads, "heads"),
             sequence_length=sequence_length,
-            vocabulary=vocabulary,
             tie_weights=tie_weights,
         )
         self.has_latent = latent_width != "none"
-        self.pair_width = 2 * features + (rotary_width if self.has_latent else 0)  #: Per head, for scores and mixing.
+        #: Features of all heads' keys and values, for scores and mixing.
+        self.pair_width = heads * (2 * features + (rotary_width if self.has_latent else 0))
         self.experts = experts
         self.active = active
 
@@ -135,7 +133,7 @@ class MoE(Decoder):
         return super()._multiplied(block) - self._unmet(block)
 
     def _pair_flops(self) -> float:
-        return 2.0 * self.sequence_length**2 * self.heads * self.pair_width
+        return 2.0 * self.sequence_length**2 * self.pair_width
 
     def _block_roles(self) -> dict[str, Role]:
         """As for other decoders; experts are divided whole.
