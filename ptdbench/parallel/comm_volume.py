@@ -70,11 +70,6 @@ class CommModel:
         """Whether FSDP gathers the weights."""
         return self.how.shards(self.layout.dims)
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """The rank in the pipeline of each stage."""
-        return self.how.stage_ranks(self.layout.dims)
-
 
 def comm_bytes(work: CommModel) -> dict[str, Size]:
     """Return the bytes of each of :data:`OPERATIONS` in a step, averaged over ranks."""
@@ -167,7 +162,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
 
 def _stages(work: CommModel) -> Iterator[nn.Module]:
     """Return the stages of all ranks of a pipeline, or the model."""
-    return chain.from_iterable(modules_of_ranks(work.model, work.ranks))
+    return chain.from_iterable(modules_of_ranks(work.model, work.how.stage_ranks(work.layout.dims)))
 
 
 def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
@@ -240,7 +235,7 @@ def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, fl
     The gradients of a weight that several stages train are exchanged once per step, between each pair of ranks.
     """
     dims = work.layout.dims
-    where = cut(work.model, work.ranks)
+    where = cut(work.model, work.how.stage_ranks(dims))
     neighbors = zip(where.stages, pairwise(where.ranks), strict=False)
     sent = [names[-1] for names, (here, there) in neighbors if here != there]
     size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if work.how.sequence else 1)

@@ -124,14 +124,8 @@ def local_parts(model: Model, how: Options, dims: Dims) -> dict[nn.Parameter, Te
 
 
 def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:
-    """Return the bytes of a weight's optimizer state, after a step on fake tensors.
-
-    Fake tensors are used because fused optimizers refuse the meta device.
-
-    Raises:
-        ConfigError: The optimizer cannot take such a step: a user's own may read values or need a closure.
-    """
-    with FakeTensorMode():
+    """Return the bytes of a weight's optimizer state; raises ConfigError if the optimizer needs values or a closure."""
+    with FakeTensorMode():  # not the meta device, which fused optimizers refuse
         weight = nn.Parameter(torch.empty(like.shape, dtype=like.dtype))
         weight.grad = torch.empty_like(weight)
         optimizer = make([(name, weight)])

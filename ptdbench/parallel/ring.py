@@ -74,19 +74,6 @@ class Kernel:
     backward: Callable[..., tuple[Tensor, ...]]
 
 
-def _of_cpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
-    return aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
-        query, key, value, 0.0, is_causal
-    )
-
-
-def _of_cpu_backward(*tensors_causal: Any) -> tuple[Tensor, ...]:
-    *tensors, is_causal = tensors_causal
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
-        *tensors, 0.0, is_causal
-    )
-
-
 def _flash(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     scale, width = _scale(query), query.shape[-1]
     out, lse, *_ = aten._scaled_dot_product_flash_attention(*_padded(query, key, value), 0.0, is_causal, scale=scale)
@@ -160,7 +147,11 @@ def _padded(*tensors: Tensor) -> list[Tensor]:
     return [F.pad(tensor, (0, missing)) if missing else tensor for tensor in tensors]
 
 
-CPU = Kernel(_of_cpu, _of_cpu_backward)
+#: torch's operations take the fraction of dropout before ``is_causal``.
+CPU = Kernel(
+    lambda *given: aten._scaled_dot_product_flash_attention_for_cpu(*given[:-1], 0.0, given[-1]),
+    lambda *given: aten._scaled_dot_product_flash_attention_for_cpu_backward(*given[:-1], 0.0, given[-1]),
+)
 CUDNN = Kernel(_cudnn, _cudnn_backward)
 FLASH = Kernel(_flash, _flash_backward)
 EFFICIENT = Kernel(_efficient, _efficient_backward)

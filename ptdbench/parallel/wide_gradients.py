@@ -62,9 +62,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same."""
-        if not torch.compiler.is_compiling() or master_of(self) is None:
-            return super().forward(x)
-        return _norm(self, F.layer_norm, x, "weight", "bias")
+        return _norm(self, nn.LayerNorm.forward, F.layer_norm, x)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -72,9 +70,7 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[..., *normalized_shape]`` to the same."""
-        if not torch.compiler.is_compiling() or master_of(self) is None:
-            return super().forward(x)
-        return _norm(self, F.rms_norm, x, "weight")
+        return _norm(self, nn.RMSNorm.forward, F.rms_norm, x)
 
 
 #: The replacement of each class of modules.
@@ -137,19 +133,20 @@ class _Upcast(torch.autograd.Function):
         return None, grads[0]
 
 
-def _norm(part: nn.LayerNorm | nn.RMSNorm, compute: Callable[..., Tensor], x: Tensor, *names: str) -> Tensor:
-    """Compute a norm in the dtype of its weights, which have these names; the backward pass recomputes it."""
+def _norm(
+    part: nn.LayerNorm | nn.RMSNorm, eager: Callable[..., Tensor], compute: Callable[..., Tensor], x: Tensor
+) -> Tensor:
+    """Compute a norm: if compiled in the dtype of its weights, and again in the backward pass, else by ``eager``."""
+    if not torch.compiler.is_compiling() or master_of(part) is None:
+        return eager(part, x)
 
     def of_narrow(x: Tensor, *weights: Tensor | None) -> Tensor:
         return compute(x.float(), part.normalized_shape, *weights, part.eps).to(x.dtype)
 
-    found: Tensor = checkpoint(of_narrow, x, *(_upcast(part, name) for name in names), use_reentrant=False)
+    own = part._parameters.items()  # the weight, and the bias of a layer norm
+    wide = [None if weight is None else _Upcast.apply(getattr(part, name), weight) for name, weight in own]
+    found: Tensor = checkpoint(of_narrow, x, *wide, use_reentrant=False)
     return found
-
-
-def _upcast(part: nn.Module, name: str) -> Tensor | None:
-    weight = part._parameters[name]
-    return None if weight is None else _Upcast.apply(getattr(part, name), weight)
 
 
 def _sum_over_tokens(grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
