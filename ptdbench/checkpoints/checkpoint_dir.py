@@ -66,12 +66,11 @@ class _Facts(Struct):
 
 def stamp(path: Path) -> Stamp:
     """Return size and checksum of a file; raises OSError."""
-    digest, block = hashlib.sha256(), bytearray(_BLOCK)
-    view, size = memoryview(block), 0
+    digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(view[:count])
-            size += count
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            size += len(block)
     return Stamp(size, digest.hexdigest())
 
 

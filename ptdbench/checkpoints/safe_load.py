@@ -37,23 +37,13 @@ class _Properties(TensorProperties):
 
 
 #: The classes of metadata, other than dtypes such as ``torch.float32``. All of them only hold values.
-_ALLOWED: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _get_layout,
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    **{
-        (metadata.__name__, name): getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    },
-    (metadata.__name__, "TensorProperties"): _Properties,
+_CLASSES: tuple[Any, ...] = (
+    torch.Size, _get_layout, filesystem._StorageInfo, Metadata, TensorStorageMetadata, metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING,
+)  # fmt: skip
+_ALLOWED = {
+    **{(allowed.__module__, allowed.__name__): allowed for allowed in _CLASSES},
+    (TensorProperties.__module__, "TensorProperties"): _Properties,
     # The path that the checkpoint was written to, which is not used.
     **{
         (module, name): PurePath
@@ -147,12 +137,7 @@ def _read_metadata(path: Path) -> Metadata:
 
 
 def _check(read: Any) -> None:
-    """Check that nothing will be unpickled later, and nothing read from another directory.
-
-    Raises:
-        _Forbidden: Something would be unpickled, or read from elsewhere.
-        TypeError: This is not metadata.
-    """
+    """Raise _Forbidden if anything would be unpickled later or read elsewhere, TypeError if it is not metadata."""
     if not isinstance(read, Metadata) or not isinstance(read.storage_data, dict):
         raise TypeError("it does not describe a checkpoint")
     for name, item in read.state_dict_metadata.items():

@@ -187,8 +187,9 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> list[Usage]:
         ends = ((block.began, 1), (block.ended, -1))
         edges += [(time, block, sign) for time, sign in ends if seen.begin <= time <= seen.end]
     edges.sort(key=lambda edge: (edge[0], edge[2]))  # an unrecorded free comes before the next allocation
-    if seen.all_counted:
-        present["other"] += _unseen(seen, sum(present.values()))
+    first = next((change for change in seen.changes if change.time >= seen.begin), None)
+    if seen.all_counted and first:  # the rest of what was allocated when the step began is of unknown purpose
+        present["other"] += max(0, first.allocated - first.bytes - sum(present.values()))
     found = [Usage(seen.begin, "data", dict(present))]
     moment_at = {change.time: change.around.moment for change in seen.changes}
     for time, block, sign in edges:
@@ -230,9 +231,3 @@ def _assign_kinds(
             yield kind, size
     for size in handed.values():
         yield "communication", size
-
-
-def _unseen(seen: Seen, counted: int) -> int:
-    """Return the bytes of unknown purpose that were allocated when the step began."""
-    first = next((change for change in seen.changes if change.time >= seen.begin), None)
-    return max(0, first.allocated - first.bytes - counted) if first else 0

@@ -287,10 +287,7 @@ def _is_undirected(facts: Mapping[str, Any]) -> bool:
 
 
 def _directed(recorded: Event, message: Event) -> Mapping[str, Any]:
-    """Return a message's metadata from torch 2.15's record of type and group and ``c10d::send(tensors, group, rank)``.
-
-    The rank is that in the group.
-    """
+    """Return a message's metadata from torch 2.15's record and ``c10d::send(tensors, group, rank of the group)``."""
     operation, size = operation_of(message.name), max(sizes(message))
     return {**recorded.facts, _NCCL_NAME: operation, "In msg nelems": size, "Out msg nelems": 0, _PEER: peer(message)}
 

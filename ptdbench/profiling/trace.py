@@ -108,16 +108,11 @@ def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
     """
     events = checked(path, events_of)
     launches = launches_of(events)
-    steps = union(event.interval for event in events if event.name.startswith(STEP))
+    steps = [(step, True) for step in union(event.interval for event in events if event.name.startswith(STEP))]
     kernels = [event for event in events if event.kind == "kernel"]
     if not steps or not kernels:
         raise ValueError(f"{path} holds {'no kernels' if steps else 'no profiled step'}")
-    moments = [launches.get(event.facts.get("correlation"), event.start) for event in kernels]
-    inside = [
-        event
-        for event, moment in zip(kernels, moments, strict=True)
-        if any(begin <= moment < end for begin, end in steps)
-    ]
+    inside = [event for event in kernels if at(launches.get(event.facts.get("correlation"), event.start), steps)]
     return inside, calls_of_nccl(events, (event for event in inside if is_of_nccl(event)))
 
 

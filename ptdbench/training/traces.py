@@ -41,9 +41,7 @@ def clock_ahead(rank: int, device: torch.device) -> float:
     machines = gather(machine())
     if dist.get_backend() == "gloo":  # which cannot send a GPU's tensors
         device = torch.device("cpu")
-    first: dict[str, int] = {}
-    for number, name in enumerate(machines):
-        first.setdefault(name, number)
+    first = {name: machines.index(name) for name in dict.fromkeys(machines)}
     found = 0.0
     for asking in first.values():
         if asking and rank in (0, asking):
@@ -151,21 +149,21 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
     for tensor and context parallelism, and DDP, which is C++ and communicates directly from the backward pass.
     """
     if call.ranks is not None:
-        return next(
-            (name for name, group in groups.items() if dist.get_process_group_ranks(group) == [*call.ranks]), None
-        )
+        named = [name for name, group in groups.items() if dist.get_process_group_ranks(group) == [*call.ranks]]
+        return next(iter(named), None)
     named = [name for name, group in groups.items() if group.group_name == call.group]
     if named or (call.group is not None and call.operation not in POINT_TO_POINT):
         return next(iter(named), None)  # NCCL shortens a long list of ranks
+    callers = {caller.partition("::")[0] for caller in call.within}
     if call.operation in POINT_TO_POINT:
         name = "pipeline"
     elif call.operation in LABELED.values():
         name = "expert"
     elif call.operation == "all_to_all" or any(caller.startswith(RingAttention.__name__) for caller in call.within):
         name = "context"
-    elif any(caller.startswith("FSDP::") for caller in call.within):
+    elif "FSDP" in callers:
         name = "replicate" if call.operation == "all_reduce" else "shard"
-    elif any(caller.startswith("_c10d_functional::") for caller in call.within):
+    elif "_c10d_functional" in callers:
         name = "tensor"
     elif UPDATE in call.within and call.operation == "all_reduce":  # the gradient norm, reduced over several groups
         return None
