@@ -86,9 +86,7 @@ class ResNet(torchvision.models.ResNet):
             x = part(x)
         return last(x, targets)
 
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross entropy of logits, without label smoothing."""
-        return default_loss(logits, targets)
+    loss = staticmethod(default_loss)  # without label smoothing
 
     def layers(self) -> list[nn.Module]:
         """Return the residual blocks, in order."""

@@ -42,31 +42,21 @@ class _Done:
         return _Done(following(self))
 
 
-class _InTurn:
-    """A stand-in for ``torch.distributed`` in torch's hook, whose all-reduces are synchronous."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> _Done:
-        dist.all_reduce(tensor, group=group)
-        return _Done([tensor])
+def _all_reduce(tensor: Tensor, group: dist.ProcessGroup, async_op: bool) -> _Done:
+    dist.all_reduce(tensor, group=group)
+    return _Done([tensor])
 
 
-class _WithoutGPU:
-    """A stand-in for ``torch`` in torch's hook, which would wait for the machine's GPU after each bucket, used or not.
-
-    All work is in one stream, which needs no waiting.
-    """
-
-    cuda = SimpleNamespace(is_available=lambda: False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-#: torch's hook, modified to send its three messages one after another in the calling thread and stream.
-_hook = FunctionType(powerSGD_hook.__code__, {**powerSGD_hook.__globals__, "dist": _InTurn(), "torch": _WithoutGPU()})
+#: torch's hook, modified to send its three messages one after another in the calling thread and stream, where it need
+#: not wait for the machine's GPU: it would after each bucket, whether the GPU is used or not.
+_hook = FunctionType(
+    powerSGD_hook.__code__,
+    {
+        **powerSGD_hook.__globals__,
+        "dist": SimpleNamespace(**{**vars(dist), "all_reduce": _all_reduce}),
+        "torch": SimpleNamespace(**{**vars(torch), "cuda": SimpleNamespace(is_available=lambda: False)}),
+    },
+)
 
 
 class PowerSGD:

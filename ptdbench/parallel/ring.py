@@ -54,13 +54,7 @@ def attention(mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         A function from queries, keys and values of a rank's positions, ``[batch, heads, length, head width]``, to
         their mixture. Keys and values may have fewer heads.
     """
-
-    @torch.compiler.disable
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found: Tensor = RingAttention.apply(q, k, v, mesh)  # type: ignore[no-untyped-call]
-        return found
-
-    return forward
+    return torch.compiler.disable(lambda q, k, v: RingAttention.apply(q, k, v, mesh))
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,12 @@ class Zero1:
         trained = [weight for weight in module.parameters() if weight.requires_grad]
         owners = assign_owners([weight.numel() for weight in trained], dist.get_world_size(group))
         self._owners = dict(zip(trained, owners, strict=True))
+        self._others = [weight for weight, owner in self._owners.items() if owner != dist.get_rank(group)]
         self._group = group
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer of all weights update only this replica's part, and receive the others after each step."""
-        for weight in self._others():
+        for weight in self._others:
             optimizer.state.pop(weight, None)  # some optimizers create state before the first step
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(lambda *_: self.share())
@@ -45,12 +46,8 @@ class Zero1:
 
     def _before_step(self, *_: Any) -> None:
         """Drop the gradients of other replicas' weights: an optimizer skips those, and creates no state for them."""
-        for weight in self._others():
+        for weight in self._others:
             weight.grad = None
-
-    def _others(self) -> list[nn.Parameter]:
-        here = dist.get_rank(self._group)
-        return [weight for weight, owner in self._owners.items() if owner != here]
 
 
 def assign_owners(sizes: Sequence[int], replicas: int) -> list[int]:

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,10 +55,8 @@ def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Inte
 
 def subtract(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the times of one set that are not in the other."""
-    ends = (float("-inf"), float("inf"))
-    edges = [ends[0], *(edge for interval in others for edge in interval), ends[1]]
-    gaps = list(zip(edges[::2], edges[1::2], strict=True))
-    return intersect(some, gaps)
+    edges = [-math.inf, *chain.from_iterable(others), math.inf]
+    return intersect(some, list(zip(edges[::2], edges[1::2], strict=True)))
 
 
 def length(intervals: Iterable[Interval]) -> float:
