@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ptdbench.models.softmax import numbers
-
 #: Adjacent columns that share a maximum: what a thread loads of bf16 at once, 16 bytes.
 _LANE = tl.constexpr(8)
 
@@ -109,7 +107,7 @@ def cross_entropy_(logits: Tensor, targets: Tensor, gradient: bool) -> Tensor:
     Returns:
         ``[rows]``, fp32.
     """
-    losses = numbers(logits)
+    losses = _numbers(logits)
     _softmax_cross_entropy[len(logits),](logits, logits.stride(0), targets, losses, GRADIENT=gradient, **_size(logits))
     return losses
 
@@ -124,7 +122,7 @@ def softmax_statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tenso
     Returns:
         Three of ``[rows]``, fp32.
     """
-    found = numbers(logits), numbers(logits), numbers(logits)
+    found = _numbers(logits), _numbers(logits), _numbers(logits)
     _softmax_statistics[len(logits),](logits, logits.stride(0), positions, *found, **_size(logits))
     return found
 
@@ -139,6 +137,11 @@ def softmax_gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals:
         totals: ``[rows]``, fp32: sums of exp(logit - maximum).
     """
     _softmax_gradient[len(logits),](logits, logits.stride(0), positions, maxima, totals, **_size(logits))
+
+
+def _numbers(logits: Tensor) -> Tensor:
+    """Return an uninitialized number for each row."""
+    return logits.new_empty(len(logits), dtype=torch.float32)
 
 
 def _size(logits: Tensor) -> dict[str, int]:

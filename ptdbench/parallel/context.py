@@ -24,14 +24,12 @@ from ptdbench.parallel import ring
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.options import Method
+from ptdbench.parallel.ring import HEADS, LENGTH
 from ptdbench.parallel.roles import roles_of, undivided
 from ptdbench.problems import Problem, try_these
 
 #: The dimension of positions in ``[batch, length]``.
 _POSITIONS = 1
-
-#: The dimensions of ``[batch, heads, length, head width]``.
-_HEADS, _LENGTH = 1, 2
 
 
 @dataclass(frozen=True)
@@ -126,7 +124,7 @@ def _number(positions: Positions, _module: nn.Module, arguments: tuple[Any, ...]
 
 def _of_heads(mesh: DeviceMesh, mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def forward(*of_positions: Tensor) -> Tensor:
-        return _redivide([mix(*_redivide(of_positions, mesh, _LENGTH, _HEADS))], mesh, _HEADS, _LENGTH)[0]
+        return _redivide([mix(*_redivide(of_positions, mesh, LENGTH, HEADS))], mesh, HEADS, LENGTH)[0]
 
     return forward
 

@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend
 aten = torch.ops.aten
 
 #: The dimensions of ``[batch, heads, length, head width]``.
-_HEADS, _LENGTH = 1, 2
+HEADS, LENGTH = 1, 2
 
 _OF_TORCH = "torch.distributed.tensor.experimental._context_parallel._attention"
 _NEEDED = ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options")
@@ -79,7 +79,7 @@ def _flash_backward(
 ) -> tuple[Tensor, ...]:
     """Call torch's backward pass with empty tensors for sequence lengths and dropout state, which are not used."""
     none = torch.empty(0, dtype=torch.int64)
-    lengths = query.shape[_LENGTH], key.shape[_LENGTH]
+    lengths = query.shape[LENGTH], key.shape[LENGTH]
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
     found = aten._scaled_dot_product_flash_attention_backward(
         gradient, query_, key, value, out, lse, None, None, *lengths, 0.0, is_causal, none, none, scale=_scale(query)
@@ -101,7 +101,7 @@ def _cudnn_backward(
     These are the bias and the lengths of sequences, which are all equal.
     """
     drawn = torch.empty((), dtype=torch.int64, device=query.device)
-    lse, lengths = lse.unsqueeze(-1).contiguous(), (query.shape[_LENGTH], key.shape[_LENGTH])
+    lse, lengths = lse.unsqueeze(-1).contiguous(), (query.shape[LENGTH], key.shape[LENGTH])
     return aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
         gradient, query, key, value, out, lse, drawn, drawn, None, None, None, *lengths, 0.0, is_causal
     )
@@ -109,7 +109,7 @@ def _cudnn_backward(
 
 def _efficient(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
     """Trim the log-sum-exp, which is padded to whole tiles: the ring merges halves of it."""
-    scale, width, length = _scale(query), query.shape[-1], query.shape[_LENGTH]
+    scale, width, length = _scale(query), query.shape[-1], query.shape[LENGTH]
     out, lse, *_ = aten._scaled_dot_product_efficient_attention(
         *_padded(query, key, value), None, True, 0.0, is_causal, scale=scale
     )
@@ -173,13 +173,13 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mesh: DeviceMesh) -> Tensor:
         """Return the mixture for a rank's positions."""
-        groups, chosen = q.shape[_HEADS] // k.shape[_HEADS], kernel(q, trains=any(ctx.needs_input_grad))
+        groups, chosen = q.shape[HEADS] // k.shape[HEADS], kernel(q, trains=any(ctx.needs_input_grad))
 
         def attend(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
             return chosen.forward(query, _repeated(key, groups), _repeated(value, groups), is_causal)
 
         ring = _balanced()._templated_ring_attention
-        out, logsumexp = ring(mesh.get_group(), _LENGTH, attend, q, k, v, is_causal=True)
+        out, logsumexp = ring(mesh.get_group(), LENGTH, attend, q, k, v, is_causal=True)
         ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.mesh, ctx.kernel = mesh, chosen
         return out  # type: ignore[no-any-return]
@@ -188,7 +188,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of a rank's queries, keys and values."""
         q, k, v, out, logsumexp = ctx.saved_tensors
-        groups = q.shape[_HEADS] // k.shape[_HEADS]
+        groups = q.shape[HEADS] // k.shape[HEADS]
 
         def attend(
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, gradient: Tensor
@@ -199,7 +199,7 @@ class RingAttention(torch.autograd.Function):
 
         ring = _balanced()._templated_ring_attention_backward
         group, gradient = ctx.mesh.get_group(), gradients[0].contiguous()
-        found = ring(group, _LENGTH, attend, gradient, "gradient", q, k, v, out, logsumexp, is_causal=True)
+        found = ring(group, LENGTH, attend, gradient, "gradient", q, k, v, out, logsumexp, is_causal=True)
         return (*found[:3], None)
 
 
@@ -212,9 +212,9 @@ def _balanced() -> ModuleType:
 
 def _repeated(tensor: Tensor, groups: int) -> Tensor:
     """Repeat each head of keys or values for ``groups`` heads of queries."""
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, _HEADS)
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, HEADS)
 
 
 def _summed(gradient: Tensor, groups: int) -> Tensor:
     """Sum gradients over the repetitions of each head."""
-    return gradient if groups == 1 else gradient.unflatten(_HEADS, (-1, groups)).sum(_HEADS + 1)
+    return gradient if groups == 1 else gradient.unflatten(HEADS, (-1, groups)).sum(HEADS + 1)
