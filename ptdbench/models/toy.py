@@ -33,14 +33,11 @@ class Toy(nn.Module):
         self.chain = nn.ModuleList([*hidden, Last(width, outputs)])
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return the outputs for ``inputs`` ``[batch, inputs]``, or with ``targets`` the mean loss.
+        """Return ``[batch, outputs]``, or with ``targets`` the mean squared error or cross entropy, an fp32 scalar.
 
         Args:
             inputs: Floating point, ``[batch, inputs]``.
             targets: Floating point ``[batch, outputs]``, or classes ``[batch]`` in int64.
-
-        Returns:
-            ``[batch, outputs]``, or the mean squared error or cross entropy as an fp32 scalar.
         """
         x = inputs
         for layer in self.chain[:-1]:

@@ -117,12 +117,9 @@ def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, in
             moving = [number for number in active if ready[number].since <= middle]
             if moving:
                 last = min(moving, key=lambda number: trace.calls[number].end)
-                yield (begin, stop), last, False
-            elif active:
+            elif active:  # otherwise a call is starting, or its thread has not yet reported its end
                 last = min(active, key=lambda number: ready[number].since)
-                yield (begin, stop), last, True
-            else:  # a call is starting, or its thread has not yet reported its end
-                yield (begin, stop), last, False
+            yield (begin, stop), last, bool(active) and not moving
 
 
 def _traffic(trace: Trace, ready: Sequence[Ready], exposed: Mapping[str, float]) -> dict[str, Traffic]:
