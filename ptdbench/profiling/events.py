@@ -13,7 +13,7 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
@@ -211,6 +211,60 @@ def peer(event: Event) -> int | None:
         return None
     inputs = event.facts.get("Concrete Inputs", [])
     return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
+
+
+def calls_of_gloo(own: Sequence[Event], sent: Sequence[Event], awaited: Sequence[Interval]) -> list[Call]:
+    """Match each of gloo's transfers with the operation that started it: the first unmatched operation of its size.
+
+    ``own``: the events of the calling thread; ``awaited``: when it awaited communication.
+    """
+    open_events: list[Event] = []
+    started: list[tuple[Event, tuple[str, ...]]] = []
+    by_size: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
+    for event in own:
+        open_events = [other for other in open_events if other.end > event.start]
+        if event.name.startswith("c10d::"):
+            for size in sizes(event):
+                by_size[_kind(event), size].append(len(started))
+            started.append((event, tuple(other.name for other in open_events)))
+        open_events.append(event)
+    found = []
+    taken: set[int] = set()
+    for transfer in sent:
+        queues = [by_size[_kind(transfer), size] for size in sizes(transfer)]
+        for queue in queues:
+            while queue and queue[0] in taken:
+                queue.popleft()
+        first = min((queue[0] for queue in queues if queue), default=None)
+        event, within = transfer, tuple[str, ...]()
+        dtype = next(iter(transfer.facts.get("Input type", [])), "")
+        if first is not None and started[first][0].start <= transfer.end:
+            taken.add(first)
+            event, within = started[first]
+        found.append(
+            Call(
+                operation=next((LABELED[name] for name in within if name in LABELED), operation_of(event.name)),
+                bytes=max(sizes(event) | sizes(transfer)) * (item_bytes(dtype) or 1),
+                start=min(event.start, transfer.start),
+                end=transfer.end,
+                within=within,
+                peer=peer(event),
+                held=(event.interval, *_around(transfer.end, awaited)) if _kind(event) else None,
+            )
+        )
+    return sorted(found, key=lambda call: call.start)
+
+
+def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
+    """Return the sorted interval that contains the moment, as a list of at most one."""
+    place = bisect_right(times, (moment, math.inf))
+    return [one for one in times[max(0, place - 1) : place] if moment <= one[1]]
+
+
+def _kind(event: Event) -> str:
+    """Return the operation of a point-to-point message, or an empty text for any other communication."""
+    operation = operation_of(event.name)
+    return operation if operation in POINT_TO_POINT else ""
 
 
 #: Estimated GPU bytes of a communicator's buffers: ``NCCL_BUFFSIZE`` is 4 MiB according to NCCL's documentation, for

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,23 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.profiling.events import (
-    LABELED,
-    POINT_TO_POINT,
     Call,
     Event,
     Interval,
     at,
+    calls_of_gloo,
     calls_of_nccl,
     checked,
     events_of,
     intersect,
     is_by_copy_engines,
     is_of_nccl,
-    item_bytes,
     launches_of,
-    operation_of,
-    peer,
-    sizes,
     subtract,
     union,
 )
@@ -120,7 +114,7 @@ def _of_host(
     steps: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], own: Sequence[Event], sent: Sequence[Event]
 ) -> Trace:
     operations = [event for event in own if event.kind == "cpu_op"]
-    calls = _calls(own, sent)
+    calls = calls_of_gloo(own, sent, [event.interval for event in own if event.name == WAITING])
     top = list(_outermost(operations))
     waits = [event.interval for event in own if event.name in (WAITING, _AWAIT) or event.name.startswith("c10d::")]
     waits = union([*waits, *intersect(list(_silent_waits(top, calls)), parts[GRADIENTS])])
@@ -185,58 +179,6 @@ def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Inter
                 yield before.end, after.start
             elif first < beyond:
                 yield before.end, ended[beyond - 1][0]
-
-
-def _calls(own: Sequence[Event], sent: Sequence[Event]) -> list[Call]:
-    """Match each transfer with the operation that started it: the first unmatched operation of its size."""
-    open_events: list[Event] = []
-    started: list[tuple[Event, tuple[str, ...]]] = []
-    by_size: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
-    for event in own:
-        open_events = [other for other in open_events if other.end > event.start]
-        if event.name.startswith("c10d::"):
-            for size in sizes(event):
-                by_size[_kind(event), size].append(len(started))
-            started.append((event, tuple(other.name for other in open_events)))
-        open_events.append(event)
-    found = []
-    taken: set[int] = set()
-    awaited = [event.interval for event in own if event.name == WAITING]
-    for transfer in sent:
-        queues = [by_size[_kind(transfer), size] for size in sizes(transfer)]
-        for queue in queues:
-            while queue and queue[0] in taken:
-                queue.popleft()
-        first = min((queue[0] for queue in queues if queue), default=None)
-        event, within = transfer, tuple[str, ...]()
-        dtype = next(iter(transfer.facts.get("Input type", [])), "")
-        if first is not None and started[first][0].start <= transfer.end:
-            taken.add(first)
-            event, within = started[first]
-        found.append(
-            Call(
-                operation=next((LABELED[name] for name in within if name in LABELED), operation_of(event.name)),
-                bytes=max(sizes(event) | sizes(transfer)) * (item_bytes(dtype) or 1),
-                start=min(event.start, transfer.start),
-                end=transfer.end,
-                within=within,
-                peer=peer(event),
-                held=(event.interval, *_around(transfer.end, awaited)) if _kind(event) else None,
-            )
-        )
-    return sorted(found, key=lambda call: call.start)
-
-
-def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
-    """Return the sorted interval that contains the moment, as a list of at most one."""
-    place = bisect_right(times, (moment, math.inf))
-    return [one for one in times[max(0, place - 1) : place] if moment <= one[1]]
-
-
-def _kind(event: Event) -> str:
-    """Return the operation of a point-to-point message, or an empty text for any other communication."""
-    operation = operation_of(event.name)
-    return operation if operation in POINT_TO_POINT else ""
 
 
 def _of_device(
