@@ -135,7 +135,10 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
 
     found = dict.fromkeys(directory.resolve() for directory in directories)
     paths = [path.parent if path.is_file() else path for path in found]
-    names, folder = Counter(path.name for path in paths), os.path.commonpath([path.parent for path in paths] or ["/"])
+    names, folder = (
+        Counter(path.name for path in paths),
+        os.path.commonpath([path.parent for path in paths] or [Path("/")]),
+    )
     title = ", ".join(
         str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths
     )
