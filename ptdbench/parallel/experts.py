@@ -176,7 +176,6 @@ class Routing:
         self._routers = {name: part for name, part in module.named_modules() if isinstance(part, Router)}
         self._experts = experts
         self._groups = [ranks.get_group() for ranks in (mesh.copies, mesh["tensor"]) if ranks and ranks.size() > 1]
-        self._passes = layout.accumulation * layout.microbatches
         self._tensor = dims.tensor
         # FSDP averages over the copies of an expert, each with the tokens of its group; but a loss is a mean over the
         # ranks of all groups, except that tensor-parallel ranks have shares of one loss.
@@ -206,18 +205,13 @@ class Routing:
         for weight in (weight for layer in self._experts for weight in layer.parameters()):
             if weight.grad is not None:
                 local_part(weight.grad).mul_(self._scale)
-        # The first pass of a pipeline begins with torch's shape inference on uninitialized memory.
-        counted = {
-            name: torch.stack(router.counts[-self._passes :]).sum(0)
-            for name, router in self._routers.items()
-            if router.counts
-        }
+        counted = {name: torch.stack(router.counts).sum(0) for name, router in self._routers.items() if router.counts}
         for name, counts in counted.items():
             self._totals[name] = self._totals[name].to(counts.device) + counts
             self._routers[name].counts.clear()
         for layer in self._experts:
             received: list[int] = layer.received  # type: ignore[assignment]
-            self._taken.append(sum(received[-self._passes :]))
+            self._taken.append(sum(received))
             received.clear()
         if balanced := {name: counts[:-1] for name, counts in counted.items() if self._routers[name].balances}:
             whole = self._sum_over_ranks(torch.cat([*balanced.values()]))

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from ptdbench.models.experts import Experts, Router
+from ptdbench.models.state import ModuleState
 from ptdbench.parallel import context, engine, experts, tensor
 from ptdbench.parallel.experts import Routing
 from ptdbench.parallel.pipeline import pipelined as pipeline
@@ -130,8 +131,7 @@ MISTAKES: Mistakes = {
     "auxiliary loss by micro-batch": (of(Router, "auxiliary_gradient", by_micro_batch), "shards", "loss"),
     "auxiliary loss without its share of a step": (of(Routing, "begin", lambda *_: None), "pipeline", "loss"),
     "stale loads": (of(Router, "balance", lambda *_: None), "shards", "loss"),
-    "choices of shape inference counted": (lambda: after_init(_passes=lambda _: 100), "pipeline", "loss"),
-    "choices of one micro-batch counted": (lambda: after_init(_passes=lambda _: 1), "pipeline", "loss"),
+    "choices of shape inference counted": (of(ModuleState, "restore", lambda _: None), "pipeline", "loss"),
     "a norm without experts": (of(engine, "norm_of", without_experts), "shards", "loss"),
     "a norm of own experts": (of(engine, "norm_of", of_own_experts), "shards", "loss"),
     "a norm without experts in stages": (of(pipeline, "norm_of", without_experts), "pipeline", "loss"),
