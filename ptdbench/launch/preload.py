@@ -6,10 +6,10 @@ CUDA: a forked process cannot use its parent's CUDA context.
 
 import ctypes
 import os
-import shutil
 import signal
 import sys
 import warnings
+from contextlib import suppress
 from multiprocessing import forkserver
 
 from ptdbench.launch.lifetime import die_with_parent
@@ -24,10 +24,12 @@ _STARTER = os.getppid()
 
 
 def _end(number: int, _: object) -> None:
-    """End as by default, but remove the folder of the server's socket if its starter was killed, and cannot."""
+    """End as by default, but remove the server's socket and its folder if its starter was killed, and cannot."""
     address = forkserver._forkserver._forkserver_address  # type: ignore[attr-defined]
     if os.getpid() == SERVER and os.getppid() != _STARTER and address:
-        shutil.rmtree(os.path.dirname(address), ignore_errors=True)
+        with suppress(OSError):  # the folder is also that of processes that the starter was forked from, or has forked
+            os.unlink(address)
+            os.rmdir(os.path.dirname(address))
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
