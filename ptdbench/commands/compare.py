@@ -171,10 +171,7 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
         option, _, value = word.partition("=")
         if option in ("repeat.block", "repeat.series"):
             require(Problem(option, value, "is set for each block of both sides", "omit it"))
-    composed = compose.compose_all(["repeat.runs=5", *own], multirun=True)
-    repeat = composed.configs[0].repeat
-    if len(composed.overrides) > 1:
-        require(Problem("compare", " ".join(own), "both sides run equally often", "give one value, as in repeat=10"))
+    repeat = compose.compose_all(["repeat.runs=5", *own], multirun=True).configs[0].repeat
     return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat
 
 

@@ -189,7 +189,7 @@ def test_its_help_says_what_the_exit_statuses_mean(compare):
         ("outputs", "compare=outputs: takes two directories, before and after; give both, or "),
         ("--python python3", "--python=python3: two sides are compared; give --python twice, or --checkout twice"),
         ("--python a --python b --checkout c", "--python=a, b: two sides are compared; "),
-        ("BOTH repeat=3,5", "compare=repeat.runs=3,5: both sides run equally often; "),
+        ("BOTH repeat=3,5", "repeat.runs=3,5: a sweep has one; "),
         ("BOTH repeat.block=3", "repeat.block=3: is set for each block of both sides; omit it"),
         ("BOTH workload=hello", "workload=hello: only training can be compared; omit it"),
         ("BOTH repeat=0", "repeat.runs=0: must be at least 1"),
