@@ -438,13 +438,13 @@ def _check_observed(
     affected = [row[1:] for row in rows if row[0]]
     if not affected:
         return
-    observed, found = observe(module_of(model), model.layers(), *data.example()), []
+    observed, problems = observe(module_of(model), model.layers(), *data.example()), []
     for kind, option, value, why, other in affected:
         names: Sequence[str] = getattr(observed, kind)
         if name := next((name for name in names if _matters(model, kind, name, option)), None):
             shown = name.removeprefix(foreign.PREFIX)
-            found.append(Problem(option, value, f"{_OBSERVED[kind].format(shown)}, and {why}", f"try {other}"))
-    require(*found)
+            problems.append(Problem(option, value, f"{_OBSERVED[kind].format(shown)}, and {why}", f"try {other}"))
+    require(*problems)
 
 
 def _matters(model: Model, kind: str, name: str, option: str) -> bool:
