@@ -28,17 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from ptdbench.problems import (
-    ConfigError,
-    Problem,
-    differing,
-    first_line,
-    in_shell,
-    nearest,
-    require,
-    said,
-    try_these,
-)
+from ptdbench.problems import ConfigError, Problem, differing, first_line, in_shell, nearest, require, said, try_these
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
 from ptdbench.setup.config import GROUPS, Config, read

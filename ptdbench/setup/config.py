@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.problems import ConfigError, Problem, as_typed, require
 from ptdbench.records import store
-from ptdbench.records.effects import OF_CHOICE
+from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.records.record import DIRECTIONS, Objective, configuration
 from ptdbench.records.schema import Written
 from ptdbench.setup import signature
@@ -261,7 +261,7 @@ class Config:
     def cluster(self) -> Cluster:
         """The placement of the ranks; a :class:`Slurm` if a job must be submitted for them."""
         options = self._group("cluster")
-        require(*_control_characters("cluster", options))
+        require(*_control_characters(options))
         if "name" not in options:
             raise ConfigError([Problem("cluster.name", "(not set)", "must be given", _INHERIT)])
         if "submit" not in options:
@@ -344,17 +344,13 @@ def resolve(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value_of(key) for key in written}
 
 
-def _control_characters(option: str, value: Any) -> Iterator[Problem]:
-    """Yield texts in options of a cluster, keys included, that would end a line of a batch script and begin another."""
-    if isinstance(value, Mapping):
-        for key, within in value.items():
-            yield from _control_characters(option, key)
-            yield from _control_characters(f"{option}.{key!s}", within)
-    elif isinstance(value, list) and option != "cluster.setup":
-        for within in value:
-            yield from _control_characters(option, within)
-    elif isinstance(value, str) and has_controls(value):
-        yield Problem(option, repr(value), "must not contain control characters, such as line breaks")
+def _control_characters(cluster: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield options of a cluster, by name or value, that would end a line of a batch script and begin another."""
+    for option, value in leaves(cluster, "cluster."):
+        has_lines = option == "cluster.setup" and isinstance(value, list)
+        if not has_lines and has_controls(f"{option}={as_typed(value)}"):
+            rule = "must not contain control characters, such as line breaks"
+            yield Problem(option.encode("unicode_escape").decode(), repr(value), rule)
 
 
 def targets(options: Any, within: str = "") -> Iterator[tuple[str, str]]:

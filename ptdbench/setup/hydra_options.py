@@ -43,7 +43,8 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
     require(_elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
     if composed.launcher == "submitit_local" and goes_on is None:
-        require(*_of_jobs(composed))
+        rule = f"has no effect with {LAUNCHER}=submitit_local"  # one run follows the other
+        require(*(Problem(name, value, rule, "omit it") for name, value in _of_launcher(composed).items()))
     if composed.is_sweep:
         require(_outside(composed))
     if composed.searches:
@@ -138,14 +139,11 @@ def _check_launcher(composed: Composed, world: World | None) -> None:
 
 def _given_twice(composed: Composed) -> Iterator[Problem]:
     """Refuse resources outside the group ``cluster``, with the option there if it has the same name."""
-    rule, alike = (
-        "the resources of a job are set in the group cluster only",
-        {one.name for one in fields(Slurm)} - {"name"},
-    )
+    rule = "the resources of a job are set in the group cluster only"
+    alike = {one.name for one in fields(Slurm)} - {"name"}
     for full, value in _of_launcher(composed).items():
-        name = full.removeprefix("hydra.launcher.")
-        same = f"try {in_shell(f'cluster.{name}', value)}" if name in alike else ""
-        if name not in OPTIONS:
+        if (name := full.removeprefix("hydra.launcher.")) not in OPTIONS:
+            same = f"try {in_shell(f'cluster.{name}', value)}" if name in alike else ""
             yield Problem(full, value, rule, same or f"see {command()} cluster=slurm --cfg job --package cluster")
 
 
@@ -157,12 +155,6 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
     own = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
     own |= values(composed.hydras)
     return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
-
-
-def _of_jobs(composed: Composed) -> Iterator[Problem]:
-    """Yield options of the launcher: they are of SLURM's jobs, and on this machine one run follows the other."""
-    for name, value in _of_launcher(composed).items():
-        yield Problem(name, value, f"has no effect with {LAUNCHER}=submitit_local", "omit it")
 
 
 def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | None) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -182,8 +182,17 @@ def specify(
     optimizer = found.catch(_optimizer, config, module_of(model) if model else _ANY_MODEL)
     where = found.catch(layout) if strategy else None
     if strategy:
-        for check in _checks(config, strategy, where, model, data, activations, optimizer):
-            found.catch(check)
+        if model and where:
+            found.catch(lambda: under("parallel", strategy.check, model, where))
+            found.catch(strategy.check_option, "compile", config.resolved["compile"], where)
+            found.catch(strategy.check_option, "offload", config.resolved["offload"], where)
+        if data and where:
+            found.catch(lambda: under("parallel", strategy.check_sample, *data.example(), where))
+        found.catch(strategy.check_option, "precision", config.resolved["precision"], where)
+        if activations and where:
+            found.catch(strategy.check_option, "activations", activations, where)
+        if optimizer and model and where:
+            found.catch(lambda: strategy.check_option("optimizer", optimizer(_of_one_number(module_of(model))), where))
     if activations and model:
         found.catch(_check_activations, config, activations, model)
         found.catch(_check_modules, config, activations, model)
@@ -216,29 +225,6 @@ def specify(
         flops_reason=reason,
         pinned=on_gpu and config.general.offload != "none",
     )
-
-
-def _checks(
-    config: Config,
-    strategy: Strategy,
-    where: BatchPlan | None,
-    model: Model | None,
-    data: Data | None,
-    activations: Activations | None,
-    optimizer: MakeOptimizer | None,
-) -> Iterator[Callable[[], None]]:
-    """Yield the strategy's checks of the parts that could be built, to be called one by one."""
-    if model and where:
-        yield lambda: under("parallel", strategy.check, model, where)
-        yield lambda: strategy.check_option("compile", config.resolved["compile"], where)
-        yield lambda: strategy.check_option("offload", config.resolved["offload"], where)
-    if data and where:
-        yield lambda: under("parallel", strategy.check_sample, *data.example(), where)
-    yield lambda: strategy.check_option("precision", config.resolved["precision"], where)
-    if activations and where:
-        yield lambda: strategy.check_option("activations", activations, where)
-    if optimizer and model and where:
-        yield lambda: strategy.check_option("optimizer", optimizer(_of_one_number(module_of(model))), where)
 
 
 def prepare_data(config: Config, data: Data | None = None) -> None:
