@@ -166,11 +166,9 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
         option, _, value = word.partition("=")
         if option == "workload" and value != "train":
             require(Problem(option, value, "only training can be compared", "omit it, or give workload=train"))
-    own = [word for word in typed if commandline.option(word).startswith("repeat.")]
-    for word in own:
-        option, _, value = word.partition("=")
         if option in ("repeat.block", "repeat.series"):
             require(Problem(option, value, "is set for each block of both sides", "omit it"))
+    own = [word for word in typed if commandline.option(word).startswith("repeat.")]
     repeat = compose.compose_all(["repeat.runs=5", *own], multirun=True).configs[0].repeat
     return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat
 

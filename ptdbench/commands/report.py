@@ -135,19 +135,14 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
 
     found = dict.fromkeys(directory.resolve() for directory in directories)
     paths = [path.parent if path.is_file() else path for path in found]
-    names, folder = (
-        Counter(path.name for path in paths),
-        os.path.commonpath([path.parent for path in paths] or [Path("/")]),
-    )
-    title = ", ".join(
-        str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths
-    )
+    names, folder = Counter(path.name for path in paths), os.path.commonpath([path.parent for path in paths] or ["/"])
+    titles = (str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths)
     kinds = Counter("plan" if run.get("kind") == "planned" else "run" for run in runs)
     words = Counter("too large" if virtual.does_not_fit(run) else run["status"] for run in runs)
     others = (f"{count} {word}" for word, count in words.items() if word != "ok")
     counted = ", ".join([*(plural(count, kind) for kind, count in kinds.items()), *others])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return title, f"{counted} · made by {hardware.this_package()} on {made}"
+    return ", ".join(titles), f"{counted} · made by {hardware.this_package()} on {made}"
 
 
 def _text(form: str, title: str, subtitle: str, runs: Sequence[Run]) -> str:

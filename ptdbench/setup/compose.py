@@ -397,14 +397,12 @@ def _meant(config_name: str, override: Override, sound: Sequence[str]) -> str:
     name, whole = override.key_or_group, _compose(config_name, sound)
     if name.startswith("hydra.") and OmegaConf.select(whole, name.rpartition(".")[0]) != {}:
         return f"see {command()} --cfg hydra"
-    group, options = name.rpartition(".")[0], _options(whole)
+    (group, _, last), options = name.rpartition("."), _options(whole)
     beside = OmegaConf.select(whole, group) if group else None
     target = str(beside.get("_target_", "")) if isinstance(beside, DictConfig) else ""
     is_own = target and (not _SHIPPED.match(target) or any(word.startswith(f"{group}._target_=") for word in sound))
     if beside == {} or is_own:  # keys of the user's own, as in cluster.extra, or arguments of a class
-        near = nearest(
-            name.rpartition(".")[2], [one.removeprefix(f"{group}.") for one in options if one.startswith(f"{group}.")]
-        )
+        near = nearest(last, [one.removeprefix(f"{group}.") for one in options if one.startswith(f"{group}.")])
         return try_these([*(f"{group}.{one}" for one in near), in_shell(f"+{name}", _typed_value(override))])
     return try_these(_similar(name, [*_groups(), *options])) or f"see {command()} --cfg job"
 

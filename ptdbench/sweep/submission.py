@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from submitit.core.utils import DelayedSubmission, JobPaths
 
@@ -32,6 +32,8 @@ from ptdbench.sweep.agenda import Opened
 from ptdbench.sweep.requests import Request, world_of
 from ptdbench.sweep.resources import Output, Shape, Step
 from ptdbench.terminal import echo, plural
+
+T = TypeVar("T")
 
 #: The id of a job, for use in its script, as squeue prints it.
 _JOB = "${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
@@ -56,9 +58,9 @@ def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
 
 
 def _divided(
-    requests: Sequence[Request], options: Mapping[str, Any]
-) -> Iterator[tuple[list[list[int]], Mapping[str, Any]]]:
-    """Yield the :func:`arrays`, none longer than SLURM allows, each with the launcher's options for its script.
+    runs: Sequence[T], requests: Sequence[Request], options: Mapping[str, Any]
+) -> Iterator[tuple[list[list[T]], Mapping[str, Any]]]:
+    """Yield the :func:`arrays` of runs, none longer than SLURM allows, each with the launcher's options for its script.
 
     Raises:
         ConfigError: Jobs alike make more arrays than may run jobs at once.
@@ -72,7 +74,7 @@ def _divided(
             require(Problem("hydra.launcher.array_parallelism", parallel, rule, f"try {parts}, or a smaller sweep"))
         size, shared = math.ceil(len(jobs) / parts), {**_own(options), "array_parallelism": parallel // parts}
         for start in range(0, len(jobs), size):
-            yield jobs[start : start + size], shared
+            yield [[runs[place] for place in job] for job in jobs[start : start + size]], shared
 
 
 def _jobs(requests: Sequence[Request]) -> Iterable[list[int]]:
@@ -293,10 +295,7 @@ def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) 
         ConfigError: SLURM refused them; their records say so.
         OSError: The folder for their output cannot be written to.
     """
-    found = [
-        ([[jobs[place] for place in places] for places in array], own)
-        for array, own in _divided([job.request for job in jobs], options)
-    ]
+    found = list(_divided(jobs, [job.request for job in jobs], options))
     names = [f"ptdbench-{_label(array)}-{secrets.token_hex(4)}" for array, _ in found]
     submitted: list[ledger.Job] = []
     try:
@@ -443,8 +442,7 @@ def _answers(
     runs: Sequence[Request], options: Mapping[str, Any]
 ) -> Iterator[tuple[list[list[Request]], str | SlurmError]]:
     """Yield each array of jobs with SLURM's answer to its script."""
-    for array, own in _divided(runs, options):
-        jobs = [[runs[place] for place in job] for job in array]
+    for jobs, own in _divided(runs, runs, options):
         answer: str | SlurmError
         try:
             answer = slurm.test(Array(jobs, "ptdbench", Path()).script(own))
