@@ -131,15 +131,15 @@ def try_these(values: Iterable[object]) -> str:
     return f"try {text}" if text else ""
 
 
-def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """Return the ``choices`` closest to a mistyped ``word``, regardless of case, best first."""
+def nearest(word: str, choices: Iterable[str]) -> list[str]:
+    """Return the three ``choices`` closest to a mistyped ``word``, regardless of case, best first."""
     by_lower = {choice.lower(): choice for choice in choices}
-    return [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.6)]
+    return [by_lower[name] for name in difflib.get_close_matches(word.lower(), by_lower)]
 
 
-def nearest_numbers(value: int, allowed: Sequence[int], count: int = 3) -> list[int]:
-    """Return the ``count`` numbers of ``allowed`` closest to ``value``, in ascending order."""
-    return sorted(sorted(allowed, key=lambda number: abs(number - value))[:count])
+def nearest_numbers(value: int, allowed: Sequence[int]) -> list[int]:
+    """Return the three numbers of ``allowed`` closest to ``value``, in ascending order."""
+    return sorted(sorted(allowed, key=lambda number: abs(number - value))[:3])
 
 
 def in_shell(option: str, value: object) -> str:

@@ -98,10 +98,8 @@ def partitions() -> list[Partition]:
         key = name.removesuffix("*")
         minutes = None if (seconds := _seconds(limit)) is None else seconds // 60
         known = found.get(key) or Partition(key, name.endswith("*"), 0, minutes, gpus=(), cpus=0)
-        gpus = {*known.gpus, *([gpu_count(gres)] if int(nodes) else [])}
-        found[key] = replace(
-            known, nodes=known.nodes + int(nodes), gpus=tuple(sorted(gpus)), cpus=max(known.cpus, int(cpus))
-        )
+        gpus = tuple(sorted({*known.gpus, *([gpu_count(gres)] if int(nodes) else [])}))
+        found[key] = replace(known, nodes=known.nodes + int(nodes), gpus=gpus, cpus=max(known.cpus, int(cpus)))
     return list(found.values())
 
 

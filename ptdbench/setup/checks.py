@@ -169,10 +169,8 @@ def check_memory(training: TrainingSpec, room: Room) -> str | None:
         rule = f"{_state(by_stage, room, need)}, and {room.owner} has {gib_text(room.size)} for it ({room.origin})"
         require(Problem("model", model, rule, remedy(training, room)))
     if need > _CLOSE * room.size:
-        return (
-            f"{training.label}: {_state(by_stage, room, need)}, of {gib_text(room.size)} that {room.owner} has for it; "
-            "activations need memory too"
-        )
+        memory = f"{gib_text(room.size)} that {room.owner} has for it; activations need memory too"
+        return f"{training.label}: {_state(by_stage, room, need)}, of {memory}"
     return None
 
 

@@ -104,9 +104,8 @@ def _not_found(option: str, target: str, error: Exception) -> Problem:
     module, _, last = target.rpartition(".")
     if module in sys.modules and isinstance(cause, ModuleNotFoundError) and cause.name == target:
         return Problem(option, target, f"there is no {last} in {getattr(sys.modules[module], '__file__', module)}")
-    reason = first_line(cause)
     remedy = "it is searched for in the current directory, in PYTHONPATH and among installed packages"
-    return Problem(option, target, f"cannot be imported: {reason}", remedy)
+    return Problem(option, target, f"cannot be imported: {first_line(cause)}", remedy)
 
 
 def guarded(group: str, make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -272,21 +272,18 @@ class Config:
 
     def call(self, group: str) -> Call:
         """Return the choice of a group; raises ConfigError if its file lacks required keys."""
-        options = dict(self._group(group))
-        named = "name" in options
-        name, target = options.pop("name", None), options.pop("_target_", None)
-        if named and not (isinstance(name, str) and name.strip() and name != MISSING):
+        written = self._group(group)
+        name, label, target = map(written.get, ("name", "label", "_target_"))
+        if "name" in written and not (isinstance(name, str) and name.strip() and name != MISSING):
             remedy = f"""try "{group}.name='{as_typed(name)}'\"""" if isinstance(name, int | float) else ""
             raise ConfigError([Problem(f"{group}.name", name, "must be a name", remedy)])
-        label = options.get("label")
-        for own in OF_CHOICE:
-            options.pop(own, None)
-        if "_target_" not in self._group(group):
+        if "_target_" not in written:
             remedy = "begin it with defaults: [/virtual_options@_here_, _self_]" if group == "virtual" else _INHERIT
             raise ConfigError([Problem(group, name, "its file names no class or function (_target_)", remedy)])
         if not isinstance(target, str) or target == MISSING:
             rule = "must name a class or a function, as in my_package.MyModel"
             raise ConfigError([Problem(f"{group}._target_", target, rule)])
+        options = {option: value for option, value in written.items() if option not in OF_CHOICE}
         require(*_unset(group, options))
         return Call(str(name), target, options, label)
 
@@ -355,10 +352,10 @@ def _control_characters(cluster: Mapping[str, Any]) -> Iterator[Problem]:
 
 def targets(options: Any, within: str = "") -> Iterator[tuple[str, str]]:
     """Yield the options of a configuration that name what to instantiate, at any depth, with their values."""
-    if isinstance(options, Mapping) and "_target_" in options:
-        yield f"{within}_target_", str(options["_target_"])
     items = dict(enumerate(options)) if isinstance(options, list) else options
     for name, value in items.items() if isinstance(items, Mapping) else ():
+        if name == "_target_":
+            yield f"{within}{name}", str(value)
         yield from targets(value, f"{within}{name}.")
 
 
@@ -374,21 +371,19 @@ def _unset(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _typed(schema: Callable[..., T], group: str, options: Mapping[str, Any]) -> T:
     """Return the options as an object of ``schema``; raises ConfigError if names, types or ranges are wrong."""
-    found = signature.problems(schema, options, group=group) or _out_of_range(group, options)
+    found = signature.problems(schema, options, group=group) or [*_out_of_range(group, options)]
     if found:
         raise ConfigError(found).under(group) if group else ConfigError(found)
     return schema(**options)
 
 
-def _out_of_range(group: str, options: Mapping[str, Any]) -> list[Problem]:
-    """Find numbers out of range, independently of all other options."""
-    found = []
+def _out_of_range(group: str, options: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield numbers out of range, independently of all other options."""
     for option, value in options.items():
         least = LEAST.get(f"{group}.{option}", LEAST.get(option))
         if least is not None and isinstance(value, int) and value < least:
-            found.append(Problem(option, value, f"must be at least {least}"))
+            yield Problem(option, value, f"must be at least {least}")
     for option, (fits, rule, remedy) in RANGES.items():
         value = options.get(option)
         if value is not None and not fits(value):
-            found.append(Problem(option, value, rule, remedy))
-    return found
+            yield Problem(option, value, rule, remedy)

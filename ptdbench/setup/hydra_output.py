@@ -173,14 +173,13 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
             # torchrun also restarts a command that was refused because of other results there.
             again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
             store.occupy(wish, asked, fill, bool(again))
-            if composed.is_sweep and wish.parent.resolve() == Path("outputs").resolve():
-                store.point_latest(wish)
-            return str(wish)
-        claimed = store.claim_directory(wish.parent, wish.name, asked, fill)
-        store.lock(claimed, asked)
-        if composed.is_sweep:
-            store.point_latest(claimed)
-        return str(claimed)
+            directory, is_latest = wish, wish.parent.resolve() == Path("outputs").resolve()
+        else:
+            directory, is_latest = store.claim_directory(wish.parent, wish.name, asked, fill), True
+            store.lock(directory, asked)
+        if composed.is_sweep and is_latest:
+            store.point_latest(directory)
+        return str(directory)
 
     def fill(folder: Path, directory: Path) -> None:
         """Write the file that identifies the directory, in case the program is killed."""

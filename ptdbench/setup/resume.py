@@ -79,7 +79,10 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
     for asked, hydra in ((SWEEP, "multirun.yaml"), (RUN, ".hydra/hydra.yaml")):
         if (directory := _path(given.get(asked))) is None:
             continue
-        _require_same_file(asked, directory, hydra, config_name)
+        was = _of_hydra(directory / hydra, "hydra.job.config_name")  # which provided all options that were not typed
+        if was and was != config_name.removesuffix(".yaml"):
+            rule = f"was composed from {was}.yaml, and this would be from {config_name}.yaml"
+            raise ConfigError([Problem(asked, directory, rule, f"add --config-name {was}")])
         try:
             if asked == SWEEP:
                 return _sweep(directory, others, SWEEP)
@@ -88,14 +91,6 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
             rule = f"{error.filename or directory} cannot be read ({error.strerror or error})"
             raise ConfigError([Problem(asked, directory, rule, "give one that you may read")]) from None
     return Line(list(typed), None)
-
-
-def _require_same_file(asked: str, directory: Path, hydra: str, config_name: str) -> None:
-    """Refuse to resume what was composed from another file, which provided all options that were not typed."""
-    was = _of_hydra(directory / hydra, "hydra.job.config_name")
-    if was and was != config_name.removesuffix(".yaml"):
-        rule = f"was composed from {was}.yaml, and this would be from {config_name}.yaml"
-        raise ConfigError([Problem(asked, directory, rule, f"add --config-name {was}")])
 
 
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:

@@ -124,10 +124,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         found.catch(checks.check_kernels, config.call("virtual").name, virtual.capability)
     workload = found.catch(choices.build, config, "workload")
     trains = workload is not None and workload.trains
-    found.catch(_check_requeue, config)
-    found.catch(_check_evaluated, config)
-    if workload and not trains:
-        found.catch(_check_check, config)
+    found.catch(lambda: require(*_in_vain(config, trains or workload is None)))
     found.catch(_check_logger, config, trains)
     is_tried = world is not None and world.launcher == "local"  # by the process that started this rank
     trained = None
@@ -187,13 +184,11 @@ def check_memory(spec: RunSpec, world: World | None, is_elsewhere: bool = False)
     reserve, cluster = spec.config.general.memory_reserve, spec.config.cluster
     if spec.training is None or reserve is None:
         return None
-    ranks = spec.ranks_here(world)
+    ranks, room = spec.ranks_here(world), None
     if is_elsewhere:
         room = checks.in_job(cluster, ranks) if isinstance(cluster, Slurm) and spec.is_on_host else None
     elif world or spec.is_on_host or spec.virtual:
         room = memory(spec, reserve, ranks, world.local_rank if world else 0, running=world is not None)
-    else:
-        room = None
     return checks.check_memory(spec.training, room) if room else None
 
 
@@ -261,10 +256,18 @@ def _check_devices(config: Config, world: World | None, gpus: int) -> None:
     require(*found)
 
 
-def _check_check(config: Config) -> None:
-    if config.general.check:
+def _in_vain(config: Config, trains: bool) -> Iterator[Problem]:
+    """Yield options without what they need: checkpoints to continue from, evaluations, or training."""
+    cluster, general = config.cluster, config.general
+    if isinstance(cluster, Slurm) and cluster.requeue and config.checkpoint.every_steps is None:
+        rule = "a requeued run continues from its last checkpoint, and this one saves none"
+        yield Problem("cluster.requeue", True, rule, "give checkpoint.every_steps")
+    if general.objective != "throughput" and config.eval.every is None:
+        rule = "is measured on held-out samples, and eval.every=null never evaluates"
+        yield Problem("objective", general.objective, rule, f"try eval.every={config.train.steps}")
+    if general.check and not trains:
         rule = f"comes before training, and workload={config.call('workload').name} does not train"
-        require(Problem("check", True, rule, "try workload=check"))
+        yield Problem("check", True, rule, "try workload=check")
 
 
 def _check_logger(config: Config, trains: bool) -> None:
@@ -289,19 +292,6 @@ def _check_sought(config: Config, world: World | None, virtual: Machine | None) 
         rule = f"is found by short runs, each with fresh ranks, and {world.launcher} has started these once"
         remedy = f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"
         require(Problem("train.micro_batch", asked, rule, remedy))
-
-
-def _check_requeue(config: Config) -> None:
-    cluster = config.cluster
-    if isinstance(cluster, Slurm) and cluster.requeue and config.checkpoint.every_steps is None:
-        rule = "a requeued run continues from its last checkpoint, and this one saves none"
-        require(Problem("cluster.requeue", True, rule, "give checkpoint.every_steps"))
-
-
-def _check_evaluated(config: Config) -> None:
-    if config.general.objective != "throughput" and config.eval.every is None:
-        rule = "is measured on held-out samples, and eval.every=null never evaluates"
-        require(Problem("objective", config.general.objective, rule, f"try eval.every={config.train.steps}"))
 
 
 def _check_classified(config: Config, training: TrainingSpec) -> None:
@@ -342,7 +332,7 @@ def _world_size(
     ``rule`` maps the number of ``available`` devices to the number of ranks, if none was requested.
     """
     if world:
-        _check_world(config, world)
+        require(*_differing(config, world))
         return world.size
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
     if nodes not in ("auto", 1) and not is_virtual:
@@ -352,17 +342,15 @@ def _world_size(
     return rule(count * available) if ranks == "auto" else count * ranks
 
 
-def _check_world(config: Config, world: World) -> None:
-    """Refuse a world that differs from the requested nodes or ranks."""
+def _differing(config: Config, world: World) -> Iterator[Problem]:
+    """Yield requested nodes and ranks that the world differs from."""
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
-    found = []
     if ranks not in ("auto", world.local_size):
         rule = f"{world.launcher} started {world.local_size} ranks on this node"
-        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {world.local_size}"))
+        yield Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {world.local_size}")
     if nodes != "auto" and world.nodes not in (None, nodes):
         rule = f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}"
-        found.append(Problem("cluster.nodes", nodes, rule, f"try auto, {world.nodes}"))
-    require(*found)
+        yield Problem("cluster.nodes", nodes, rule, f"try auto, {world.nodes}")
 
 
 _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.order()))

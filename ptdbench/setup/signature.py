@@ -110,7 +110,6 @@ def _spelled(hint: Any) -> str:
             spelled += [as_typed(choice) for choice in get_args(member)]
         else:
             containers = {dict: "a mapping", Mapping: "a mapping", None: str(member)}
-            spelled.append(
-                names.get(member) or _LISTS.get(get_args(member)) or containers.get(get_origin(member), "a list")
-            )
+            name = names.get(member) or _LISTS.get(get_args(member))
+            spelled.append(name or containers.get(get_origin(member), "a list"))
     return " or ".join([", ".join(spelled[:-1]), spelled[-1]] if len(spelled) > 1 else spelled)

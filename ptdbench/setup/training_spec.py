@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -68,11 +68,9 @@ class TrainingSpec:
 
     def footprints(self) -> list[Footprint]:
         """Return the training state of a rank of each pipeline stage."""
+        parts = (self.model, self.optimizer, self.strategy, self.layout.dims)
         average, precision = self.config.train.ema is not None, self.config.general.precision
-        model, dims, pinned = self.model, self.layout.dims, self.pinned
-        return footprints(
-            model, self.optimizer, self.strategy, dims, average=average, precision=precision, pinned=pinned
-        )
+        return footprints(*parts, average=average, precision=precision, pinned=self.pinned)
 
     def volume(self, *, forced: bool = False) -> dict[str, Size]:
         """Return the bytes of communication in a step by formula, by operation; only before :meth:`engine`.
@@ -131,11 +129,8 @@ class TrainingSpec:
         )
         module = module_of(self.model)
         modes, saves = Modes(module), self.config.checkpoint.every_steps or general.resume
-        written = (
-            observe(module, [], *self.data.example()).weights
-            if saves and not self.config.call("model").target.startswith("ptdbench.")
-            else []
-        )
+        is_own = not self.config.call("model").target.startswith("ptdbench.")
+        written = observe(module, [], *self.data.example()).weights if saves and is_own else []
         engine = self.strategy(self.model, setting)
         modes.extend(engine.module)
         modes.train()
@@ -194,10 +189,9 @@ def specify(
         if optimizer and model and where:
             found.catch(lambda: strategy.check_option("optimizer", optimizer(_of_one_number(module_of(model))), where))
     if activations and model:
-        found.catch(_check_activations, config, activations, model)
-        found.catch(_check_modules, config, activations, model)
+        found.catch(lambda: require(*_untreated(config, activations, model)))
     if model:
-        found.catch(_check_experts, config, model)
+        found.catch(lambda: require(*_misaligned(config, model)))
     if model and data and strategy and where and activations and not is_tried:
         found.catch(_check_observed, config, model, data, strategy, where.dims, activations)
     found.close()
@@ -338,49 +332,39 @@ def _check_data(config: Config, model: Model, data: Data) -> None:
         with trial(module):
             module(*data.example())
     except Exception as error:  # a model may raise anything
-        reason = first_line(error)
-        rule = f"does not suit model={built.name}: {reason}"
+        rule = f"does not suit model={built.name}: {first_line(error)}"
         raise ConfigError([Problem("data", given.name, rule)]) from None
 
 
-def _check_activations(config: Config, activations: Activations, model: Model) -> None:
-    """Refuse a treatment of activations for which the model lacks layers, or compilation lacks graphs of layers."""
-    name = config.call("activations").name
+def _untreated(config: Config, activations: Activations, model: Model) -> Iterator[Problem]:
+    """Yield what keeps layers from this treatment of activations, and modules of PyTorch that train under no layout."""
+    name, inside = config.call("activations").name, {part for layer in model.layers() for part in layer.modules()}
     if activations.after_compilation and config.resolved["compile"] == "whole":
         rule = "handles what each layer has saved at its end, and compile=whole makes one graph of all layers"
-        require(Problem("activations", name, rule, "try compile=layers"))
+        yield Problem("activations", name, rule, "try compile=layers")
     if not isinstance(activations, Keep) and not model.layers():
         rule = f"is applied layer by layer, and model={config.call('model').name} has no layers()"
-        require(Problem("activations", name, rule, "try keep"))
-
-
-def _check_modules(config: Config, activations: Activations, model: Model) -> None:
-    """Refuse modules of PyTorch that train under no layout, or not with this treatment of activations."""
-    inside = {part for layer in model.layers() for part in layer.modules()}
-    for name, part in module_of(model).named_modules():
+        yield Problem("activations", name, rule, "try keep")
+    for path, part in module_of(model).named_modules():
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-            rule = f"{name} has sparse gradients, which nothing here divides, clips or updates"
-            require(Problem("model", config.call("model").name, rule, "give it sparse=False"))
+            rule = f"{path} has sparse gradients, which nothing here divides, clips or updates"
+            yield Problem("model", config.call("model").name, rule, "give it sparse=False")
         if isinstance(part, nn.RReLU) and part in inside and isinstance(activations, Offload):
-            rule = f"{name} draws its noise after autograd has saved it, so that what is copied is not yet there"
-            require(Problem("activations", config.call("activations").name, rule, "try keep, recompute"))
+            rule = f"{path} draws its noise after autograd has saved it, so that what is copied is not yet there"
+            yield Problem("activations", name, rule, "try keep, recompute")
 
 
-def _check_experts(config: Config, model: Model) -> None:
-    """Refuse sizes of experts that the grouped kernel does not take, whose rows must be multiples of 16 bytes."""
+def _misaligned(config: Config, model: Model) -> Iterator[Problem]:
+    """Yield sizes of experts that the grouped kernel does not take, whose rows must be multiples of 16 bytes."""
     precision = config.general.precision
     unit = 16 // DTYPES[precision].itemsize
     for part in module_of(model).modules():
         if isinstance(part, Experts) and part.product == "grouped":
             sizes = {"width": part.gate_up.shape[2], "expert_hidden": part.down.shape[2]}
             rule = f"must be a multiple of {unit} with model.product=grouped and precision={precision}"
-            require(
-                *(
-                    Problem(f"model.{name}", size, rule, f"try {-(-size // unit) * unit}, or model.product=loop")
-                    for name, size in sizes.items()
-                    if size % unit
-                )
-            )
+            for name, size in sizes.items():
+                if size % unit:
+                    yield Problem(f"model.{name}", size, rule, f"try {-(-size // unit) * unit}, or model.product=loop")
 
 
 #: What a forward pass may do that some options do not go with, and how that is told; see :class:`Observed`.

@@ -38,7 +38,7 @@ def check(container: Container, srun_help: Callable[[], str] = slurm.srun_help) 
     found = [
         Problem("cluster.container.mounts", mount, "must be a path, or HOST:CONTAINER[:ro]", "give absolute paths")
         for mount in container.mounts
-        if not all(part.startswith(("/", "~")) for part in _without_flag(mount).split(":"))
+        if not all(part.startswith(("/", "~")) for part in mount.removesuffix(":ro").split(":"))
     ]
     if container.kind == "pyxis" and not re.search("--container-image[ =]", srun_help()):
         rule = "is a plugin of SLURM, which srun does not have here"
@@ -97,15 +97,11 @@ def _mounts(container: Container, used: Iterable[Path]) -> list[str]:
     """Return the mounts as ``HOST:CONTAINER`` or ``HOST:CONTAINER:ro``."""
     typed = []
     for mount in container.mounts:
-        source, _, target = _without_flag(mount).partition(":")
+        source, _, target = mount.removesuffix(":ro").partition(":")
         outside = str(Path(source).expanduser())
         typed.append(f"{outside}:{target or outside}{':ro' * mount.endswith(':ro')}")
     installed = [f"{PACKAGE}:{_INSTALLED}"] if _is_installed() else []
     return [*(f"{path}:{path}" for path in used), *installed, *typed]
-
-
-def _without_flag(mount: str) -> str:
-    return mount.removesuffix(":ro")
 
 
 def _is_installed() -> bool:

@@ -84,9 +84,7 @@ def of_machine(composed: Composed, world: World | None, goes_on: Path | None = N
         ConfigError: None of them can run.
     """
     runs = zip(composed.whole, composed.configs, composed.overrides, strict=True)
-    found = [_planned(*run, None, world, goes_on) for run in runs]
-    _require_one(found)
-    return found
+    return _runnable([_planned(*run, None, world, goes_on) for run in runs])
 
 
 def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Request]:
@@ -104,8 +102,7 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Request]
             found.append(_planned(whole, read, words, shape, goes_on=goes_on))
             problems.problems += container.check(found[-1].cluster.container)
     problems.close()
-    _require_one(found)
-    return found
+    return _runnable(found)
 
 
 def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
@@ -140,11 +137,7 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
 
 
 def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
-    """Return the request for a run that a sweeper has just chosen.
-
-    Args:
-        whole: Its configuration with Hydra's own node.
-        words: Its overrides.
+    """Return the request for a run that a sweeper has just chosen, with Hydra's own node and by its overrides.
 
     Raises:
         ConfigError: SLURM is not available here, or lacks resources that the run requests.
@@ -213,11 +206,12 @@ def world_of(shape: Shape) -> World:
     return World(0, shape.world_size, 0, shape.ranks_per_node, "SLURM", nodes=shape.nodes)
 
 
-def _require_one(found: Sequence[Request]) -> None:
-    """Raise ConfigError if all runs are refused; otherwise a refused run becomes a row."""
-    refused = [request.refused for request in found if request.refused]
-    if len(refused) == len(found):
+def _runnable(requests: list[Request]) -> list[Request]:
+    """Return the requests; raises ConfigError if all are refused, as otherwise a refused run becomes a row."""
+    refused = [request.refused for request in requests if request.refused]
+    if len(refused) == len(requests):
         raise ConfigError([problem for error in refused for problem in error.problems])
+    return requests
 
 
 def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
@@ -296,9 +290,8 @@ def _shapes(jobs: Sequence[Config]) -> tuple[set[Shape], list[str]]:
             shapes.add(_elsewhere(job, known))
             remarks += [f"not on the SLURM of this machine: {problem}" for problem in doubtful.problems]
     if not known and any(_without_question(job) is not job for job in jobs):
-        remarks.append(
-            "no SLURM here tells how many GPUs a node has, so the script asks for none; try cluster.gpus_per_node=8"
-        )
+        rule = "no SLURM here tells how many GPUs a node has, so the script asks for none"
+        remarks.append(f"{rule}; try cluster.gpus_per_node=8")
     return shapes, list(dict.fromkeys(remarks))
 
 
