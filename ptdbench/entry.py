@@ -59,21 +59,16 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     except (ConfigError, store.Damaged) as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # perhaps only this rank knows it
             echo(str(error), sys.stderr)
-        else:
-            _await_rank_0()
+        else:  # wait while rank 0 reports it
+            with suppress(local.Stopped, ConfigError):  # the refusal may be of the environment itself
+                world = discover(os.environ)
+                time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
         sys.exit(1)
     except local.Stopped as stop:
         echo(str(stop), sys.stderr)
         sys.exit(128 + stop.signal)
     finally:
         forced_exit.exit_soon()
-
-
-def _await_rank_0() -> None:
-    """Wait while rank 0 reports why the command line was refused."""
-    with suppress(local.Stopped, ConfigError):  # the refusal may be of the environment itself
-        world = discover(os.environ)
-        time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
 
 
 def _main() -> int:

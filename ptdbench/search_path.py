@@ -24,7 +24,6 @@ _STANDARD = os.path.dirname(os.__file__)
 #: Packages that are imported only after :func:`add_current`.
 _LATER = ("torch", "numpy")
 
-
 #: Begins a program for ``-c``: the current folder becomes the last in its path. Python 3.10 has neither ``-P`` nor
 #: PYTHONSAFEPATH, which would also reach what a user's model starts.
 LAST = "import sys; sys.path.sort(key=lambda folder: not folder)"

@@ -138,12 +138,10 @@ def _in_turn(arguments: argparse.Namespace) -> Path:
         else:
             sides = until_done.enter_context(alternating.checkouts(arguments.checkout, overrides))
         typed = {"python": arguments.python, "checkout": arguments.checkout, "overrides": arguments.words}
-
-        def fill(folder: Path, _: Path) -> None:
-            files.write_json(folder / "compare.json", typed)
-
         name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
-        directory = store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
+        directory = store.claim_directory(
+            Path("outputs").absolute(), name, "outputs", lambda new, _: files.write_json(new / "compare.json", typed)
+        )
         store.lock(directory, "outputs")  # it must not look finished between two blocks
         try:
             alternating.run(sides, overrides, repeat, directory)

@@ -79,11 +79,10 @@ class Feed:
             return self._batches[step]
         if self._ahead is None or self._next != step:
             self.close()
-            self._ahead = (
-                _by_workers(self._batches, step, self._workers, pinned=on_gpu)
-                if self._workers
-                else _by_thread(self._batches, step, self._device)
-            )
+            if self._workers:
+                self._ahead = _by_workers(self._batches, step, self._workers, pinned=on_gpu)
+            else:
+                self._ahead = _by_thread(self._batches, step, self._device)
         self._next = step + 1
         return next(self._ahead)
 

@@ -37,14 +37,12 @@ _OF_RANKS = frozenset({"MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCA
 #: The cluster, the credentials, and a label for accounting; none affects a job's resources.
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SBATCH_WCKEY")
 
-
 #: Queries of jobs, in the format that :func:`_states` parses. A job's name, which may contain anything, comes last.
 _SQUEUE = ("squeue", "--all", "--array", "--states=all", "--noheader", "--format=%i|%T|%M|%N|%r|%j")
 _SACCT = (
     "sacct", "--allocations", "--noheader", "--parsable2",
     "--format=JobID,State,Elapsed,NodeList,Reason,JobName%200",
 )  # fmt: skip
-
 
 #: Prefix, ahead of the job's id, of the file by which ranks in a container ask the job's script to requeue it: images
 #: lack SLURM's commands.

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from ptdbench.problems import ConfigError, Problem, first_line, said, under
+from ptdbench.problems import ConfigError, Problem, first_line, require, said, under
 from ptdbench.setup import signature
 from ptdbench.setup.config import Call, Config
 from ptdbench.virtual.device import Device
@@ -48,8 +48,7 @@ def virtual(config: Config) -> Machine | None:
         raise ConfigError([Problem("virtual.gpu", gpu, "is a group of options")])
     figures = {name: value for name, value in gpu.items() if name != "_target_"}
     if gpu.get("_target_") == _DEVICE:  # built here to name its options in full, as they are typed
-        if problems := signature.problems(Device, figures, group="virtual.gpu"):
-            raise ConfigError(problems).under("virtual.gpu")
+        under("virtual.gpu", require, *signature.problems(Device, figures, group="virtual.gpu"))
         under("virtual.gpu", Device, **figures)
     machine: Machine = build(config, "virtual")
     return machine
@@ -75,9 +74,7 @@ def check(call: Call, group: str, *given: str) -> Callable[..., Any]:
     held = _held_back(call, {name: one for name, one in takes.items() if name not in by_order})
     options = {name: value for name, value in call.options.items() if name not in _OF_HYDRA}
     given = (*given, *by_order, *(problem.option for problem in held))
-    problems = [*held, *signature.problems(target, options, given, group)]
-    if problems:
-        raise ConfigError(problems).under(group)
+    under(group, require, *held, *signature.problems(target, options, given, group))
     return target
 
 

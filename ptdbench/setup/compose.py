@@ -196,20 +196,15 @@ def _compose(config_name: str, overrides: Sequence[str]) -> DictConfig:
     """Compose one configuration with Hydra's own node; raises HydraException also for errors that Hydra misses."""
     try:
         composed = compose(config_name, list(overrides), return_hydra_config=True)
-        require(*_in_packages_of_their_own(composed))
+        choices = composed.hydra.runtime.choices
+        odd = [group for group in choices if group not in GROUPS and isinstance(composed.get(group), DictConfig)]
+        require(*(_of_no_package(group, choices[group]) for group in odd))  # Hydra made packages for them
         return composed
     except _REFUSALS:
         raise
     except Exception as error:
         words = " ".join(said(error).split())
         raise HydraException(f"Hydra fails on it ({type(error).__name__}: {words})") from None
-
-
-def _in_packages_of_their_own(composed: DictConfig) -> Iterator[Problem]:
-    """Yield choices whose options were meant for other groups, but ended up in a package that Hydra made for them."""
-    for group, choice in composed.hydra.runtime.choices.items():
-        if group not in GROUPS and isinstance(composed.get(group), DictConfig):
-            yield _of_no_package(group, choice)
 
 
 def _lacking(config_name: str, composed: DictConfig, overrides: Sequence[Override]) -> Problem | None:

@@ -69,13 +69,9 @@ def write_files(job: DictConfig, directory: Path) -> None:
     folder = directory / str(job.hydra.output_subdir)
     folder.mkdir(parents=True, exist_ok=True)
     ours = [str(name) for name in job if name != "hydra"]
-    texts = {
-        "config.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(job, ours)),
-        "hydra.yaml": OmegaConf.to_yaml(OmegaConf.masked_copy(job, "hydra")),
-        "overrides.yaml": OmegaConf.to_yaml(job.hydra.overrides.task),
-    }
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+    OmegaConf.save(OmegaConf.masked_copy(job, ours), folder / "config.yaml")
+    OmegaConf.save(OmegaConf.masked_copy(job, "hydra"), folder / "hydra.yaml")
+    OmegaConf.save(job.hydra.overrides.task, folder / "overrides.yaml")
 
 
 def write_multirun(sweep: DictConfig, directory: Path) -> None:

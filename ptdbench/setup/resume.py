@@ -29,10 +29,8 @@ RUN, SWEEP = "resume", "sweep.resume"
 #: Allows a run resumed in place to have another shape; must be given each time.
 RESHAPE = "reshape"
 
-
 #: Prefixes of Hydra's own options that a resumed run keeps: its environment variables, and the search path.
 _OF_RUNS = ("hydra.job.env_", "hydra.searchpath")
-
 
 #: Modules of Python that a record may name: they build containers, or bind arguments.
 _HARMLESS = {"collections", "functools"}

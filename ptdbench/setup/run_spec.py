@@ -116,7 +116,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     world_size = partial(_world_size, config, world, available=available, is_virtual=virtual is not None)
     for part in ("general", "cluster", "checkpoint", "profile", "sweep"):
         found.catch(getattr, config, part)
-    found.catch(_check_devices, config, world, gpus)
+    found.catch(lambda: require(*_without_gpus(config, world, gpus)))
     found.catch(checks.check_precision, config.resolved.get("precision"), device_type)
     if virtual:
         precision = config.resolved.get("precision")
@@ -240,20 +240,18 @@ def _device_type(config: Config, gpus: int) -> str:
     return "cpu" if config.resolved.get("device") == "cpu" or gpus == 0 else "cuda"
 
 
-def _check_devices(config: Config, world: World | None, gpus: int) -> None:
-    general = config.general
-    device_type, ranks = _device_type(config, gpus), config.cluster.ranks_per_node
-    found = []
+def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Problem]:
+    """Yield options for which the machine lacks GPUs."""
+    general, device_type, ranks = config.general, _device_type(config, gpus), config.cluster.ranks_per_node
     if general.device == "cuda" and gpus == 0:
-        found.append(Problem("device", "cuda", "this machine has no GPU that torch can use", "try auto, cpu"))
+        yield Problem("device", "cuda", "this machine has no GPU that torch can use", "try auto, cpu")
     if general.backend == "nccl" and device_type == "cpu":
         rule = "NCCL moves data between GPUs, and the ranks of this run have none"
-        found.append(Problem("backend", "nccl", rule, "try auto, gloo"))
+        yield Problem("backend", "nccl", rule, "try auto, gloo")
     shared = gpus == 1 and (world or general.backend == "gloo")  # a launcher's ranks have agreed on their devices
     if device_type == "cuda" and ranks != "auto" and ranks > gpus and not shared:
         rule = f"must not exceed the number of GPUs, {gpus}: one rank, one GPU"
-        found.append(Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {gpus}, or device=cpu"))
-    require(*found)
+        yield Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {gpus}, or device=cpu")
 
 
 def _in_vain(config: Config, trains: bool) -> Iterator[Problem]:

@@ -248,7 +248,7 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
     flags = [*sweep, *(["--config-dir", extra] if extra else [])]
     checkout = compose.conf_folder().with_name("train.py")  # works without an installed ptdbench
     program = [str(checkout)] if checkout.exists() else ["-m", "ptdbench", "train"]
-    words = [sys.executable, *program, *flags, *_on_ranks(own, in_files), *_overrides(shape)]
+    words = [sys.executable, *program, *flags, *_on_ranks(own, in_files, shape)]
     used = container.folders(first, None)
     step = container.enter(resources.Step(words), cluster.container, shape, used)
     text = resources.script(cluster, shape, f"ptdbench-{name}", [step], resources.Output("ptdbench-%j.log"))
@@ -311,8 +311,8 @@ def _without_question(job: Config) -> Config:
     return job.changed({"cluster.gpus_per_node": 0})
 
 
-def _on_ranks(own: Sequence[str], in_files: Composed) -> list[str]:
-    """Return overrides for the same run on a launcher's ranks, without any cluster options in files.
+def _on_ranks(own: Sequence[str], in_files: Composed, shape: Shape) -> list[str]:
+    """Return overrides for the same run on a launcher's ranks, which must match the shape, without cluster options.
 
     ``in_files`` is composed from the run's ``own`` overrides, which do not mention the cluster.
     """
@@ -320,7 +320,9 @@ def _on_ranks(own: Sequence[str], in_files: Composed) -> list[str]:
         own = ["cluster=local", *own]
         in_files = compose.compose_all(own, True, in_files.source)
     of_jobs = {name for read in in_files.configs for name in read.resolved["cluster"]} - _names(config.Cluster)
-    return [*own, *(f"~cluster.{name}" for name in sorted(of_jobs))]
+    typed = [*own, *(f"~cluster.{name}" for name in sorted(of_jobs))]
+    typed += [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
+    return [*typed, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]
 
 
 def _has_jobs(read: Config) -> bool:
@@ -330,9 +332,3 @@ def _has_jobs(read: Config) -> bool:
 
 def _names(cluster: type[config.Cluster]) -> set[str]:
     return {option.name for option in fields(cluster)}
-
-
-def _overrides(shape: Shape) -> list[str]:
-    """Return overrides that require the launcher's ranks to match the shape."""
-    found = [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
-    return [*found, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]

@@ -88,18 +88,13 @@ def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Seque
         per_node = ranks(gpus) if gpus and device != "cpu" else ranks(RANKS_WITHOUT_GPU)
         if cluster.gpus_per_node == "auto" and not gpu_count(cluster.gres or ""):
             gpus = min(gpus, per_node)  # more would be reserved and idle
-    return Shape(
-        nodes=1 if cluster.nodes == "auto" else cluster.nodes,
-        ranks_per_node=per_node,
-        gpus_per_node=gpus,
-        cpus_per_rank=None if cluster.cpus_per_rank == "auto" else cluster.cpus_per_rank,
-    )
+    nodes = 1 if cluster.nodes == "auto" else cluster.nodes
+    return Shape(nodes, per_node, gpus, None if cluster.cpus_per_rank == "auto" else cluster.cpus_per_rank)
 
 
 def check(cluster: Slurm, shape: Shape, known: Sequence[Partition]) -> list[Problem]:
     """Return the problems of a request that SLURM would refuse, queue forever, or interpret differently."""
-    found = [*_contradictions(cluster, shape), *_extra(cluster)]
-    found += _unknown_partitions(cluster, known)
+    found = [*_contradictions(cluster, shape), *_extra(cluster), *_unknown_partitions(cluster, known)]
     if chosen := _chosen(cluster, known):
         found += _too_much(cluster, shape, chosen)
     return found

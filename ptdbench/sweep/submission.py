@@ -443,9 +443,8 @@ def _answers(
 ) -> Iterator[tuple[list[list[Request]], str | SlurmError]]:
     """Yield each array of jobs with SLURM's answer to its script."""
     for jobs, own in _divided(runs, runs, options):
-        answer: str | SlurmError
         try:
-            answer = slurm.test(Array(jobs, "ptdbench", Path()).script(own))
+            answer: str | SlurmError = slurm.test(Array(jobs, "ptdbench", Path()).script(own))
         except SlurmError as error:
             answer = error
         yield jobs, answer
