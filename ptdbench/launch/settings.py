@@ -67,12 +67,11 @@ def defer_sanitizer(environ: MutableMapping[str, str]) -> None:
 
 def enable_sanitizer(environ: MutableMapping[str, str]) -> None:
     """Enable torch's CUDA sanitizer, which finds data races, if the user requested it, as torch does at import."""
-    if _HIDDEN not in environ:
-        return
-    environ[_SANITIZER] = environ.pop(_HIDDEN)
-    from torch.cuda._sanitizer import enable_cuda_sanitizer
+    if _HIDDEN in environ:
+        environ[_SANITIZER] = environ.pop(_HIDDEN)
+        from torch.cuda._sanitizer import enable_cuda_sanitizer
 
-    enable_cuda_sanitizer()
+        enable_cuda_sanitizer()
 
 
 def log_errors_only(environ: Mapping[str, str]) -> None:

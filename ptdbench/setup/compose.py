@@ -239,8 +239,9 @@ def _parse(overrides: Sequence[str]) -> list[Override]:
             parsed += parser.parse_overrides([override])
         except (HydraException, RecursionError) as error:
             name, equals, value = override.partition("=")
-            reason = first_line(error)
-            rule = f"cannot be read ({reason})" if equals else "options are written NAME=VALUE, without spaces"
+            rule = (
+                f"cannot be read ({first_line(error)})" if equals else "options are written NAME=VALUE, without spaces"
+            )
             is_text = equals and not value.startswith(("[", "{", "'", '"'))
             remedy = f"as text it is {in_shell(name, quoted(value))}" if is_text else ""
             if plain(override) != override:

@@ -278,8 +278,7 @@ class Config:
             remedy = f"""try "{group}.name='{as_typed(name)}'\"""" if isinstance(name, int | float) else ""
             raise ConfigError([Problem(f"{group}.name", name, "must be a name", remedy)])
         if "_target_" not in written:
-            remedy = "begin it with defaults: [/virtual_options@_here_, _self_]" if group == "virtual" else _INHERIT
-            raise ConfigError([Problem(group, name, "its file names no class or function (_target_)", remedy)])
+            raise ConfigError([Problem(group, name, "its file names no class or function (_target_)", _INHERIT)])
         if not isinstance(target, str) or target == MISSING:
             rule = "must name a class or a function, as in my_package.MyModel"
             raise ConfigError([Problem(f"{group}._target_", target, rule)])

@@ -134,14 +134,13 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         )
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
     found.catch(_check_sought, config, world, virtual)
-    if trained:
-        found.catch(_check_classified, config, trained)
-        found.catch(_check_fp8, config, trained)
     if virtual and size:
         found.catch(virtual.check_ranks, size)
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if trained:
+        found.catch(_check_classified, config, trained)
+        found.catch(_check_fp8, config, trained)
         found.catch(trained.check_backend, backend, device_type)
         found.catch(trained.strategy.check_option, "virtual", virtual is not None, trained.layout)
     if workload and size:

@@ -269,11 +269,11 @@ def _optimizer(config: Config, model: nn.Module) -> MakeOptimizer:
         require(Problem("optimizer.fused", True, rule, "try optimizer.fused=false"))
     is_own = not type(tried).__module__.startswith(("torch.", "ptdbench."))
     if is_own and config.checkpoint.every_steps is not None:
-        require(_unsaved(config, tried))
+        require(_unsaved(tried))
     return make
 
 
-def _unsaved(config: Config, optimizer: torch.optim.Optimizer) -> Problem | None:
+def _unsaved(optimizer: torch.optim.Optimizer) -> Problem | None:
     """Return a problem if a step leaves numbers that no checkpoint holds: in a weight's state, or in its group."""
     before = [dict(group) for group in optimizer.param_groups]
     for group in optimizer.param_groups:

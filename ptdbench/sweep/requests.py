@@ -319,7 +319,8 @@ def _on_ranks(own: Sequence[str], in_files: Composed, shape: Shape) -> list[str]
     if any(map(_has_jobs, in_files.configs)):
         own = ["cluster=local", *own]
         in_files = compose.compose_all(own, True, in_files.source)
-    of_jobs = {name for read in in_files.configs for name in read.resolved["cluster"]} - _names(config.Cluster)
+    of_ranks = {option.name for option in fields(config.Cluster)}
+    of_jobs = {name for read in in_files.configs for name in read.resolved["cluster"]} - of_ranks
     typed = [*own, *(f"~cluster.{name}" for name in sorted(of_jobs))]
     typed += [f"cluster.nodes={shape.nodes}", f"cluster.ranks_per_node={shape.ranks_per_node}"]
     return [*typed, *([f"cluster.cpus_per_rank={shape.cpus_per_rank}"] if shape.cpus_per_rank else [])]
@@ -327,8 +328,4 @@ def _on_ranks(own: Sequence[str], in_files: Composed, shape: Shape) -> list[str]
 
 def _has_jobs(read: Config) -> bool:
     """Return whether the cluster is a SLURM cluster, rather than this machine with a few of its options."""
-    return _names(Slurm) <= {*read.resolved["cluster"]}
-
-
-def _names(cluster: type[config.Cluster]) -> set[str]:
-    return {option.name for option in fields(cluster)}
+    return {option.name for option in fields(Slurm)} <= {*read.resolved["cluster"]}
