@@ -162,8 +162,7 @@ def submit(script: str) -> str:
     """
     answer = _run("sbatch", "--parsable", stdin=script).stdout
     # The cluster's name may follow, and a site's plugins may have printed something before.
-    ids = re.findall(r"^(\d+)(?:;.*)?$", answer.rstrip(), re.MULTILINE)
-    if not ids:
+    if not (ids := re.findall(r"^(\d+)(?:;.*)?$", answer.rstrip(), re.MULTILINE)):
         raise SlurmError(f"sbatch did not say the id of the job: {_words(answer)}")
     return str(ids[-1])
 

@@ -60,7 +60,6 @@ OmegaConf.register_new_resolver("class_name", lambda target: str(target).rpartit
 # Resolver for conf/: names may be any text, but a run's directory must stay inside the output folder.
 OmegaConf.register_new_resolver("file_name", store.file_name, replace=True)
 
-
 # Resolver for the options of a sweeper: whether it minimizes or maximizes the objective.
 OmegaConf.register_new_resolver("direction", DIRECTIONS.__getitem__, replace=True)
 

@@ -46,11 +46,9 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
         rule = f"has no effect with {LAUNCHER}=submitit_local"  # one run follows the other
         require(*(Problem(name, value, rule, "omit it") for name, value in _of_launcher(composed).items()))
     if composed.is_sweep:
-        require(_outside(composed))
+        require(_misplaced(composed))
     if composed.searches:
         require(*_unfit_for_search(composed, world, goes_on))
-    elif composed.is_sweep:
-        require(_of_one_directory(composed))
 
 
 def unresolved(composed: Composed) -> Iterator[Problem]:
@@ -91,19 +89,17 @@ def _elsewhere(composed: Composed) -> Problem | None:
     return Problem(f"hydra.{other}.dir", value, rule, f"try {in_shell(f'hydra.{ours}.dir', value)}")
 
 
-def _outside(composed: Composed) -> Problem | None:
-    """Find runs that would not lie below their sweep, whose results would lack them."""
+def _misplaced(composed: Composed) -> Problem | None:
+    """Find runs outside the directory of their sweep, whose results would lack them, or in one directory.
+
+    For repeats, see ``blocks``.
+    """
     place = config_of_run(composed.whole[0], None, 0).hydra.sweep.subdir
-    if Path(os.path.normpath(place)).parts[:1] not in ((), ("/",), ("..",)):
-        return None
-    rule = "is not below the directory of the sweep"
-    return Problem("hydra.sweep.subdir", place, rule, "give a directory below it, or another hydra.sweep.dir")
-
-
-def _of_one_directory(composed: Composed) -> Problem | None:
-    """Find runs of a sweep that would write into the same directory; for repeats, see ``blocks``."""
+    if Path(os.path.normpath(place)).parts[:1] in ((), ("/",), ("..",)):
+        rule = "is not below the directory of the sweep"
+        return Problem("hydra.sweep.subdir", place, rule, "give a directory below it, or another hydra.sweep.dir")
     template = str(composed.first.hydra.sweep._get_node("subdir")._value())
-    if "job.num" in template:  # as it has by default
+    if composed.searches or "job.num" in template:  # as it has by default
         return None
     named: dict[str, list[int]] = {}
     for number, whole in enumerate(composed.whole):

@@ -105,8 +105,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
         ConfigError: With all problems, as far as one can be checked in the presence of another.
     """
     found = ErrorCollector()
-    virtual = found.catch(choices.virtual, config)
-    if virtual:
+    if virtual := found.catch(choices.virtual, config):
         found.catch(_check_virtual, config, world)
         ranks = found.catch(lambda: config.cluster.ranks_per_node)  # a virtual node has one GPU per rank
         gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
@@ -152,8 +151,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
 
 def place(config: Config, size: int) -> Place:
     """Return the pretended place of local ranks; raises ConfigError if virtual GPUs cannot be built here."""
-    machine = choices.virtual(config)
-    if machine is None:
+    if (machine := choices.virtual(config)) is None:
         return THIS_MACHINE
     nodes = 1 if config.cluster.nodes == "auto" else config.cluster.nodes
     return Place(nodes, machine.ranks and sorted(machine.ranks), machine.environment(size // nodes))

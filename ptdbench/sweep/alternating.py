@@ -62,8 +62,7 @@ def interpreters(pythons: Sequence[str]) -> list[Side]:
     """
     found = []
     for name, python in zip(("before", "after"), pythons, strict=True):
-        path = shutil.which(python)
-        if path is None:
+        if (path := shutil.which(python)) is None:
             raise ConfigError([Problem("--python", python, "there is no such interpreter", "try old/bin/python")])
         # Not resolved: an environment's interpreter is often a link, whose path identifies the environment.
         path = str(Path(path).absolute())

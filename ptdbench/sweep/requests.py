@@ -97,8 +97,7 @@ def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Request]
     problems = ErrorCollector()
     found = []
     for whole, read, words in zip(composed.whole, composed.configs, composed.overrides, strict=True):
-        shape = problems.catch(shape_of, read, known)
-        if shape:
+        if shape := problems.catch(shape_of, read, known):
             found.append(_planned(whole, read, words, shape, goes_on=goes_on))
             problems.problems += container.check(found[-1].cluster.container)
     problems.close()
