@@ -114,8 +114,7 @@ def check_sockets() -> None:
     except FileNotFoundError as error:  # all folders that Python tried are read-only or full
         given, remedy = os.environ.get("TMPDIR", "(not set)"), "free some space, or set it to a writable folder"
         raise ConfigError([Problem("TMPDIR", given, str(error.strerror), remedy)]) from None
-    spare = _SOCKET_BYTES - len(os.fsencode(folder))
-    if spare < _SOCKET_NAME:
+    if len(os.fsencode(folder)) > _SOCKET_BYTES - _SOCKET_NAME:
         rule = f"at most {_SOCKET_BYTES - _SOCKET_NAME} bytes, as ranks are started through a Unix socket in it"
         raise ConfigError([Problem("TMPDIR", folder, rule, "try TMPDIR=/tmp")])
 

@@ -90,13 +90,10 @@ def _elsewhere(composed: Composed) -> Problem | None:
 
 
 def _misplaced(composed: Composed) -> Problem | None:
-    """Find runs outside the directory of their sweep, whose results would lack them, or in one directory.
-
-    For repeats, see ``blocks``.
-    """
+    """Find runs outside the directory of their sweep, or several in one directory; for repeats, see ``blocks``."""
     place = config_of_run(composed.whole[0], None, 0).hydra.sweep.subdir
     if Path(os.path.normpath(place)).parts[:1] in ((), ("/",), ("..",)):
-        rule = "is not below the directory of the sweep"
+        rule = "is not below the directory of the sweep"  # whose results would lack them
         return Problem("hydra.sweep.subdir", place, rule, "give a directory below it, or another hydra.sweep.dir")
     template = str(composed.first.hydra.sweep._get_node("subdir")._value())
     if composed.searches or "job.num" in template:  # as it has by default

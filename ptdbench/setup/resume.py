@@ -201,11 +201,10 @@ def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any])
     """Return the overrides that ``find`` extracts from one of Hydra's files, as they were typed."""
     found, reason = None, "there are no overrides in it"
     try:
-        saved = OmegaConf.to_container(OmegaConf.load(path))
+        with suppress(LookupError, TypeError):
+            found = find(OmegaConf.to_container(OmegaConf.load(path)))
     except Exception as error:  # YAML parsers raise more types than they document
-        saved, reason = None, " ".join(str(error).split())[:200] or type(error).__name__
-    with suppress(LookupError, TypeError):
-        found = find(saved)
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
     if isinstance(found, list) and all(isinstance(word, str) for word in found):
         return found
     rule = f"{path.relative_to(directory)} is damaged ({reason})"

@@ -126,11 +126,9 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     found.catch(lambda: require(*_in_vain(config, trains or workload is None)))
     found.catch(_check_logger, config, trains)
     is_tried = world is not None and world.launcher == "local"  # by the process that started this rank
-    trained = None
+    trained, on_gpu = None, device_type == "cuda"
     if trains:
-        trained = found.catch(
-            training_spec.specify, config, world_size, on_gpu=device_type == "cuda", is_tried=is_tried
-        )
+        trained = found.catch(training_spec.specify, config, world_size, on_gpu=on_gpu, is_tried=is_tried)
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
     found.catch(_check_sought, config, world, virtual)
     if virtual and size:

@@ -405,8 +405,7 @@ def _check_observed(
         (general.compile in ("layers", "autotune"), "bypassed", "compile", general.compile, "calls are compiled",
          "calling layer(x), or whole"),
     ]  # fmt: skip
-    affected = [row[1:] for row in rows if row[0]]
-    if not affected:
+    if not (affected := [row[1:] for row in rows if row[0]]):
         return
     observed, problems = observe(module_of(model), model.layers(), *data.example()), []
     for kind, option, value, why, other in affected:
