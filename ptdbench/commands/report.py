@@ -135,7 +135,8 @@ def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]
 
     found = dict.fromkeys(directory.resolve() for directory in directories)
     paths = [path.parent if path.is_file() else path for path in found]
-    names, folder = Counter(path.name for path in paths), os.path.commonpath([path.parent for path in paths] or ["/"])
+    names = Counter(path.name for path in paths)
+    folder = os.path.commonpath([path.parent for path in paths] or [Path("/")])
     titles = (str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths)
     kinds = Counter("plan" if run.get("kind") == "planned" else "run" for run in runs)
     words = Counter("too large" if virtual.does_not_fit(run) else run["status"] for run in runs)
