@@ -15,6 +15,7 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
 from ptdbench.setup import choices, run_spec
 from tests.conftest import read
+from tests.models.assembled import assembled
 from tests.refusals import Abridged, refusal_of
 from tests.workloads import made_task
 
@@ -239,52 +240,33 @@ class TestUpdatesOfTheUser:
         assert refused(*typed, "checkpoint.every_steps=5") == [told]
 
 
-class ByMethod(nn.Module):
+def by_method() -> nn.Module:
     """Calls its layers by a method of theirs."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
+    class Layer(nn.Linear):
+        run = nn.Linear.forward
 
-        def run(self, hidden: torch.Tensor) -> torch.Tensor:
-            return self.linear(hidden)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(self.Layer() for _ in range(3)), nn.Linear(4, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             inputs = layer.run(inputs)
         return self.head(inputs)
 
+    return assembled(forward, layers=nn.ModuleList(Layer(4, 4) for _ in range(3)), head=nn.Linear(4, 4))
 
-class Counts(nn.Module):
+
+def counts() -> nn.Module:
     """Counts its passes around its layers and in them."""
 
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.register_buffer("passes", torch.zeros(()))
-
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            self.passes += 1
-            return self.linear(hidden) * self.passes
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
-        self.register_buffer("passes", torch.zeros(()))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
         self.passes += 1
-        inputs = self.stem(inputs)
-        for layer in self.layers:
+        for layer in getattr(self, "layers", [self.linear]):
             inputs = layer(inputs)
-        return self.head(inputs) * self.passes
+        return inputs * self.passes
+
+    def counting(**parts: Any) -> nn.Module:
+        return assembled(forward, passes=nn.Buffer(torch.zeros(())), linear=nn.Linear(4, 4), **parts)
+
+    return counting(layers=nn.ModuleList(counting() for _ in range(3)))
 
 
 class TestModelsOfTheUser:
@@ -337,10 +319,10 @@ class TestModelsOfTheUser:
         ],
     )
     def test_one_that_calls_its_layers_by_another_method(self, options, told):
-        model = ("model=custom", f"model._target_={__name__}.ByMethod", *VECTORS)
+        model = ("model=custom", f"model._target_={__name__}.by_method", *VECTORS)
         make(*model, "compile=whole", "parallel=ddp")
         (line,) = refused(*model, *options)
-        assert line.endswith(f", layers.0.linear.weight for one, and {told}")
+        assert line.endswith(f", layers.0.weight for one, and {told}")
 
     @pytest.mark.parametrize(
         ("options", "told"),
@@ -351,7 +333,7 @@ class TestModelsOfTheUser:
         ],
     )
     def test_one_that_changes_buffers(self, options, told):
-        model = ("model=custom", f"model._target_={__name__}.Counts", *VECTORS)
+        model = ("model=custom", f"model._target_={__name__}.counts", *VECTORS)
         make(*model, "parallel=fsdp", "activations=recompute", "precision=bf16")
         assert any(
             "the model's forward pass changes buffers" in line and told in line for line in refused(*model, *options)
