@@ -1,7 +1,5 @@
 """What several tests need: configurations composed as the command line does, and runs of them."""
 
-from __future__ import annotations
-
 import compileall
 import itertools
 import json

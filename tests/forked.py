@@ -4,8 +4,6 @@ Where it starts no ranks, for refusals and what only shows something, that is th
 is the server that the tests' ranks are forked from: no thread runs in it that a fork would lack.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import multiprocessing
@@ -63,7 +61,7 @@ def with_ranks(
 
 
 @contextmanager
-def started(*arguments: str, cwd: Path, environ: Mapping[str, str] | None = None) -> Iterator[Started]:
+def started(*arguments: str, cwd: Path, environ: Mapping[str, str] | None = None) -> "Iterator[Started]":
     """``python train.py ARGUMENTS``, to which the test may send signals; it does not outlive the test's use of it."""
     local.warm_up()
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:

@@ -1,7 +1,5 @@
 """Ranks that take one job after the other: what starting them costs is paid once for the tests of a module."""
 
-from __future__ import annotations
-
 import gc
 import io
 import multiprocessing

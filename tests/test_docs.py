@@ -3,8 +3,6 @@
 That every command composes is tested with the files of conf/, in conf/test_every_config.py.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -3,8 +3,6 @@
 Most of a test's time is Python and torch starting once for each rank, so that each of these runs is worth its seconds.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Runs that were interrupted go on as if nothing had happened; sweeps do what is missing."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Sweeps whose runs Hydra's Optuna chooses by the results of the earlier ones."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

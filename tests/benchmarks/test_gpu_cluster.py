@@ -1,7 +1,5 @@
 """The script for those who have several GPUs, tried on two ranks of this machine's CPU."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import uuid

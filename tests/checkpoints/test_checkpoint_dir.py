@@ -1,7 +1,5 @@
 """What a manifest says, which checkpoint counts, which are deleted, and what a kill at any moment leaves."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

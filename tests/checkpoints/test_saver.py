@@ -1,7 +1,5 @@
 """Saving beside the training: copies, what a failed save leaves, and how many stay."""
 
-from __future__ import annotations
-
 import os
 import resource
 import threading

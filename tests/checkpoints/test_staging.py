@@ -1,7 +1,5 @@
 """Copies in memory that is reused, and what is asked of CUDA for tensors on a GPU."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 from unittest import mock

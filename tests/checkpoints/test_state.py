@@ -1,7 +1,5 @@
 """What is saved under one strategy and number of ranks is what is loaded under another, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

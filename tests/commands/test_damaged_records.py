@@ -1,7 +1,5 @@
 """Whatever stands in the records of others: what every command says of the rest stands."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import json

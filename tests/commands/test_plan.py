@@ -1,7 +1,5 @@
 """``ptdbench plan`` as it is typed: on virtual GPUs, and where there are none."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What ranks learn about each other when they meet, and which cores they get."""
 
-from __future__ import annotations
-
 import os
 import socket
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -36,7 +34,7 @@ class Event:
         Event.device_now += 250  # milliseconds of work queued since the last event
         self.queued_at = Event.device_now
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         assert self.queued_at is not None
         assert end.queued_at is not None
         return end.queued_at - self.queued_at

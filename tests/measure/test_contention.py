@@ -1,7 +1,5 @@
 """Other load, from counters that are made up: whose time counts, and when it is enough to slow a measurement down."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

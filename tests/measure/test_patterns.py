@@ -1,7 +1,5 @@
 """Data whose journey shows: exact in every dtype, and different wherever something went wrong."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import warnings

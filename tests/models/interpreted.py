@@ -3,8 +3,6 @@
 ``TRITON_INTERPRET=1`` has to be set before Triton is imported, so this is a program.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from unittest import mock

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from ptdbench.models import chain
 from ptdbench.models.foreign import adapt
 from ptdbench.models.protocol import members
+from tests.models.assembled import assembled
 
 WIDTH = 8
 
@@ -45,6 +46,11 @@ class Net(nn.Module):
         return {}
 
 
+def net(forward=Net.forward, **parts):
+    """Another of such parts, called otherwise; ``beside``: a function of a block's number and the stem's output."""
+    return lambda: assembled(forward, Net, **parts)
+
+
 class Alternating(Net):
     """Every other of its blocks gets another constant, as masks alternate in a Gemma, in the dtype of the stem."""
 
@@ -53,28 +59,12 @@ class Alternating(Net):
         return {"scale": scale if number % 2 else scale.flip(0)}
 
 
-class Patches(Net):
-    """Asks for the dtype of its stem's weight, as Vision Transformers do."""
-
-    def forward(self, inputs):
-        return super().forward(inputs.to(self.stem.weight.dtype))
-
-
-class Table(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scale", torch.arange(1.0, WIDTH + 1), persistent=False)
-
-    def forward(self):
-        return self.scale
-
-
 class ByTable(Net):
     """As positions are in a Llama: a module without weights makes what each block gets."""
 
     def __init__(self):
         super().__init__()
-        self.table = Table()
+        self.table = assembled(lambda self: self.scale, scale=nn.Buffer(torch.arange(1.0, WIDTH + 1), persistent=False))
 
     def forward(self, inputs):
         hidden, scale = self.stem(inputs) * self.table(), self.table()
@@ -83,81 +73,45 @@ class ByTable(Net):
         return self.head(hidden) * self.table()[:4]
 
 
-class Guided(Net):
-    """The last of its blocks gets what depends on the samples."""
-
-    def beside(self, number, first):
-        return {"scale": first.mean(1, keepdim=True)} if number == 2 else {}
-
-
-class Particular(Net):
+def particular(number, first):
     """Cannot be called with a stem's output that is all the same."""
-
-    def beside(self, number, first):
-        if first.std() == 0:
-            raise AttributeError("nothing to tell apart")
-        return {}
+    if first.std() == 0:
+        raise AttributeError("nothing to tell apart")
+    return {}
 
 
-class Residual(Net):
-    def forward(self, inputs):
-        hidden = self.stem(inputs)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        return self.head(hidden)
-
-
-class Checkpointed(Net):
-    """Recomputes its blocks in the way that was torch's default for long."""
+def through(one):
+    """A net in which this is done with each block and the hidden state."""
 
     def forward(self, inputs):
         hidden = self.stem(inputs)
         for block in self.blocks:
-            hidden = checkpoint(block, hidden, use_reentrant=True)
+            hidden = one(block, hidden)
         return self.head(hidden)
 
-
-class Skips(Net):
-    def forward(self, inputs):
-        hidden = self.stem(inputs)
-        for block in reversed(self.blocks):
-            hidden = block(hidden)
-        return self.head(hidden)
+    return net(forward)
 
 
-class Bare(Net):
-    """Has a weight that no module of its own uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(4))
-
-    def forward(self, inputs):
-        return super().forward(inputs) + self.shift
+Residual = through(lambda block, hidden: hidden + block(hidden))
+#: Recomputes its blocks in the way that was torch's default for long.
+Checkpointed = through(lambda block, hidden: checkpoint(block, hidden, use_reentrant=True))
+#: Asks for the dtype of its stem's weight, as Vision Transformers do.
+Patches = net(lambda self, inputs: Net.forward(self, inputs.to(self.stem.weight.dtype)))
 
 
-class HeadOnStem(Net):
+def skips(self, inputs):
+    hidden = self.stem(inputs)
+    for block in reversed(self.blocks):
+        hidden = block(hidden)
+    return self.head(hidden)
+
+
+def head_on_stem(self, inputs):
     """The head looks back at the stem: the chain is none, though its blocks are."""
-
-    def forward(self, inputs):
-        first = hidden = self.stem(inputs)
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden + first)
-
-
-class HeadOnWeights(Net):
-    """Its head multiplies with the weight of the stem, as language models do whose embedding is their head."""
-
-    def forward(self, inputs):
-        return super().forward(inputs) @ self.stem.weight.T[:4]
-
-
-class StemOnWeights(Net):
-    """The same the other way round."""
-
-    def forward(self, inputs):
-        return super().forward(inputs * self.head.weight.sum())
+    first = hidden = self.stem(inputs)
+    for block in self.blocks:
+        hidden = block(hidden)
+    return self.head(hidden + first)
 
 
 class BlocksOnWeights(Net):
@@ -303,20 +257,26 @@ def test_what_has_no_weights_is_no_stage_of_its_own():
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (Guided, "calls its blocks with more than the hidden state that depends on samples or weights"),
-        (Particular, "cannot be tried between its blocks: nothing to tell apart"),
+        # The last of its blocks gets what depends on the samples.
+        (net(beside=lambda number, first: {"scale": first.mean(1, keepdim=True)} if number == 2 else {}),
+         "calls its blocks with more than the hidden state that depends on samples or weights"),
+        (net(beside=particular), "cannot be tried between its blocks: nothing to tell apart"),
         (Residual, "does not call blocks.1 with what blocks.0 returns"),
-        (Skips, "does not call blocks.0 to blocks.2 once each and in order"),
-        (Bare, "has a weight, shift, in Bare, which is around the blocks"),
+        (net(skips), "does not call blocks.0 to blocks.2 once each and in order"),
+        (net(lambda self, inputs: Net.forward(self, inputs) + self.shift, shift=nn.Parameter(torch.zeros(4))),
+         "has a weight, shift, in Assembled, which is around the blocks"),
         (Again, "calls blocks.3.norm between its blocks"),
-        (HeadOnStem, "uses what comes before its blocks after them too"),
-        (HeadOnWeights, "uses what comes before its blocks after them too"),
-        (StemOnWeights, "uses what comes after its blocks before them too"),
+        (net(head_on_stem), "uses what comes before its blocks after them too"),
+        # As language models do whose embedding is their head, and the other way round.
+        (net(lambda self, inputs: Net.forward(self, inputs) @ self.stem.weight.T[:4]),
+         "uses what comes before its blocks after them too"),
+        (net(lambda self, inputs: Net.forward(self, inputs * self.head.weight.sum())),
+         "uses what comes after its blocks before them too"),
         (BlocksOnWeights, "calls its blocks with more than the hidden state that depends on samples or weights"),
         (Checkpointed, "passes no gradient to its last block, as under reentrant checkpointing"),
         (lambda: nn.Linear(6, 4), "has no parts(), and no list of blocks of one class to cut between"),
     ],
-)
+)  # fmt: skip
 def test_what_is_no_chain_says_why(build, reason):
     module = build()
     with pytest.raises(chain.NoChain) as caught:

@@ -1,7 +1,5 @@
 """A decoder with experts, by hand and by its own slower product."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

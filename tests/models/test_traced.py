@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from ptdbench.models.foreign import adapt
 from ptdbench.models.protocol import members
+from tests.models.assembled import assembled
 from tests.models.test_chain import WIDTH, Net, Residual, check_pieces, example, run
 
 
@@ -26,19 +27,15 @@ class Plain(nn.Module):
         return self.third(x.view(x.size(0), -1)) * torch.arange(1.0, 5.0)
 
 
-class Again(Plain):
-    """Calls a layer twice: what is between belongs to the same stage."""
-
-    def forward(self, x):
-        return self.third(self.second(self.dropout(self.second(self.first(x)))))
+def plain(forward, **parts):
+    """Another of such layers, called otherwise."""
+    return lambda: assembled(forward, Plain, **parts)
 
 
-class ByDefault(Plain):
+def by_default(self, x, mask=None):
     """Has an argument that nobody gives."""
-
-    def forward(self, x, mask=None):
-        x = self.first(x)
-        return self.third(self.second(x if mask is None else x * mask))
+    x = self.first(x)
+    return self.third(self.second(x if mask is None else x * mask))
 
 
 @pytest.mark.parametrize(
@@ -46,10 +43,12 @@ class ByDefault(Plain):
     [
         (Plain, [["first", "dropout"], ["second"], ["third"]]),
         (Residual, [["stem"], ["blocks.0"], ["blocks.1"], ["blocks.2"], ["head"]]),
-        (Again, [["first"], ["second", "dropout"], ["third"]]),
-        (ByDefault, [["first"], ["second"], ["third"]]),
+        # What is between two calls of a layer belongs to the same stage.
+        (plain(lambda self, x: self.third(self.second(self.dropout(self.second(self.first(x)))))),
+         [["first"], ["second", "dropout"], ["third"]]),
+        (plain(by_default), [["first"], ["second"], ["third"]]),
     ],
-)
+)  # fmt: skip
 def test_the_pieces_one_after_the_other_are_the_module(build, cuts):
     model = adapt(build(), example)
     parts = model.parts()
@@ -74,61 +73,14 @@ def test_trying_draws_no_random_numbers_and_leaves_the_mode(build):
     assert all(module.training for module in model.modules())
 
 
-class Skip(Plain):
-    """All layers see the inputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.fourth = nn.Linear(6, 4)
-
-    def forward(self, x):
-        return self.third(self.second(self.first(x))) + self.fourth(x)
+def branches(self, x):
+    x = self.first(x)
+    return self.third(self.second(x) if x.sum() > 0 else x)
 
 
-class Branches(Plain):
-    def forward(self, x):
-        x = self.first(x)
-        return self.third(self.second(x) if x.sum() > 0 else x)
-
-
-class Functional(Plain):
+def drops(self, x):
     """Its dropout is no module: traced, it would be that of training for ever."""
-
-    def forward(self, x):
-        return self.third(self.second(functional.dropout(self.first(x), training=self.training)))
-
-
-class Misfit(Plain):
-    """Cannot run."""
-
-    def __init__(self):
-        super().__init__()
-        self.second = nn.Linear(3, 3)
-
-
-class Bare(Plain):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return super().forward(x) * self.scale
-
-
-class Centered(Plain):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("mean", torch.ones(6))
-
-    def forward(self, x):
-        return super().forward(x - self.mean)
-
-
-class Reads(Plain):
-    """Multiplies with a weight that is another stage's."""
-
-    def forward(self, x):
-        return super().forward(x) @ self.first.weight[:4, :4]
+    return self.third(self.second(functional.dropout(self.first(x), training=self.training)))
 
 
 BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and "
@@ -137,16 +89,21 @@ BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (Skip, "has no place between its submodules where only one tensor passes"),
-        (Branches, "cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
-        (Functional, "computes something else when its submodules are called one after the other"),
-        (Misfit, "cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
-        (Bare, "has a weight, scale, outside of its submodules"),
-        (Centered, "has a buffer, mean, outside of its submodules"),
-        (Reads, "reads first.weight outside of the module that has it"),
+        (plain(lambda self, x: self.third(self.second(self.first(x))) + self.fourth(x), fourth=nn.Linear(6, 4)),
+         "has no place between its submodules where only one tensor passes"),
+        (plain(branches), "cannot be traced: symbolically traced variables cannot be used as inputs to control flow"),
+        (plain(drops), "computes something else when its submodules are called one after the other"),
+        (plain(Plain.forward, second=nn.Linear(3, 3)),
+         "cannot be tried in pieces: mat1 and mat2 shapes cannot be multiplied (2x8 and 3x3)"),
+        (plain(lambda self, x: Plain.forward(self, x) * self.scale, scale=nn.Parameter(torch.ones(4))),
+         "has a weight, scale, outside of its submodules"),
+        (plain(lambda self, x: Plain.forward(self, x - self.mean), mean=nn.Buffer(torch.ones(6))),
+         "has a buffer, mean, outside of its submodules"),
+        (plain(lambda self, x: Plain.forward(self, x) @ self.first.weight[:4, :4]),
+         "reads first.weight outside of the module that has it"),
         (lambda: nn.Linear(6, 4), "has a weight, weight, outside of its submodules"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_cut_says_why(build, reason):
     model = adapt(build(), example)
     assert model.parts() is None

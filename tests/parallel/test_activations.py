@@ -1,7 +1,5 @@
 """What a layer keeps for the backward pass, and that it computes the same whatever that is."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Bytes by formula, against what ranks have really sent in a step, and hold after it."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterable

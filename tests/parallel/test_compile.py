@@ -1,7 +1,5 @@
 """Graphs: how many there are, of what, and for how long."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -176,7 +174,7 @@ def test_a_part_of_each_kind_is_compiled_once_for_training_and_once_for_each_siz
     assert len(graphs) == 3 * 5
 
 
-def nn_chain(*widths: int) -> Chain:
+def nn_chain(*widths: int) -> "Chain":
     return Chain(*(nn.Linear(one, other) for one, other in pairwise(widths)))
 
 

@@ -1,7 +1,5 @@
 """Options that do not go together: what is refused, in which words, and what goes with it all the same."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Experts that ranks share: the numbers of one rank, and what is refused."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 from unittest import mock

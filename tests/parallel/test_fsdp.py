@@ -1,7 +1,5 @@
 """The groups of weights that FSDP gathers, by the messages of a step, in their order."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Levers of replication and sharding: six steps of AdamW, clipped, against those of one process."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

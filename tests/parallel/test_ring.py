@@ -1,7 +1,5 @@
 """Ring attention against attention to whole sequences, on ranks that share them."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

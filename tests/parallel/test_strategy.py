@@ -1,7 +1,5 @@
 """Layouts by their degrees: what they ask of a batch and a model, and the gradients they leave on real ranks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Gradients in fp32 of modules that compute in bf16. A bf16 number has 8 bits: 257 would be rounded to 256."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """``train.micro_batch=max`` and ``best``: by runs that are made up here, and on real ranks."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

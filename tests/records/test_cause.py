@@ -1,7 +1,5 @@
 """Who is to blame for a failed run, from reports alone, and the status that follows."""
 
-from __future__ import annotations
-
 import signal
 import time
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Failure reports of ranks, and where in a user's code an exception was raised."""
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

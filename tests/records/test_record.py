@@ -1,7 +1,5 @@
 """What a record says was asked for, whatever was typed."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

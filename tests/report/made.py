@@ -1,7 +1,5 @@
 """Records as runs leave them, with phases and without, made by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

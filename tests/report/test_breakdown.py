@@ -1,7 +1,5 @@
 """The tables of phases and of memory."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

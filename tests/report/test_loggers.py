@@ -1,7 +1,5 @@
 """Logging services: they get what TensorBoard gets, and never end a run. W&B and MLflow are the real ones, offline."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """The phases of a record, and why there are none."""
 
-from __future__ import annotations
-
 import pytest
 
 from ptdbench.profiling.phases import PHASES

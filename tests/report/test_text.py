@@ -1,7 +1,5 @@
 """Tables that have to fit."""
 
-from __future__ import annotations
-
 from operator import itemgetter
 
 import pytest

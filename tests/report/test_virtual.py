@@ -1,7 +1,5 @@
 """What is said of runs on GPUs that are not there."""
 
-from __future__ import annotations
-
 from ptdbench.commands.report import _titles
 from ptdbench.report import virtual
 from ptdbench.report.markdown import markdown

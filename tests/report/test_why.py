@@ -1,7 +1,5 @@
 """Lines on why a run is slower than another one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Another shape than that of the checkpoint is named, and refused in the run's own place unless it is asked for."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``resume=<run>`` and ``sweep.resume=<sweep>``: the command lines that they stand for, without running them."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

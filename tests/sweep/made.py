@@ -1,7 +1,5 @@
 """Directories of sweeps as runs, launchers and jobs leave them, without any of these."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

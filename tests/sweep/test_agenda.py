@@ -1,7 +1,5 @@
 """Which runs are carried out, and that each appears together with its record."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Whatever stands in the files of a run and a sweep: they are read without an exception, and shown in whole lines."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs in processes of their own on this machine: what each is given, and what a stop signal does."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """The shape that each run of a sweep asks for, and what is refused before anything is submitted."""
 
-from __future__ import annotations
-
 from dataclasses import astuple
 from unittest.mock import Mock
 

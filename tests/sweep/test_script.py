@@ -1,7 +1,5 @@
 """The plain script for sbatch: its shape, its command, and what it refuses."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from unittest.mock import Mock

@@ -1,7 +1,5 @@
 """Where runs stand, from their files and what SLURM says: on this machine, submitted, ended, killed, forgotten."""
 
-from __future__ import annotations
-
 import errno
 import json
 import time

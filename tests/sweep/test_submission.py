@@ -1,7 +1,5 @@
 """Submissions, as far as they need no cluster: which jobs share an array, what a job is given, one after another."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The table of a sweep, and following it on the cluster: what is announced, how each change looks, how it ends."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

@@ -1,7 +1,5 @@
 """Checkpoints of a run: what its steps wait for."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evaluation on several ranks against what one process makes of the same weights."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The step loop against the few lines that anybody would write by hand."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 

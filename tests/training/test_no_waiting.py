@@ -4,8 +4,6 @@ On a CPU nothing waits; instead, what would wait on a GPU fails here: reading a 
 tensor``), operators whose shapes depend on values, and copies to the host.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -44,7 +42,7 @@ class Waits(Exception):
 class NoWaiting(TorchDispatchMode):
     """Raises :class:`Waits` where a GPU's host would wait."""
 
-    def __enter__(self) -> NoWaiting:
+    def __enter__(self) -> "NoWaiting":
         self._patch = pytest.MonkeyPatch()
         for name in COPYING:
             self._patch.setattr(Tensor, name, partial(self._refuse, name))

@@ -1,7 +1,5 @@
 """The loss of a language model's head on a virtual GPU: prints kernels and memory of its passes, as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable

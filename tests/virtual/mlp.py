@@ -1,7 +1,5 @@
 """A GPT's MLP on a virtual GPU, compiled: prints the names of the kernels of its passes, as JSON."""
 
-from __future__ import annotations
-
 import json
 
 import torch

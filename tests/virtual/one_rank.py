@@ -1,7 +1,5 @@
 """torch on one virtual GPU: prints answers as JSON."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import suppress

@@ -3,8 +3,6 @@
 An argument is a number of ranks and the options of a layout, as one word.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """torch's unchanged build for CUDA on one virtual GPU."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

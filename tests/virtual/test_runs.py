@@ -1,7 +1,5 @@
 """Runs on virtual GPUs through the product's own launcher: what their records hold, and what they do not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a rank hands to NCCL on virtual GPUs is what the same rank hands to gloo on CPUs, call by call."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -3,8 +3,6 @@
 What other processes took of the cores is made up, too.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The report in a real Chromium: what it shows are the figures of the records, and it answers."""
 
-from __future__ import annotations
-
 import csv
 import io
 import sys
