@@ -1,5 +1,6 @@
 """What a run will be, and everything that forbids it."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
@@ -266,7 +267,8 @@ def counts() -> nn.Module:
     def counting(**parts: Any) -> nn.Module:
         return assembled(forward, passes=nn.Buffer(torch.zeros(())), linear=nn.Linear(4, 4), **parts)
 
-    return counting(layers=nn.ModuleList(counting() for _ in range(3)))
+    layer = counting()
+    return counting(layers=nn.ModuleList(deepcopy(layer) for _ in range(3)))
 
 
 class TestModelsOfTheUser:
@@ -305,7 +307,7 @@ class TestModelsOfTheUser:
         ],
     )  # fmt: skip
     def test_one_that_changes_weights_in_its_forward_pass(self, options, told):
-        model = ("model=custom", f"model._target_={__name__}.Momentum", *VECTORS)
+        model = ("model=custom", f"model._target_={__name__}.momentum", *VECTORS)
         make(*model, "parallel=ddp", "parallel.optimizer=zero1")
         rule = "the model's forward pass changes weights in place, 0.slow.weight for one, and"
         assert refused(*model, *options) == [told.replace("…", rule)]
@@ -440,19 +442,6 @@ class Unfathomable(nn.Linear):
         return super().forward(inputs) * (2 if inputs.sum().item() > 0 else 1)
 
 
-class Block(nn.Module):
-    """Follows its weight with a frozen one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fast, self.slow = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        if self.training:
-            self.slow.weight.data.lerp_(self.fast.weight.data, 0.1)
-        return self.fast(inputs) + self.slow(inputs)
-
-
 class Odd(nn.Module):
     """Of what is usual, one thing is not."""
 
@@ -474,11 +463,16 @@ class Odd(nn.Module):
         return {"loss": loss + sum(p.sum() for p in self.layers.parameters()) if self.kind == "regularized" else loss}
 
 
-class Momentum(nn.Sequential):
-    """Has such a weight in each layer."""
+def momentum() -> nn.Module:
+    """Has a frozen weight in each layer that follows another."""
 
-    def __init__(self) -> None:
-        super().__init__(Block(), Block())
+    def forward(self: Any, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.slow.weight.data.lerp_(self.fast.weight.data, 0.1)
+        return self.fast(inputs) + self.slow(inputs)
+
+    block = assembled(forward, fast=nn.Linear(4, 4), slow=nn.Linear(4, 4).requires_grad_(False))
+    return nn.Sequential(block, deepcopy(block))
 
 
 class Classifier(nn.Sequential):
