@@ -52,6 +52,20 @@ def nothing(*_: object) -> None:
     raise AssertionError("nothing is to be carried out")
 
 
+def leaves(status: str = "ok", **fields: Any) -> Callable[..., None]:
+    """What carries a run out, or would, and leaves a record with these fields."""
+
+    def carry_out(where: Path, read: Config, *_: object) -> None:
+        store.write_record(where, record.begin(read.resolved, where, {}) | {"status": status, "error": None} | fields)
+
+    return carry_out
+
+
+def allocating(size: int) -> Callable[..., None]:
+    virtual = {"ranks": [0], "allocated_bytes": [size], "reserved_bytes": [size]}
+    return leaves(virtual=virtual, memory={"ranks": {}})
+
+
 def planned(asked: Config, carry_out: Callable[..., None] = nothing) -> dict[str, Any]:
     return memory_plan.plan(memory_plan.Asked(asked, False, "toy", carry_out))
 
@@ -202,25 +216,16 @@ def test_a_layout_that_cannot_be_is_one_line(word, said):
 @pytest.mark.parametrize(("kind", "status"), [("OutOfMemoryError", "oom"), ("MemoryError", "failed")])
 @pytest.mark.usefixtures("anywhere")
 def test_the_memory_of_this_machine_tells_nothing_of_a_gpu(kind, status):
-    def carry_out(where: Path, read: Config, *_: object) -> None:
-        error = {"rank": 0, "type": kind, "message": "", "traceback": ""}
-        store.write_record(where, record.begin(read.resolved, where, {}) | {"status": "oom", "error": error})
-
+    died = leaves("oom", error={"rank": 0, "type": kind, "message": "", "traceback": ""})
     asked = small("parallel=ddp", "train.micro_batch=4")
-    made = plans._fields(plans._Lacking(asked, False, "toy", None), carry_out, 1)
+    made = plans._fields(plans._Lacking(asked, False, "toy", None), died, 1)
     assert (made["status"], "plan" in made) == (status, status == "oom")
 
 
 @pytest.mark.usefixtures("anywhere")
 def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
     """Of a replica's 8, two are carried out, one a pass."""
-
-    def carry_out(where: Path, read: Config, *_: object) -> None:
-        virtual = {"ranks": [0], "allocated_bytes": [10], "reserved_bytes": [20]}
-        made = {"status": "ok", "error": None, "virtual": virtual, "memory": {"ranks": {}}}
-        store.write_record(where, record.begin(read.resolved, where, {}) | made)
-
-    found = planned(small("parallel=ddp", "train.global_batch=16", "train.micro_batch=1"), carry_out)["plan"]
+    found = planned(small("parallel=ddp", "train.global_batch=16", "train.micro_batch=1"), allocating(20))["plan"]
     assert found["outside"]["samples"] == (8 - 2) * 2 * 32 * 8
     assert found["needed_bytes"] == 20 + sum(found["outside"].values())
     assert {*found["sources"]} == {*found["outside"]}
@@ -236,16 +241,11 @@ def test_samples_that_wait_for_their_pass_are_in_what_is_needed():
 )
 @pytest.mark.usefixtures("anywhere")
 def test_the_gpus_that_suffice_have_room_for_gathered_weights(layout, batch, also):
-    def carry_out(where: Path, read: Config, *_: object) -> None:
-        virtual = {"ranks": [0], "allocated_bytes": [20 << 20], "reserved_bytes": [20 << 20]}
-        made = {"status": "ok", "error": None, "virtual": virtual, "memory": {"ranks": {}}}
-        store.write_record(where, record.begin(read.resolved, where, {}) | made)
-
     words = (layout, f"train.global_batch={batch}", "train.micro_batch=1", "memory_reserve=0")
-    found = planned(small(*words), carry_out)["plan"]
+    found = planned(small(*words), allocating(20 << 20))["plan"]
     state, shards = sum(found["state"][0].values()), 2 if layout == "parallel=fsdp" else 1
     room = found["needed_bytes"] - state // 3
-    message = planned(small(*words, f"virtual.gpu.memory={room}"), carry_out)["error"]["message"]
+    message = planned(small(*words, f"virtual.gpu.memory={room}"), allocating(20 << 20))["error"]["message"]
     would = r"; none fits; micro-batch 1 would if weights and optimizer state were sharded over about (\d+) GPUs(.*)"
     told = re.search(would, message)
     assert told

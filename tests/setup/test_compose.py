@@ -15,6 +15,7 @@ from ptdbench.problems import ConfigError
 from ptdbench.setup import config
 from ptdbench.setup.compose import Composed, Source, _jobs, compose_all
 from tests.conftest import ROOT
+from tests.refusals import Abridged, refusal_of
 
 CONF = ROOT / "conf"
 
@@ -24,10 +25,9 @@ def compose(*overrides: str, multirun: bool = False) -> Composed:
 
 
 def refused(*overrides: str, multirun: bool = False) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        compose(*overrides, multirun=multirun)
+    told = refusal_of(compose, *overrides, multirun=multirun)
     assert not GlobalHydra.instance().is_initialized()  # or the next run in this process could not compose
-    return str(caught.value).splitlines()
+    return told.splitlines()
 
 
 def labels(composed: Composed) -> list[tuple[str, str, int]]:
@@ -193,9 +193,7 @@ class TestSyntax:
             (CONF, "confg", "--config-name=confg: there is no such file in the configuration folders; try config"),
             (away, "config", f"--config-path={away}: there is no such folder (it would be {away})"),
         ):
-            with pytest.raises(ConfigError) as caught:
-                compose_all((), False, Source(conf, name))
-            assert str(caught.value) == told
+            assert refusal_of(compose_all, (), False, Source(conf, name)) == told
 
 
 TOY = "name: toy\n_target_: ptdbench.models.toy.Toy\ninputs: 32\nwidth: 64\noutputs: 8\nlayers: 4\n"
@@ -206,9 +204,7 @@ class TestFolderOfOnesOwn:
 
     @staticmethod
     def refused(folder: Path, *overrides: str) -> str:
-        with pytest.raises(ConfigError) as caught:
-            compose_all(overrides, False, Source(CONF, extra=str(folder)))
-        (line,) = str(caught.value).splitlines()
+        (line,) = refusal_of(compose_all, overrides, False, Source(CONF, extra=str(folder))).splitlines()
         return line
 
     def test_a_folder_that_is_not_there(self, tmp_path):
@@ -342,10 +338,7 @@ class TestExperiments:
         ],
     )
     def test_a_sweep_has_one_of_what_is_not_of_its_runs(self, runs, words, told):
-        with pytest.raises(ConfigError) as caught:
-            runs(*words.split())
-        assert str(caught.value).startswith(told)
-        assert str(caught.value).endswith("; start one sweep for each")
+        assert refusal_of(runs, *words.split()) == Abridged(f"{told}…; start one sweep for each")
 
 
 class TestWhatHydraFailsOn:

@@ -307,11 +307,10 @@ class TestRefused:
         for name in reversed(option.split(".")):
             inner = [inner] if name == "0" else {name: inner}
         foreign = Config(inner)
-        with pytest.raises(ConfigError) as caught:
-            resume.check_targets([f"resume={ended}"], [foreign])
         rule = f"resume={ended}: its record names {target}, which may run any code"
         again = f"python train.py resume={ended} {option}={target}"
-        assert str(caught.value) == f"{rule}; if you trust whoever wrote it, try {again}"
+        told = f"{rule}; if you trust whoever wrote it, try {again}"
+        assert refusal_of(resume.check_targets, [f"resume={ended}"], [foreign]) == told
         resume.check_targets([f"resume={ended}", f"{option}={target}"], [foreign])
         resume.check_targets([f"{option}={target}"], [foreign])  # nobody's record
 

@@ -56,10 +56,8 @@ class TestArrays:
 
     def test_more_arrays_than_jobs_may_run_at_once(self, asked, monkeypatch):
         monkeypatch.setattr(slurm, "_output", lambda *_: "MaxArraySize            = 4\n")
-        with pytest.raises(ConfigError) as caught:
-            submission.require_accepted(asked("seed=range(0,6)"), {"array_parallelism": 1})
-        rule = "6 jobs make 2 arrays, each with one at once, as MaxArraySize is 4 here; try 2, or a smaller sweep"
-        assert str(caught.value) == f"hydra.launcher.array_parallelism=1: {rule}"
+        said = refusal_of(submission.require_accepted, asked("seed=range(0,6)"), {"array_parallelism": 1})
+        assert said == Abridged("hydra.launcher.array_parallelism=1: 6 jobs make 2 arrays, … is 4 here; try 2, or …")
 
 
 class TestSameNodes:
