@@ -1,5 +1,6 @@
-"""Programs that tests start as a person does, and what tests wait for."""
+"""Programs that tests start as a person does, what tests wait for, and a terminal."""
 
+import io
 import os
 import subprocess
 import sys
@@ -38,3 +39,10 @@ def until(condition: Callable[[], Any], seconds: float = 200) -> Any:
         assert time.monotonic() < deadline, "it did not come true"
         time.sleep(0.05)
     return found
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self) -> bool:
+        return True

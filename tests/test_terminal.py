@@ -11,6 +11,7 @@ from ptdbench import terminal
 from ptdbench.terminal import command, echo, plain, transient, under
 from tests import forked
 from tests.conftest import ROOT
+from tests.programs import Terminal
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,6 @@ class TestPrograms:
         assert done.returncode == 1
         assert r"\x1b[2Jgone\x07" in done.stdout + done.stderr
         assert "\x1b" not in done.stdout + done.stderr
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ptdbench.checkpoints import checkpoint_dir, safe_load
+from ptdbench.checkpoints import safe_load
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
 from ptdbench.data.synthetic import SyntheticTokens, SyntheticVectors
@@ -150,6 +150,14 @@ def pairs(layout: tuple[int, str]) -> list[tuple[tuple[int, str], tuple[str, str
     return [(layout, trained) for trained in TRAINED] + [pair for pair in by_turns if pair[0] != layout]
 
 
+def saving(folder: Path, step: int, tensors: dict[str, Tensor]) -> tuple[Saver, Path]:
+    """What has saved these, and where."""
+    saver = Saver(folder, keep=1)
+    saver.save(step, tensors, {}, {})
+    saver.wait()
+    return saver, folder / "checkpoints" / f"step-{step:08d}"
+
+
 def folder_of(root: Path, layout: tuple[int, str], trained: tuple[str, str]) -> Path:
     return root / "-".join(map(str, (*layout, *trained)))
 
@@ -222,22 +230,14 @@ def refusals(folder: Path) -> list[str]:
     """What the ranks hear that resume with something else than what they saved; every rank hears all of it."""
     run = Run("pdp", "gpt", "adamw")
     run.go(0)
-    saver = Saver(folder, keep=1)
-    saver.save(STEPS, run.tensors(), {}, {})
-    saver.wait()
+    saver, path = saving(folder, STEPS, run.tensors())
 
     def refusal(other: Run) -> str:
-        return refusal_of(other.restore, folder / "checkpoints" / f"step-{STEPS:08d}", saver.group)
+        return refusal_of(other.restore, path, saver.group)
 
-    told = []
-    for changes, optimizer in (
-        ({"width": 20}, "adamw"),
-        ({"layers": 5}, "adamw"),
-        ({"layers": 3}, "adamw"),
-        ({"tie_weights": False}, "adamw"),
-        ({}, "momentum"),
-    ):
-        told.append(refusal(Run("pdp", "gpt", optimizer, **changes)))
+    others: list[dict[str, Any]] = [{"width": 20}, {"layers": 5}, {"layers": 3}, {"tie_weights": False}]
+    told = [refusal(Run("pdp", "gpt", "adamw", **changes)) for changes in others]
+    told.append(refusal(Run("pdp", "gpt", "momentum")))
     averaged = Run("pdp", "gpt", "adamw")
     WeightAverage(averaged.loop.update.optimizer, 0.9)
     told.append(refusal(averaged))
@@ -283,11 +283,9 @@ def test_of_two_copies_of_a_weight_on_one_rank_a_replica_may_update_either(tmp_p
         for weight in saved.values():
             weight.grad = torch.ones(2)
         optimizer.step()
-        saver = Saver(tmp_path, keep=1)
-        saver.save(1, state.collect(with_buffers=True), {}, {})
-        saver.wait()
+        saver, path = saving(tmp_path, 1, state.collect(with_buffers=True))
         loaded, its_optimizer, its_state = made(owned)
-        its_state.restore(tmp_path / "checkpoints" / "step-00000001", same_layout=True, group=saver.group)
+        its_state.restore(path, same_layout=True, group=saver.group)
         saver.close()
     for name, weight in loaded.items():
         assert torch.equal(weight, saved[name])
@@ -295,28 +293,17 @@ def test_of_two_copies_of_a_weight_on_one_rank_a_replica_may_update_either(tmp_p
         torch.testing.assert_close(its_optimizer.state[weight], kept, rtol=0, atol=0)
 
 
-class Normalized(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs).sum()
-
-
 def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
     """The averages of this rank before they are saved, and after they are loaded."""
     rank = dist.get_rank()
-    module = Normalized()
+    module = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    module.register_buffer("scratch", torch.zeros(2), persistent=False)
     replica = DistributedDataParallel(module, broadcast_buffers=False)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    replica(torch.full((2, 4), float(rank)) + torch.arange(8).reshape(2, 4)).backward()
+    replica(torch.full((2, 4), float(rank)) + torch.arange(8).reshape(2, 4)).sum().backward()
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    saver, state = Saver(folder, keep=1), TrainingState(module, optimizer, [], rank)
-    saver.save(1, state.collect(with_buffers=rank == 0), {}, {})
-    saver.wait()
-    path = checkpoint_dir.newest(folder).found.path
+    state = TrainingState(module, optimizer, [], rank)
+    saver, path = saving(folder, 1, state.collect(with_buffers=rank == 0))
     state.restore(path, same_layout=True, group=saver.group)
     saver.close()
     return before, dict(module.named_buffers()), set(safe_load.names(path))
@@ -325,12 +312,12 @@ def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str
 @pytest.mark.ranks
 def test_buffers_of_one_replica_are_kept_and_go_to_all(tmp_path):
     (first, loaded, names), (second, loaded_too, _) = on_ranks(2, buffers, tmp_path)
-    assert not torch.equal(first["layers.1.running_mean"], second["layers.1.running_mean"])
-    assert first["layers.1.num_batches_tracked"] == 1
+    assert not torch.equal(first["1.running_mean"], second["1.running_mean"])
+    assert first["1.num_batches_tracked"] == 1
     for name, buffer in first.items():
         assert torch.equal(loaded[name], buffer)
         assert torch.equal(loaded_too[name], buffer)
-    assert "model.layers.1.running_var" in names
+    assert "model.1.running_var" in names
     assert "model.scratch" not in names
 
 
@@ -373,11 +360,9 @@ def test_what_an_optimizer_makes_in_a_later_step_is_loaded_too(tmp_path):
         for _ in range(3):
             model(torch.ones(3, 2)).sum().backward()
             optimizer.step()
-        saver = Saver(tmp_path, keep=1)
-        saver.save(1, state.collect(with_buffers=True), {}, {})
-        saver.wait()
+        saver, path = saving(tmp_path, 1, state.collect(with_buffers=True))
         other, restored, state = begun()
-        state.restore(checkpoint_dir.newest(tmp_path).found.path, same_layout=True, group=saver.group)
+        state.restore(path, same_layout=True, group=saver.group)
         saver.close()
     for weight in other.parameters():
         assert torch.equal(restored.state[weight]["late"], torch.full_like(weight, 2))

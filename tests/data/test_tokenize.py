@@ -8,6 +8,7 @@ import tokenizers
 from ptdbench.data.corpus import Part, Tokenizer, files_at
 from tests.data import tiny_tokenizer
 from tests.data.made import problem_of
+from tests.programs import Terminal
 
 NUMBERS = {"one": 1, "two": 2, "three": 3}
 RHYME = "Ring-a-ring o' roses,\nA pocket full of pösies,\n\nA-tishoo! A-tishoo!\n  We all fall down.\n" * 5
@@ -115,13 +116,6 @@ def test_what_is_no_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
     assert "is not a tokenizer.json" in problem_of(Tokenizer, path=path).rule
-
-
-class Terminal(io.StringIO):
-    encoding = "utf-8"
-
-    def isatty(self):
-        return True
 
 
 class TestTelling:

@@ -9,6 +9,7 @@ from ptdbench.models.foreign import Adapted, _grouped_flops, adapt, build
 from ptdbench.models.materialize import materialize, parameter_count
 from ptdbench.models.protocol import FlopsUnknown, Model
 from ptdbench.problems import ConfigError
+from tests.models.assembled import assembled
 
 
 def example():
@@ -33,27 +34,15 @@ class WithLoss(Plain):
         return F.cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
-class WithLossModule(Plain):
-    def __init__(self):
-        super().__init__()
-        self.loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-
-
 class TakesTargets(Plain):
     def forward(self, x, targets=None):
         outputs = super().forward(x)
         return outputs if targets is None else F.cross_entropy(outputs, targets, label_smoothing=0.1)
 
 
-class WithLossInRow(WithLoss):
-    def loss(self, outputs, targets):
-        return super().loss(outputs, targets)[None]
-
-
-class ReturnsRow(TakesTargets):
-    def forward(self, x, targets=None):
-        found = super().forward(x, targets)
-        return found if targets is None else found[None]
+def variant(forward=Plain.forward, base=Plain, **parts):
+    """Another of such layers, called otherwise, or with more attributes."""
+    return lambda: assembled(forward, base, **parts)
 
 
 class WithBoth(Plain):
@@ -62,21 +51,6 @@ class WithBoth(Plain):
     def forward(self, x, targets=None):
         outputs = super().forward(x)
         return outputs, None if targets is None else F.cross_entropy(outputs, targets, label_smoothing=0.1)
-
-
-class WithoutMean(Plain):
-    def forward(self, x, targets=None):
-        return F.cross_entropy(super().forward(x), targets, reduction="none")
-
-
-class InDict(Plain):
-    def forward(self, x, targets=None):
-        return {"cost": super().forward(x).mean()}
-
-
-class WithNoLoss(Plain):
-    def forward(self, x, targets=None):
-        return SimpleNamespace(loss=None, logits=super().forward(x))
 
 
 class Talkative(TakesTargets):
@@ -90,11 +64,6 @@ class Talkative(TakesTargets):
 
     def reset(self, name, tensor, generator):
         tensor.fill_(len(name))
-
-
-class CallsItem(Plain):
-    def forward(self, x):
-        return super().forward(x) * x.sum().item()
 
 
 def target(cls):
@@ -116,7 +85,14 @@ def test_a_plain_module_gets_the_default_losses():
     torch.testing.assert_close(model(inputs, numbers), F.mse_loss(outputs, numbers))
 
 
-@pytest.mark.parametrize("kind", [WithLoss, WithLossModule, WithLossInRow, TakesTargets, ReturnsRow, WithBoth])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        WithLoss, TakesTargets, WithBoth, variant(loss=nn.CrossEntropyLoss(label_smoothing=0.1)),
+        variant(loss=lambda outputs, targets: WithLoss.loss(None, outputs, targets)[None]),
+        variant(lambda self, x, y=None: TakesTargets.forward(self, x, y)[... if y is None else None], TakesTargets),
+    ],
+)  # fmt: skip
 def test_a_module_may_bring_its_loss(kind):
     inputs, classes = batch()
     model = adapt(kind(), example)
@@ -125,10 +101,16 @@ def test_a_module_may_bring_its_loss(kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(WithoutMean, r"a tensor of shape \(8,\)"), (InDict, "dict"), (WithNoLoss, "SimpleNamespace")]
+    ("returned", "told"),
+    [
+        (lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="none"), r"a tensor of shape \(8,\)"),
+        (lambda outputs, _: {"cost": outputs.mean()}, "dict"),
+        (lambda outputs, _: SimpleNamespace(loss=None, logits=outputs), "SimpleNamespace"),
+    ],
 )
-def test_what_is_no_loss_is_named(kind, told):
-    rule = rf"^{kind.__name__}\.forward\(inputs, targets\) must return the mean loss, .*, and returns {told}$"
+def test_what_is_no_loss_is_named(returned, told):
+    kind = variant(lambda self, x, targets=None: returned(Plain.forward(self, x), targets))
+    rule = rf"^Assembled\.forward\(inputs, targets\) must return the mean loss, .*, and returns {told}$"
     with pytest.raises(TypeError, match=rule):
         adapt(kind(), example)(*batch())
 
@@ -264,21 +246,16 @@ def test_a_window_to_both_sides_holds_twice_as_many_but_one(window, seen):
     assert flops_of(Attends(causal=False, window=window)) == (pytest.approx(3 * 2 * 2 * 6 * 12 * seen), 0)
 
 
-class Groups(Plain):
+def grouped(self, x):
     """Three experts in one product, in bf16."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.Parameter(torch.randn(3, 8, 16))
-
-    def forward(self, x):
-        x, ends = F.pad(super().forward(x), (0, 4)).bfloat16(), torch.arange(3, dtype=torch.int32, device=x.device)
-        return F.grouped_mm(x, self.experts.bfloat16(), offs=ends).float()
+    x, ends = F.pad(Plain.forward(self, x), (0, 4)).bfloat16(), torch.arange(3, dtype=torch.int32, device=x.device)
+    return F.grouped_mm(x, self.experts.bfloat16(), offs=ends).float()
 
 
 def test_products_of_experts_count():
     layers = 3 * 2 * (6 * 5 + 5 * 4) - 2 * 6 * 5  # inputs have no gradients
-    assert adapt(Groups(), example).train_flops() == {"module": layers + 3 * 2 * 8 * 16}
+    module = variant(grouped, experts=nn.Parameter(torch.randn(3, 8, 16)))()
+    assert adapt(module, example).train_flops() == {"module": layers + 3 * 2 * 8 * 16}
 
 
 @pytest.mark.parametrize(
@@ -318,13 +295,6 @@ class Mixes(Plain):
         return (x[:, :, None] @ x[:, None, :]).sum(-1)
 
 
-class Says(Mixes):
-    """Says what of it is causal."""
-
-    def masked_flops(self):
-        return 7.0
-
-
 class Counts(Plain):
     """Has FLOPs of its own."""
 
@@ -332,7 +302,10 @@ class Counts(Plain):
         return {"layers.0": 1.0}
 
 
-@pytest.mark.parametrize(("kind", "masked"), [(Plain, 0.0), (Mixes, None), (Says, 7.0), (Counts, None)])
+@pytest.mark.parametrize(
+    ("kind", "masked"),
+    [(Plain, 0.0), (Mixes, None), (variant(Mixes.forward, Mixes, masked_flops=lambda: 7.0), 7.0), (Counts, None)],
+)
 def test_what_is_masked_is_known_where_nothing_could_be_or_the_module_says_it(kind, masked):
     assert adapt(kind(), example).masked_flops() == masked
 
@@ -373,7 +346,7 @@ def test_weights_that_are_one_object_are_tied():
 
 def test_flops_that_cannot_be_counted_say_why():
     with pytest.raises(FlopsUnknown, match=r"no train_flops\(\).*item\(\)"):
-        adapt(CallsItem(), example).train_flops()
+        adapt(variant(lambda self, x: Plain.forward(self, x) * x.sum().item())(), example).train_flops()
 
 
 def test_without_reset_the_seed_gives_the_values():
