@@ -2,24 +2,19 @@ from torch import nn
 
 from ptdbench.models.protocol import Role
 from ptdbench.parallel.roles import roles_of
+from tests.models.assembled import assembled
 from tests.parallel.made import refused
 
 
-class Net(nn.Module):
-    def __init__(self, roles):
-        super().__init__()
-        self.up = nn.Linear(2, 4)
-        self.given = roles
-
-    def roles(self):
-        return self.given
+def net(roles):
+    return assembled(nn.Module.forward, up=nn.Linear(2, 4), roles=lambda: roles)
 
 
 def test_a_kind_alone_is_a_role():
-    assert roles_of(Net({"up": "outputs", "": Role("stream")})) == {"up": Role("outputs"), "": Role("stream")}
+    assert roles_of(net({"up": "outputs", "": Role("stream")})) == {"up": Role("outputs"), "": Role("stream")}
 
 
 def test_what_is_no_role_is_refused():
-    first, second = refused(roles_of, Net({"up": "colwise", "down": "inputs"})).splitlines()
+    first, second = refused(roles_of, net({"up": "colwise", "down": "inputs"})).splitlines()
     assert first.startswith("roles()['up']=colwise: is not the role of a module; try outputs, inputs, vocabulary")
     assert second == "roles()['down']=inputs: is the role of a module that the model does not have"
