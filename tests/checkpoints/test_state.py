@@ -26,6 +26,7 @@ from tests.optim.made_muon import muon_of
 from tests.parallel.ranks import each, mesh_of, on_ranks, pretended
 from tests.parallel.splitting import where_split
 from tests.refusals import refusal_of
+from tests.setup.test_run_spec import Counter
 from tests.workloads.made_loop import step_loop
 
 BATCH = 12
@@ -321,21 +322,13 @@ def test_buffers_of_one_replica_are_kept_and_go_to_all(tmp_path):
     assert "model.scratch" not in names
 
 
-class Counting(torch.optim.SGD):
-    """Keeps a plain number."""
-
-    def step(self, closure: Any = None) -> None:
-        for weight in self.param_groups[0]["params"]:
-            self.state[weight]["steps"] = self.state[weight].get("steps", 0) + 1
-
-
 def test_an_optimizer_whose_state_would_be_lost_is_refused():
     model = nn.Linear(2, 2)
-    optimizer = Counting(model.parameters(), lr=0.1)
+    optimizer = Counter(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, [], 0)
     assert "model.bias" in state.collect(with_buffers=True)
     optimizer.step()
-    with pytest.raises(ConfigError, match="optimizer=Counting: keeps steps as int, but checkpoints hold only tensors"):
+    with pytest.raises(ConfigError, match="optimizer=Counter: keeps steps as int, but checkpoints hold only tensors"):
         state.collect(with_buffers=True)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from ptdbench.models.foreign import Adapted
 from ptdbench.parallel.ddp import bucket_size
 from ptdbench.parallel.strategy import Strategy
+from tests.models.assembled import assembled
 from tests.parallel.made import gpt, laid_out, refused, unscaled
 from tests.parallel.ranks import on_ranks, pretended
 from tests.parallel.ten_steps import by_engine
@@ -39,16 +40,10 @@ def test_a_weight_without_a_gradient_is_named_where_ddp_waits_for_it():
         assert refused(trained, 2) == Abridged(told)
 
 
-class Branched(nn.Module):
+def uses_one_at_times(self: Any, inputs: Tensor) -> Tensor:
     """Uses a weight for samples that begin with a positive number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.sometimes = nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        outputs, chosen = self.always(inputs), inputs[:, 0] > 0
-        return outputs + chosen[:, None] * self.sometimes(inputs) if chosen.any() else outputs
+    outputs, chosen = self.always(inputs), inputs[:, 0] > 0
+    return outputs + chosen[:, None] * self.sometimes(inputs) if chosen.any() else outputs
 
 
 #: Of four samples, which use the weight, step by step; each of two ranks has two of them.
@@ -63,7 +58,8 @@ def four_samples(step: int) -> tuple[Tensor, Tensor]:
 
 def branched() -> Adapted:
     torch.manual_seed(0)
-    return Adapted(Branched(), lambda: (torch.empty(1, 3, device="meta"), torch.empty(1, 2, device="meta")))
+    module = assembled(uses_one_at_times, always=nn.Linear(3, 2), sometimes=nn.Linear(3, 2))
+    return Adapted(module, lambda: (torch.empty(1, 3, device="meta"), torch.empty(1, 2, device="meta")))
 
 
 def adamw(named: Any) -> torch.optim.Optimizer:

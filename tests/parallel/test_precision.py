@@ -14,6 +14,7 @@ from ptdbench.local_part import local_part
 from ptdbench.measure import hardware
 from ptdbench.optim.averaging import WeightAverage
 from ptdbench.parallel.precision import DTYPES, AgreedGradScaler, Copies, arithmetic, cast_inputs
+from tests.models.assembled import assembled
 from tests.parallel.ranks import each, on_ranks
 
 
@@ -90,21 +91,19 @@ def test_a_step_casts_all_weights_once_and_all_gradients_of_a_unit_or_of_vectors
         assert casts == [6]
 
 
-class Beside(nn.Module):
+def beside() -> Any:
     """Reads a weight before its unit has run, and one of a unit that never runs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.head = (nn.Linear(2, 2, bias=False) for _ in range(2))
-        for weight in self.parameters():
-            nn.init.ones_(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         return F.linear(self.inner(x * self.inner.weight.sum()), self.head.weight)
+
+    inner, head = (nn.Linear(2, 2, bias=False) for _ in range(2))
+    nn.init.ones_(inner.weight), nn.init.ones_(head.weight)
+    return assembled(forward, inner=inner, head=head)
 
 
 def test_a_weight_that_is_read_beside_its_unit_is_a_copy_with_a_gradient_and_an_evaluation_changes_nothing():
-    module = Beside()
+    module = beside()
     Copies(module, [module.inner, module.head], torch.bfloat16)
     inputs = torch.ones(1, 2, dtype=torch.bfloat16)
     for _ in range(2):
@@ -117,7 +116,7 @@ def test_a_weight_that_is_read_beside_its_unit_is_a_copy_with_a_gradient_and_an_
 
 
 def test_after_a_step_modules_see_their_parameters():
-    module = Beside()
+    module = beside()
     copies = Copies(module, [module.inner], torch.bfloat16)
     copies.begin()
     module(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
@@ -150,16 +149,13 @@ def test_a_frozen_weight_gets_no_gradient():
     assert layer._parameters["bias"].grad.tolist() == [1, 1]
 
 
-class Told(nn.Module):
-    """Remembers what it was called with."""
-
-    def forward(self, inputs: Any, targets: Any = None, **options: Any) -> Any:
-        self.seen = {"inputs": inputs, "targets": targets, **options}
-        return inputs
+def remembers(self: Any, inputs: Any, targets: Any = None, **options: Any) -> Any:
+    self.seen = {"inputs": inputs, "targets": targets, **options}
+    return inputs
 
 
 def test_what_enters_is_cast_except_targets_and_integers():
-    module, one = Told(), torch.ones(2)
+    module, one = assembled(remembers), torch.ones(2)
     cast_inputs(module, [], "bf16")
     tokens = torch.ones(2, dtype=torch.int64)
     for by_place, by_name in (((one,), {}), ((), {"targets": one})):

@@ -18,6 +18,7 @@ from ptdbench.parallel.pipeline.schedules import SCHEDULES
 from ptdbench.parallel.pipeline.stage import costs
 from ptdbench.parallel.strategy import Strategy
 from tests.daily import cases, selected
+from tests.models.assembled import assembled
 from tests.parallel.made import data, gpt, laid_out, layout_of, on_meta, refused, unscaled, whole, with_weights
 from tests.parallel.ranks import each, on_ranks, pretended
 from tests.parallel.splitting import needs_splitting, where_split
@@ -294,19 +295,14 @@ def with_equal_layers() -> GPT:
     return model
 
 
-class OneBlockTwice(nn.Module):
+def one_block_twice() -> nn.Module:
     """Calls one block under two names, as a model that shares its weights in depth does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-        self.first, self.layers, self.last = nn.Linear(2, 2), nn.ModuleList([block, block]), nn.Linear(2, 2)
+    def forward(self: Any, inputs: Tensor) -> Tensor:
+        return self.last(self.layers[1](self.layers[0](self.first(inputs))))
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.last(hidden)
+    block = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    return assembled(forward, first=nn.Linear(2, 2), layers=nn.ModuleList([block, block]), last=nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +337,7 @@ class OneBlockTwice(nn.Module):
               (torch.ones(()), "has no dimension to shard, …: torch.ones(1)"),
               (torch.ones(2, dtype=torch.complex64), "is complex, …"),
               (torch.ones(2, 3).t(), "is not contiguous, …: nn.Parameter(weight.contiguous())"))),
-        ({"pipeline": 2}, lambda: untold_by(OneBlockTwice(), 2), "pipeline=2: module.layers.0.0.weight and "
+        ({"pipeline": 2}, lambda: untold_by(one_block_twice(), 2), "pipeline=2: module.layers.0.0.weight and "
          "module.layers.1.0.weight are one weight, …; register it under one name, or try parallel=ddp"),
     ],
 )  # fmt: skip
