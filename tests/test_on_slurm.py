@@ -163,7 +163,6 @@ class TestWithoutWaiting:
     def test_an_interrupted_wait_leaves_the_jobs_to_themselves(self, run, tmp_path, slurm):
         command, pipe = [*TRAIN, *HELLO, "+cluster.extra.hold=true"], subprocess.PIPE  # held: it must not end before
         process = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
-        assert process.stderr
         assert process.stderr.readline().startswith("job ")  # it follows the job now
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=240)

@@ -47,8 +47,6 @@ hydra:
 def options() -> ModuleType:
     """The extension, which Sphinx finds in its own folder."""
     spec = importlib.util.spec_from_file_location("options", ROOT / "docs" / "options.py")
-    assert spec
-    assert spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["options"] = module  # where its dataclasses look for it
     spec.loader.exec_module(module)

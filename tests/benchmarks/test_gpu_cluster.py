@@ -66,7 +66,6 @@ def test_processes_are_known_by_their_mark():
     mark = uuid.uuid4().hex
     environ, pipe = {**os.environ, processes.MARK: mark}, subprocess.PIPE
     with subprocess.Popen(["sh", "-c", "echo; read _"], env=environ, stdin=pipe, stdout=pipe) as process:
-        assert process.stdout
         process.stdout.readline()  # from here on it is the shell, and not yet on its way to become it
         assert processes._here(mark) == [process.pid]
         process.kill()

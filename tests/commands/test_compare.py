@@ -307,7 +307,6 @@ def test_a_signal_ends_the_run_as_train_does(two_commits, number):
     command[command.index("HEAD")] = "HEAD~1"
     long, pipe = [*command, "train.steps=1000000"], subprocess.PIPE
     started = subprocess.Popen(long, cwd=top, env=environ, stdout=pipe, stderr=pipe, text=True)
-    assert started.stderr is not None
     assert any("  step " in line for line in started.stderr)
     family = psutil.Process(started.pid).children(recursive=True)
     started.send_signal(number)

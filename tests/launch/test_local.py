@@ -32,7 +32,6 @@ pytestmark = pytest.mark.ranks
 def tell(environ: dict[str, str], folder: Path) -> None:
     """In a rank: write down where it finds itself."""
     world = discover(os.environ)
-    assert world is not None
     seen = {"rank": world.rank, "size": world.size, "mark": os.environ.get("MARK")}
     (folder / f"{world.rank}.json").write_text(json.dumps(seen))
 
@@ -200,7 +199,6 @@ def test_a_kill_of_train_py_leaves_no_process(tmp_path):
     command = [sys.executable, str(ROOT / "train.py"), "model=toy", "train.steps=1000000", "train.max_minutes=null"]
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stderr is not None
             assert any("  step " in line for line in process.stderr)
             assert len(carrying(mark)) >= 4  # itself, the fork server and two ranks
         finally:

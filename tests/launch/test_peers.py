@@ -19,7 +19,6 @@ def meet() -> list[list[Peer]]:
     """In a rank: whom this rank meets on machines of one name, and on its own node for a share and for one core."""
     own = NODES[dist.get_rank()]
     world = discover(os.environ)
-    assert world is not None
     found = []
     for name, kernel, wanted in (("localhost", own, "auto"), (own, "the same", "auto"), (own, "the same", 1)):
         os.environ["SLURMD_NODENAME"] = name

@@ -80,7 +80,6 @@ def test_the_rank_to_blame(heard, rank, message):
 def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: tuple[str, int] | None) -> None:
     """In a rank: step under a watchdog until ``culprit`` does in step 3 what ``how`` says."""
     world = discover(os.environ)
-    assert world is not None
     world = replace(world, launcher="srun" if server else "local")
     rank = world.rank
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
@@ -212,7 +211,6 @@ class TestStuck:
 def take_time(environ: dict[str, str], folder: Path) -> None:
     """In a rank: a first step, a pause and a suspension of all ranks longer than the limit; then no thread is left."""
     world = discover(os.environ)
-    assert world is not None
 
     def report(*_: object) -> None:
         (folder / "alarm").touch()

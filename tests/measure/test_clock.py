@@ -35,8 +35,6 @@ class Event:
         self.queued_at = Event.device_now
 
     def elapsed_time(self, end: "Event") -> float:
-        assert self.queued_at is not None
-        assert end.queued_at is not None
         return end.queued_at - self.queued_at
 
 

@@ -107,5 +107,4 @@ BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and
 def test_what_cannot_be_cut_says_why(build, reason):
     model = adapt(build(), example)
     assert model.parts() is None
-    assert model.uncut is not None
     assert model.uncut.replace("addmm: ", "") == BLOCKS + reason  # since torch 2.15 it names the operation

@@ -60,7 +60,6 @@ class TestGroups:
 
 def decays(*overrides: str) -> dict[str, float]:
     training = run_spec.specify(read("model=resnet18", *overrides), None).training
-    assert training
     model = ResNet(depth=18, classes=1000)
     return {group["rule"]: group["weight_decay"] for group in training.optimizer(model.named_parameters()).param_groups}
 

@@ -102,7 +102,6 @@ def test_a_stage_may_have_matrices_alone_or_none(held):
 def test_the_preset_takes_the_rate_and_the_precision_of_the_run():
     def of(*overrides: str) -> Muon:
         spec = run_spec.specify(read("optimizer=muon", "model=toy", "model.layers=3", *overrides), None)
-        assert spec.training
         optimizer = spec.training.optimizer([("chain.1.linear.weight", nn.Parameter(torch.zeros(2, 2)))])
         assert isinstance(optimizer, Muon)
         return optimizer

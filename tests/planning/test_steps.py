@@ -9,9 +9,7 @@ from tests.conftest import read
 
 
 def training(*words: str) -> TrainingSpec:
-    found = run_spec.specify(read("device=cpu", "cluster.ranks_per_node=2", *words), None).training
-    assert found
-    return found
+    return run_spec.specify(read("device=cpu", "cluster.ranks_per_node=2", *words), None).training
 
 
 def test_micro_batches_divide_a_replicas_share() -> None:

@@ -27,9 +27,7 @@ class Terminal(io.TextIOWrapper):
 
     @property
     def text(self) -> str:
-        raw = self.buffer
-        assert isinstance(raw, io.BytesIO)
-        return raw.getvalue().decode()
+        return self.buffer.getvalue().decode()
 
 
 @pytest.fixture

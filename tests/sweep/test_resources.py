@@ -36,7 +36,6 @@ ONE_EACH = Shape(1, 2, 2, None)
 @cache
 def defaults() -> Slurm:
     found = read("cluster=slurm").cluster
-    assert isinstance(found, Slurm)
     return found
 
 

@@ -30,9 +30,7 @@ TINY = (*test_profile.TINY, "profile.steps=1", "cluster.ranks_per_node=2")
 
 
 def training(*overrides: str) -> TrainingSpec:
-    found = run_spec.specify(read(*TINY, *overrides), None).training
-    assert found
-    return found
+    return run_spec.specify(read(*TINY, *overrides), None).training
 
 
 def of_kind(record: dict[str, Any], kind: str) -> list[int]:

@@ -164,7 +164,6 @@ def trained(directory: Path, known: float) -> tuple[Any, int, float]:
         with mock.patch.object(ceiling, "measure", measured), mock.patch.dict(ceiling.AUTO_SHAPES, cpu=("64",)):
             outcome = train.Train()(job(directory, options))
         kept = ceiling.look_up(key)
-        assert kept
         return outcome.fields, measured.call_count, kept.flops_per_second
 
 

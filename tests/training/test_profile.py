@@ -64,10 +64,8 @@ def slow_all_reduce(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[tor
     large = torch.ones(LARGE)
     begin = time.time()
     work = dist.all_reduce(large, async_op=True)
-    assert work is not None
     work.get_future().add_done_callback(lambda _: SLEPT.append((begin, time.time())))
     last = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
-    assert last is not None
     both = torch.futures.collect_all([work.get_future(), last.get_future()])
     return both.then(lambda futures: futures.value()[1].value()[0])
 
