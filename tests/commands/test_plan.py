@@ -371,8 +371,7 @@ def test_a_plan_that_is_stopped_leaves_no_process(environ, tmp_path):
 
 
 def lacking(*titles: str) -> list[plans._Lacking]:
-    nothing: Any = None
-    return [plans._Lacking(nothing, False, title, None) for title in titles]
+    return [plans._Lacking(None, False, title, None) for title in titles]  # type: ignore[arg-type]
 
 
 def test_a_process_that_plans_and_dies_costs_its_plan_and_no_other(monkeypatch):

@@ -26,10 +26,6 @@ def file(directory: Path) -> Path:
     return directory / "failures" / "start" / "crash.txt"
 
 
-def told(text: str) -> crash.Crash:
-    return crash.read(text)
-
-
 def ended(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
     """A process that has the path of a file in ``sys.argv[1]``."""
     return call(sys.executable, "-c", HEAD + code, file(directory), cwd=ROOT, environ=os.environ, timeout=60)
@@ -46,7 +42,7 @@ def test_the_stacks_of_a_crash_are_kept(tmp_path, how, name):
     done = ended(tmp_path, f"def work():\n    {how}\n\nwith crash.kept(Path(sys.argv[1])):\n    work()")
     assert done.returncode == -getattr(signal, name)
     assert "Fatal" not in done.stderr
-    found = told(file(tmp_path).read_text())
+    found = crash.read(file(tmp_path).read_text())
     assert found.signal == name
     assert ("<string>", 8, "work") in found.calls
     assert found.calls[-1][2] == "<module>"
@@ -106,17 +102,17 @@ Extension modules: torch._C (total: 1)
 
 def test_of_all_threads_the_one_that_was_hit_is_told():
     calls = [("/home/ada/my models.py", 13, "forward"), ("/ptdbench/run.py", 205, "_work")]
-    found = told(OF_THREADS.format(hit="Current thread", more=""))
+    found = crash.read(OF_THREADS.format(hit="Current thread", more=""))
     assert (found.signal, found.calls) == ("SIGABRT", calls)
     assert "threading.py" not in found.stack
     assert "Extension modules" not in found.stack
     # A thread of native code leaves where the main thread was, and all stacks.
-    found = told(OF_THREADS.format(hit="Thread", more=""))
+    found = crash.read(OF_THREADS.format(hit="Thread", more=""))
     assert found.calls == calls
     assert "threading.py" in found.stack
     # The stack of native code that newer versions of Python add holds no calls.
     native = '\nCurrent thread\'s C stack trace (most recent call first):\n  Binary file "/lib/libc.so", at +0x3c\n'
-    found = told(OF_THREADS.format(hit="Current thread", more=native))
+    found = crash.read(OF_THREADS.format(hit="Current thread", more=native))
     assert found.calls == calls
     assert "libc.so" in found.stack
 
