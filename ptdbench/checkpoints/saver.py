@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from ptdbench.checkpoints import checkpoint_dir, safe_load
 from ptdbench.checkpoints.checkpoint_dir import Manifest, Stamp
 from ptdbench.files import lack_of_space
+from ptdbench.grouping import grouped
 from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
@@ -58,10 +59,7 @@ class Shares:
 
 def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
     """Assign each shard to one of the ranks that hold it; ``held`` gives the bytes of each rank's shards."""
-    holders: dict[Part, list[int]] = {}
-    for rank, parts in enumerate(held):
-        for part in parts:
-            holders.setdefault(part, []).append(rank)
+    holders = grouped((part, rank) for rank, parts in enumerate(held) for part in parts)
     shares: list[set[Part]] = [set() for _ in held]
     bytes_of = [0] * len(held)
 
@@ -110,7 +108,7 @@ class Staging:
             A function that waits for the device and returns the copies by name, on the CPU; a DTensor stays a DTensor.
             The next call overwrites them.
         """
-        on_gpu = _on_gpu(tensors)
+        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         self._allocate(tensors, pinned=on_gpu)
         copies = dict(self._copies)
         if not on_gpu:
@@ -165,10 +163,6 @@ class Staging:
 def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         local_part(into[name]).copy_(local_part(tensor), non_blocking=True)
-
-
-def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
-    return any(tensor.is_cuda for tensor in tensors.values())
 
 
 def _unpin(address: int, _: mmap.mmap) -> None:

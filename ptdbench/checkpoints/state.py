@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ptdbench.checkpoints import safe_load
+from ptdbench.grouping import grouped
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import device_of, local_part, unwrapped, without_repeats
 from ptdbench.optim.averaging import KEY
@@ -186,12 +187,9 @@ class TrainingState:
 
     def _make_later_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Create what a user's optimizer makes in later steps, where all that it makes in its first is stored."""
-        kept: dict[str, set[str]] = {}
-        for full in stored:
-            prefix, _, key = full.rpartition(".")
-            kept.setdefault(prefix, set()).add(key)
+        kept = grouped((prefix, key) for prefix, _, key in (full.rpartition(".") for full in stored))
         for name, weight in self._weights():
-            state, keys = self._optimizer.state.get(weight), kept.get(f"optimizer.{name}", set())
+            state, keys = self._optimizer.state.get(weight), {*kept.get(f"optimizer.{name}", ())}
             if not state or not {key for key, value in state.items() if value is not None} <= keys:
                 continue  # another replica's, under ZeRO-1, or another optimizer's
             for key in keys - {*state, KEY}:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
+from ptdbench.grouping import grouped
 from ptdbench.records import ledger, record, store
 from ptdbench.records.record import objective_value
 from ptdbench.records.schema import Written
@@ -88,12 +89,13 @@ def comparable(found: Iterable[Alternative]) -> list[list[Alternative]]:
     """
     runs = [(one.median_run, one) for one in found]
     known = {_trained(run): run for run, _ in runs if run.get("parameters")}
-    groups: dict[Hashable, list[Alternative]] = {}
-    for run, one in runs:
+
+    def work(run: Written) -> Hashable:
         sized = run if run.get("parameters") else known.get(_trained(run), run)
         of_sample = record.option(run, "data.image_size", int), sized.get("tokens_per_sample")
-        groups.setdefault((run["model"], sized.get("parameters"), of_sample, batch(run)), []).append(one)
-    return list(groups.values())
+        return run["model"], sized.get("parameters"), of_sample, batch(run)
+
+    return [*grouped((work(run), one) for run, one in runs).values()]
 
 
 def _trained(run: Written) -> str:

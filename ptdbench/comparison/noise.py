@@ -18,6 +18,7 @@ from ptdbench import cache
 from ptdbench.comparison import variation
 from ptdbench.comparison.alternatives import Alternative, name_of_sweep, throughput
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool
+from ptdbench.grouping import grouped
 from ptdbench.records.record import option
 from ptdbench.records.schema import Environment, Written, part
 
@@ -57,11 +58,8 @@ class _OfSweep(Noise):
 
 def keep(found: Sequence[Alternative]) -> None:
     """Cache the noise of a sweep's runs, for each size with enough runs; a full disk is ignored."""
-    groups: dict[str, list[Alternative]] = {}
-    for one in found:
-        if len(one.sample) >= MIN_RUNS:
-            groups.setdefault(json.dumps(_key(one.median_run), sort_keys=True), []).append(one)
-    for group in groups.values():
+    several = (one for one in found if len(one.sample) >= MIN_RUNS)
+    for group in grouped((json.dumps(_key(one.median_run), sort_keys=True), one) for one in several).values():
         key = _key(group[0].median_run)
         noise, marks = variation.noise([one.sample for one in group]), _marks(run for one in group for run in one.runs)
         if noise.unpaired.freedom >= _LEAST_FREEDOM and noise.unpaired.squares:

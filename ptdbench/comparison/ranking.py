@@ -97,7 +97,7 @@ class Ranking:
 def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     """Rank comparable alternatives; an order of single runs requires the noise of earlier sweeps."""
     ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
-    samples, means = [one.sample for one in ok], [_mean(one) for one in ok]
+    samples, means = [one.sample for one in ok], [variation.geometric_mean(one.sample) or 0.0 for one in ok]
     pool = Pool(samples, earlier)
     faster = significance.faster(pool, samples, level)
     ranks = significance.ranks(faster)
@@ -163,9 +163,3 @@ def _runs(fewest: int, most: int) -> str:
     if fewest < most:
         return f"{fewest} to {most} runs"
     return "one run" if most == 1 else plural(most, "run")
-
-
-def _mean(one: Alternative) -> float:
-    rate = variation.geometric_mean(one.sample)
-    assert rate is not None
-    return rate

@@ -17,8 +17,10 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import NamedTuple
 
+from ptdbench.grouping import grouped
 from ptdbench.records.schema import Quantity
 
 #: Minimum number of runs per side of a verdict, or of a mean with an interval: with two it is 13 standard errors wide.
@@ -187,10 +189,7 @@ def _two_way(samples: Sequence[Sample]) -> Spread:
         for row in rows:
             mean = math.fsum(row.values()) / len(row)
             row.update((block, log - mean) for block, log in row.items())
-        columns: dict[Hashable, list[float]] = {}
-        for row in rows:
-            for block, log in row.items():
-                columns.setdefault(block, []).append(log)
+        columns = grouped(chain.from_iterable(row.items() for row in rows))
         means = {block: math.fsum(logs) / len(logs) for block, logs in columns.items()}
         for row in rows:
             row.update((block, log - means[block]) for block, log in row.items())

@@ -187,7 +187,7 @@ class Chain:
         found: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin, self._front)}
         for name, block in self._blocks.items():
             found[name] = Piece(full({name: block}), partial(self._through, name))
-        return found | {"(after the blocks)": Piece(full(self._after), self._end, self._back)}
+        return found | {"(after the blocks)": Piece(full(self._after), partial(self._end, self._back), self._back)}
 
     def _begin(self, inputs: Tensor) -> Tensor:
         """Compute the first block's input."""
@@ -201,13 +201,10 @@ class Chain:
         arguments, options = self._others(hidden)[name]
         return self._hidden(self._blocks[name](hidden, *arguments, **options))
 
-    def _end(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
-        return self._finish(self._rest(self._back, hidden), targets)
-
-    def _rest(self, shell: nn.Module, hidden: Tensor) -> Any:
-        """Return what the module returns if the last block returns ``hidden``."""
+    def _end(self, shell: nn.Module, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the outputs, or with targets the loss, if the last block returns ``hidden``."""
         self._dtype = hidden.dtype
-        return self._run(shell, self._inputs(hidden), lambda *_: self._returned(hidden))
+        return self._finish(self._run(shell, self._inputs(hidden), lambda *_: self._returned(hidden)), targets)
 
     def _others(self, hidden: Tensor) -> dict[str, _OtherArguments]:
         """Return each block's arguments other than the hidden state; determined once per batch size."""
@@ -353,18 +350,18 @@ class Chain:
         hidden = torch.randn((2, *self._hidden_shape[1:]))
         with torch.enable_grad():
             probe = hidden.clone().requires_grad_()
-            outputs = self._finish(self._rest(self._back, probe), None).sum()
+            outputs = self._end(self._back, probe).sum()
         passes = outputs.requires_grad and probe.requires_grad  # not if it was an output of what has no gradients
         if not passes or torch.autograd.grad(outputs, probe, allow_unused=True) == (None,):
             raise NoChain("passes no gradient to its last block, as under reentrant checkpointing")
         begun, others = self._begin(zeros), tree_leaves(self._capture_others(self._back, zeros))
-        rest = self._finish(self._rest(self._back, hidden), None)
+        rest = self._end(self._back, hidden)
         with _spoiled(self._module, [*self._before.values(), *self._blocks.values()]):
             other = self._with_slots(self._stubs(1.0))
             pairs = zip(others, tree_leaves(self._capture_others(other, ones)), strict=True)
             if any(not (torch.equal(a, b) if isinstance(a, Tensor) else a is b or a == b) for a, b in pairs):
                 raise NoChain("calls its blocks with more than the hidden state that depends on samples or weights")
-            if not torch.equal(rest, self._finish(self._rest(other, hidden), None)):
+            if not torch.equal(rest, self._end(other, hidden)):
                 raise NoChain("uses what comes before its blocks after them too")
         with _spoiled(self._module, [*self._blocks.values(), *self._after.values()]):
             if not torch.equal(begun, self._begin(zeros)):

@@ -51,6 +51,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -294,15 +295,10 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flo
             return _counted(module, inputs, targets, torch.device("meta"))
     except Exception as error:  # third-party code may raise anything
         reason = first_line(error)
-    try:
-        with (
-            preserved(module, whole=True),
-            FakeTensorMode(allow_non_fake_inputs=True),
-        ):  # code that reads values often checks first if it is traced
-            return _counted(module, inputs, targets, torch.device("cpu"))
-    except Exception:
-        problem = f"the model has no train_flops(), and counting on the meta device failed: {reason}"
-        raise FlopsUnknown(problem) from None
+    # Code that reads values often checks first if it is traced.
+    with suppress(Exception), preserved(module, whole=True), FakeTensorMode(allow_non_fake_inputs=True):
+        return _counted(module, inputs, targets, torch.device("cpu"))
+    raise FlopsUnknown(f"the model has no train_flops(), and counting on the meta device failed: {reason}")
 
 
 # A failure with fake tensors is reported in one line; suppress torch's log of the operation's traceback.

@@ -35,7 +35,8 @@ class ModuleState:
         self._module, self._whole = module, whole
         self._contents = [(held, _content(held)) for held in _containers(module, whole)]
         self._gradients = [(weight, weight.grad, weight.requires_grad) for weight in module.parameters()]
-        tensors = {id(one): one for _, content in self._contents for one in _values(content) if _is_copied(one)}
+        contents = (content.values() if isinstance(content, dict) else content for _, content in self._contents)
+        tensors = {id(one): one for content in contents for one in content if _is_copied(one)}
         with torch.no_grad():
             self._copies = {key: (tensor, tensor.clone()) for key, tensor in tensors.items()}
 
@@ -151,10 +152,6 @@ def _containers(module: nn.Module, whole: bool) -> Iterator[Any]:
 def _packages(kind: Any) -> frozenset[str]:
     """Return the packages of a class and its bases other than torch and this one: objects of these are no state."""
     return frozenset({base.__module__.partition(".")[0] for base in kind.__mro__} - {"torch", "ptdbench", "builtins"})
-
-
-def _values(held: Any) -> Iterable[Any]:
-    return held.values() if isinstance(held, dict) else held
 
 
 def _content(held: Any) -> Any:

@@ -28,15 +28,9 @@ def parts(
     example: Tensor,
     prefix: str,
 ) -> dict[str, nn.Module]:
-    """Return the pieces of a module, by name.
+    """Return the pieces of a module, by name; its blocks stay whole.
 
-    Args:
-        module: The module.
-        blocks: Its repeated blocks, which stay whole: they are the units of sharding, recomputation and compilation.
-        call: Calls a module with the signature of this one: ``call(module, inputs)``.
-        finish: Converts the result to the outputs, or with targets to the loss: ``finish(returned, targets)``.
-        example: Inputs of one sample on the meta device.
-        prefix: Prefix that turns a name in the module into a full name.
+    Arguments are as for :class:`ptdbench.models.chain.Chain` and :meth:`ptdbench.models.chain.Chain.parts`.
 
     Raises:
         NoChain: The module cannot be traced, or there is no place to cut it.
@@ -91,12 +85,14 @@ def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
 def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Group the nodes into as many pieces as possible: each has weights, and passes on one value."""
     places = {node: place for place, node in enumerate(nodes)}
-    last_call = {node.target: place for place, node in enumerate(nodes) if node.op == "call_module"}
+    calls = [node for node in nodes if node.op == "call_module"]
+    weighted = {one for one in calls if has_weights(module.get_submodule(str(one.target).removeprefix("module.")))}
+    last_call = {node.target: places[node] for node in calls}
     ends: list[int] = []
     end: int | None = None  # where the current group may end: the last such place after its last weight
     bound, is_weighted = 0, False
     for place, node in enumerate(nodes):
-        if _has_weights(module, node):
+        if node in weighted:
             is_weighted = True
             if end is not None:
                 ends.append(end)
@@ -108,18 +104,12 @@ def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     return [list(nodes[start:stop]) for start, stop in pairwise([0, *ends, len(nodes)])]
 
 
-def _has_weights(module: nn.Module, node: fx.Node) -> bool:
-    return node.op == "call_module" and has_weights(module.get_submodule(str(node.target).removeprefix("module.")))
-
-
 def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
     """Create a piece that replays these nodes on their single input."""
     inside = set(nodes)
     own = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    outside = {used for node in nodes for used in node.all_input_nodes if used not in inside}
-    for used in outside:  # one, or none for the first piece
-        known[used] = own.placeholder("hidden")
+    outside = {used for node in nodes for used in node.all_input_nodes} - inside
+    known = {used: own.placeholder("hidden") for used in outside}  # one, or none for the first piece
     for node in nodes:
         known[node] = own.node_copy(node, lambda used: known[used])
     if nodes[-1].op != "output":

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ptdbench.grouping import grouped
 from ptdbench.models.state import Modes, preserved
 
 
@@ -117,9 +118,8 @@ class _Uses(TorchDispatchMode):
         self._running: list[nn.Module] = []
         self._holders = holders or {}
         self._aliases = [(tensor, tensor.detach()) for tensor in tensors.values()]
-        self._of_memory: dict[int, list[tuple[str, Tensor]]] = {}
-        for name, (_, alias) in zip(tensors, self._aliases, strict=True):
-            self._of_memory.setdefault(_memory(alias), []).append((name, alias))
+        aliases = zip(tensors, (alias for _, alias in self._aliases), strict=True)
+        self._of_memory = grouped((_memory(alias), (name, alias)) for name, alias in aliases)
         self._before: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     @contextmanager

@@ -137,12 +137,14 @@ def _figure(
     return Column(heading, cell=lambda row: figure_text(value(row), write), name=name, value=value, **more)
 
 
-def _planned(heading: str) -> Column:
-    """Return a column that only plans have."""
-    of, field = virtual.plan_column(heading, memory_text), f"plan_{heading.replace(' ', '_')}"
-    unit = {"name": field} if heading in virtual.NO_SIZES else {"name": f"{field}_mib", "scale": 2**-20}
-    return Column(heading, cell=lambda row: of.cell(row.run), is_text=of.is_text, drop_order=of.drop_order, field=field,
-                  value=lambda row: virtual.plan_figures(row.run).get(heading), **unit)  # fmt: skip
+def planned(heading: str, size: Callable[[int], str] = memory_text) -> Column:
+    """Return a column that only plans have, of :data:`ptdbench.report.virtual.PLANNED`; ``size`` formats bytes."""
+    field = f"plan_{heading.replace(' ', '_')}"
+    unit, write = {"name": f"{field}_mib", "scale": 2**-20}, size
+    if heading in virtual.NO_SIZES:
+        unit, write = {"name": field}, str
+    return _figure(heading, value=lambda row: virtual.plan_figures(row.run).get(heading), write=write,
+                   is_text=heading == "fits", drop_order=virtual.PLANNED[heading], field=field, **unit)  # fmt: skip
 
 
 _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
@@ -158,7 +160,7 @@ COLUMNS = (
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
     _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, page_only=True),
     _figure("batch", "batch", lambda row: row.run.get("global_batch"), in_title="batch {}".format),
-    *(_planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
+    *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
     Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, higher_is_better=True,
@@ -226,7 +228,7 @@ def unit(records: Iterable[Written]) -> str:
 def _block(found: Ranking) -> Block:
     typical = [place.alternative.median_run for place in found.places]
     named = names(typical)
-    rows = [Row(*of_row) for of_row in zip(found.places, named, strict=True)]
+    rows = list(map(Row, found.places, named))
     counted = unit(run for row in rows for run in row.runs)
     return Block(rows, counted, remarks.of_rows(found, named), _why(rows))
 

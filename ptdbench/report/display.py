@@ -285,14 +285,10 @@ class Display:
             self._wake.wait(REDRAW_SECONDS)
             self._wake.clear()
 
-    def _mean(self) -> float | None:
-        """Return the mean seconds of the steps after the first one."""
-        later = self._done - (self._done if self._base is None else self._base)
-        return self._later_seconds / later if later else None
-
     def _late_step(self, idle: float) -> str:
         """``step 12: 12 s, before 1 s each`` for a step that is late, else an empty text."""
-        mean = self._mean()
+        later = self._done - (self._done if self._base is None else self._base)  # steps after the first one
+        mean = self._later_seconds / later if later else None
         if idle < max(_LATE_SECONDS, _LATE_TIMES * (mean or 0.0)):
             return ""
         pace = f"before {span_text(mean)} each" if mean else f"the first one took {span_text(self._first_seconds)}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.comparison.alternatives import batch, name_of_sweep, sweep_of
+from ptdbench.grouping import grouped
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.effects import OF_CHOICE, affects, leaves
 from ptdbench.records.record import configuration, option
@@ -114,10 +115,7 @@ def titles(records: Sequence[Written]) -> list[str]:
 def _told_apart(records: Sequence[Written], names: list[str], details: Sequence[_Detail]) -> list[str]:
     """Add details to the names, one after another, for runs that look the same without them."""
     for detail in details:
-        alike: dict[str, list[int]] = {}
-        for place, name in enumerate(names):
-            alike.setdefault(name, []).append(place)
-        for places in alike.values():
+        for places in grouped((name, place) for place, name in enumerate(names)).values():
             same = [records[place] for place in places]
             words = [detail(record) for record in same] if detail else differences(same)
             if len(set(filter(None, words))) > 1:
@@ -153,14 +151,9 @@ def _degrees(record: Written) -> str:
         return " ".join(f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items())
     if "pipeline" not in above and len(above) < 2:
         # Show a degree that was set explicitly: with parallel=ddp, shard=2 shards.
-        return "".join(
-            f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items() if _is_given(record, name)
-        )
+        given = [name for name in above if option(record, f"parallel.{name}", int) is not None]
+        return "".join(f"{Dims.rows()[name].letter}{above[name]}" for name in given)
     return "x".join(map(str, ({"replicate": 1} | above).values()))
-
-
-def _is_given(record: Written, degree: str) -> bool:
-    return option(record, f"parallel.{degree}", int) is not None
 
 
 def _schedule(record: Written) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.records.load import Run
@@ -26,7 +25,8 @@ def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
     parts += [part for run in runs if not run.get("model") for part in _of_workload(run)]
     environments = Environments(runs)
     for heading, values in zip(environments.titles(), environments.found, strict=True):
-        parts.append(_folded(f"environment: {heading}", [_environment(values)]))
+        known = [f"{name}: {as_text(value)}" for name, value in values.items() if value is not None]
+        parts.append(_folded(f"environment: {heading}", ["\n".join(known)]))
     return plain("\n\n".join(parts)) + "\n"
 
 
@@ -50,10 +50,6 @@ def _of_workload(run: Run) -> Iterator[str]:
     yield _fenced(table.of_workload(run, _WIDTH))
     if typed := rerun_command(run):
         yield _folded("command", [typed])
-
-
-def _environment(values: Mapping[str, Any]) -> str:
-    return "\n".join(f"{name}: {as_text(value)}" for name, value in values.items() if value is not None)
 
 
 def _folded(title: str, texts: Sequence[str]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TypeVar
 
+from ptdbench.grouping import grouped
 from ptdbench.profiling.phases import PHASES
 from ptdbench.records.record import is_open, option
 from ptdbench.records.schema import Communication, Environment, Phases, Written, part
@@ -135,7 +136,5 @@ def work_difference(one: Written, other: Written) -> str | None:
 
 def groups(records: Mapping[_Key, _Run]) -> list[dict[_Key, _Run]]:
     """Group the runs that did the same work, in order of first appearance."""
-    found: dict[Hashable, dict[_Key, _Run]] = {}
-    for key, record in records.items():
-        found.setdefault(tuple(record.get(field) for field in _WORK), {})[key] = record
-    return list(found.values())
+    alike = grouped((tuple(map(record.get, _WORK)), (key, record)) for key, record in records.items())
+    return [dict(group) for group in alike.values()]

@@ -13,6 +13,7 @@ from pathlib import Path
 from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import throughput
 from ptdbench.comparison.ranking import Place, Ranking
+from ptdbench.grouping import grouped
 from ptdbench.measure.other_load import OtherLoad
 from ptdbench.records import schema
 from ptdbench.records.effects import affects
@@ -133,11 +134,9 @@ def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | N
 
 def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
     """Yield the names of configurations whose last loss differs from the first one of the same training."""
-    groups: dict[Hashable, list[tuple[str, float]]] = {}
     most = {name: rounding(run) for name, run in named}
-    for name, run in named:
-        if run.get("final_loss") is not None:
-            groups.setdefault((run.get("steps"), training(run)), []).append((name, run["final_loss"]))
+    known = [(name, run) for name, run in named if run.get("final_loss") is not None]
+    groups = grouped(((run.get("steps"), training(run)), (name, run["final_loss"])) for name, run in known)
     for (first, expected), *others in groups.values():
         apart = {name: abs(loss - expected) / max(abs(expected), sys.float_info.min) for name, loss in others}
         if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
@@ -178,7 +177,11 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
         *_ceiling_remarks(by_name),
         *_of_losses([(name, run) for name, run in by_name if run["status"] == "ok"]),
-        *_data_remarks(by_name),
+        *(
+            f"{name}: {share:.0%} of the steps' time was spent waiting for data"
+            for name, run in by_name
+            if (share := part(run, Metrics).data_wait_share or 0.0) >= _WAITED
+        ),
         *_clock_remarks(by_name),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
         *(f"{name}: {said}" for name, run in by_name if (said := part(run, Remarks).pipeline)),
@@ -191,12 +194,12 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
 
 def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
     """Yield which rows were measured on which devices, if these differ: the order then depends on more than layouts."""
-    found: dict[str, list[str]] = {}
-    for label, place in places:
+
+    def devices(place: Place) -> str:
         environments = [part(run, Environment) for run in place.alternative.runs if throughput(run)]
-        devices = {str(name) for one in environments if (name := (one.devices or [one.cpu])[0])}
-        if devices:
-            found.setdefault(", ".join(sorted(devices)), []).append(label)
+        return ", ".join(sorted({str(name) for one in environments if (name := (one.devices or [one.cpu])[0])}))
+
+    found = grouped((used, label) for label, place in places if (used := devices(place)))
     if len(found) > 1:
         yield f"ranked across devices: {'; '.join(f'{listed(names)} on {device}' for device, names in found.items())}"
 
@@ -223,11 +226,9 @@ def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
 
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
     """Return the reasons of runs that are not ok, with their names, each reason once."""
-    alike: dict[str, list[str]] = {}
-    for label, place in places:
-        failed = [run for run in place.alternative.runs if not throughput(run) and not virtual.is_ok(run)]
-        for said in dict.fromkeys(map(reason, failed)):
-            alike.setdefault(said, []).append(label)
+    runs = [(label, run) for label, place in places for run in place.alternative.runs]
+    failed = [(reason(run), label) for label, run in runs if not throughput(run) and not virtual.is_ok(run)]
+    alike = grouped(dict.fromkeys(failed))
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
 
@@ -259,13 +260,6 @@ def _checkpoint_remarks(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
         told = [line for run in place.alternative.runs for line in part(run, Remarks).checkpoints or []]
         if told:
             yield f"{name}: checkpoints: {told[0]}" + (f"; {len(told) - 1} more on record" if told[1:] else "")
-
-
-def _data_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
-    """Yield the names of runs whose steps waited for data."""
-    for label, record in records:
-        if (share := part(record, Metrics).data_wait_share) and share >= _WAITED:
-            yield f"{label}: {share:.0%} of the steps' time was spent waiting for data"
 
 
 def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:

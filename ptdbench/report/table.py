@@ -6,21 +6,25 @@ import json
 import os
 import pkgutil
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
 
 from ptdbench.comparison import alternatives
+from ptdbench.comparison.alternatives import Alternative
+from ptdbench.comparison.ranking import Place
+from ptdbench.grouping import grouped
 from ptdbench.problems import first_line
 from ptdbench.profiling import perfetto
 from ptdbench.records.record import option
 from ptdbench.records.schema import Plan, Written, part
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import columns, recorded_phases, text, virtual
-from ptdbench.report.columns import Block
+from ptdbench.report.columns import Block, Row
 from ptdbench.report.labels import names
 from ptdbench.report.remarks import reason
 from ptdbench.report.text import MISSING, Column, wrap
@@ -134,27 +138,23 @@ def _of_model(found: Block, width: int) -> str:
 
 def of_plans(records: Sequence[Written], width: int) -> str:
     """Return a table of the neediest rank of each plan, in GiB, with remarks below."""
-    called = names(records)
-    name = dict(zip(map(id, records), called, strict=True))
-    known = [
-        Column[Written]("layout", lambda record: name[id(record)], is_text=True),
-        Column[Written]("ranks", lambda record: str(record.get("world_size") or MISSING)),
-        *(virtual.plan_column(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED),
+    rows = [Row(Place(Alternative([record], {})), name) for record, name in zip(records, names(records), strict=True)]
+    known: list[Column[Row]] = [
+        Column("layout", attrgetter("name"), is_text=True),
+        Column("ranks", lambda row: str(row.run.get("world_size") or MISSING)),
+        *(columns.planned(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED),
     ]
-    shown = [one for one in known if any(one.cell(record) != MISSING for record in records)]
-    lines, gone = text.table(shown, records, width)
+    shown = [one for one in known if any(one.cell(row) != MISSING for row in rows)]
+    lines, gone = text.table(shown, rows, width)
     models = ", ".join(dict.fromkeys(str(record.get("model")) for record in records))
-    told = [f"{models} · planned, GiB of the rank that needs most", *lines, *text.left_out(gone, width)]
-    return "\n".join([*told, *(wrap(line, width) for line in dict.fromkeys(_plan_remarks(called, records)))])
+    lacking = grouped((lack, row.name) for row in rows if (lack := _lack(row.run)))
+    remarks = [*(f"{', '.join(whose)}: {lack}" for lack, whose in lacking.items()), *virtual.of_plans(records)]
+    lines = [f"{models} · planned, GiB of the rank that needs most", *lines, *text.left_out(gone, width)]
+    return "\n".join([*lines, *(wrap(line, width) for line in dict.fromkeys(remarks))])
 
 
-def _plan_remarks(called: Sequence[str], records: Sequence[Written]) -> Iterator[str]:
-    """Yield what does not fit and why, and what the columns mean."""
-    alike: dict[str, list[str]] = {}
-    for name, record in zip(called, records, strict=True):
-        if record["status"] != "ok":
-            alike.setdefault(reason(record), []).append(name)
-        elif why := part(record, Plan).reason:
-            alike.setdefault(f"only the training state is known: {why}", []).append(name)
-    yield from (f"{', '.join(whose)}: {said}" for said, whose in alike.items())
-    yield from virtual.of_plans(records)
+def _lack(plan: Written) -> str | None:
+    """Return why a plan does not fit, or is of the training state alone; ``None`` if it is whole, and fits."""
+    if plan["status"] != "ok":
+        return reason(plan)
+    return f"only the training state is known: {why}" if (why := part(plan, Plan).reason) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import astuple
@@ -10,7 +10,6 @@ from msgspec.structs import astuple
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records.record import option
 from ptdbench.records.schema import Layout, Memory, Plan, Virtual, Written, part
-from ptdbench.report import text
 from ptdbench.report.text import drawn, figure_text, wrap
 from ptdbench.terminal import rank_names
 from ptdbench.units import gib_text, size_text
@@ -66,16 +65,6 @@ def plan_figures(record: Written) -> dict[str, int | str | None]:
         "fits": {True: "yes", False: "no", None: "?"}[plan.fits] if record.get("plan") else "failed",
         "max mb": largest if largest is None else str(largest or "none"),
     }
-
-
-def plan_column(heading: str, size: Callable[[int], str]) -> text.Column[Written]:
-    """Return a column of :data:`PLANNED`; ``size`` formats bytes."""
-
-    def cell(record: Written) -> str:
-        figure: Any = plan_figures(record).get(heading)
-        return figure_text(figure, str if heading in NO_SIZES else size)
-
-    return text.Column(heading, cell, heading == "fits", PLANNED[heading])
 
 
 def remarks(records: Iterable[Written]) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from ptdbench.grouping import grouped
 from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
@@ -42,9 +43,7 @@ def ranges(numbers: Sequence[int]) -> str:
 def _settings(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each variable, or one for each of its values if they differ between ranks."""
     for name in sorted({name for rank in ranks for name in rank["settings"]}):
-        by_value: dict[str, list[int]] = {}
-        for rank in ranks:
-            by_value.setdefault(rank["settings"].get(name, "(not set)"), []).append(rank["rank"])
+        by_value = grouped((rank["settings"].get(name, "(not set)"), rank["rank"]) for rank in ranks)
         for value, having in by_value.items():
             where = "" if len(by_value) == 1 else f"  (rank{'s' * (len(having) > 1)} {ranges(having)})"
             yield f"{name}={value}{where}"
@@ -71,17 +70,16 @@ def matmul_tables(matmul: Mapping[str, Any], width: int) -> str:
 def _products(ranks: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, Any]], width: int) -> str:
     best = {(ceiling["dtype"], ceiling["shape"]) for ceiling in ceilings}
     rows = []
-    for number, product in enumerate(ranks[0]["products"]):
-        dtype, shape = product["dtype"], product["shape"]
-        mark = " (best)" if (dtype, shape) in best else ""
-        rows.append([dtype, f"{shape}{mark}", *_cells([rank["products"][number] for rank in ranks], 1e12)])
+    for of_ranks in zip(*(rank["products"] for rank in ranks), strict=True):
+        dtype, shape = of_ranks[0]["dtype"], of_ranks[0]["shape"]
+        rows.append([dtype, shape + " (best)" * ((dtype, shape) in best), *_cells(of_ranks, 1e12)])
     return drawn(["dtype", "shape", *_FIGURES], rows, width, words=["dtype", "shape"])
 
 
 def _copies(ranks: Sequence[Mapping[str, Any]], width: int) -> str:
     rows = [
-        [copy["kind"], f"{copy['bytes'] / 2**20:,.0f} MiB", *_cells([rank["copies"][number] for rank in ranks], 1e9)]
-        for number, copy in enumerate(ranks[0]["copies"])
+        [of_ranks[0]["kind"], f"{of_ranks[0]['bytes'] / 2**20:,.0f} MiB", *_cells(of_ranks, 1e9)]
+        for of_ranks in zip(*(rank["copies"] for rank in ranks), strict=True)
     ]
     return drawn(["copy", "size", *_FIGURES], rows, width, words=["copy", "size"])
 
@@ -146,8 +144,7 @@ def collectives_tables(collectives: Mapping[str, Any], width: int) -> str:
     remarks = [*_definitions(collectives, width), *_cut(collectives["cut"], width)]
     if collectives["left_out"]:
         remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives['left_out'])}", width))
-    if collectives.get("kept"):
-        remarks.append(wrap(collectives["kept"], width))
+    remarks += [wrap(kept, width)] if (kept := collectives.get("kept")) else []
     return "\n\n".join([*blocks, "\n".join(remarks)])
 
 
@@ -158,10 +155,10 @@ def _rate(bytes_per_second: float | None) -> str:
 def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: float, ranks: int, width: int) -> str:
     figures = {(pair["source"], pair["target"]): scale * pair[name] for pair in pairs if pair[name] is not None}
     numbers = [str(rank) for rank in range(ranks)]
-    rows = []
-    for source in range(ranks):
-        cells = [figures.get((source, target)) for target in range(ranks)]
-        rows.append([numbers[source], *(figure_text(cell, three_digits) for cell in cells)])
+    rows = [
+        [str(source), *(figure_text(figures.get((source, target)), three_digits) for target in range(ranks))]
+        for source in range(ranks)
+    ]
     return f"{title}\n{drawn(['rank', *numbers], rows, width, words=['rank'])}"
 
 
@@ -233,13 +230,10 @@ def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
     """Yield how the bandwidths are computed, grouping operations with the same formula."""
     definitions = collectives["definitions"]
     shown = dict.fromkeys(row["op"] for row in collectives["results"] if row["algbw"] is not None)
-    formulas: dict[str, list[str]] = {}
-    for op in shown:
-        formulas.setdefault(definitions["busbw"][op], []).append(op)
     if shown:
         ranks = len(collectives["groups"][0])
         yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {plural(ranks, 'rank')}"
-    for formula, ops in formulas.items():
+    for formula, ops in grouped((definitions["busbw"][op], op) for op in shown).items():
         yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 
@@ -261,13 +255,8 @@ def name_of_series(row: Mapping[str, Any]) -> str:
 
 def check_verdict(check: Mapping[str, Any], width: int) -> str:
     """Render the ranks, the measurements, and last the verdict, as plain text."""
-    blocks = [
-        hello_table(check["hello"], width),
-        matmul_tables(check["matmul"], width),
-        *_figures(check),
-        "\n".join(_verdict(check, width)),
-    ]
-    return "\n\n".join(blocks)
+    tables = [hello_table(check["hello"], width), matmul_tables(check["matmul"], width)]
+    return "\n\n".join([*tables, *_figures(check), "\n".join(_verdict(check, width))])
 
 
 def check_remark(check: Mapping[str, Any]) -> str:

@@ -110,7 +110,19 @@ class Checkpointing:
         """Save the last step unless it is saved; called in all ranks, between two steps."""
         if self._saver and self._saved != self._loop.done:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
-                self._save(self._saver)
+                self._recorder.drain()
+                facts = {
+                    "segments": self._recorder.segments(),
+                    "scaler": self._loop.update.scaler_state(),
+                    "evaluations": self._evaluator.as_dicts(),
+                    "data": self._identity(),
+                }
+                is_first = self._loop.replica == 0
+                own = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
+                tensors = self._state.collect(with_buffers=is_first, own=own)
+                model = self._job.spec.config.resolved["model"]
+                self._saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
+                self._saved = self._loop.done
 
     def store_evaluation(self) -> None:
         """Store an evaluation of the last step with its checkpoint, and save the weights if they are the best yet."""
@@ -162,18 +174,3 @@ class Checkpointing:
     def _identity(self) -> str | None:
         """Return a digest of the data, on rank 0 only: it may require a stat of every file."""
         return self._job.training.data.identity if self._job.world.is_first else None
-
-    def _save(self, saver: Saver) -> None:
-        self._recorder.drain()
-        facts = {
-            "segments": self._recorder.segments(),
-            "scaler": self._loop.update.scaler_state(),
-            "evaluations": self._evaluator.as_dicts(),
-            "data": self._identity(),
-        }
-        is_first = self._loop.replica == 0
-        own = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
-        tensors = self._state.collect(with_buffers=is_first, own=own)
-        model = self._job.spec.config.resolved["model"]
-        saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
-        self._saved = self._loop.done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -44,10 +45,7 @@ class Evaluator:
     @property
     def best(self) -> Evaluation | None:
         """The best evaluation so far; of equal ones the earliest."""
-        best = None
-        for evaluation in self.done:
-            best = evaluation if best is None or evaluation.better_than(best) else best
-        return best
+        return reduce(lambda best, one: one if one.better_than(best) else best, self.done) if self.done else None
 
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the evaluations stored in a checkpoint, in the format of a record."""

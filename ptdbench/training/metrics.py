@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling
@@ -183,9 +184,7 @@ def _seconds_of_starts(
         far as they are known.
     """
     of_starts = [found[np.isfinite(found)].tolist() for found in (_of(one, seconds) for one in segments)]
-    groups: dict[str, list[int]] = {}
-    for place, one in enumerate(segments):
-        groups.setdefault(json.dumps(one["layout"], sort_keys=True), []).append(place)
+    groups = grouped((json.dumps(one["layout"], sort_keys=True), place) for place, one in enumerate(segments))
     for alike in groups.values():
         ends = warmup_ends([of_starts[place] for place in alike], minimum)
         for place, end in zip(alike, ends, strict=True):

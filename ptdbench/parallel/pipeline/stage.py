@@ -10,6 +10,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -170,9 +171,7 @@ def balance(costs: Sequence[float], stages: int, empty: Collection[int] = ()) ->
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"{stages} stages cannot be made of {len(costs)} parts")
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
+    before = list(accumulate(costs, initial=0.0))
 
     def cost_of(start: int, end: int) -> float:
         return math.inf if all(part in empty for part in range(start, end)) else before[end] - before[start]

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from ptdbench.grouping import grouped
 from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.load import MOST_LOST, Run
 from ptdbench.records.schema import Written
@@ -37,10 +38,8 @@ def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, Any]:
     """
     rows = {number: row for number, row in rows.items() if not row.run.get("kind")}  # others have no times or losses
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number].run))]
-    alike: dict[Hashable, dict[str, Written]] = {}
-    for row in rows.values():
-        alike.setdefault(training(row.run), {})[row.name] = row.run
-    said = [line for group in alike.values() if len(group) > 1 for line in _agreement(group)]
+    alike = grouped((training(row.run), (row.name, row.run)) for row in rows.values())
+    said = [line for group in alike.values() if len(group) > 1 for line in _agreement(dict(group))]
     said += [f"{row.name}: {damage}" for row in rows.values() if (damage := _damage(row.run))]
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
@@ -152,11 +151,8 @@ def workload_curves(record: Mapping[str, Any]) -> list[Figure]:
 
 def _collectives(found: Mapping[str, Any]) -> list[Figure]:
     """Plot bus bandwidth by size."""
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for result in found["results"]:
-        if result["busbw"]:
-            lines.setdefault(name_of_series(result), []).append((result["bytes"], result["busbw"]))
-    return _by_size("Collectives", "bus bandwidth", lines)
+    results = ((name_of_series(one), (one["bytes"], one["busbw"])) for one in found["results"] if one["busbw"])
+    return _by_size("Collectives", "bus bandwidth", grouped(results))
 
 
 def _p2p(found: Mapping[str, Any]) -> list[Figure]:
@@ -185,13 +181,11 @@ def _matmul(found: Mapping[str, Any]) -> list[Figure]:
     After S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
     architectures", Communications of the ACM 52, 2009. The traffic of a product is that of its three matrices, once.
     """
-    rates: dict[tuple[str, str], list[float]] = {}
-    for rank in found["ranks"]:
-        for product in rank["products"]:
-            rates.setdefault((product["dtype"], product["shape"]), []).append(product["median"])
-    lines: dict[str, list[tuple[float, float, str]]] = {}
-    for (dtype, shape), of_ranks in rates.items():
-        lines.setdefault(dtype, []).append((_intensity(shape, dtype), median(of_ranks), shape))
+    products = [product for rank in found["ranks"] for product in rank["products"]]
+    rates = grouped(((one["dtype"], one["shape"]), one["median"]) for one in products)
+    lines = grouped(
+        (dtype, (_intensity(shape, dtype), median(of_ranks), shape)) for (dtype, shape), of_ranks in rates.items()
+    )
     drawn = [
         {"name": dtype, **dict(zip(("x", "y", "text"), map(list, zip(*sorted(points), strict=True)), strict=True))}
         for dtype, points in lines.items()
@@ -242,10 +236,10 @@ def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | Non
     kept = [name for name in options if not _is_of_size(name)]
     found = []
     for kind, size in (("strong", itemgetter("batch")), ("weak", lambda row: row["batch"] / row["ranks"])):
-        alike = _grouped(
-            known, lambda row, size=size: (size(row), row["parallel"], *(options[name][row["number"]] for name in kept))
+        alike = grouped(
+            ((size(row), row["parallel"], *(options[name][row["number"]] for name in kept)), row) for row in known
         )
-        curves = [curve for group in alike for curve in _divided(group, options)]
+        curves = [curve for group in alike.values() for curve in _divided(group, options)]
         curves = sorted((one for one in curves if len(one) > 1), key=lambda one: -max(row["rate"] for row in one))
         found += [_scaling_curve(kind, curve, size(curve[0]), options) for curve in curves]
     return found
@@ -283,15 +277,8 @@ def _parts(rows: list[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
     """Divide rows that are not a curve yet, unless no part would have two numbers of ranks, and so be a curve."""
     if len({row["ranks"] for row in rows}) == len(rows):
         return [rows]
-    parts = _grouped(rows, key)
+    parts = [*grouped((key(row), row) for row in rows).values()]
     return parts if any(len({row["ranks"] for row in part}) > 1 for part in parts) else [rows]
-
-
-def _grouped(rows: Iterable[Row], key: Any) -> list[list[Row]]:
-    found: dict[Hashable, list[Row]] = {}
-    for row in rows:
-        found.setdefault(key(row), []).append(row)
-    return list(found.values())
 
 
 def _scaling_curve(
