@@ -37,10 +37,8 @@ def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Differ
 
     ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
-    models: dict[Any, dict[int, Alternative]] = {}
-    for pair in pairs:
-        models.setdefault(pair[0].median_run.get("model"), {}).update((id(one), one) for one in pair)
-    pools = {model: Pool([one.sample for one in found.values()]) for model, found in models.items()}
+    models = grouped((pair[0].median_run.get("model"), (id(one), one.sample)) for pair in pairs for one in pair)
+    pools = {model: Pool([*dict(samples).values()]) for model, samples in models.items()}
     return [
         pools[one.median_run.get("model")].difference(one.sample, other.sample)
         if min(len(one.sample), len(other.sample)) >= MIN_RUNS

@@ -263,8 +263,9 @@ class Chain:
         return torch.zeros(shape, dtype=self._example.dtype, device=hidden.device)
 
     def _at(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        """Perform the current action in place of a block."""
-        return self._act(name, _split(arguments, options))
+        """Perform the current action in place of a block, whose first argument may be a keyword."""
+        hidden, *others = arguments or (options.pop(next(iter(options))),)
+        return self._act(name, (hidden, tuple(others), options))
 
     def _stub(self, shape: torch.Size, fill: float, /, inputs: Tensor, *_: Any, **__: Any) -> Tensor:
         """Return a tensor like that of a module before the blocks for this many inputs; values do not matter."""
@@ -378,14 +379,6 @@ def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
                     spoiled = torch.full((), math.nan, dtype=weight.dtype).expand_as(weight)
                     part._parameters[name] = nn.Parameter(spoiled, weight.requires_grad)
         yield
-
-
-def _split(arguments: tuple[Any, ...], options: dict[str, Any]) -> _Arguments:
-    """Split a block's arguments into the first, positional or keyword, and the others."""
-    if arguments:
-        return arguments[0], arguments[1:], options
-    name, *_ = options
-    return options[name], (), {key: value for key, value in options.items() if key != name}
 
 
 def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:

@@ -83,13 +83,10 @@ def _stages(held: Sequence[Sequence[nn.Module]]) -> dict[int, int]:
 
 def _is_uneven(training: TrainingSpec) -> bool:
     """Return whether some weight cannot be cut into equal shards."""
-    dims = training.layout.dims
+    dims, weights = training.layout.dims, module_of(training.model).parameters()
     dimensions = cut_dimensions(training.model) if dims.tensor > 1 else {}
-    for weight in module_of(training.model).parameters():
-        first = weight.shape[0] if weight.dim() else 1
-        if (first // dims.tensor if dimensions.get(weight) == 0 else first) % dims.shards:
-            return True
-    return False
+    firsts = ((weight.shape[0] if weight.dim() else 1, dimensions.get(weight) == 0) for weight in weights)
+    return any((first // dims.tensor if is_cut else first) % dims.shards for first, is_cut in firsts)
 
 
 #: The fields of ``virtual`` with a number for each rank.

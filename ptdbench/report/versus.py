@@ -16,6 +16,7 @@ from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import detectable_text, interval_text, level_of, margin_text, of_models
 from ptdbench.comparison.significance import Comparison
 from ptdbench.comparison.variation import MIN_RUNS
+from ptdbench.grouping import grouped
 from ptdbench.records import record, schema
 from ptdbench.records.effects import affects, leaves
 from ptdbench.records.schema import Environment, Written, part
@@ -97,8 +98,10 @@ def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
         pairs, common = [(f"{called[first]} → {called[last]}", was, now)], [first, last]
     else:
         raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, one, other, []))}; {_REMEDY}")
-    alone = [f"only {configurations}" for configurations in _alone(called, one, other, common)]
-    return Versus(_judged(pairs, is_same), [*alone, *_not_compared(ignored)], ([*one.values()], [*other.values()]))
+    lines = [f"only {configurations}" for configurations in _alone(called, one, other, common)]
+    if outermost := sorted(name for name in ignored if name.rpartition(".")[0] not in ignored):  # or of a whole group
+        lines.append(f"options of one version of ptdbench alone, not compared: {listed(outermost)}")
+    return Versus(_judged(pairs, is_same), lines, ([*one.values()], [*other.values()]))
 
 
 def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozenset[str]:
@@ -106,26 +109,17 @@ def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozens
 
     They do not distinguish configurations, unless the version that has them was run with several values.
     """
-    versions, values = [], []
-    for runs in (before, after):
-        environments = [part(run, Environment) for run in runs]
-        versions.append({(one.ptdbench, one.git_commit) for one in environments})
-        of_side: dict[str, set[str]] = {}
-        for run in runs:
-            for name, value in leaves(record.configuration(run)):
-                of_side.setdefault(name, set()).add(repr(value))
-        values.append(of_side)
-    if versions[0] == versions[1]:
+    sides = (before, after)
+    environments = ([part(run, Environment) for run in side] for side in sides)
+    was, now = ({(one.ptdbench, one.git_commit) for one in of_side} for of_side in environments)
+    if was == now:
         return frozenset()
-    one, other = values
-    names = {name for name in one.keys() ^ other.keys() if not affects(name, "nothing")}
-    return frozenset(name for name in names if len((one | other)[name]) == 1)
-
-
-def _not_compared(ignored: Collection[str]) -> list[str]:
-    """Return a remark on the ignored options; a group stands for all options in it."""
-    outermost = sorted(name for name in ignored if name.rpartition(".")[0] not in ignored)
-    return [f"options of one version of ptdbench alone, not compared: {listed(outermost)}"] if outermost else []
+    configs = ([record.configuration(run) for run in side] for side in sides)
+    one, other = (
+        grouped((name, repr(value)) for config in of_side for name, value in leaves(config)) for of_side in configs
+    )
+    alone = {name for name in one.keys() ^ other.keys() if not affects(name, "nothing")}
+    return frozenset(name for name in alone if len({*(one | other)[name]}) == 1)
 
 
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:

@@ -239,13 +239,11 @@ def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
 
 def _cut(cut: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
     for row in cut:
-        yield wrap(f"{_what(row)}: not from {size_text(row['from_bytes'])} on: {row['reason']}", width)
-
-
-def _what(row: Mapping[str, Any]) -> str:
-    if "source" in row:
-        return f"rank {row['source']} to rank {row['target']}"
-    return f"ranks {_pair(row['ranks'])}" if "ranks" in row else name_of_series(row)
+        if "source" in row:
+            what = f"rank {row['source']} to rank {row['target']}"
+        else:
+            what = f"ranks {_pair(row['ranks'])}" if "ranks" in row else name_of_series(row)
+        yield wrap(f"{what}: not from {size_text(row['from_bytes'])} on: {row['reason']}", width)
 
 
 def name_of_series(row: Mapping[str, Any]) -> str:

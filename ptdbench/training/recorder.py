@@ -161,10 +161,13 @@ class Recorder:
     def segments(self) -> list[dict[str, Any]]:
         """Return a segment per start of the run, as in a record but without ``warmup_steps``; called in all ranks.
 
-        The first call gathers the ranks' startup times up to the end of the first step.
+        The first call gathers the ranks' startup times up to the end of the first step on the last rank.
         """
         if self._startup is None:
-            self._startup = _until_last_rank(gather(self._job.watch.laps))
+            laps = gather(self._job.watch.laps)
+            ends = [sum(of_rank.values()) for of_rank in laps]
+            first_step = laps[0].get("first_step", 0.0) + max(ends) - ends[0]  # missing if no steps were left
+            self._startup = laps[0] | {"first_step": first_step}
         mine = {
             "first_step": self._loop.first_step,
             "steps": self._loop.taken,
@@ -231,10 +234,3 @@ def _layout(job: Job) -> dict[str, Any]:
 def _finite_or_nan(values: torch.Tensor) -> np.ndarray:
     found = values.double().cpu().numpy()
     return np.where(np.isfinite(found), found, np.nan)
-
-
-def _until_last_rank(laps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return rank 0's laps, with the first step extended until the last rank has finished it."""
-    ends = [sum(of_rank.values()) for of_rank in laps]
-    waited = max(ends) - ends[0]
-    return laps[0] | {"first_step": laps[0].get("first_step", 0.0) + waited}  # missing if no steps were left

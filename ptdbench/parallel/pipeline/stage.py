@@ -266,15 +266,11 @@ def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
 def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
     """Exchange a tensor among ``ranks``, which include this one; returns the tensors of all."""
     found = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
-    messages = [
-        message
-        for rank, theirs in zip(ranks, found, strict=True)
-        if theirs is not mine
-        for message in (
-            dist.P2POp(dist.isend, mine.contiguous(), rank, group),
-            dist.P2POp(dist.irecv, theirs, rank, group),
-        )
-    ]
+    messages = []
+    for rank, theirs in zip(ranks, found, strict=True):
+        if theirs is not mine:
+            messages.append(dist.P2POp(dist.isend, mine.contiguous(), rank, group))
+            messages.append(dist.P2POp(dist.irecv, theirs, rank, group))
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
     return found

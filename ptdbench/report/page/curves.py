@@ -229,25 +229,30 @@ def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | Non
         ``efficiency``: for each row the throughput per rank relative to the first row. For each kind the curve with the
         highest throughput comes first.
     """
-    known = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
+    measured = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
     options = {  # the others differ between models only
-        name: texts for name, texts in options.items() if len({texts[row["number"]] for row in known}) > 1
+        name: texts for name, texts in options.items() if len({texts[row["number"]] for row in measured}) > 1
     }
-    kept = [name for name in options if not _is_of_size(name)]
+    kept = [name for name in options if not affects(name, "degree", "ranks", "batch")]  # not about a size
     found = []
     for kind, size in (("strong", itemgetter("batch")), ("weak", lambda row: row["batch"] / row["ranks"])):
         alike = grouped(
-            ((size(row), row["parallel"], *(options[name][row["number"]] for name in kept)), row) for row in known
+            ((size(row), row["parallel"], *(options[name][row["number"]] for name in kept)), row) for row in measured
         )
         curves = [curve for group in alike.values() for curve in _divided(group, options)]
         curves = sorted((one for one in curves if len(one) > 1), key=lambda one: -max(row["rate"] for row in one))
-        found += [_scaling_curve(kind, curve, size(curve[0]), options) for curve in curves]
+        for curve in curves:
+            first = curve[0]
+            known = {name: options[name][first["number"]] for name in kept if name != "parallel"}
+            words = [f"{name.rpartition('.')[2]}={text}" for name, text in known.items() if text]
+            batch = f"batch {size(first):g}" if kind == "strong" else f"{size(first):g} a rank"
+            found.append({
+                "kind": kind,
+                "name": ", ".join([" ".join([str(first["parallel"]), *words]), batch]),
+                "rows": [row["number"] for row in curve],
+                "efficiency": [row["rate"] / row["ranks"] / (first["rate"] / first["ranks"]) for row in curve],
+            })  # fmt: skip
     return found
-
-
-def _is_of_size(option: str) -> bool:
-    """Return whether an option is about the number of ranks, their degrees, or the batch."""
-    return affects(option, "degree", "ranks", "batch")
 
 
 def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
@@ -279,18 +284,3 @@ def _parts(rows: list[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
         return [rows]
     parts = [*grouped((key(row), row) for row in rows).values()]
     return parts if any(len({row["ranks"] for row in part}) > 1 for part in parts) else [rows]
-
-
-def _scaling_curve(
-    kind: str, rows: Sequence[Row], size: float, options: Mapping[str, Sequence[str | None]]
-) -> dict[str, Any]:
-    first = rows[0]["rate"] / rows[0]["ranks"]
-    batch = f"batch {size:g}" if kind == "strong" else f"{size:g} a rank"
-    varying = [name for name in options if not _is_of_size(name) and name != "parallel"]
-    words = [f"{name.rpartition('.')[2]}={text}" for name in varying if (text := options[name][rows[0]["number"]])]
-    return {
-        "kind": kind,
-        "name": ", ".join([" ".join([str(rows[0]["parallel"]), *words]), batch]),
-        "rows": [row["number"] for row in rows],
-        "efficiency": [row["rate"] / row["ranks"] / first for row in rows],
-    }

@@ -12,6 +12,7 @@ from typing import Any
 
 from ptdbench.comparison.alternatives import of_sweeps, throughput
 from ptdbench.files import strict
+from ptdbench.grouping import grouped
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.effects import options_affecting
 from ptdbench.records.load import Run
@@ -65,8 +66,7 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
 
 def _add_scaling(models: Sequence[dict[str, Any]], options: Mapping[str, Sequence[str | None]]) -> None:
     """Add to each section the curves that begin in it: those of weak scaling go on in sections of other batches."""
-    for name in {model["model"] for model in models}:
-        alike = [model for model in models if model["model"] == name]
+    for alike in grouped((model["model"], model) for model in models).values():
         found = curves.scaling_curves([row for model in alike for row in model["rows"]], options)
         for model in alike:
             numbers = {row["number"] for row in model["rows"]}
