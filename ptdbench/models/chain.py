@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -316,19 +316,14 @@ class Chain:
             returned.append(hidden.clone())
             return self._returned(returned[-1])
 
-        def note(name: str) -> Callable[..., None]:
-            def hook(_: nn.Module, __: Any, output: Any) -> None:
-                calls.append(name)
-                self._shapes[name] = output.shape if isinstance(output, Tensor) else torch.Size()
+        def note(name: str, _: nn.Module, __: Any, output: Any) -> None:
+            calls.append(name)
+            self._shapes[name] = output.shape if isinstance(output, Tensor) else torch.Size()
 
-            return hook
-
-        handles = [one.register_forward_hook(note(name)) for name, one in owners.items()]
-        try:
+        with ExitStack() as hooks:
+            for name, one in owners.items():
+                hooks.callback(one.register_forward_hook(partial(note, name)).remove)
             self._run(self._front, torch.zeros((2, *self._example.shape[1:]), dtype=self._example.dtype), act)
-        finally:
-            for handle in handles:
-                handle.remove()
         if [name for name in calls if name in self._blocks] != names:
             raise NoChain(f"does not call {names[0]} to {names[-1]} once each and in order")
         start, end = calls.index(names[0]), calls.index(names[-1])

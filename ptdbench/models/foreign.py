@@ -67,7 +67,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptdbench.models import chain, traced
 from ptdbench.models.protocol import FlopsUnknown, Model, Role, default_loss
-from ptdbench.models.state import preserved
+from ptdbench.models.state import preserved, without_values
 from ptdbench.problems import Problem, first_line, require
 
 Example = tuple[Tensor, Tensor]
@@ -325,14 +325,10 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten._grouped_mm: _grouped_flops})
     forward: dict[str, int] = {}
     both = _BothPasses(module, lambda: forward.update(_batched(counter)))
-    tensors = {
-        name: torch.empty_like(one, device=device, requires_grad=one.requires_grad)
-        for name, one in [*both.named_parameters(), *both.named_buffers()]
-    }
     # Counted on two samples, as batch norm refuses to train on one.
     two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
     with counter, sdpa_kernel(SDPBackend.MATH):
-        functional_call(both, tensors, tuple(two))
+        functional_call(both, without_values(both, device), tuple(two))
     outside, masked = _masked(both, forward, inputs.shape[-1])
     # Three passes, fewer if layers are frozen. Backward counts by module are not reliable: torch's module tracker loses
     # its place in the backward pass of a module that is called with keyword arguments only.

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -69,6 +70,12 @@ class ModuleState:
             yield
         finally:
             _fill(present)
+
+
+def without_values(module: nn.Module, device: torch.device | str) -> dict[str, Tensor]:
+    """Return empty tensors in place of a module's weights and buffers, by name, for a functional call."""
+    held = chain(module.named_parameters(), module.named_buffers())
+    return {name: torch.empty_like(one, device=device, requires_grad=one.requires_grad) for name, one in held}
 
 
 def has_state(module: nn.Module) -> bool:

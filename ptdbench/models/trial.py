@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ptdbench.grouping import grouped
-from ptdbench.models.state import Modes, preserved
+from ptdbench.models.state import Modes, preserved, without_values
 
 
 @contextmanager
@@ -68,11 +68,7 @@ def _observed(
 ) -> Observed:
     weights: dict[str, Tensor] = dict(module.named_parameters())
     buffers = dict(module.named_buffers())
-    tensors = weights | buffers
-    if device:
-        tensors = {
-            name: torch.empty_like(one, device=device, requires_grad=one.requires_grad) for name, one in tensors.items()
-        }
+    tensors = without_values(module, device) if device else weights | buffers
     place = next(iter(tensors.values())).device
     two = [torch.zeros((2, *one.shape[1:]), dtype=one.dtype, device=place) for one in example]  # for batch norms
     present = dict(tensors)

@@ -280,15 +280,20 @@ class Log:
     def __init__(self, service: Service, directory: Path) -> None:
         self._service = service
         self._directory = directory
-        self._curves = scalars.Curves()
+        self._end: float | None = None  # when the last of the steps sent ended
         self._shown = self._evaluated = 0  # number of steps sent, and the step of the last evaluation sent
         self._is_open = False
         self._failure: Exception | None = None
         self._is_patient = isinstance(service, TensorBoard)  # retries at the end before it reports an error
 
     def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
-        """Send new points; arguments as for :meth:`ptdbench.report.scalars.Curves.advance`."""
-        self._try(lambda: self._send(record, self._curves.advance(record, first, rows, evaluations), first))
+        """Send new points; arguments as for :func:`ptdbench.report.scalars.advance`."""
+
+        def send() -> None:
+            points, self._end = scalars.advance(record, first, rows, evaluations, self._end)
+            self._send(record, points, first)
+
+        self._try(send)
         self._shown = first + len(rows)
         self._evaluated = max((one["step"] for one in evaluations), default=self._evaluated)
 
@@ -324,11 +329,13 @@ class Log:
             self._open(record, first)
             found = [*scalars.evaluated_at(record, first), *found]  # opening purges events from this step on
         summary = {tag: value for tag, value in scalars.summary(record).items() if value is not None}
-        self._service.send(found, summary, scalars.last_step(record))
+        self._service.send(found, summary, max((record.get("steps") or 0) - 1, 0))
 
     def _open(self, record: Written, first: int) -> None:
         path = self._directory / FILE
-        known = _read(path).get(self._service.package)
+        known = None
+        with suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds something else
+            known = json.loads(path.read_text()).get(self._service.package)
         found = sweep_of(self._directory)
         sweep = found.name if found else None
         swept = scalars.swept(self._directory)
@@ -354,10 +361,3 @@ class Log:
         others = "the record has" if isinstance(self._service, TensorBoard) else "TensorBoard and the record have"
         rest = f"the run goes on without it; {others} everything"
         echo(f"logger: {self._service.package} failed: {cause}; {rest}", sys.stderr)
-
-
-def _read(path: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
-        return found if isinstance(found, dict) else {}
-    return {}

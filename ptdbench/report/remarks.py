@@ -187,7 +187,11 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *(f"{name}: {said}" for name, run in by_name if (said := part(run, Remarks).pipeline)),
         *_each_once(records, Remarks, "check"),
         *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
-        *_checkpoint_remarks(places),
+        *(
+            f"{name}: checkpoints: {lines[0]}" + (f"; {len(lines) - 1} more on record" if lines[1:] else "")
+            for name, place in places
+            if (lines := [line for run in place.alternative.runs for line in part(run, Remarks).checkpoints or []])
+        ),
         *virtual.remarks(records),
     ]
 
@@ -252,14 +256,6 @@ def _ceiling_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
             loaded[flops_text(rate)] = None
     for too_low in loaded:
         yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
-
-
-def _checkpoint_remarks(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
-    """Yield the first problem with the checkpoints of each row's runs, and how many more their records have."""
-    for name, place in places:
-        told = [line for run in place.alternative.runs for line in part(run, Remarks).checkpoints or []]
-        if told:
-            yield f"{name}: checkpoints: {told[0]}" + (f"; {len(told) - 1} more on record" if told[1:] else "")
 
 
 def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:

@@ -34,23 +34,16 @@ class Scalar(NamedTuple):
     time: float  #: When the step ended, in seconds since the epoch.
 
 
-class Curves:
-    """The curves of a run in progress."""
+def advance(
+    record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]], begin: float | None
+) -> tuple[list[Scalar], float]:
+    """Return the points of a running run's steps from ``first`` on, and when the last of them ended.
 
-    def __init__(self) -> None:
-        self._end: float | None = None
-
-    def advance(
-        self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]
-    ) -> list[Scalar]:
-        """Return the points of the steps since the last call, which start with step ``first``.
-
-        ``rows`` are in the format of :func:`ptdbench.records.series.unknown`; ``evaluations`` are those of these steps.
-        """
-        columns = {name: series.column([rows], name) for name in _SHOWN}
-        begin = _started(record) if self._end is None else self._end
-        found, self._end = _curves(record, first, columns, evaluations, begin, first, first)
-        return found
+    ``rows`` are in the format of :func:`ptdbench.records.series.unknown`; ``evaluations`` are those of these steps;
+    ``begin`` is when the step before ended, and ``None`` for the first of a start.
+    """
+    columns = {name: series.column([rows], name) for name in _SHOWN}
+    return _curves(record, first, columns, evaluations, _started(record) if begin is None else begin, first, first)
 
 
 def remaining(directory: Path, record: Written, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
@@ -192,11 +185,6 @@ def summary(record: Written) -> dict[str, float | None]:
         f"summary/{name}": value if value is not None and math.isfinite(value) and name in shown else None
         for name, value in found.items()
     }
-
-
-def last_step(record: Written) -> int:
-    """Return the step of the summary."""
-    return max((record.get("steps") or 0) - 1, 0)
 
 
 def _throughput_unit(record: Written) -> tuple[str, float]:

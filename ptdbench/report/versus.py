@@ -273,9 +273,17 @@ def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
 
 def _remarks(found: Versus) -> list[str]:
     """Return remarks on failures, omitted runs, other load, and differences between the sides' environments."""
-    runs = [(f"{pair.label} {word}", side.runs) for pair in found.pairs for word, side in pair.sides]
-    left_out = [*_failures(found.pairs), *_left_out(found.pairs), *found.remarks]
-    return [*left_out, *remarks.load_remarks(runs), *_environments(found.pairs)]
+    sides = [(f"{pair.label} {word}", side) for pair in found.pairs for word, side in pair.sides]
+    lines = []
+    for name, side in sides:  # each reason once
+        for said, count in Counter(map(reason, _failed(side))).items():
+            lines.append(f"{name}: {count} of {plural(len(side.runs), 'run')}: {said}")
+    for name, side in sides:
+        if words := _interrupted(side):
+            counts = ", ".join(f"{count} {word}" for word, count in Counter(words).items())
+            lines.append(f"{name}: {len(words)} of {plural(len(side.runs), 'run')} left out: {counts}")
+    load = remarks.load_remarks([(name, side.runs) for name, side in sides])
+    return [*lines, *found.remarks, *load, *_environments(found.pairs)]
 
 
 def _as_json(pair: Pair) -> dict[str, Any]:
@@ -341,27 +349,6 @@ def _seen(pairs: Sequence[Pair]) -> list[str]:
             more = f"it takes {MIN_RUNS} runs of each that are ok; try repeat=5"
             lines.append(f"{pair.label}: {'no run is ok on either side' if fails else more}")
     return lines
-
-
-def _failures(pairs: Sequence[Pair]) -> list[str]:
-    """Return why runs failed: ``ddp after: 2 of 5 runs: failed on rank 1: RuntimeError: ...``, each reason once."""
-    return [
-        f"{pair.label} {word}: {count} of {plural(len(side.runs), 'run')}: {said}"
-        for pair in pairs
-        for word, side in pair.sides
-        for said, count in Counter(reason(run) for run in _failed(side)).items()
-    ]
-
-
-def _left_out(pairs: Sequence[Pair]) -> list[str]:
-    """Return remarks on interrupted runs: ``ddp after: 2 of 5 runs left out: 1 preempted, 1 unfinished``."""
-    return [
-        f"{pair.label} {word}: {len(found)} of {plural(len(side.runs), 'run')} left out: "
-        + ", ".join(f"{count} {how}" for how, count in Counter(found).items())
-        for pair in pairs
-        for word, side in pair.sides
-        if (found := _interrupted(side))
-    ]
 
 
 def _environments(pairs: Sequence[Pair]) -> list[str]:
