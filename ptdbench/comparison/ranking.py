@@ -106,7 +106,7 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     for number in order:
         apart = pool.difference(samples[number], samples[order[0]]) if number != order[0] else None
         known = significance.compare(apart, level, pairs=math.comb(len(ok), 2)) if apart else None
-        place = Place(
+        places.append(Place(
             alternative=ok[number],
             rank=ranks[number],
             rate=means[number],
@@ -115,8 +115,7 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
             against_best=known,
             number=number,
             faster=faster[number],
-        )
-        places.append(place)
+        ))  # fmt: skip
     return Ranking([*places, *(Place(one) for one in found if not one.sample)], earlier)
 
 

@@ -82,11 +82,6 @@ def _rate(row: Row) -> str:
     return f"{figure_text(rate, three_digits)}{margin_text(row.place.margin)}"
 
 
-def _ratio(row: Row) -> str:
-    """``0.65x (0.63-0.67)``."""
-    return f"{figure_text(row.place.ratio, '{:.2f}x'.format)}{interval_text(row.place.against_best, 2)}"
-
-
 def _step_time(row: Row) -> str:
     """``{"mean": 0.1986, "p5": 0.19, "p95": 0.2052}`` becomes ``199 (190-205)``, in milliseconds.
 
@@ -97,10 +92,6 @@ def _step_time(row: Row) -> str:
         return MISSING
     ends = "" if p5 is None or p95 is None else f" ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
     return f"{three_digits(1e3 * mean)}{ends}"
-
-
-def _rank(row: Row) -> str:
-    return "-".join(map(str, dict.fromkeys(row.place.rank))) if row.place.rank else MISSING
 
 
 def _statuses(row: Row) -> str:
@@ -139,19 +130,19 @@ def _figure(
 
 def planned(heading: str, size: Callable[[int], str] = memory_text) -> Column:
     """Return a column that only plans have, of :data:`ptdbench.report.virtual.PLANNED`; ``size`` formats bytes."""
-    field = f"plan_{heading.replace(' ', '_')}"
-    unit, write = {"name": f"{field}_mib", "scale": 2**-20}, size
-    if heading in virtual.NO_SIZES:
-        unit, write = {"name": field}, str
-    return _figure(heading, value=lambda row: virtual.plan_figures(row.run).get(heading), write=write,
-                   is_text=heading == "fits", drop_order=virtual.PLANNED[heading], field=field, **unit)  # fmt: skip
+    is_size, field = heading not in virtual.NO_SIZES, f"plan_{heading.replace(' ', '_')}"
+    unit: dict[str, Any] = {"name": f"{field}_mib", "scale": 2**-20} if is_size else {"name": field}
+    return _figure(heading, value=lambda row: virtual.plan_figures(row.run).get(heading), field=field,
+                   write=size if is_size else str, is_text=heading == "fits", drop_order=virtual.PLANNED[heading],
+                   **unit)  # fmt: skip
 
 
 _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
 
 #: All columns, in display order.
 COLUMNS = (
-    Column("#", name="rank", cell=_rank, value=lambda row: row.place.rank, always_shown=True),
+    _figure("#", "rank", lambda row: row.place.rank, lambda ends: "-".join(map(str, dict.fromkeys(ends))),
+            always_shown=True),
     Column("runs", name="runs", cell=lambda row: str(len(row.runs)) if len(row.runs) > 1 else MISSING,
            value=lambda row: len(row.runs), field="count"),
     _figure("parallel", "configuration", attrgetter("name"), field="name", is_text=True, always_shown=True,
@@ -163,7 +154,8 @@ COLUMNS = (
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
-    Column("vs best", name="ratio", cell=_ratio, value=lambda row: row.place.ratio, higher_is_better=True,
+    Column("vs best", name="ratio", value=lambda row: row.place.ratio, higher_is_better=True,  # 0.65x (0.63-0.67)
+           cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
            needs_several_rows=True, drop_order=2, drop_order_with_repeats=5),
     Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, scale=1e3,
            field="step", drop_order_with_repeats=2),

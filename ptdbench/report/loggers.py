@@ -228,7 +228,9 @@ class MLflow:
                 found = self._client.get_metric_history(self._run, tag)
                 self._sent[points] = max((point.step for point in found), default=-1)
             return self._run
-        self._kill(start.known)
+        with suppress(Exception):  # an earlier start that was killed, and that the service may not know
+            if start.known and self._client.get_run(start.known).info.status == "RUNNING":
+                self._client.set_terminated(start.known, "KILLED")
         experiment = self._client.get_experiment_by_name(self._experiment) or self._created()
         tags = {"sweep": start.sweep} if start.sweep else {}
         name = start.directory.name
@@ -240,12 +242,6 @@ class MLflow:
             self.end(is_ok=False)  # otherwise MLflow would show it as running forever
             raise
         return self._run
-
-    def _kill(self, known: str | None) -> None:
-        """Close an earlier start that was killed, if the service still knows it, as the run begins again."""
-        with suppress(Exception):
-            if known and self._client.get_run(known).info.status == "RUNNING":
-                self._client.set_terminated(known, "KILLED")
 
     def _created(self) -> Any:
         """Create the experiment, unless another run of the sweep has just done so."""

@@ -47,8 +47,9 @@ def reason(record: Written) -> str:
         return f"does not fit: {error.message}"
     where = f" on rank {error.rank}" if error.rank >= 0 else ""  # negative: the process that starts the ranks
     message, *output = error.message.split(OUTPUT)
-    kind = error.type
-    text = ": ".join(filter(None, (kind, " ".join(message.split()) if kind == "ConfigError" else _cut(message))))
+    line = " ".join(message.split())
+    line = line if error.type == "ConfigError" or len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
+    text = ": ".join(filter(None, (error.type, line)))
     said = OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
     if frame := error.where:
         path = Path(record["directory"]) / TRACEBACK
@@ -82,11 +83,6 @@ def _against_lack_of_memory(record: Written) -> Iterator[str]:
         yield "activations=recompute"
     if record.get("precision") == "fp32":
         yield "precision=bf16"
-
-
-def _cut(message: str) -> str:
-    line = " ".join(message.split())
-    return line if len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
 
 
 #: The relative change of a loss within ten steps that rounding may cause, by precision: kernels sum in other orders.

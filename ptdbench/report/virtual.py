@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import astuple
@@ -67,15 +67,12 @@ def plan_figures(record: Written) -> dict[str, int | str | None]:
     }
 
 
-def remarks(records: Iterable[Written]) -> Iterator[str]:
+def remarks(records: Sequence[Written]) -> Iterator[str]:
     """Yield what to know about the virtual runs and the plans of a table."""
-    records = list(records)
     plans = [record for record in records if record.get("kind") == "planned"]
     if plans:
         yield "planned: what a run will need, and no run; memory is that of the rank that needs most"
-    names = [name for record in records if (name := part(record, Virtual).device)]
-    if names:
-        devices = ", ".join(dict.fromkeys(names))
+    if devices := ", ".join(dict.fromkeys(name for record in records if (name := part(record, Virtual).device))):
         yield f"{devices}: nothing is computed: memory and messages are exact, and there are no times"
     models = (line for record in records if record.get("virtual") for line in of_model(record))
     yield from dict.fromkeys([*of_plans(plans), *models])
@@ -126,7 +123,9 @@ def of_model(record: Written) -> Iterator[str]:
 
 def explained(record: Written, called: str, width: int) -> str:
     """Render memory, kernels and messages of one run."""
-    found, step = record["virtual"], _step(record)
+    found = record["virtual"]
+    carried, passes = part(record, Plan).accumulation, part(record, Layout).accumulation
+    step = f"{carried} of {passes} passes of a step" if carried and passes and carried < passes else "a step"
     ranks, size = found["ranks"], record.get("world_size")
     present = f"all {size} ranks" if len(ranks) == size else f"{rank_names(ranks)} of {size}"
     lines = [wrap(f"{called} on {found['device']}, {present}", width), *_memory(record, width)]
@@ -152,12 +151,6 @@ def _memory(record: Written, width: int) -> Iterator[str]:
     yield drawn(["rank", *names], rows, width, spared=["other", "communication"])
     on_top = f"the CUDA context (about {size_text(found['context_bytes'])}) and NCCL's buffers come on top"
     yield wrap(f"reserved: what torch's allocator takes from the GPU; it decides whether a run fits; {on_top}", width)
-
-
-def _step(record: Written) -> str:
-    """Return what was carried out: ``a step``, or of a plan with more passes ``2 of 8 passes of a step``."""
-    carried, passes = part(record, Plan).accumulation, part(record, Layout).accumulation
-    return f"{carried} of {passes} passes of a step" if carried and passes and carried < passes else "a step"
 
 
 def _kernels(found: Mapping[str, Any], step: str, width: int) -> Iterator[str]:

@@ -254,7 +254,7 @@ def name_of_series(row: Mapping[str, Any]) -> str:
 def check_verdict(check: Mapping[str, Any], width: int) -> str:
     """Render the ranks, the measurements, and last the verdict, as plain text."""
     tables = [hello_table(check["hello"], width), matmul_tables(check["matmul"], width)]
-    return "\n\n".join([*tables, *_figures(check), "\n".join(_verdict(check, width))])
+    return "\n\n".join(filter(None, [*tables, "\n".join(_figures(check)), "\n".join(_verdict(check, width))]))
 
 
 def check_remark(check: Mapping[str, Any]) -> str:
@@ -267,20 +267,17 @@ def check_remark(check: Mapping[str, Any]) -> str:
 def _figures(check: Mapping[str, Any]) -> Iterator[str]:
     """Yield links and collectives in a line each; their workloads show more."""
     pairs = [pair for pair in (check["p2p"] or {}).get("pairs", []) if pair["bandwidth"]]
-    lines = []
     if pairs:
         slowest, fastest = (choose(pairs, key=lambda pair: pair["bandwidth"]) for choose in (min, max))
         least, most = (1e6 * choose(pair["latency"] for pair in pairs) for choose in (min, max))
-        lines.append(
+        yield (
             f"links         {fastest['bandwidth'] / 1e9:.3g} GB/s at most, rank {slowest['source']} to rank "
             f"{slowest['target']} least with {slowest['bandwidth'] / 1e9:.3g} GB/s; latency {least:,.0f} to "
             f"{most:,.0f} µs"
         )
     for row in (check["collectives"] or {}).get("results", []):
         size, seconds = size_text(row["bytes"]), row["seconds"]["median"]
-        lines.append(f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} µs, its result checked")
-    if lines:
-        yield "\n".join(lines)
+        yield f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} µs, its result checked"
 
 
 def _verdict(check: Mapping[str, Any], width: int) -> Iterator[str]:
