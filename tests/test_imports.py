@@ -34,7 +34,7 @@ ROOMS = """
     virtual
     cache
     files
-    terminal units search_path
+    terminal units grouping search_path
     problems
 """
 LEVEL = {room: level for level, line in enumerate(ROOMS.splitlines()) for room in line.split()}
