@@ -166,7 +166,7 @@ class Recorder:
         if self._startup is None:
             laps = gather(self._job.watch.laps)
             ends = [sum(of_rank.values()) for of_rank in laps]
-            first_step = laps[0].get("first_step", 0.0) + max(ends) - ends[0]  # missing if no steps were left
+            first_step = laps[0].get("first_step", 0.0) + (max(ends) - ends[0])  # missing if no steps were left
             self._startup = laps[0] | {"first_step": first_step}
         mine = {
             "first_step": self._loop.first_step,
