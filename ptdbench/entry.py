@@ -246,11 +246,7 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
 
 
 def _missing(composed: compose.Composed, runs: Sequence[Request], line: resume.Line) -> Sequence[Request]:
-    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all runs of a search or a new sweep.
-
-    Raises:
-        ConfigError: As of :func:`_queued`.
-    """
+    """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a search or a new sweep."""
     from ptdbench.sweep.agenda import Agenda
 
     if not line.goes_on or composed.searches:
@@ -262,11 +258,7 @@ def _missing(composed: compose.Composed, runs: Sequence[Request], line: resume.L
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
-    """Return the runs of a resumed sweep whose jobs have not ended: each is left to its job.
-
-    Raises:
-        ConfigError: SLURM does not answer, so the state of the jobs is unknown.
-    """
+    """Return the runs of a resumed sweep whose jobs have not ended: each is left to its job."""
     from ptdbench.sweep import status
 
     if not line.goes_on or not store.holding(directory, store.RECORD):
@@ -279,11 +271,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
 
 
 def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | None, runs: Sequence[Request]) -> None:
-    """Execute the run, search or sweep that was requested.
-
-    Raises:
-        ConfigError: The directory cannot be written to, or the sweeper of a search has failed.
-    """
+    """Execute the run, search or sweep that was requested."""
     from ptdbench.run import run
     from ptdbench.sweep import execution
 

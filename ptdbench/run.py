@@ -150,12 +150,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
 
 
 def _leave(world: World | None, attempt: Attempt, error: BaseException) -> None:
-    """Abandon a run that cannot begin.
-
-    Raises:
-        SystemExit: This rank failed, or refused the run while rank 0 did not: rank 0 would wait for this rank.
-        BaseException: The error, if it must end this process too, as a signal does.
-    """
+    """Abandon a run that cannot begin."""
     refused = isinstance(error, ConfigError)
     if world is None or (refused and world.is_first):
         _fail(attempt, failure.describe(error, rank=-1))

@@ -102,11 +102,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _carried_out(arguments: argparse.Namespace) -> Path:
-    """Run both sides alternately; return the folder with their results, in ``before`` and ``after``.
-
-    Raises:
-        SystemExit: A signal ``n`` arrived, with status ``128 + n``; nothing is left running.
-    """
+    """Run both sides alternately; return the folder with their results, in ``before`` and ``after``."""
     from ptdbench.launch import local
     from ptdbench.sweep.alternating import StoppedSide
 

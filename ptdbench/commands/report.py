@@ -66,11 +66,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _newest() -> Path:
-    """Return the newest sweep in ``outputs``: by the link ``latest``, or failing that by the time in its name.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Return the newest sweep in ``outputs``: by the link ``latest``, or failing that by the time in its name."""
     from ptdbench.records.store import LATEST, is_sweep
 
     outputs = Path("outputs")
@@ -85,11 +81,7 @@ def _newest() -> Path:
 
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
-    """Return the path of each requested format.
-
-    Raises:
-        ConfigError: A file already exists, or the folder does not.
-    """
+    """Return the path of each requested format."""
     asked = [form for form in _FORMS if getattr(arguments, form)]
     forms = dict.fromkeys([*(["html"] if arguments.open or not asked else []), *asked])
     first = arguments.directories[0]
@@ -105,11 +97,7 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
 
 
 def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[Run]]:
-    """Return the directories that have runs, and their runs; of several, those without are named and left out.
-
-    Raises:
-        FileNotFoundError: A directory does not exist, or none has runs.
-    """
+    """Return the directories that have runs, and their runs; of several, those without are named and left out."""
     from ptdbench.records.load import load_telling
 
     kept: list[Path] = []

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ptdbench.grouping import grouped
 from ptdbench.launch import stacks
 from ptdbench.launch.world import World
 from ptdbench.terminal import rank_names
@@ -392,9 +393,7 @@ def _where(state: State, count: int = 1) -> str:
 
 def _places(states: Mapping[int, State], together: str) -> str:
     """Describe where ranks are, grouped by place; if all are in one place, ``together`` replaces their names."""
-    at: dict[tuple[str, bool], list[int]] = {}
-    for rank, state in states.items():
-        at.setdefault((state.place, state.waits), []).append(rank)
+    at = grouped(((state.place, state.waits), rank) for rank, state in states.items())
     where = {_where(states[ranks[0]], len(ranks)): ranks for ranks in at.values()}
     if len(where) == 1:
         return f"{together}{next(iter(where))}"

@@ -377,11 +377,7 @@ def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the outermost modules outside the blocks that have weights of their own.
-
-    Raises:
-        NoChain: One of them contains blocks.
-    """
+    """Return the outermost modules outside the blocks that have weights of their own."""
     found: dict[str, nn.Module] = {}
     for name, one in module.named_modules(remove_duplicate=False):  # a block may run again, under another name
         inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*blocks, *found))

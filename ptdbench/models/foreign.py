@@ -356,15 +356,9 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
     """Return the forward FLOPs for pairs outside windows, and those that a causal mask excludes within.
 
     Of ``T²`` pairs a window of W positions holds ``T · W``, of which a causal mask excludes ``W² / 2``; a two-sided
-    window holds ``T · (2W - 1)``, as both sides include the position itself.
-
-    Args:
-        module: The whole module.
-        forward: Forward FLOPs in batched products, by module, each including its submodules.
-        length: T, the positions of a sample.
-
-    Returns:
-        The two counts; the second is ``None`` if some products are not in modules that say whether they are causal.
+    window holds ``T · (2W - 1)``, as both sides include the position itself. ``forward`` has the FLOPs in batched
+    products by module, submodules included; ``length`` is T. The second count is ``None`` if some products are not in
+    modules that say whether they are causal.
     """
     found = outside = masked = 0.0
     for name, part in module.named_modules():

@@ -107,26 +107,16 @@ class Modes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._frozen = [part for part in module.modules() if not part.training] if module.training else []
-        self._others: list[nn.Module] = []
-
-    def extend(self, module: nn.Module) -> None:
-        """Include the parts of ``module``, such as a stage, that the module itself does not have."""
-        self._others = [part for part in module.modules() if part not in set(self._module.modules())]
 
     def train(self) -> None:
         """Set the modes of training."""
-        self._set(True)
+        self._module.train()
         for part in self._frozen:
             part.training = False
 
     def evaluate(self) -> None:
         """Set the modes of evaluation."""
-        self._set(False)
-
-    def _set(self, is_training: bool) -> None:
-        self._module.train(is_training)
-        for part in self._others:
-            part.training = is_training
+        self._module.eval()
 
 
 def _containers(module: nn.Module, whole: bool) -> Iterator[Any]:

@@ -23,12 +23,8 @@ from ptdbench.models.state import Modes, preserved, without_values
 @contextmanager
 def trial(module: nn.Module) -> Iterator[None]:
     """Try a module in eval mode, without gradients; on exit all is as it was, random state included."""
-    with (
-        warnings.catch_warnings(),
-        torch.no_grad(),
-        preserved(module, whole=True),
-        _Uses(dict(module.named_parameters())),
-    ):
+    weights = dict(module.named_parameters())
+    with warnings.catch_warnings(), torch.no_grad(), preserved(module, whole=True), _Uses(weights):
         warnings.simplefilter("ignore")  # of what is unusual only in a trial, such as inputs without gradients
         module.eval()  # no dropout, and batch norms keep their statistics
         yield
@@ -94,13 +90,9 @@ def _observed(
 
 
 class _Uses(TorchDispatchMode):
-    """Notes which of some tensors operations use and write to, and undoes what they write on exit.
+    """Notes which tensors operations use while none of the layers that hold them runs, and undoes writes on exit.
 
     Version counters do not show what goes through ``.data``.
-
-    Args:
-        tensors: The tensors by name.
-        holders: The layers that hold each of them.
     """
 
     supports_higher_order_operators = True

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from torch.distributed.tensor.placement_types import Placement
 
+from ptdbench.grouping import grouped
 from ptdbench.models.experts import Router
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
 from ptdbench.models.protocol import Model, Role, module_of
@@ -314,10 +315,7 @@ def _local_part(weight: Tensor, of_gradient: Placement) -> Tensor:
 
 
 def _names_by_parameter(module: nn.Module) -> Mapping[nn.Parameter, list[str]]:
-    found: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        found.setdefault(parameter, []).append(name)
-    return found
+    return grouped((weight, name) for name, weight in module.named_parameters(remove_duplicate=False))
 
 
 def _tie(module: nn.Module, same: Mapping[nn.Parameter, list[str]]) -> None:

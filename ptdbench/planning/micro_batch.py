@@ -290,11 +290,7 @@ class Finder:
         return False
 
     def _rate(self, size: int, what: str) -> float | None:
-        """Return the samples per second of a short run; ``None`` if it was out of memory.
-
-        Raises:
-            Broken: The run has no throughput.
-        """
+        """Return the samples per second of a short run; ``None`` if it was out of memory."""
         enough = math.ceil(_SECONDS / self._step_seconds) if self._step_seconds else _STEPS
         timed = min(max(enough, _FEWEST), _STEPS)
         options = try_options(self.config, _WARMUP + timed)

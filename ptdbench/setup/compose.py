@@ -28,6 +28,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from ptdbench.grouping import grouped
 from ptdbench.problems import ConfigError, Problem, differing, first_line, in_shell, nearest, require, said, try_these
 from ptdbench.records.effects import OF_CHOICE, leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, expand_shorthands, option, quoted, search_in
@@ -438,9 +439,7 @@ def _similar(name: str, options: Sequence[str]) -> list[str]:
 
     ``lr`` may have meant ``optimizer.lr``, and ``batch_size`` may have meant ``train.global_batch``.
     """
-    by_last: dict[str, list[str]] = {}
-    for one in options:
-        by_last.setdefault(one.rpartition(".")[2], []).append(one)
+    by_last = grouped((option.rpartition(".")[2], option) for option in options)
     last = name.rpartition(".")[2]
     sharing = [leaf for leaf in by_last if {*last.split("_")} & {*leaf.split("_")}]
     whole = nearest(name, options) if last == name else []

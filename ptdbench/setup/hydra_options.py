@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from ptdbench.grouping import grouped
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, as_typed, first_line, in_shell, require
 from ptdbench.records.effects import leaves
@@ -98,9 +99,8 @@ def _misplaced(composed: Composed) -> Problem | None:
     template = str(composed.first.hydra.sweep._get_node("subdir")._value())
     if composed.searches or "job.num" in template:  # as it has by default
         return None
-    named: dict[str, list[int]] = {}
-    for number, whole in enumerate(composed.whole):
-        named.setdefault(str(config_of_run(whole, None, number).hydra.sweep.subdir), []).append(number)
+    places = (str(config_of_run(whole, None, number).hydra.sweep.subdir) for number, whole in enumerate(composed.whole))
+    named = grouped((place, number) for number, place in enumerate(places))
     same = next((numbers for numbers in named.values() if len(numbers) > 1), None)
     if same is None:
         return None

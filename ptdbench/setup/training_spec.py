@@ -132,7 +132,6 @@ class TrainingSpec:
         is_own = not self.config.call("model").target.startswith("ptdbench.")
         written = observe(module, [], *self.data.example()).weights if saves and is_own else []
         engine = self.strategy(self.model, setting)
-        modes.extend(engine.module)
         modes.train()
         engine.modes, engine.written = modes, written
         return engine

@@ -60,11 +60,7 @@ def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
 def _divided(
     runs: Sequence[T], requests: Sequence[Request], options: Mapping[str, Any]
 ) -> Iterator[tuple[list[list[T]], Mapping[str, Any]]]:
-    """Yield the :func:`arrays` of runs, none longer than SLURM allows, each with the launcher's options for its script.
-
-    Raises:
-        ConfigError: Jobs alike make more arrays than may run jobs at once.
-    """
+    """Yield the :func:`arrays` of runs, none longer than SLURM allows, each with the launcher's options for its script."""
     alike = arrays(requests)
     most = slurm.longest_array() if max(map(len, alike), default=1) > 1 else 1
     for jobs in alike:
@@ -317,12 +313,7 @@ def submit(directory: Path, jobs: Sequence[Opened], options: Mapping[str, Any]) 
 def _submit(
     directory: Path, name: str, runs: Sequence[Sequence[Opened]], options: Mapping[str, Any]
 ) -> list[ledger.Job]:
-    """Submit the jobs of an array, each with its runs; the ledger records them before and after.
-
-    Raises:
-        SlurmError: SLURM refused them, or did not answer.
-        OSError: The folder for their output cannot be written to.
-    """
+    """Submit the jobs of an array, each with its runs; the ledger records them before and after."""
     array = Array([[run.request for run in job] for job in runs], name, directory)
     text = array.script(options)
     noted = list(_to_note(array, runs))

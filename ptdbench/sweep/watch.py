@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ptdbench.grouping import grouped
 from ptdbench.records import ledger, record
 from ptdbench.records.failure import of_launcher
 from ptdbench.records.record import option
@@ -34,9 +35,7 @@ STARTUP = ("import", "config", "rendezvous", "build", "first_step")
 
 def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
     """Return each run with its number in the sweep, and a name that tells it apart from others of its sweep."""
-    of_sweeps: dict[str, list[Run]] = {}
-    for run in sweep.runs:
-        of_sweeps.setdefault(run.sweep, []).append(run)
+    of_sweeps = grouped((run.sweep, run) for run in sweep.runs)
     names = {
         run.directory: f"{title} [{of_sweep}]" if of_sweep else title
         for of_sweep, runs in of_sweeps.items()

@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from ptdbench.data.feed import Feed
+from ptdbench.grouping import grouped
 from ptdbench.measure import clock, memory
 from ptdbench.optim.averaging import WeightAverage
 from ptdbench.optim.schedules import Schedule
@@ -95,9 +95,8 @@ class Update:
         """Clip by the global norm: clipping each rank by its local norm would change the direction."""
         self._scaler.unscale_(self.optimizer)
         norm = self._engine.gradient_norm()
-        alike: dict[DeviceMesh | None, list[nn.Parameter]] = {}  # torch scales weights of one mesh in one operation
-        for weight in self._engine.module.parameters():
-            alike.setdefault(getattr(weight, "device_mesh", None), []).append(weight)
+        # torch scales weights of one mesh in one operation.
+        alike = grouped((getattr(weight, "device_mesh", None), weight) for weight in self._engine.module.parameters())
         for weights in alike.values():
             clip_grads_with_norm_(weights, most, norm)
         self.gradient_norms.append(norm)

@@ -177,11 +177,9 @@ def figures(
 def _seconds_of_starts(
     segments: Sequence[dict[str, Any]], seconds: np.ndarray, minimum: int
 ) -> tuple[list[float], list[float]]:
-    """Give each start its ``warmup_steps``, at least ``minimum``.
+    """Give each start its ``warmup_steps``, at least ``minimum``; return the seconds of all steps of the last start.
 
-    Returns:
-        The seconds of all steps of the last start, and of the timed steps of earlier starts with the same layout, as
-        far as they are known.
+    And those of the timed steps of earlier starts with the same layout, as far as they are known.
     """
     of_starts = [found[np.isfinite(found)].tolist() for found in (_of(one, seconds) for one in segments)]
     groups = grouped((json.dumps(one["layout"], sort_keys=True), place) for place, one in enumerate(segments))
