@@ -150,7 +150,7 @@ def _run(directory: Path, config: Config, known: Summary | None, heading: Headin
 
 
 def _leave(world: World | None, attempt: Attempt, error: BaseException) -> None:
-    """Abandon a run that cannot begin."""
+    """Abandon a run that cannot begin; this process ends too at a signal, or if rank 0 would wait for this rank."""
     refused = isinstance(error, ConfigError)
     if world is None or (refused and world.is_first):
         _fail(attempt, failure.describe(error, rank=-1))

@@ -60,7 +60,7 @@ def arrays(requests: Sequence[Request]) -> list[list[list[int]]]:
 def _divided(
     runs: Sequence[T], requests: Sequence[Request], options: Mapping[str, Any]
 ) -> Iterator[tuple[list[list[T]], Mapping[str, Any]]]:
-    """Yield the :func:`arrays` of runs, none longer than SLURM allows, each with the launcher's options for its script."""
+    """Yield the :func:`arrays` of runs, none longer than SLURM allows, each with options for its script."""
     alike = arrays(requests)
     most = slurm.longest_array() if max(map(len, alike), default=1) > 1 else 1
     for jobs in alike:
