@@ -108,7 +108,7 @@ class Staging:
             A function that waits for the device and returns the copies by name, on the CPU; a DTensor stays a DTensor.
             The next call overwrites them.
         """
-        on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        on_gpu = _on_gpu(tensors)
         self._allocate(tensors, pinned=on_gpu)
         copies = dict(self._copies)
         if not on_gpu:
@@ -163,6 +163,10 @@ class Staging:
 def _copy(tensors: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         local_part(into[name]).copy_(local_part(tensor), non_blocking=True)
+
+
+def _on_gpu(tensors: Mapping[str, Tensor]) -> bool:
+    return any(tensor.is_cuda for tensor in tensors.values())
 
 
 def _unpin(address: int, _: mmap.mmap) -> None:

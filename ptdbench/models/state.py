@@ -34,7 +34,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, *, whole: bool = False) -> None:
         self._module, self._whole = module, whole
-        self._contents = [(held, _content(held)) for held in _containers(module, whole)]
+        self._contents = list(_containers(module, whole))
         self._gradients = [(weight, weight.grad, weight.requires_grad) for weight in module.parameters()]
         contents = (content.values() if isinstance(content, dict) else content for _, content in self._contents)
         tensors = {id(one): one for content in contents for one in content if _is_copied(one)}
@@ -57,7 +57,7 @@ class ModuleState:
     @contextmanager
     def replayed(self) -> Iterator[None]:
         """Run the module on copies of this state; on exit its present state is back, in which nothing was written."""
-        present = [(held, _content(held)) for held in _containers(self._module, self._whole)]
+        present = list(_containers(self._module, self._whole))
         copies = {key: copied.clone() for key, (_, copied) in self._copies.items()}
 
         def substituted(content: Any) -> Any:
@@ -119,10 +119,10 @@ class Modes:
         self._module.eval()
 
 
-def _containers(module: nn.Module, whole: bool) -> Iterator[Any]:
+def _containers(module: nn.Module, whole: bool) -> Iterator[tuple[Any, Any]]:
     """Yield the attributes, as dicts, of a module and of all modules and objects of its package that it holds.
 
-    The mutable containers among the attributes too; each once.
+    The mutable containers among the attributes too; each once, with a shallow copy as a plain container.
     """
     packages = frozenset({"types"}).union(*map(_packages, map(type, module.modules())))  # SimpleNamespace is in types
     pending, seen = [module], set[int]()
@@ -140,7 +140,7 @@ def _containers(module: nn.Module, whole: bool) -> Iterator[Any]:
             continue
         seen.add(id(held))
         if not isinstance(held, tuple):
-            yield held
+            yield held, next(kind(held) for kind in (dict, set, list) if isinstance(held, kind) or kind is list)
         inner = (held[key] for key in held.keys() - hidden) if isinstance(held, dict) else held
         pending += [one for one in inner if not isinstance(one, _LEAVES)]
 
@@ -149,11 +149,6 @@ def _containers(module: nn.Module, whole: bool) -> Iterator[Any]:
 def _packages(kind: Any) -> frozenset[str]:
     """Return the packages of a class and its bases other than torch and this one: objects of these are no state."""
     return frozenset({base.__module__.partition(".")[0] for base in kind.__mro__} - {"torch", "ptdbench", "builtins"})
-
-
-def _content(held: Any) -> Any:
-    """Return a shallow copy of a container, as a plain one."""
-    return next(kind(held) for kind in (dict, set, list) if isinstance(held, kind) or kind is list)
 
 
 def _fill(contents: Iterable[tuple[Any, Any]]) -> None:

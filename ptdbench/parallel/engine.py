@@ -141,8 +141,7 @@ class Engine(ABC):
         pass, under ``static_graph`` after the second. Without this, the first steps of a resumed run would not be
         bitwise equal to those of an uninterrupted run. The arguments are as for :meth:`gradients`.
         """
-        written = [self.module.get_parameter(name) for name in self.written]
-        values = [weight.detach().clone() for weight in written]
+        written = {weight: weight.detach().clone() for weight in map(self.module.get_parameter, self.written)}
         with preserved(self.module, inputs.device), ExitStack() as untraced:
             for part in self.parts:
                 if part.compressor:
@@ -153,7 +152,7 @@ class Engine(ABC):
                 self.gradients(inputs, targets, scale)
                 self.module.zero_grad()
         with torch.no_grad():
-            for weight, value in zip(written, values, strict=True):
+            for weight, value in written.items():
                 weight.copy_(value)
 
 

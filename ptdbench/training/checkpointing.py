@@ -110,19 +110,7 @@ class Checkpointing:
         """Save the last step unless it is saved; called in all ranks, between two steps."""
         if self._saver and self._saved != self._loop.done:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
-                self._recorder.drain()
-                facts = {
-                    "segments": self._recorder.segments(),
-                    "scaler": self._loop.update.scaler_state(),
-                    "evaluations": self._evaluator.as_dicts(),
-                    "data": self._identity(),
-                }
-                is_first = self._loop.replica == 0
-                own = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
-                tensors = self._state.collect(with_buffers=is_first, own=own)
-                model = self._job.spec.config.resolved["model"]
-                self._saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
-                self._saved = self._loop.done
+                self._save(self._saver)
 
     def store_evaluation(self) -> None:
         """Store an evaluation of the last step with its checkpoint, and save the weights if they are the best yet."""
@@ -138,6 +126,21 @@ class Checkpointing:
         if self._saver:
             with self._job.watchdog.paused(), self._job.display.during("saving"):
                 self._saver.close()
+
+    def _save(self, saver: Saver) -> None:
+        self._recorder.drain()
+        facts = {
+            "segments": self._recorder.segments(),
+            "scaler": self._loop.update.scaler_state(),
+            "evaluations": self._evaluator.as_dicts(),
+            "data": self._identity(),
+        }
+        is_first = self._loop.replica == 0
+        own = self._loop.engine.own_state() | self._state.own_buffers(first_replica=is_first)
+        tensors = self._state.collect(with_buffers=is_first, own=own)
+        model = self._job.spec.config.resolved["model"]
+        saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
+        self._saved = self._loop.done
 
     def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
         facts = found.manifest.facts

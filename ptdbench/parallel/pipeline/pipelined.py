@@ -185,9 +185,8 @@ class Pipelined(Engine):
         # torch computes gradients of weights separately by torch.autograd.grad, which does not fire DDP's hooks.
         self._averages_after = schedule.splits_backward
         settles = 0 if self._averages_after else max(part.settles_after for part in parts.values())
-        # The very first pass begins with shape inference, which also draws random numbers. DDP rebuilds its buckets in
-        # the last pass of a step, and moves previously accumulated gradients into them. It divides those by the number
-        # of replicas, but multiplies others by the inverse, so rounding differs.
+        # DDP rebuilds its buckets in the last pass of a step, and moves previously accumulated gradients into them. It
+        # divides those by the number of replicas, but multiplies others by the inverse, so rounding differs.
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
         self._where, self._parts, self._layout, self._group, self._device = where, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
