@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,24 +17,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ptdbench import search_path
 from ptdbench.comparison import alternatives, noise
 from ptdbench.launch import forced_exit, local, settings, slurm
-from ptdbench.launch.world import REFUSED_WAIT, Place, World, discover, is_first_rank
+from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import schema, store
 from ptdbench.records.record import DONE, how_started
 from ptdbench.records.schema import Written
 from ptdbench.report import table, text
+from ptdbench.run import followers
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
 from ptdbench.setup.config import Config, Slurm
+from ptdbench.setup.runs import Run
 from ptdbench.sweep import blocks
 from ptdbench.terminal import echo, plural, transient
 
 if TYPE_CHECKING:
     from ptdbench.sweep.agenda import Agenda
-    from ptdbench.sweep.requests import Request
-
-#: REFUSED_WAIT in a SLURM step, in seconds: srun does not end the waiting ranks, so a refused command takes this much
-#: longer.
-REFUSED_WAIT_IN_STEP = 5.0
 
 #: The modules with which rank 0 of a training run writes TensorBoard files.
 EVENT_FILES = ("torch.utils.tensorboard", "tensorboard.plugins.hparams.metadata")
@@ -59,10 +55,7 @@ def exit_with(work: Callable[[], int]) -> NoReturn:
     except (ConfigError, store.Damaged) as error:
         if is_first_rank(os.environ) or type(error) is not ConfigError:  # perhaps only this rank knows it
             echo(str(error), sys.stderr)
-        else:  # wait while rank 0 reports it
-            with suppress(local.Stopped, ConfigError):  # the refusal may be of the environment itself
-                world = discover(os.environ)
-                time.sleep(REFUSED_WAIT_IN_STEP if world and world.started_by.has_step else REFUSED_WAIT)
+        followers.dismiss(error if isinstance(error, ConfigError) else ConfigError([]))
         sys.exit(1)
     except local.Stopped as stop:
         echo(str(stop), sys.stderr)
@@ -77,24 +70,31 @@ def _main() -> int:
     if arguments.hydra_help or arguments.shell_completion:
         return hydra_output.shown_by_hydra(arguments, conf)
     search_path.add_current()
+    world = discover(os.environ)
+    shows = arguments.cfg or arguments.help or arguments.info
+    if world and not world.is_first:
+        return 0 if shows else _follow(world)
     words = commandline.imply(arguments)
     config_name = arguments.config_name or "config"
-    line = resume.read(words, arguments.multirun, discover(os.environ), config_name)
+    line = resume.read(words, arguments.multirun, world, config_name)
     source = compose.Source(conf, config_name, arguments.config_dir)
     composed = compose.compose_all(line.overrides, arguments.multirun, source)
     resume.check_targets(words, composed.configs)
-    if arguments.cfg or arguments.help or arguments.info:
-        if not is_first_rank(os.environ):
-            return 0
+    if shows:
         if arguments.cfg:
             return hydra_output.show_configs(arguments, composed)
         return hydra_output.shown_by_hydra(arguments, conf)
-
-    world = discover(os.environ)
     hydra_options.check(composed, world, line.goes_on)
     blocks.check(composed, world, line.goes_on)
     cluster = composed.configs[0].cluster  # the same for all jobs, except for their shape
     return _on_cluster(composed, cluster, line) if isinstance(cluster, Slurm) else _here(composed, world, line)
+
+
+def _follow(world: World) -> int:
+    """Execute the runs that rank 0 names; return the exit status."""
+    local.check_address_space()
+    followers.follow(world)
+    return 0
 
 
 def carry_out(directories: Sequence[Path]) -> int:
@@ -106,28 +106,45 @@ def carry_out(directories: Sequence[Path]) -> int:
         ConfigError: One of them is not a run that can be executed from here.
     """
     search_path.add_current()
-    world = discover(os.environ)
+    if (world := discover(os.environ)) and not world.is_first:
+        return _follow(world)
     unique = {directory.resolve(): directory for directory in directories}
     configs = {directory: resume.startable(directory, world) for directory in unique.values()}
     if world is None:
         prepare_ranks([*configs.values()])
 
-    from ptdbench.run import run
+    from ptdbench.run.door import run
+    from ptdbench.run.opening import reopen
 
     all_ok = True
-    for directory, read in configs.items():
+    for directory in configs:
         is_done = False
         try:
-            with settings.added(hydra_output.recorded_environment(directory)):
-                run(directory, read)
+            if reopen(directory, world):
+                followers.lead(directory)
+                run(directory)
             is_done = True
         except SystemExit:  # the reason has been printed
             if world:
                 raise
         finally:
-            if world is None or world.rank == 0:
-                all_ok &= _count_ok(_print_results(directory, [], 1)) == 1 and is_done
+            all_ok &= _count_ok(_print_results(directory, [], 1)) == 1 and is_done
+    followers.dismiss()
     return int(not all_ok)
+
+
+def find_micro_batch(directory: Path, shape: str, command: Sequence[str]) -> int:
+    """Find the micro-batch of a run with steps of the SLURM job whose script started this process.
+
+    The ranks that the script starts next read it from the record. ``shape`` is the number of nodes, ranks per node and
+    GPUs per node, such as ``2x8x8``; ``command`` starts all ranks of a run, and its directory is appended.
+    """
+    from ptdbench.run import door
+
+    search_path.add_current()
+    nodes, ranks, gpus = map(int, shape.split("x"))
+    steps = slurm.JobSteps(World(0, nodes * ranks, 0, ranks, "SLURM", nodes=nodes), gpus, command)
+    return int(not door.find_micro_batch(directory, steps))
 
 
 def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again: bool) -> int:
@@ -165,46 +182,39 @@ def _prepare_to_plan(configs: Sequence[Config]) -> None:
         prepare_ranks(configs)
 
 
-def _run(*run_of: Any) -> None:
+def _run(directory: Path) -> None:
     """Execute a run; imports torch only now, as cached plans need no run."""
-    from ptdbench.run import run
+    from ptdbench.run.door import run
 
-    run(*run_of)
+    run(directory)
 
 
 def _here(composed: compose.Composed, world: World | None, line: resume.Line) -> int:
-    """Execute the runs on this machine, or as a rank that a launcher started; return the exit status."""
+    """Execute the runs on this machine, or as rank 0 of those that a launcher started; return the exit status."""
     if world:
         local.check_address_space()
     else:
         prepare_ranks(composed.configs)
-    shows, checking = world is None or world.rank == 0, f"checking {plural(len(composed.overrides), 'run')}…"
-    try:
-        with transient(checking, sys.stderr if shows else None):  # shown during the imports, too
-            from ptdbench.launch import devices, rendezvous
-            from ptdbench.setup import run_spec
-            from ptdbench.sweep import requests
-            from ptdbench.sweep.agenda import Agenda
+    with transient(f"checking {plural(len(composed.overrides), 'run')}…", sys.stderr):  # during the imports, too
+        from ptdbench.launch import devices
+        from ptdbench.setup import run_spec
+        from ptdbench.sweep import requests
+        from ptdbench.sweep.agenda import Agenda
 
-            if world:
-                for read in composed.configs:
-                    devices.check(world, str(read.resolved.get("device")), str(read.resolved.get("backend")))
-            runs = requests.of_machine(composed, world, line.goes_on)
-        if line.goes_on and not composed.is_sweep and shows and runs[0].summary:
-            run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
-    except ConfigError as refused:
-        if world:  # ranks that are not refused would wait for this one
-            with suppress(rendezvous.NotMet):
-                rendezvous.agree(hydra_output.DIRECTORY, world, str, refused)
-        raise
-    directory = hydra_output.claim(composed, world, line.goes_on)
-    agenda = Agenda.of(composed, runs, directory, line.only) if composed.is_sweep else None
+        if world:
+            for read in composed.configs:
+                devices.check(world, str(read.resolved.get("device")), str(read.resolved.get("backend")))
+        runs = requests.of_machine(composed, world, line.goes_on)
+    if line.goes_on and not composed.is_sweep and runs[0].summary:
+        run_spec.require_same_shape(line.goes_on, runs[0].summary, runs[0].config.general.reshape)
+    directory = hydra_output.claim(composed, line.goes_on)
+    agenda = Agenda.of(composed, runs, directory, line.only)
     status = 0
     try:
-        _carry_out(composed, directory, agenda, runs)
+        _carry_out(composed, agenda)
+        followers.dismiss()
     finally:
-        if shows:
-            status = _conclude(composed, directory, agenda)
+        status = _conclude(composed, agenda)
     return status
 
 
@@ -213,27 +223,27 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
     from ptdbench.sweep import requests, submission, watch
     from ptdbench.sweep.agenda import Agenda
 
-    options = composed.first.hydra.launcher
+    options = composed.launcher_options
     runs = requests.of_cluster(composed, line.goes_on)
     if ignored := slurm.ignored_variables(os.environ):
         echo(f"ignored: {' '.join(ignored)}; the resources of a job are set in the group cluster", sys.stderr)
-    submission.check_paths(runs, Path(composed.first.hydra.sweep.dir))
+    submission.check_paths(runs, composed.directory)
     missing = _missing(composed, runs, line)
     if not missing:
         echo("nothing to submit: everything is ok, or still in the queue")
     if cluster.submit == "test":
         return submission.show_test_only(missing, options)
-    batch = composed.first.hydra.sweeper.get("max_batch_size") if not runs[0].config.sweep.same_nodes else None
+    batch = composed.batch_size if not runs[0].config.sweep.same_nodes else None
     for first in range(0, len(missing), batch or len(runs)):
         submission.require_accepted(missing[first : first + (batch or len(runs))], options)
     submission.make_folders(runs)
-    directory = hydra_output.claim(composed, None, line.goes_on).resolve()  # a job may start elsewhere
+    directory = hydra_output.claim(composed, line.goes_on).resolve()  # a job may start elsewhere
     queued = _queued(directory, line)
     agenda = Agenda.of(composed, runs, directory, line.only, queued)
     if queued:
         names = ", ".join(sorted(queued))
         echo(f"{plural(len(queued), 'run')} still in the queue, not submitted again: {names}", sys.stderr)
-    _carry_out(composed, directory, agenda, runs)
+    _carry_out(composed, agenda)
     if cluster.submit == "detach":
         return submission.report_refused(agenda.refused) or int(bool(agenda.skipped))
     try:
@@ -241,20 +251,20 @@ def _on_cluster(composed: compose.Composed, cluster: Slurm, line: resume.Line) -
             store.unlock(directory)  # it may be resumed beside this process, which submits nothing more
             watch.follow(directory)
     finally:
-        status = _conclude(composed, directory, agenda)
+        status = _conclude(composed, agenda)
     return status
 
 
-def _missing(composed: compose.Composed, runs: Sequence[Request], line: resume.Line) -> Sequence[Request]:
+def _missing(composed: compose.Composed, runs: Sequence[Run], line: resume.Line) -> Sequence[Run]:
     """Return the runs of which a resumed sweep lacks a repeat, and refused ones; all of a search or a new sweep."""
     from ptdbench.sweep.agenda import Agenda
 
-    if not line.goes_on or composed.searches:
-        return runs
-    agenda = Agenda.of(composed, runs, line.goes_on, line.only, _queued(line.goes_on, line))
-    places = [place for place, _ in blocks.order(len(runs), runs[0].config.repeat)]
-    missing = {places[number] for number in agenda.to_do(range(len(places)))}
-    return [run for place, run in enumerate(runs) if run.refused or place in missing]
+    missing = set(range(len(runs)))
+    if line.goes_on and not composed.searches:
+        agenda = Agenda.of(composed, runs, line.goes_on, line.only, _queued(line.goes_on, line))
+        missing = set(agenda.to_do(missing))
+    needed = {run.alternative: run for run in reversed(runs) if run.refused or run.number in missing}
+    return [*needed.values()][::-1]
 
 
 def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
@@ -270,40 +280,32 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
     return frozenset(run.directory for run in sweep.runs if run.queue and not run.queue.is_over)
 
 
-def _carry_out(composed: compose.Composed, directory: Path, agenda: Agenda | None, runs: Sequence[Request]) -> None:
+def _carry_out(composed: compose.Composed, agenda: Agenda) -> None:
     """Execute the run, search or sweep that was requested."""
-    from ptdbench.run import run
     from ptdbench.sweep import execution
 
-    writes = is_first_rank(os.environ)
     try:
-        if agenda is None:
-            (only,) = runs
-            if writes:
-                hydra_output.write_files(only.job(None, None), directory)
-            with settings.added(only.environment):
-                run(directory, only.config, only.summary)
-        elif composed.searches:
+        if composed.searches:
             execution.search(agenda, composed)
-        else:
-            if writes:
-                with composed.source.open():
-                    hydra_output.write_multirun(composed.sweep(), directory)
-            execution.run_all(agenda, composed)
+            return
+        if composed.is_sweep:
+            with composed.source.open():
+                hydra_output.write_multirun(composed.sweep(), agenda.directory)
+        execution.run_all(agenda, composed)
     except OSError as error:
         rule = f"{error.filename or 'what belongs there'} cannot be written: {error.strerror or error}"
-        remedy = f"free some space, and continue with {resume.command(directory)}"
-        raise ConfigError([Problem("directory", directory, rule, remedy)]) from None
+        remedy = f"free some space, and continue with {resume.command(agenda.directory)}"
+        raise ConfigError([Problem("directory", agenda.directory, rule, remedy)]) from None
 
 
-def _conclude(composed: compose.Composed, directory: Path, agenda: Agenda | None) -> int:
+def _conclude(composed: compose.Composed, agenda: Agenda) -> int:
     """Print the results of the runs; return exit status 0 if all requested runs are ok, and none was skipped."""
-    asked = len(agenda.requests) if agenda and not agenda.is_open else int(agenda is None)
-    records = _print_results(directory, composed.configs, asked)
-    if agenda and agenda.only:  # the sweep's other runs were not requested
-        records = [record for record in records if store.below(directory, record["directory"]) == agenda.only]
-        asked = 0
-    return int(bool(agenda and agenda.skipped) or _count_ok(records) < (asked or max(1, len(records))))
+    requested = 0 if agenda.is_open else len(agenda.runs)
+    records = _print_results(agenda.directory, composed.configs, requested)
+    if agenda.only:  # the sweep's other runs were not requested
+        records = [record for record in records if store.below(agenda.directory, record["directory"]) == agenda.only]
+        requested = 0
+    return int(bool(agenda.skipped) or _count_ok(records) < (requested or max(1, len(records))))
 
 
 def _count_ok(records: Sequence[Written]) -> int:

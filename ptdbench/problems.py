@@ -68,6 +68,15 @@ def require(*problems: Problem | None) -> None:
         raise ConfigError(found)
 
 
+#: A rule: whether it is broken, the option, its value, the rule in words, and the remedy.
+Row = tuple[bool, str, object, str, str]
+
+
+def broken(rows: Iterable[Row]) -> Iterator[Problem]:
+    """Yield a problem for every rule that is broken."""
+    return (Problem(option, value, rule, remedy) for is_broken, option, value, rule, remedy in rows if is_broken)
+
+
 def under(group: str, step: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call ``step``; if it raises ConfigError, name the options from the root: ``heads`` becomes ``model.heads``."""
     try:

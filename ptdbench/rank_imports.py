@@ -12,7 +12,7 @@ import numpy.ma  # noqa: F401 - np.median needs it
 from omegaconf import OmegaConf
 
 import ptdbench.entry
-import ptdbench.run  # noqa: F401
+import ptdbench.run.door  # noqa: F401
 
 # OmegaConf builds the tables of its parser at the first interpolation.
 _written = OmegaConf.create({"a": 1, "b": "${a}", "c": "${oc.env:HOME,none}-${.b}"})

@@ -18,7 +18,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, open_dict
 
 import ptdbench
 from ptdbench import entry
@@ -36,7 +36,10 @@ Record = dict[str, Any]
 
 def composed(*overrides: str) -> DictConfig:
     """One configuration, as ``python train.py OVERRIDES`` composes it."""
-    return compose_all(overrides).jobs[0]
+    (job,) = compose_all(overrides).wholes
+    with open_dict(job):
+        del job["hydra"]
+    return job
 
 
 def read(*overrides: str) -> Config:

@@ -14,16 +14,30 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from ptdbench import run as product
-from ptdbench.launch import local, settings
+from ptdbench.launch import local, rendezvous, settings
+from ptdbench.launch.world import World, discover
+from ptdbench.records import ownership, record
+from ptdbench.run import door
+from ptdbench.run.opening import reopen
 from ptdbench.setup import config
 from ptdbench.setup.config import RANKS_WITHOUT_GPU
 from tests.ports import free_port
 
 
 def carry_out(composed: DictConfig, directory: Path) -> None:
-    """Carry out a run as a command line does that asks for it alone."""
-    product.run(directory, config.read(composed))
+    """Carry out a run as a command line does that asks for it alone: rank 0 opens it, and its record says the rest."""
+    world = discover(os.environ)
+    if world is None:
+        if opened(composed, directory, None):
+            door.run(directory)
+    elif rendezvous.agree(f"{directory}", world, lambda: str(opened(composed, directory, world))) == str(True):
+        door.run(directory)
+
+
+def opened(composed: DictConfig, directory: Path, world: World | None) -> bool:
+    """Open a run, and return whether it can be executed."""
+    ownership.open_record(directory, record.begin(config.read(composed).resolved, directory, {}))
+    return reopen(directory, world)
 
 
 class Failed(Exception):

@@ -7,6 +7,7 @@ of what a command line may get wrong is tested in tests/setup.
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from ptdbench.sweep import execution, requests
 from ptdbench.sweep.agenda import Agenda
 from tests import forked
 from tests.conftest import ROOT, outputs
+from tests.ports import free_port
 from tests.programs import TRAIN, call
 
 TOY = ("model=toy", "train.steps=4", "device=cpu")
@@ -58,18 +60,18 @@ class TestRefusals:
     def test_flags_and_lists(self, arguments, tmp_path):
         assert len(refused(*arguments, cwd=tmp_path)) == 1
 
-    def test_only_rank_0_of_a_launcher_speaks(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(entry, "REFUSED_WAIT", 0.0)
-        for name, value in {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
-            monkeypatch.setenv(name, str(value))
-        told, shown = [], []
-        for rank in ("0", "1"):
-            monkeypatch.setenv("RANK", rank)
-            monkeypatch.setenv("LOCAL_RANK", rank)
-            told.append(refused("model=toyy", cwd=tmp_path))
-            shown.append(forked.train_py("--cfg", "job", "--package", "seed", cwd=tmp_path).stdout)
-        assert told == [["model=toyy: there is no such choice; try toy"], []]
-        assert shown == ["0\n", ""]
+    def test_only_rank_0_of_a_launcher_speaks(self, tmp_path, environ):
+        launch = {
+            "TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }  # fmt: skip
+        ranks = [{**environ, **launch, "RANK": number, "LOCAL_RANK": number} for number in "01"]
+        with ThreadPoolExecutor(2) as threads:
+            answers = [threads.submit(forked.train_py, "model=toyy", cwd=tmp_path, environ=rank) for rank in ranks]
+        assert [answer.result().returncode for answer in answers] == [1, 1]
+        assert [answer.result().stderr for answer in answers] == ["model=toyy: there is no such choice; try toy\n", ""]
+        shown = [forked.train_py("--cfg", "job", "--package", "seed", cwd=tmp_path, environ=rank) for rank in ranks]
+        assert [answer.stdout for answer in shown] == ["0\n", ""]
 
 
 class TestHelp:
@@ -162,7 +164,7 @@ def test_a_run_of_a_sweep_that_fails_says_so_at_once(tmp_path, monkeypatch, caps
     def fail(directory, *_):
         store.write_record(directory, record.failed(store.load_record(directory), failure.of_launcher("Lost", "gone")))
 
-    monkeypatch.setattr("ptdbench.run.run", fail)
+    monkeypatch.setattr("ptdbench.run.door.run", fail)
     execution.executor(agenda, compose_all(["model=toy"]))([agenda.open(1)])
     assert capsys.readouterr().err == "[2/2] toy ddp seed=2: failed: Lost: gone\n"
 

@@ -15,7 +15,6 @@ ROOMS = """
     sweep
     run
     planning
-    ending
     workloads
     training
     examples

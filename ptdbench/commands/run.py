@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 HELP = "start or continue the run in a directory; also under torchrun, srun and mpirun"
@@ -12,6 +13,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``run``."""
     words = "directories of runs, each with a record.json"
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR", help=words)
+    # For the script of a job, which has ranks started to find a micro-batch: see entry.find_micro_batch.
+    parser.add_argument("--shape", help=argparse.SUPPRESS)
+    parser.add_argument("--tries", type=shlex.split, metavar="COMMAND", help=argparse.SUPPRESS)
     parser.epilog = "Exit status 0: every run was ok. 1: one was not, or could not be started. 128 + n: signal n."
 
 
@@ -19,4 +23,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Execute the runs; never returns, as they may leave threads that keep this process alive."""
     from ptdbench import entry
 
+    if arguments.tries:
+        (directory,) = arguments.directories
+        entry.exit_with(lambda: entry.find_micro_batch(directory, arguments.shape, arguments.tries))
     entry.exit_with(lambda: entry.carry_out(arguments.directories))

@@ -138,10 +138,6 @@ LAUNCHERS: dict[str, Launcher] = {
     ),
 }
 
-#: Seconds that a refused rank waits for rank 0 to report why: mpirun and torchrun end all ranks as soon as one fails,
-#: and rank 0 may have started later. When rank 0 fails, they end the waiting ranks.
-REFUSED_WAIT = 30.0
-
 #: The variable with the ranks that run, if this package starts only some of them: ``0,131,255``.
 PRESENT = "PTDBENCH_RANKS"
 

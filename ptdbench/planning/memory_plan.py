@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,21 @@ from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.footprint import footprints
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.planning.classes import classes, merged
-from ptdbench.planning.micro_batch import (
+from ptdbench.planning.search import Search
+from ptdbench.planning.tries import (
     CarryOut,
     held,
     layouts,
     missing_sample_bytes,
     needs_search,
+    open_try,
     stand_in,
     try_options,
 )
-from ptdbench.planning.search import Search
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, schema, store
 from ptdbench.records.schema import Try
-from ptdbench.report.display import Heading
+from ptdbench.report.display import Heading, headed
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
 from ptdbench.setup.run_spec import RunSpec
@@ -72,7 +73,7 @@ class Asked:
     config: Config  #: The configuration.
     is_free: bool  #: Whether no global batch was given, so that ``train.micro_batch=max`` is not bound by one.
     title: str  #: Its title in the display.
-    carry_out: CarryOut  #: :func:`ptdbench.run.run`.
+    carry_out: CarryOut  #: :func:`ptdbench.run.door.run`.
     cores: int = 1  #: Number of ranks to run at once.
 
     @property
@@ -226,10 +227,10 @@ class _Virtual:
                 }
             )
             fields = {**self._spec.summary.fields, "layout": carried.as_dict()}
-            summary = replace(self._spec.summary, fields=fields)
             with tempfile.TemporaryDirectory(prefix="ptdbench-plan-") as folder:
-                heading = Heading(f"{self._asked.title} · micro-batch {micro_batch}")
-                self._asked.carry_out(Path(folder), config, summary, heading)
+                open_try(Path(folder), config, fields)
+                with headed(Heading(f"{self._asked.title} · micro-batch {micro_batch}")):
+                    self._asked.carry_out(Path(folder))
                 found.append(store.load_record(Path(folder)))
             if found[-1]["status"] == "oom" and failure.is_of_gpu(schema.error(found[-1])):
                 return found[-1] | {"virtual": None}

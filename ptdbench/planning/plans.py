@@ -29,13 +29,13 @@ from ptdbench.measure.memory import host_memory
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import affects
-from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output
+from ptdbench.setup import choices, commandline, compose, hydra_options, hydra_output, runs
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.terminal import echo
 
 if TYPE_CHECKING:
-    from ptdbench.planning.micro_batch import CarryOut
+    from ptdbench.planning.tries import CarryOut
 
 #: The folder of plans in the cache.
 _KIND = "plans"
@@ -76,19 +76,18 @@ def composed(overrides: Sequence[str], config_dir: Path | None) -> Composed:
         problems.catch(choices.virtual, read)
     problems.close()
     cluster = found.configs[0].cluster
-    searches = found.first.hydra.runtime.choices.get(commandline.SWEEPER)
     require(
         *hydra_options.unresolved(found),
-        Problem(commandline.SWEEPER, searches, "a plan is of layouts that are known", "give lists of values")
+        Problem(commandline.SWEEPER, found.sweeper, "a plan is of layouts that are known", "give lists of values")
         if found.searches
         else None,
         Problem("cluster", cluster.name, "a plan is made on this machine", "omit it, and give cluster.nodes")
         if isinstance(cluster, Slurm)
         else None,
     )
-    with read_write(found.first), open_dict(found.first):
-        if not any(word.startswith("hydra.sweep.dir=") for word in overrides):
-            found.first.hydra.sweep.dir = str(found.first.hydra.sweep.dir).removesuffix("_sweep") + "_plan"
+    if not any(word.startswith("hydra.sweep.dir=") for word in overrides):
+        with read_write(found.hydra), open_dict(found.hydra):
+            found.hydra.sweep.dir = str(found.hydra.sweep.dir).removesuffix("_sweep") + "_plan"
     return found
 
 
@@ -100,7 +99,7 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
         overrides: The overrides that they were composed from.
         again: Ignore cached plans.
         prepare: :func:`ptdbench.entry.prepare_ranks` or a substitute; called in each process that plans.
-        carry_out: :func:`ptdbench.run.run` or a substitute.
+        carry_out: :func:`ptdbench.run.door.run` or a substitute.
 
     Raises:
         ConfigError: The directory cannot be written to.
@@ -114,16 +113,16 @@ def make(of: Composed, overrides: Sequence[str], again: bool, prepare: Prepare, 
         for number, (job, known, key) in enumerate(zip(jobs, found, keys, strict=True), 1)
         if known is None
     ]
-    directory = hydra_output.claim(of, None, None)
+    directory = hydra_output.claim(of, None)
     records, stopped = [], None
     try:
         with closing(_made(lacking, prepare, carry_out)) as made:
-            for number, (whole, job, words) in enumerate(zip(of.whole, jobs, of.overrides, strict=True)):
-                own = directory / str(hydra_output.config_of_run(whole, directory, number).hydra.sweep.subdir)
-                draft = record.begin(job.resolved, own, {}, words)
-                planned = draft | {"kind": "planned", **(found[number] or next(made)), "directory": str(own)}
-                own.mkdir(parents=True, exist_ok=True)
-                write_json(own / store.RECORD, planned)
+            for run, cached in zip(runs.of(of, repeats=False), found, strict=True):
+                place = directory / run.subdirectory
+                draft = record.begin(run.config.resolved, place, {}, run.overrides)
+                planned = draft | {"kind": "planned", **(cached or next(made)), "directory": str(place)}
+                place.mkdir(parents=True, exist_ok=True)
+                write_json(place / store.RECORD, planned)
                 store.append_result(directory, planned)
                 records.append(strict(planned))
     except local.Stopped as signalled:

@@ -73,6 +73,26 @@ def begin(
     }
 
 
+#: Fields of a record that were known before the run was started: its configuration's and those of its summary.
+_BEFORE_START = (
+    "world_size", "kind", "model", "parallel", "global_batch", "precision", "parameters", "tokens_per_sample", "layout",
+    "variables",
+)  # fmt: skip
+
+
+def started(
+    record: Written, directory: Path, environment: Mapping[str, Any], owner: Owner, launcher: str
+) -> dict[str, Any]:
+    """Return the record of a run that a process starts; what was known of the run before its start stays."""
+    known = {name: record.get(name) for name in _BEFORE_START} | {"launcher": launcher}
+    return begin(configuration(record), directory, environment, owner=owner) | known
+
+
+def trains(record: Written) -> bool:
+    """Return whether a run whose specification is known trains a model."""
+    return bool(record.get("layout"))
+
+
 def configuration(record: Written) -> Mapping[str, Any]:
     """Return the resolved configuration in a record; empty if there is none."""
     return record.get("config") or {}

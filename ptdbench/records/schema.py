@@ -499,6 +499,8 @@ class Record(Identity):
     plan: Plan | None = None  #: What the run will need; null unless it was only planned.
     experts: Experts | None = None  #: Tokens by expert; null for a model without experts, and on virtual GPUs.
     sources: list[str] | None = None  #: ``--config-dir`` and the like, as typed for the run; null if unknown.
+    #: Environment variables that ``hydra.job.env_set`` gives the run; null if unknown.
+    variables: dict[str, str] | None = None
 
 
 #: The maximum nesting depth of mappings and lists: deeper ones would overwhelm readers of a record.

@@ -26,6 +26,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from ptdbench.records.schema import Written
+from ptdbench.report import labels
 from ptdbench.report.text import cropped
 from ptdbench.terminal import clear_line, echo, plain, redraws
 from ptdbench.units import duration_text, span_text, three_digits
@@ -46,6 +48,24 @@ class Heading:
         if self.number is None:
             return self.title
         return f"[{self.number}{f'/{self.total}' if self.total else ''}] {self.title}"
+
+
+_HEADINGS: list[Heading] = []
+
+
+@contextmanager
+def headed(heading: Heading) -> Iterator[None]:
+    """Within the context, show the runs that this process starts under this heading."""
+    _HEADINGS.append(heading)
+    try:
+        yield
+    finally:
+        _HEADINGS.pop()
+
+
+def heading(written: Written) -> Heading:
+    """Return the heading of the run that this process starts: by default, the name of the run with this record."""
+    return _HEADINGS[-1] if _HEADINGS else Heading(labels.name(written))
 
 
 #: Columns left free on the right: a terminal shows Ctrl-C as ^C, and the line would wrap.

@@ -6,8 +6,8 @@ misspelling in the middle of the sweep. Its refusals are explained with the near
 
 from __future__ import annotations
 
+import copy
 import itertools
-import pickle
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -92,9 +92,7 @@ def _set_sweepers() -> None:
 class Composed:
     """The configurations of a command line."""
 
-    #: Every run's configuration with Hydra's own node, pickled, which takes a tenth of the memory; for a search, some
-    #: possible runs.
-    whole: list[bytes]
+    wholes: list[DictConfig]  #: Every run's configuration with Hydra's own node; for a search, some possible runs.
     overrides: list[list[str]]  #: The overrides of each run, without Hydra's own options.
     is_sweep: bool  #: Whether they are a sweep.
     typed: list[str]  #: The overrides typed for all runs, without Hydra's own options except those of its sweeper.
@@ -102,30 +100,52 @@ class Composed:
     searches: bool  #: Whether Hydra's sweeper chooses each run by the results of the earlier ones.
 
     @cached_property
-    def first(self) -> DictConfig:
-        """The first run's configuration with Hydra's own node, which contains the output directory."""
-        first: DictConfig = pickle.loads(self.whole[0])
-        return first
-
-    @cached_property
-    def jobs(self) -> list[DictConfig]:
-        """Every run's configuration, without Hydra's own node."""
-        return [without_hydra(one) for one in self.whole]
-
-    @cached_property
     def configs(self) -> list[Config]:
         """Every run's configuration, as a :class:`Config`."""
-        return [read(job) for job in self.jobs]
+        return list(map(without_hydra, self.wholes))
+
+    @property
+    def hydra(self) -> DictConfig:
+        """Hydra's own node, of which a sweep has one but for what tells its runs apart."""
+        node: DictConfig = self.wholes[0].hydra
+        return node
 
     @property
     def hydras(self) -> list[str]:
         """The overrides of Hydra's own options."""
-        return as_written(self.first.hydra.overrides.hydra)
+        return as_written(self.hydra.overrides.hydra)
 
     @property
     def launcher(self) -> str:
         """The launcher: ``basic``, ``submitit_local`` or ``submitit_slurm``."""
-        return str(self.first.hydra.runtime.choices.get(LAUNCHER))
+        return str(self.hydra.runtime.choices.get(LAUNCHER))
+
+    @property
+    def launcher_options(self) -> dict[str, Any]:
+        """The options of the launcher."""
+        options: Any = OmegaConf.to_container(self.hydra.launcher, resolve=True)
+        return options
+
+    @property
+    def sweeper(self) -> str:
+        """The choice of sweeper."""
+        return str(self.hydra.runtime.choices.get(SWEEPER))
+
+    @property
+    def batch_size(self) -> int | None:
+        """The sweeper's ``max_batch_size``; ``None`` for no limit."""
+        size: int | None = self.hydra.sweeper.get("max_batch_size")
+        return size
+
+    @property
+    def directory(self) -> Path:
+        """The output directory that the command line asks for."""
+        return Path(self.hydra.sweep.dir if self.is_sweep else self.hydra.run.dir).expanduser()
+
+    @property
+    def subdirectories(self) -> str:
+        """The template of the runs' directories below that of their sweep, with interpolations."""
+        return str(self.hydra.sweep._get_node("subdir")._value())
 
     def sweep(self, instead: Sequence[str] = ()) -> DictConfig:
         """Return Hydra's configuration of the whole sweep, whose overrides include the lists of values.
@@ -173,22 +193,22 @@ def compose_all(overrides: Sequence[str], multirun: bool = False, source: Source
             raise ConfigError(_explain(source.name, parsed, error)) from None
         of_sweeper = (SWEEPER, "hydra.sweeper.")
         typed = [_line(it) for it in parsed if not it.is_hydra_override() or it.key_or_group.startswith(of_sweeper)]
-        jobs, whole = [job for job, _ in runs], [pickled for _, pickled in runs]
-        return Composed(whole, jobs, is_sweep, typed, source, searches)
+        jobs, wholes = [job for job, _ in runs], [whole for _, whole in runs]
+        return Composed(wholes, jobs, is_sweep, typed, source, searches)
 
 
 def _runs(
     composed: Callable[[Sequence[str]], DictConfig], ours: Sequence[Override], is_sweep: bool, searches: bool
-) -> list[tuple[list[str], bytes]]:
+) -> list[tuple[list[str], DictConfig]]:
     """Compose the runs, or some that stand for those of a search; refuse several values of what a sweep has once."""
     once = []
     if searches:  # the sweeper gets what does not depend on its choices, and with it the lists of files
         once.append(composed([_line(override) for override in ours if not override.is_sweep_override()]))
-        runs = [(job, pickle.dumps(composed(job))) for job in _possible([*_parse(_lists(once[0])), *ours])]
+        runs = [(job, composed(job)) for job in _possible([*_parse(_lists(once[0])), *ours])]
     else:
         require(*_swept(ours, is_sweep))
         runs = [*_expanded(composed, _jobs(ours), is_sweep)]
-    sweeps = [_of_sweep(one, searches) for one in (*once, *(pickle.loads(pickled) for _, pickled in runs))]
+    sweeps = [_of_sweep(whole, searches) for whole in (*once, *(whole for _, whole in runs))]
     require(next(differing(sweeps, "a sweep has one", "start one sweep for each"), None))
     return runs
 
@@ -222,12 +242,12 @@ def _of_no_package(group: str, choice: str) -> Problem:
     return Problem(group, choice, rule, "begin the file with the line # @package _global_")
 
 
-def without_hydra(whole: bytes) -> DictConfig:
-    """Return a pickled configuration without Hydra's own node, which is faster than composing it again."""
-    job: DictConfig = pickle.loads(whole)
+def without_hydra(whole: DictConfig) -> Config:
+    """Return a run's configuration without Hydra's own node, to which its options may then not refer."""
+    job = copy.deepcopy(whole)
     with open_dict(job):
         del job["hydra"]
-    return job
+    return read(job)
 
 
 def _parse(overrides: Sequence[str]) -> list[Override]:
@@ -288,13 +308,13 @@ def _lists(whole: DictConfig) -> list[str]:
 
 def _expanded(
     composed: Callable[[Sequence[str]], DictConfig], jobs: Iterable[list[str]], is_sweep: bool
-) -> Iterator[tuple[list[str], bytes]]:
-    """Compose jobs, each for every combination of the lists that its own files define; yield their pickles."""
-    alike: dict[tuple[str, ...], list[tuple[list[str], bytes]]] = {}
+) -> Iterator[tuple[list[str], DictConfig]]:
+    """Compose jobs, each for every combination of the lists that its own files define."""
+    alike: dict[tuple[str, ...], list[tuple[list[str], DictConfig]]] = {}
     for job in jobs:
         whole, given = composed(job), set(map(option, job))
         lists = tuple(line for line in _lists(whole) if option(line) not in given)
-        alike.setdefault(lists, []).append((job, pickle.dumps(whole)))
+        alike.setdefault(lists, []).append((job, whole))
     for lists, runs in alike.items():
         if not lists:
             yield from runs

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -20,7 +19,7 @@ from ptdbench.records.effects import leaves
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, values
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Slurm
-from ptdbench.setup.hydra_output import config_of_run
+from ptdbench.setup.runs import numbered
 from ptdbench.terminal import command
 
 #: Options of the launcher other than resources, with their defaults.
@@ -40,7 +39,7 @@ LAUNCHERS = ("basic", "submitit_local", "submitit_slurm")
 def check(composed: Composed, world: World | None, goes_on: Path | None) -> None:
     """Refuse options without effect, a launcher that does not fit, and a search that could not work."""
     require(*unresolved(composed))
-    require(*(problem for whole in composed.whole for problem in _without_effect(pickle.loads(whole).hydra)))
+    require(*(problem for whole in composed.wholes for problem in _without_effect(whole.hydra)))
     require(_elsewhere(composed) if goes_on is None else None)
     _check_launcher(composed, world)
     if composed.launcher == "submitit_local" and goes_on is None:
@@ -54,8 +53,8 @@ def check(composed: Composed, world: World | None, goes_on: Path | None) -> None
 
 def unresolved(composed: Composed) -> Iterator[Problem]:
     """Yield what keeps a run's directory or environment variables from being known: references without a value."""
-    for whole, read in zip(composed.whole, composed.configs, strict=True):
-        hydra = config_of_run(whole, None, 0).hydra
+    for whole, read in zip(composed.wholes, composed.configs, strict=True):
+        hydra = numbered(whole, 0).hydra
         variables = [(hydra.job.env_set, name) for name in hydra.job.env_set]
         places = [(hydra.sweep, "dir"), (hydra.sweep, "subdir")] if composed.is_sweep else [(hydra.run, "dir")]
         for node, name in [*places, *variables]:
@@ -92,14 +91,14 @@ def _elsewhere(composed: Composed) -> Problem | None:
 
 def _misplaced(composed: Composed) -> Problem | None:
     """Find runs outside the directory of their sweep, or several in one directory; for repeats, see ``blocks``."""
-    place = config_of_run(composed.whole[0], None, 0).hydra.sweep.subdir
+    place = numbered(composed.wholes[0], 0).hydra.sweep.subdir
     if Path(os.path.normpath(place)).parts[:1] in ((), ("/",), ("..",)):
         rule = "is not below the directory of the sweep"  # whose results would lack them
         return Problem("hydra.sweep.subdir", place, rule, "give a directory below it, or another hydra.sweep.dir")
-    template = str(composed.first.hydra.sweep._get_node("subdir")._value())
+    template = composed.subdirectories
     if composed.searches or "job.num" in template:  # as it has by default
         return None
-    places = (str(config_of_run(whole, None, number).hydra.sweep.subdir) for number, whole in enumerate(composed.whole))
+    places = (str(numbered(whole, number).hydra.sweep.subdir) for number, whole in enumerate(composed.wholes))
     named = grouped((place, number) for number, place in enumerate(places))
     same = next((numbers for numbers in named.values() if len(numbers) > 1), None)
     if same is None:
@@ -144,7 +143,7 @@ def _of_launcher(composed: Composed) -> dict[str, str]:
     """Return the options of the launcher that were typed, or that a file sets to other values than the plugin does."""
     plugin = ConfigStore.instance().load(f"{LAUNCHER}/{composed.launcher}.yaml").node
     default: Any = OmegaConf.to_container(plugin, resolve=False)
-    ours: Any = OmegaConf.to_container(composed.first.hydra.launcher, resolve=False)
+    ours: Any = OmegaConf.to_container(composed.hydra.launcher, resolve=False)
     own = {f"hydra.launcher.{name}": as_typed(value) for name, value in ours.items() if value != default.get(name)}
     own |= values(composed.hydras)
     return {name: value for name, value in own.items() if name.startswith("hydra.launcher.")}
@@ -156,7 +155,7 @@ def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | N
     The basic sweeper's runs are known when the command line is read. Those of a search are not: two runs, with the
     first and with the last value of everything searched, stand for all and are checked before anything starts.
     """
-    name = composed.first.hydra.runtime.choices[SWEEPER]
+    name = composed.sweeper
     if world and world.size > 1:
         rule = f"each of the {world.size} ranks that {world.launcher} started would search by itself"
         yield Problem(SWEEPER, name, rule, "start it with plain python, here or with cluster=slurm")
@@ -170,7 +169,7 @@ def _unfit_for_search(composed: Composed, world: World | None, goes_on: Path | N
     if first.sweep.same_nodes:
         rule = f"{SWEEPER}={name} chooses each run by earlier results, and the runs of one job are chosen at once"
         yield Problem("sweep.same_nodes", as_typed(True), rule, "omit it")
-    sweeper: Any = OmegaConf.to_container(composed.first.hydra.sweeper, resolve=False)
+    sweeper: Any = OmegaConf.to_container(composed.hydra.sweeper, resolve=False)
     is_seeded = any(option.rpartition(".")[2] == "seed" and value is not None for option, value in leaves(sweeper))
     if goes_on and not is_seeded:
         rule = f"its values were drawn without a seed, and {name} would draw others now"

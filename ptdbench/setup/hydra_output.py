@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import os
-import pickle
 import shlex
 import sys
 from contextlib import redirect_stdout, suppress
@@ -17,61 +17,38 @@ from omegaconf import Container, DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from ptdbench.launch import slurm
-from ptdbench.launch.world import World, restarts
+from ptdbench.launch.world import restarts
 from ptdbench.problems import ConfigError, Problem, first_line, require
 from ptdbench.records import ledger, ownership, record, store
-from ptdbench.setup.commandline import as_written, option, values
+from ptdbench.setup.commandline import values
 from ptdbench.setup.compose import Composed
+from ptdbench.setup.runs import Run
 from ptdbench.terminal import command, echo
 
 
-def config_of_run(whole: bytes, sweep: Path | None, number: int | None, block: int | None = None) -> DictConfig:
-    """Return a run's configuration with Hydra's own node, as Hydra would have it when it starts the run.
-
-    ``whole`` is one of :attr:`ptdbench.setup.compose.Composed.whole`. A single run has no sweep directory, number or
-    block of repeats.
-    """
-    job: DictConfig = pickle.loads(whole)
-    with read_write(job), open_dict(job):
-        if block is not None:  # as if it were one more override
-            job.repeat.block = block
-            job.hydra.overrides.task.append(f"repeat.block={block}")
-            named = job.hydra.job.config.override_dirname
-            typed = as_written(job.hydra.overrides.task)
-            told = sorted(word for word in typed if option(word) not in named.exclude_keys)
-            job.hydra.job.override_dirname = named.item_sep.join(told).replace("=", named.kv_sep)
-        if sweep is not None:
-            job.hydra.sweep.dir = str(sweep)
-        if number is not None:
-            job.hydra.job.id = job.hydra.job.num = number
-    return job
-
-
-def environment(job: DictConfig) -> dict[str, str]:
-    """Return the variables that ``hydra.job.env_set`` gives a run, including those of ``hydra.job.env_copy``."""
-    return {str(name): str(value) for name, value in job.hydra.job.env_set.items()}
-
-
 def recorded_environment(directory: Path) -> dict[str, str]:
-    """Return the :func:`environment` of an earlier run; empty if Hydra was told to write no files."""
+    """Return the variables that Hydra's files give an earlier run; empty if Hydra was told to write none."""
     paths = [directory / ".hydra" / name for name in ("config.yaml", "hydra.yaml")]
     if not all(path.exists() for path in paths):
         return {}
-    return environment(DictConfig(OmegaConf.merge(*map(OmegaConf.load, paths))))  # a value may refer to an option
+    job = DictConfig(OmegaConf.merge(*map(OmegaConf.load, paths)))  # a value may refer to an option
+    return {str(name): str(value) for name, value in job.hydra.job.env_set.items()}
 
 
-def write_files(job: DictConfig, directory: Path) -> None:
+def write_files(run: Run, directory: Path, sweep: Path | None) -> None:
     """Write Hydra's three files of a run, unless ``hydra.output_subdir=null``; raises OSError."""
-    if job.hydra.output_subdir is None:
+    hydra = dict(run.composed["hydra"])
+    if hydra["output_subdir"] is None:
         return
-    with read_write(job), open_dict(job):
-        job.hydra.runtime.output_dir = str(directory.absolute())
-    folder = directory / str(job.hydra.output_subdir)
+    hydra["runtime"] = hydra["runtime"] | {"output_dir": str(directory.absolute())}
+    if sweep:
+        hydra["sweep"] = hydra["sweep"] | {"dir": str(sweep)}
+    ours = {name: value for name, value in run.composed.items() if name != "hydra"}
+    contents = {"config": ours, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
+    folder = directory / str(hydra["output_subdir"])
     folder.mkdir(parents=True, exist_ok=True)
-    ours = [str(name) for name in job if name != "hydra"]
-    OmegaConf.save(OmegaConf.masked_copy(job, ours), folder / "config.yaml")
-    OmegaConf.save(OmegaConf.masked_copy(job, "hydra"), folder / "hydra.yaml")
-    OmegaConf.save(job.hydra.overrides.task, folder / "overrides.yaml")
+    for name, content in contents.items():
+        OmegaConf.save(OmegaConf.create(content), folder / f"{name}.yaml")
 
 
 def write_multirun(sweep: DictConfig, directory: Path) -> None:
@@ -119,11 +96,11 @@ def _as_typed(text: str) -> str:
 def show_configs(arguments: argparse.Namespace, composed: Composed) -> int:
     """Print the configuration of every run as Hydra does; return 0. Raises ConfigError for an unknown package."""
     several = composed.is_sweep and len(composed.overrides) > 1
-    shown = composed.whole[:1] if composed.searches else composed.whole
+    shown = composed.wholes[:1] if composed.searches else composed.wholes
     for number, (whole, overrides) in enumerate(zip(shown, composed.overrides, strict=False)):
         if several:
             echo(f"{'---' + chr(10) if number else ''}# run {number}: {' '.join(overrides)}")
-        echo(_shown(pickle.loads(whole), arguments).removesuffix("\n"))
+        echo(_shown(copy.deepcopy(whole), arguments).removesuffix("\n"))
     return 0
 
 
@@ -150,32 +127,13 @@ def _shown(job: Any, arguments: argparse.Namespace) -> str:
         return f"# @package {package}\n" * (package is not None) + OmegaConf.to_yaml(found)
 
 
-#: The key under which ranks agree on the directory; a rank that is refused earlier posts its refusal there.
-DIRECTORY = "directory"
-
-
-def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path:
+def claim(composed: Composed, goes_on: Path | None) -> Path:
     """Create the output directory, or occupy the one that was typed or of the run or sweep that ``goes_on`` in place.
 
     Raises:
         ConfigError: It already holds results, or cannot be created.
     """
-    asked = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir"
-    hydra = composed.first.hydra
-    wish = Path(hydra.sweep.dir if composed.is_sweep else hydra.run.dir).expanduser()
-
-    def make() -> str:
-        if asked in values(composed.hydras):
-            # torchrun also restarts a command that was refused because of other results there.
-            again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
-            store.occupy(wish, asked, fill, bool(again))
-            directory, is_latest = wish, wish.parent.resolve() == Path("outputs").resolve()
-        else:
-            directory, is_latest = store.claim_directory(wish.parent, wish.name, asked, fill), True
-            store.lock(directory, asked)
-        if composed.is_sweep and is_latest:
-            store.point_latest(directory)
-        return str(directory)
+    typed, wish = "hydra.sweep.dir" if composed.is_sweep else "hydra.run.dir", composed.directory
 
     def fill(folder: Path, directory: Path) -> None:
         """Write the file that identifies the directory, in case the program is killed."""
@@ -184,11 +142,17 @@ def claim(composed: Composed, world: World | None, goes_on: Path | None) -> Path
             return
         ownership.open_record(folder, record.begin(composed.configs[0].resolved, directory, {}, composed.typed))
 
-    if world is None:
-        return Path(make())
-    from ptdbench.launch import rendezvous
-
-    return Path(rendezvous.agree(DIRECTORY, world, make))
+    if typed in values(composed.hydras):
+        # torchrun also restarts a command that was refused because of other results there.
+        again = goes_on or slurm.restarts(os.environ) or (restarts(os.environ) and _began(composed, wish))
+        store.occupy(wish, typed, fill, bool(again))
+        directory, is_latest = wish, wish.parent.resolve() == Path("outputs").resolve()
+    else:
+        directory, is_latest = store.claim_directory(wish.parent, wish.name, typed, fill), True
+        store.lock(directory, typed)
+    if composed.is_sweep and is_latest:
+        store.point_latest(directory)
+    return directory
 
 
 def _began(composed: Composed, directory: Path) -> bool:
@@ -197,6 +161,6 @@ def _began(composed: Composed, directory: Path) -> bool:
         if composed.is_sweep:
             return ledger.read(directory).overrides == composed.typed
         written = store.load_record(directory)
-        asked = composed.configs[0].resolved
-        return written["status"] != "ok" and record.same_work(record.configuration(written), asked)
+        config = composed.configs[0].resolved
+        return written["status"] != "ok" and record.same_work(record.configuration(written), config)
     return False

@@ -22,7 +22,7 @@ from ptdbench.launch.world import LAUNCHERS, THIS_MACHINE, Place, World
 from ptdbench.models.protocol import module_of, only_loss
 from ptdbench.parallel import fp8
 from ptdbench.parallel.dims import Dims
-from ptdbench.problems import ErrorCollector, Problem, require
+from ptdbench.problems import ErrorCollector, Problem, broken, require
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.setup import checks, choices, training_spec
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Config, Slurm
@@ -106,7 +106,7 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     """
     found = ErrorCollector()
     if virtual := found.catch(choices.virtual, config):
-        found.catch(_check_virtual, config, world)
+        found.catch(lambda: require(*_unfit_for_virtual(config, world)))
         ranks = found.catch(lambda: config.cluster.ranks_per_node)  # a virtual node has one GPU per rank
         gpus = ranks if isinstance(ranks, int) else RANKS_WITHOUT_GPU
     gpus = torch.cuda.device_count() if gpus is None else gpus
@@ -130,13 +130,13 @@ def specify(config: Config, world: World | None, gpus: int | None = None) -> Run
     if trains:
         trained = found.catch(training_spec.specify, config, world_size, on_gpu=on_gpu, is_tried=is_tried)
     size = trained.layout.dims.world_size if trained else found.catch(world_size, lambda available: available)
-    found.catch(_check_sought, config, world, virtual)
+    found.catch(lambda: require(*_unfit_for_search(config, world, virtual)))
     if virtual and size:
         found.catch(virtual.check_ranks, size)
     backend = str(config.resolved.get("backend"))
     backend = {"cpu": "gloo", "cuda": "nccl"}[device_type] if backend == "auto" else backend
     if trained:
-        found.catch(_check_classified, config, trained)
+        found.catch(lambda: require(*_unclassified(config, trained)))
         found.catch(_check_fp8, config, trained)
         found.catch(trained.check_backend, backend, device_type)
         found.catch(trained.strategy.check_option, "virtual", virtual is not None, trained.layout)
@@ -199,35 +199,30 @@ def memory(spec: RunSpec, reserve: float, ranks: int, local_rank: int, *, runnin
     return checks.on_gpu(spec.device(local_rank), reserve, spec.nccl_bytes)
 
 
-def _check_virtual(config: Config, world: World | None) -> None:
-    """Refuse virtual GPUs on a cluster, on the CPU, or for ranks that a launcher started."""
-    name = config.call("virtual").name
-    if config.resolved.get("device") == "cpu":
-        require(Problem("device", "cpu", f"virtual={name} is a GPU", "try auto, or virtual=none"))
-    if (ranks := config.call("virtual").options.get("ranks")) is not None:
-        require(*_of_all_ranks(config, ranks))
-    if isinstance(config.cluster, Slurm):
-        rule = f"virtual={name} runs on this machine, whatever its nodes"
-        require(Problem("cluster", config.cluster.name, rule, "omit cluster"))
-    if (count := config.cluster.ranks_per_node) != "auto" and count > MOST_GPUS:
-        rule = f"torch is compiled for at most {MOST_GPUS} GPUs per node"
-        require(Problem("cluster.ranks_per_node", count, rule, f"try {MOST_GPUS} or fewer on more cluster.nodes"))
-    if world and not world.started_by.has_parent:
-        rule = f"ranks with virtual GPUs are started by ptdbench, and {world.launcher} has started these"
-        require(Problem("virtual", name, rule, f"run it without {world.launcher}"))
-
-
-def _of_all_ranks(config: Config, ranks: object) -> Iterator[Problem]:
-    """Yield a problem for everything that requires all ranks of a run."""
-    general = config.general
-    if config.checkpoint.every_steps or general.resume:
-        remedy = "try null, or omit checkpoint.every_steps and resume"
-        yield Problem("virtual.ranks", ranks, "a checkpoint needs all ranks", remedy)
-    if config.eval.every:
-        yield Problem("virtual.ranks", ranks, "an evaluation needs all ranks", "try null, or omit eval.every")
-    if general.check or config.call("workload").name != "train":
-        rule = "only training can run on some of the ranks"
-        yield Problem("virtual.ranks", ranks, rule, "try null, workload=train and check=false")
+def _unfit_for_virtual(config: Config, world: World | None) -> Iterator[Problem]:
+    """Yield problems of virtual GPUs on a cluster, on the CPU, or for ranks that a launcher started."""
+    call, cluster, general = config.call("virtual"), config.cluster, config.general
+    count, ranks = cluster.ranks_per_node, call.options.get("ranks")
+    launcher = world.launcher if world and not world.started_by.has_parent else ""
+    some, every = ranks is not None, "try null, or omit eval.every"
+    saves = bool(config.checkpoint.every_steps or general.resume)
+    is_other_work = general.check or config.call("workload").name != "train"
+    return broken([
+        (config.resolved.get("device") == "cpu", "device", "cpu", f"virtual={call.name} is a GPU",
+         "try auto, or virtual=none"),
+        (some and saves, "virtual.ranks", ranks, "a checkpoint needs all ranks",
+         "try null, or omit checkpoint.every_steps and resume"),
+        (some and bool(config.eval.every), "virtual.ranks", ranks, "an evaluation needs all ranks", every),
+        (some and is_other_work, "virtual.ranks", ranks, "only training can run on some of the ranks",
+         "try null, workload=train and check=false"),
+        (isinstance(cluster, Slurm), "cluster", cluster.name,
+         f"virtual={call.name} runs on this machine, whatever its nodes", "omit cluster"),
+        (count != "auto" and count > MOST_GPUS, "cluster.ranks_per_node", count,
+         f"torch is compiled for at most {MOST_GPUS} GPUs per node", f"try {MOST_GPUS} or fewer on more cluster.nodes"),
+        (bool(launcher), "virtual", call.name,
+         f"ranks with virtual GPUs are started by ptdbench, and {launcher} has started these",
+         f"run it without {launcher}"),
+    ])  # fmt: skip
 
 
 def _device_type(config: Config, gpus: int) -> str:
@@ -238,63 +233,67 @@ def _device_type(config: Config, gpus: int) -> str:
 def _without_gpus(config: Config, world: World | None, gpus: int) -> Iterator[Problem]:
     """Yield options for which the machine lacks GPUs."""
     general, device_type, ranks = config.general, _device_type(config, gpus), config.cluster.ranks_per_node
-    if general.device == "cuda" and gpus == 0:
-        yield Problem("device", "cuda", "this machine has no GPU that torch can use", "try auto, cpu")
-    if general.backend == "nccl" and device_type == "cpu":
-        rule = "NCCL moves data between GPUs, and the ranks of this run have none"
-        yield Problem("backend", "nccl", rule, "try auto, gloo")
-    shared = gpus == 1 and (world or general.backend == "gloo")  # a launcher's ranks have agreed on their devices
-    if device_type == "cuda" and ranks != "auto" and ranks > gpus and not shared:
-        rule = f"must not exceed the number of GPUs, {gpus}: one rank, one GPU"
-        yield Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {gpus}, or device=cpu")
+    shared = gpus == 1 and bool(world or general.backend == "gloo")  # a launcher's ranks have agreed on their devices
+    return broken([
+        (general.device == "cuda" and gpus == 0, "device", "cuda", "this machine has no GPU that torch can use",
+         "try auto, cpu"),
+        (general.backend == "nccl" and device_type == "cpu", "backend", "nccl",
+         "NCCL moves data between GPUs, and the ranks of this run have none", "try auto, gloo"),
+        (device_type == "cuda" and ranks != "auto" and ranks > gpus and not shared, "cluster.ranks_per_node", ranks,
+         f"must not exceed the number of GPUs, {gpus}: one rank, one GPU", f"try auto, {gpus}, or device=cpu"),
+    ])  # fmt: skip
 
 
 def _in_vain(config: Config, trains: bool) -> Iterator[Problem]:
     """Yield options without what they need: checkpoints to continue from, evaluations, or training."""
-    cluster, general = config.cluster, config.general
-    if isinstance(cluster, Slurm) and cluster.requeue and config.checkpoint.every_steps is None:
-        rule = "a requeued run continues from its last checkpoint, and this one saves none"
-        yield Problem("cluster.requeue", True, rule, "give checkpoint.every_steps")
-    if general.objective != "throughput" and config.eval.every is None:
-        rule = "is measured on held-out samples, and eval.every=null never evaluates"
-        yield Problem("objective", general.objective, rule, f"try eval.every={config.train.steps}")
-    if general.check and not trains:
-        rule = f"comes before training, and workload={config.call('workload').name} does not train"
-        yield Problem("check", True, rule, "try workload=check")
+    cluster, general, workload = config.cluster, config.general, config.call("workload").name
+    requeues = isinstance(cluster, Slurm) and cluster.requeue
+    return broken([
+        (requeues and config.checkpoint.every_steps is None, "cluster.requeue", True,
+         "a requeued run continues from its last checkpoint, and this one saves none", "give checkpoint.every_steps"),
+        (general.objective != "throughput" and config.eval.every is None, "objective", general.objective,
+         "is measured on held-out samples, and eval.every=null never evaluates",
+         f"try eval.every={config.train.steps}"),
+        (general.check and not trains, "check", True,
+         f"comes before training, and workload={workload} does not train", "try workload=check"),
+    ])  # fmt: skip
 
 
 def _check_logger(config: Config, trains: bool) -> None:
-    name = config.call("logger").name
-    if (logger := choices.build(config, "logger")) is None:
-        return
-    if not trains:
-        rule = f"logs the curves of training, and workload={config.call('workload').name} does not train"
-        require(Problem("logger", name, rule, "omit it"))
-    if importlib.util.find_spec(logger.package) is None:
-        rule = f"needs the package {logger.package}, which is not installed"
-        require(Problem("logger", name, rule, f"try pip install 'ptdbench[{logger.package}]'"))
+    name, workload = config.call("logger").name, config.call("workload").name
+    if logger := choices.build(config, "logger"):
+        package = logger.package
+        require(*broken([
+            (not trains, "logger", name, f"logs the curves of training, and workload={workload} does not train",
+             "omit it"),
+            (importlib.util.find_spec(package) is None, "logger", name,
+             f"needs the package {package}, which is not installed", f"try pip install 'ptdbench[{package}]'"),
+        ]))  # fmt: skip
 
 
-def _check_sought(config: Config, world: World | None, virtual: Machine | None) -> None:
-    """Refuse to search a micro-batch under a launcher, which starts ranks only once, or by times that do not exist."""
-    asked = config.train.micro_batch
-    if asked == "best" and virtual and not virtual.real_time:
-        rule = "is found by timing runs, and virtual GPUs take no time"
-        require(Problem("train.micro_batch", asked, rule, "try max"))
-    if asked in ("max", "best") and world and world.launcher in LAUNCHERS:
-        rule = f"is found by short runs, each with fresh ranks, and {world.launcher} has started these once"
-        remedy = f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"
-        require(Problem("train.micro_batch", asked, rule, remedy))
+def _unfit_for_search(config: Config, world: World | None, virtual: Machine | None) -> Iterator[Problem]:
+    """Yield a search for the micro-batch under a launcher, which starts ranks only once, or by times there are not."""
+    wanted, launcher = config.train.micro_batch, world.launcher if world else ""
+    remedy = f"start it with plain python or cluster=slurm, or give the number that {command('plan')} finds"
+    return broken([
+        (wanted == "best" and virtual is not None and not virtual.real_time, "train.micro_batch", wanted,
+         "is found by timing runs, and virtual GPUs take no time", "try max"),
+        (wanted in ("max", "best") and launcher in LAUNCHERS, "train.micro_batch", wanted,
+         f"is found by short runs, each with fresh ranks, and {launcher} has started these once", remedy),
+    ])  # fmt: skip
 
 
-def _check_classified(config: Config, training: TrainingSpec) -> None:
-    targets = training.data.example()[1]
-    if config.general.objective == "held_out_accuracy" and (targets.dim() != 1 or targets.is_floating_point()):
-        rule = f"the samples of data={config.call('data').name} have no classes"
-        require(Problem("objective", "held_out_accuracy", rule, "try held_out_loss"))
-    if config.general.objective == "held_out_accuracy" and only_loss(training.model):
-        rule = f"forward() of model={config.call('model').name} takes targets and returns a loss alone"
-        require(Problem("objective", "held_out_accuracy", rule, "try held_out_loss, or give targets the default None"))
+def _unclassified(config: Config, training: TrainingSpec) -> Iterator[Problem]:
+    """Yield a problem of accuracy as the objective of samples without classes, or of a model without outputs."""
+    targets, is_wanted = training.data.example()[1], config.general.objective == "held_out_accuracy"
+    data, model = config.call("data").name, config.call("model").name
+    return broken([
+        (is_wanted and (targets.dim() != 1 or targets.is_floating_point()), "objective", "held_out_accuracy",
+         f"the samples of data={data} have no classes", "try held_out_loss"),
+        (is_wanted and only_loss(training.model), "objective", "held_out_accuracy",
+         f"forward() of model={model} takes targets and returns a loss alone",
+         "try held_out_loss, or give targets the default None"),
+    ])  # fmt: skip
 
 
 def _check_fp8(config: Config, training: TrainingSpec) -> None:
@@ -338,12 +337,12 @@ def _world_size(
 def _differing(config: Config, world: World) -> Iterator[Problem]:
     """Yield requested nodes and ranks that the world differs from."""
     nodes, ranks = config.cluster.nodes, config.cluster.ranks_per_node
-    if ranks not in ("auto", world.local_size):
-        rule = f"{world.launcher} started {world.local_size} ranks on this node"
-        yield Problem("cluster.ranks_per_node", ranks, rule, f"try auto, {world.local_size}")
-    if nodes != "auto" and world.nodes not in (None, nodes):
-        rule = f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}"
-        yield Problem("cluster.nodes", nodes, rule, f"try auto, {world.nodes}")
+    return broken([
+        (ranks not in ("auto", world.local_size), "cluster.ranks_per_node", ranks,
+         f"{world.launcher} started {world.local_size} ranks on this node", f"try auto, {world.local_size}"),
+        (nodes != "auto" and world.nodes not in (None, nodes), "cluster.nodes", nodes,
+         f"{world.launcher} started ranks on {plural(world.nodes or 0, 'node')}", f"try auto, {world.nodes}"),
+    ])  # fmt: skip
 
 
 _DEGREES = (*Dims.order(), *(name for name in Dims.rows() if name not in Dims.order()))

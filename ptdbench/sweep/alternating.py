@@ -23,7 +23,7 @@ from ptdbench.records import store
 from ptdbench.report import versus
 from ptdbench.setup import commandline
 from ptdbench.setup.config import Repeat
-from ptdbench.sweep import blocks
+from ptdbench.setup.runs import order
 from ptdbench.sweep.blocks import Compared, StoppingRule
 from ptdbench.terminal import echo
 
@@ -181,7 +181,7 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
         Stopped: A signal arrived; the side that was running has ended like any sweep.
     """
     stopping = StoppingRule(repeat, _both_sides) if repeat.runs == "auto" else None
-    for place, (number, in_block) in enumerate(blocks.order(len(sides), repeat)):
+    for place, (number, in_block) in enumerate(order(len(sides), repeat)):
         side, block, begins = sides[number], in_block or 0, place % len(sides) == 0
         if stopping and begins and stopping(directory, block):
             break

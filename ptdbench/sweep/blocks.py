@@ -1,8 +1,7 @@
-"""Repeats: the order of the runs in each block, and when ``repeat=auto`` stops."""
+"""Repeats: which are refused, and when ``repeat=auto`` stops; for their order see :func:`ptdbench.setup.runs.order`."""
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ptdbench.launch.world import World
 from ptdbench.problems import Problem, require
 from ptdbench.records import record, store
 from ptdbench.report.labels import names
+from ptdbench.setup import runs
 from ptdbench.setup.commandline import SWEEPER
 from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Repeat, Slurm
@@ -53,19 +53,18 @@ def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
 
 def _unfit(composed: Composed, repeat: Repeat) -> Problem | None:
     """Find what prevents repeats of this command line."""
-    runs = repeat.runs
+    times = repeat.runs
     if not composed.is_sweep:
-        return Problem("repeat.runs", runs, "several runs are a sweep", f"add -m, as in {command()} -m repeat={runs}")
+        return Problem("repeat.runs", times, "several runs are a sweep", f"add -m, as in {command()} -m repeat={times}")
     if composed.searches:
-        sweeper = f"{SWEEPER}={composed.first.hydra.runtime.choices[SWEEPER]}"
-        rule = f"{sweeper} chooses each run by the results of others, and repeats none"
-        return Problem("repeat.runs", runs, rule, "omit it, and repeat the best runs in a sweep of their own")
-    if repeat.block is not None and repeat.block >= _blocks(repeat):
-        rule = f"there are {_blocks(repeat)} blocks, which count from 0"
+        rule = f"{SWEEPER}={composed.sweeper} chooses each run by the results of others, and repeats none"
+        return Problem("repeat.runs", times, rule, "omit it, and repeat the best runs in a sweep of their own")
+    if repeat.block is not None and repeat.block >= runs.blocks(repeat):
+        rule = f"there are {runs.blocks(repeat)} blocks, which count from 0"
         return Problem("repeat.block", repeat.block, rule, "omit it for all of them")
-    template = str(composed.first.hydra.sweep._get_node("subdir")._value())
+    template = composed.subdirectories
     if repeat.block is None and not any(name in template for name in _TELL_APART):
-        rule = f"with repeat.runs={runs} several runs would have the same directory"
+        rule = f"with repeat.runs={times} several runs would have the same directory"
         return Problem("hydra.sweep.subdir", template, rule, "add ${hydra.job.num} to it, or ${repeat.block}")
     return None
 
@@ -82,28 +81,6 @@ def _undecided(configs: Sequence[Config], world: World | None) -> Problem | None
         rule = "repeat.runs=auto needs the results of a block before it can submit the next one"
         return Problem("cluster.submit", "detach", rule, "try wait, or a number of repeats")
     return None
-
-
-def order(alternatives: int, repeat: Repeat) -> list[tuple[int, int | None]]:
-    """Return the alternative and the block of each run of a sweep, in order of execution.
-
-    Every block has each alternative once. The order within a block is random, and every second block reverses the one
-    before it (ABBA), so that a machine that gets steadily slower slows all alternatives alike. With ``repeat.block``,
-    only the runs of that block are returned. The block is ``None`` if the runs' options need not be changed.
-    """
-    if repeat.runs == 1:
-        return [(number, None) for number in range(alternatives)]
-    runs: list[tuple[int, int | None]] = []
-    for block in range(_blocks(repeat)) if repeat.block is None else [repeat.block]:
-        numbers = list(range(alternatives))
-        random.Random(f"{repeat.seed} {block // 2}").shuffle(numbers)
-        changed = block if repeat.block is None else None
-        runs += [(number, changed) for number in (numbers if block % 2 == 0 else numbers[::-1])]
-    return runs
-
-
-def _blocks(repeat: Repeat) -> int:
-    return repeat.max if repeat.runs == "auto" else repeat.runs
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from ptdbench.cache import user_cache
 from ptdbench.launch import slurm
 from ptdbench.problems import Problem
 from ptdbench.setup.config import Config, Container, Slurm
-from ptdbench.sweep.resources import Shape, Step
+from ptdbench.setup.runs import Shape
+from ptdbench.sweep.resources import Step
 
 #: The variable with the image that ranks run in, for ``workload=hello`` and the record.
 VARIABLE = "PTDBENCH_CONTAINER"
@@ -54,8 +55,6 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     """
     if not (isinstance(config.cluster, Slurm) and config.cluster.container.image):
         return []
-    from submitit.core.utils import JobPaths  # imported only here, to keep other starts fast
-
     user_cache().mkdir(parents=True, exist_ok=True)  # what is mounted must exist
     data = config.resolved.get("data")
     named = [*(data.values() if isinstance(data, Mapping) else []), config.resolved.get("resume")]
@@ -65,12 +64,17 @@ def folders(config: Config, outputs: Path | None) -> list[Path]:
     made_in = (next(one for one in (path, *path.parents) if one.exists()) for path in below)
     here = [Path.cwd(), user_cache(), *filter(Path.exists, paths), *made_in]
     if outputs and config.cluster.log:
-        here.append(JobPaths.get_first_id_independent_folder(Path(config.cluster.log).expanduser()))
+        here.append(without_patterns(Path(config.cluster.log).expanduser().absolute()))
     if outputs:
         here.append(outputs)
     if not _is_installed():
         here.append(PACKAGE.parent)
     return outermost(one for path in here for one in (path.absolute(), path.resolve()))  # what links lead to, too
+
+
+def without_patterns(path: Path) -> Path:
+    """Return the innermost folder of a path for output that is the same for all jobs: it has no pattern of SLURM's."""
+    return next(folder for folder in (path, *path.parents) if "%" not in str(folder))
 
 
 def enter(step: Step, container: Container, shape: Shape, used: Sequence[Path]) -> Step:

@@ -22,35 +22,39 @@ from hydra.types import HydraContext
 from omegaconf.errors import OmegaConfBaseException
 
 from hydra_plugins import ptdbench_launcher
-from ptdbench.launch import local, settings
-from ptdbench.launch.world import is_first_rank
+from ptdbench import search_path, terminal
+from ptdbench.launch import forced_exit, local
 from ptdbench.problems import ConfigError, Problem, first_line
 from ptdbench.records import record, store
+from ptdbench.report.display import headed
 from ptdbench.report.remarks import reason
+from ptdbench.run import followers
 from ptdbench.setup import hydra_output
+from ptdbench.setup import runs as setup_runs
 from ptdbench.setup.commandline import LAUNCHER, SWEEPER, as_written, quoted
 from ptdbench.setup.compose import Composed
+from ptdbench.setup.runs import Run
 from ptdbench.sweep import requests
-from ptdbench.sweep.agenda import Agenda, Opened
+from ptdbench.sweep.agenda import Agenda
 from ptdbench.terminal import echo
 
 #: Executes runs, each of which is opened when the iterator reaches it.
-Executor = Callable[[Iterable[Opened]], None]
+Executor = Callable[[Iterable[Run]], None]
 
 _YEAR_MINUTES = 60 * 24 * 365
 
 
 def run_all(agenda: Agenda, composed: Composed) -> None:
-    """Execute a sweep whose runs are known in advance, batch by batch, until the stopping rule ends it."""
+    """Execute runs that are known in advance, batch by batch, until the stopping rule ends a sweep."""
     execute = executor(agenda, composed)
-    for numbers in agenda.batches(composed.first.hydra.sweeper.get("max_batch_size")):
+    for numbers in agenda.batches(composed.batch_size):
         if agenda.is_settled(numbers[0]):
             return
         agenda.eta.to_come = agenda.to_do(numbers)
         execute(opened(agenda, numbers))
 
 
-def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Opened]:
+def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Run]:
     """Open these runs lazily, without those that must not be executed."""
     return (run for number in numbers if (run := agenda.open(number)))
 
@@ -58,38 +62,46 @@ def opened(agenda: Agenda, numbers: Iterable[int]) -> Iterator[Opened]:
 def executor(agenda: Agenda, composed: Composed) -> Executor:
     """Return the executor that the command line's ``hydra/launcher`` selects."""
     if composed.launcher == "submitit_slurm":
-        return _BySlurm(agenda, composed.first.hydra.launcher)
+        return _BySlurm(agenda, composed.launcher_options)
     if composed.launcher == "submitit_local":
-        return lambda runs: _in_processes(agenda.directory, list(runs))
+        return lambda runs: _in_processes(agenda, list(runs))
     return lambda runs: _here(agenda, runs)
 
 
-def _here(agenda: Agenda, runs: Iterable[Opened]) -> None:
-    """Execute runs in this process; report failures at once, as the table comes only after the last run."""
-    from ptdbench.run import run
+def _here(agenda: Agenda, runs: Iterable[Run]) -> None:
+    """Execute runs in this process, and in the other ranks if a launcher started it.
 
-    for one in runs:
-        directory = agenda.directory / one.subdirectory
-        heading, started = agenda.eta.heading(one.number), time.monotonic()
-        with settings.added(one.request.environment):
-            run(directory, one.request.config, one.request.summary, heading)
-        if is_first_rank(os.environ):
-            written = store.load_record(directory)
-            agenda.eta.ended(one.number, time.monotonic() - started, written)
-            if written["status"] != "ok":
-                echo(f"{heading}: {reason(written)}", sys.stderr)
+    Failures are reported at once, as the table comes only after the last run.
+    """
+    from ptdbench.run.door import run as carry_out
+
+    for run in runs:
+        directory, started = agenda.place(run), time.monotonic()
+        if run.summary and run.summary.warning:
+            echo(run.summary.warning, sys.stderr)
+        followers.lead(directory)
+        if run.number is None:
+            carry_out(directory)
+            continue
+        heading = agenda.eta.heading(run.number)
+        with headed(heading):
+            carry_out(directory)
+        written = store.load_record(directory)
+        agenda.eta.ended(run.number, time.monotonic() - started, written)
+        if written["status"] != "ok":
+            echo(f"{heading}: {reason(written)}", sys.stderr)
 
 
-def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
+def _in_processes(agenda: Agenda, runs: Sequence[Run]) -> None:
     """Execute runs one after the other, each in a process of submitit's that starts its own ranks.
 
     Raises Stopped after a stop signal, when the run that it was forwarded to has ended by itself.
     """
     import submitit
 
-    from ptdbench.sweep import submission, watch
+    from ptdbench.sweep import watch
 
-    submitter = submitit.AutoExecutor(folder=str(directory / "logs" / "%j"), cluster="local")
+    submitter = submitit.AutoExecutor(folder=str(agenda.directory / "logs" / "%j"), cluster="local")
     # Otherwise its controller hides all GPUs, and on Ctrl-C kills the run after a second, before it has saved. With the
     # last line any shell stays its parent, by whose number it is known.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -97,11 +109,11 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
     setup = {"local_setup": [shows, "trap '' HUP INT QUIT", "trap : EXIT"]}
     submitter.update_parameters(timeout_min=_YEAR_MINUTES, tasks_per_node=1, gpus_per_node=0, **setup)
     for run in runs:
-        echo(f"{run.number} {run.request.config.label}: started", sys.stderr)
-        place = directory / run.subdirectory
+        echo(f"{run.number} {run.config.label}: started", sys.stderr)
+        place = agenda.place(run)
         noted: list[int] = []
         with local.handling(lambda number, _, noted=noted: noted.append(number)):  # type: ignore[misc]
-            submitted = submitter.submit(submission.carry_out, *submission.call_of(directory, run))
+            submitted = submitter.submit(carry_out_alone, str(place), terminal.as_variable(sys.argv))
             passed_on = 0
             while not submitted.done():
                 # Until it has opened its record, the run may not hear it yet.
@@ -109,9 +121,26 @@ def _in_processes(directory: Path, runs: Sequence[Opened]) -> None:
                     passed_on = len(noted)
                     _terminate(int(submitted.job_id))
                 time.sleep(1.0 if noted else 0.1)
-        watch.settle(directory, run.subdirectory, str(submitted.paths.stderr))
+        watch.settle(agenda.directory, run.subdirectory, str(submitted.paths.stderr))
         if noted:
             raise local.Stopped(noted[0])
+
+
+def carry_out_alone(directory: str, environment: Mapping[str, str]) -> None:
+    """Execute the run of a directory in a process of submitit's.
+
+    Raises:
+        SystemExit: The run failed here.
+    """
+    local.stop_on_signals()  # first, as submitit's own handlers ignore SIGTERM, and requeue unasked
+    os.environ.update(environment)
+    search_path.add_current()
+    from ptdbench.run.door import run
+
+    try:
+        run(Path(directory))
+    finally:
+        forced_exit.exit_soon()
 
 
 def _terminate(shell: int) -> None:
@@ -128,7 +157,7 @@ class _BySlurm:
         self._agenda, self._options = agenda, options
         self._told: set[str] = set()  # runs that have been shown completely
 
-    def __call__(self, runs: Iterable[Opened]) -> None:
+    def __call__(self, runs: Iterable[Run]) -> None:
         from ptdbench.sweep import submission, watch
 
         submitted = submission.submit(self._agenda.directory, list(runs), self._options)
@@ -151,8 +180,8 @@ def search(agenda: Agenda, composed: Composed) -> None:
     execute = executor(agenda, composed)
     with composed.source.open():
         loader = GlobalHydra.instance().config_loader()
-        own = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
-        sweep = composed.sweep(instead=own)
+        handed = [f"{LAUNCHER}={ptdbench_launcher.NAME}", f"hydra.sweep.dir={quoted(str(agenda.directory))}"]
+        sweep = composed.sweep(instead=handed)
         hydra_output.write_multirun(composed.sweep(), agenda.directory)  # as it was typed, so that it can be resumed
 
         def carry_out(job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
@@ -162,7 +191,7 @@ def search(agenda: Agenda, composed: Composed) -> None:
                 except (HydraException, OmegaConfBaseException) as error:
                     rule = first_line(error)
                     raise ConfigError([Problem("command line", " ".join(words), rule)]) from None
-                agenda.requests.append(requests.of_search(whole, words))
+                agenda.runs.append(requests.of_search(setup_runs.of_search(whole, words, len(agenda.runs))))
             numbers = range(first, first + len(job_overrides))
             execute(opened(agenda, numbers))
             return [_outcome(agenda, number) for number in numbers]
@@ -179,13 +208,13 @@ def search(agenda: Agenda, composed: Composed) -> None:
         except (ConfigError, OSError):
             raise
         except Exception as error:
-            name = composed.first.hydra.runtime.choices[SWEEPER]
-            raise ConfigError([Problem(SWEEPER, name, f"ended early: {' '.join(str(error).split())}")]) from error
+            rule = f"ended early: {' '.join(str(error).split())}"
+            raise ConfigError([Problem(SWEEPER, composed.sweeper, rule)]) from error
 
 
 def _outcome(agenda: Agenda, number: int) -> JobReturn:
     """Return, for the sweeper, the objective in a run's record, or why it has none."""
-    words, directory = agenda.requests[number].overrides, agenda.directory / agenda.subdirectory(number)
+    words, directory = agenda.runs[number].overrides, agenda.place(agenda.runs[number])
     written = store.load_record(directory)
     wanted = record.option(written, "objective", str)
     if (value := record.objective_value(written, wanted)) is not None:

@@ -1,4 +1,4 @@
-"""The requests of a sweep: its runs, each specified or refused, on a cluster with the shape of its job.
+"""The runs of a command line, each specified or refused, on a cluster with the shape of its job.
 
 :func:`write_script` writes them as a plain script for sbatch, for users who want to see and keep what is run.
 """
@@ -6,102 +6,66 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import fields, replace
 from pathlib import Path
-
-from omegaconf import DictConfig
+from typing import Any
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.launch.world import World
-from ptdbench.planning import micro_batch
+from ptdbench.planning.tries import needs_search
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, differing, in_shell, require
 from ptdbench.records import record, store
 from ptdbench.records.effects import leaves
-from ptdbench.setup import choices, commandline, compose, config, hydra_output, run_spec
-from ptdbench.setup.compose import Composed, without_hydra
+from ptdbench.setup import choices, commandline, compose, config, run_spec
+from ptdbench.setup import runs as setup_runs
+from ptdbench.setup.compose import Composed
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.setup.run_spec import Summary
+from ptdbench.setup.runs import Run, Shape
 from ptdbench.sweep import container, resources
-from ptdbench.sweep.resources import Shape
 from ptdbench.terminal import command, plural
 
 
-@dataclass(frozen=True)
-class Request:
-    """A requested run."""
-
-    whole: bytes  #: Its configuration with Hydra's own node, pickled.
-    config: Config  #: Its configuration.
-    overrides: Sequence[str]  #: The overrides typed for it.
-    shape: Shape | None  #: The shape of its job; ``None`` if it runs on this machine.
-    summary: Summary | None  #: Its summary; ``None`` if it is refused.
-    refused: ConfigError | None  #: Why it cannot run; it then becomes a row of the table, but no job.
-    block: int | None = None  #: Its block of repeats; ``None`` without repeats.
-
-    def in_block(self, block: int | None) -> Request:
-        """Return the same run in a block of repeats."""
-        if block is None:
-            return self
-        changed = self.config.changed({"repeat.block": block})
-        return replace(self, config=changed, block=block, overrides=[*self.overrides, f"repeat.block={block}"])
-
-    @property
-    def cluster(self) -> Slurm:
-        """The cluster's options; only for a run that is submitted."""
-        cluster = self.config.cluster
-        assert isinstance(cluster, Slurm)
-        return cluster
-
-    def job(self, sweep: Path | None, number: int | None) -> DictConfig:
-        """Return its configuration as Hydra would have it when it starts the run with this number.
-
-        See :func:`ptdbench.setup.hydra_output.config_of_run`.
-        """
-        return hydra_output.config_of_run(self.whole, sweep, number, self.block)
-
-    def subdirectory(self, number: int) -> str:
-        """Return the run's directory relative to its sweep's, from ``hydra.sweep.subdir``."""
-        return str(self.job(None, number).hydra.sweep.subdir)
-
-    @cached_property
-    def environment(self) -> dict[str, str]:
-        """The variables that ``hydra.job.env_set`` adds to its environment."""
-        return hydra_output.environment(self.job(None, None))
-
-
-def of_machine(composed: Composed, world: World | None, goes_on: Path | None = None) -> list[Request]:
+def of_machine(composed: Composed, world: World | None, goes_on: Path | None = None) -> list[Run]:
     """Return the runs of a command line that this machine executes, of a run or sweep that may be resumed in place.
 
     Raises:
         ConfigError: None of them can run.
     """
-    runs = zip(composed.whole, composed.configs, composed.overrides, strict=True)
-    return _runnable([_planned(*run, None, world, goes_on) for run in runs])
+    return _runnable(_checked(setup_runs.of(composed), None, world, goes_on))
 
 
-def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Request]:
+def of_cluster(composed: Composed, goes_on: Path | None = None) -> list[Run]:
     """Return the runs of a command line, of a new or a resumed sweep, that SLURM will execute; nothing is submitted.
 
     Raises:
         ConfigError: SLURM is not available here, lacks resources that one of them requests, or none of them can run.
     """
-    known = _partitions(composed.configs[0].cluster)
+    partitions = _partitions(composed.configs[0].cluster)
     problems = ErrorCollector()
-    found = []
-    for whole, read, words in zip(composed.whole, composed.configs, composed.overrides, strict=True):
-        if shape := problems.catch(shape_of, read, known):
-            found.append(_planned(whole, read, words, shape, goes_on=goes_on))
-            problems.problems += container.check(found[-1].cluster.container)
+    shapes = []
+    for read in composed.configs:
+        shapes.append(problems.catch(shape_of, read, partitions))
+        if isinstance(read.cluster, Slurm):
+            problems.problems += container.check(read.cluster.container)
     problems.close()
-    return _runnable(found)
+    return _runnable(_checked(setup_runs.of(composed), [shape for shape in shapes if shape], None, goes_on))
+
+
+def of_search(run: Run) -> Run:
+    """Return a run that a sweeper has just chosen, specified or refused.
+
+    Raises:
+        ConfigError: SLURM is not available here, or lacks resources that the run requests.
+    """
+    cluster = run.config.cluster
+    shape = shape_of(run.config, _partitions(cluster)) if isinstance(cluster, Slurm) else None
+    return replace(run, shape=shape, **_specified(run.config, shape, None, None))
 
 
 def shape_of(read: Config, known: Sequence[Partition], limits: Sequence[Partition] | None = None) -> Shape:
@@ -135,36 +99,28 @@ def _partitions(cluster: config.Cluster) -> list[Partition]:
         raise ConfigError([Problem("cluster", cluster.name, f"SLURM does not answer: {error}")]) from None
 
 
-def of_search(whole: DictConfig, words: Sequence[str]) -> Request:
-    """Return the request for a run that a sweeper has just chosen, with Hydra's own node and by its overrides.
+def _checked(
+    runs: Sequence[Run], shapes: Sequence[Shape] | None, world: World | None, goes_on: Path | None
+) -> list[Run]:
+    """Return the runs, each with its shape and specified or refused; the repeats of a run are specified once."""
+    outcomes: dict[int, dict[str, Any]] = {}
+    for run in runs:
+        if (place := run.alternative) not in outcomes:
+            shape = shapes[place] if shapes else None
+            outcomes[place] = {"shape": shape, **_specified(run.config, shape, world, goes_on)}
+    return [replace(run, **outcomes[run.alternative]) for run in runs]
 
-    Raises:
-        ConfigError: SLURM is not available here, or lacks resources that the run requests.
-    """
-    pickled = pickle.dumps(whole)
-    read = config.read(without_hydra(pickled))
-    shape = shape_of(read, _partitions(read.cluster)) if isinstance(read.cluster, Slurm) else None
-    return _planned(pickled, read, words, shape)
 
-
-def _planned(
-    whole: bytes,
-    read: Config,
-    words: Sequence[str],
-    shape: Shape | None,
-    world: World | None = None,
-    goes_on: Path | None = None,
-) -> Request:
-    """Return the request for one run, specified, or refused with the reason."""
-    gpus = shape.gpus_per_node if shape else None
+def _specified(read: Config, shape: Shape | None, world: World | None, goes_on: Path | None) -> dict[str, Any]:
+    """Return the field ``summary`` of a run, or ``refused`` with the reason."""
     try:
         _check_model(read, goes_on)
-        summary = run_spec.summarize(read, world_of(shape) if shape else world, gpus)
+        summary = run_spec.summarize(read, shape.world if shape else world, shape.gpus_per_node if shape else None)
         if summary.trains:
             _check_beginning(read, goes_on)
     except ConfigError as error:
-        return Request(whole, read, words, shape, None, error)
-    return Request(whole, read, words, shape, summary, None)
+        return {"refused": error}
+    return {"summary": summary}
 
 
 def _beginning(read: Config, goes_on: Path | None) -> Manifest | None:
@@ -200,17 +156,12 @@ def _check_beginning(read: Config, goes_on: Path | None) -> None:
         raise ConfigError([Problem("train.steps", read.train.steps, rule, remedy)])
 
 
-def world_of(shape: Shape) -> World:
-    """Return the world of a job of this shape, as its first rank will see it."""
-    return World(0, shape.world_size, 0, shape.ranks_per_node, "SLURM", nodes=shape.nodes)
-
-
-def _runnable(requests: list[Request]) -> list[Request]:
-    """Return the requests; raises ConfigError if all are refused, as otherwise a refused run becomes a row."""
-    refused = [request.refused for request in requests if request.refused]
-    if len(refused) == len(requests):
-        raise ConfigError([problem for error in refused for problem in error.problems])
-    return requests
+def _runnable(runs: list[Run]) -> list[Run]:
+    """Return the runs; raises ConfigError if all are refused, as otherwise a refused run becomes a row."""
+    refused = {run.alternative: run.refused for run in runs if run.refused}
+    if all(run.refused for run in runs):
+        raise ConfigError([problem for error in refused.values() for problem in error.problems])
+    return runs
 
 
 def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tuple[str, list[str]]:
@@ -258,17 +209,18 @@ def write_script(overrides: Sequence[str], config_dir: Path | None = None) -> tu
 
 def _unfit_for_script(composed: Composed, cluster: Slurm) -> Iterator[Problem]:
     """Yield options that need a process to watch the jobs, which a plain script lacks."""
-    whole, remedy = composed.first, f"try {command()} -m cluster={cluster.name}, which submits jobs"
+    first, remedy = composed.configs[0], f"try {command()} -m cluster={cluster.name}, which submits jobs"
     if composed.searches:
-        name = whole.hydra.runtime.choices[commandline.SWEEPER]
-        yield Problem(commandline.SWEEPER, name, "each rank of the script's job would search by itself", remedy)
-    for sought in filter(micro_batch.needs_search, composed.configs):
+        yield Problem(
+            commandline.SWEEPER, composed.sweeper, "each rank of the script's job would search by itself", remedy
+        )
+    for sought in filter(needs_search, composed.configs):
         rule = "is found by short runs, each with fresh ranks, and the script of one run starts its ranks once"
         yield Problem("train.micro_batch", sought.train.micro_batch, rule, remedy)
-    if (sweep := whole.sweep.resume) is not None:
+    if (sweep := first.sweep.resume) is not None:
         rule = "continues as the jobs that it was submitted as, not in a script"
         yield Problem("sweep.resume", sweep, rule, f"try {command()} {in_shell('sweep.resume', sweep)}")
-    if whole.repeat.runs == "auto":
+    if first.repeat.runs == "auto":
         rule = "needs the results of a block before the next one, and each rank of the script's job would decide alone"
         yield Problem("repeat.runs", "auto", rule, f"give a number, or {remedy}")
     if cluster.requeue:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ptdbench.launch.slurm import Partition, gpu_count, options
 from ptdbench.problems import ConfigError, Problem, nearest, require, try_these
 from ptdbench.setup.config import RANKS_WITHOUT_GPU, Slurm
+from ptdbench.setup.runs import Shape
 from ptdbench.terminal import plural
 
 #: sbatch flags whose options have the same name.
@@ -47,24 +48,6 @@ MODULE_COMMAND = [
     "  done",
     "fi",
 ]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The nodes of a job, and what it uses on each."""
-
-    nodes: int  #: Number of nodes.
-    ranks_per_node: int  #: Processes per node.
-    gpus_per_node: int  #: GPUs requested per node.
-    cpus_per_rank: int | None  #: Cores requested per rank, or ``None`` for the cluster's default.
-
-    @property
-    def world_size(self) -> int:
-        """Total number of ranks."""
-        return self.nodes * self.ranks_per_node
-
-    def __str__(self) -> str:
-        return f"{plural(self.nodes, 'node')} x {plural(self.ranks_per_node, 'rank')}"
 
 
 def shape(cluster: Slurm, device: str, ranks: Callable[[int], int], known: Sequence[Partition]) -> Shape:
@@ -152,6 +135,7 @@ class Step:
     command: Sequence[str]  #: The command and its arguments.
     flags: Sequence[str] = ()  #: Additional flags for srun, before the cluster's.
     before: Sequence[str] = ()  #: A command that the script itself runs first; if it fails, the ranks are not started.
+    operand: str = ""  #: The last operand of both commands, as the script's shell is to read it.
 
 
 def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], output: Output) -> str:
@@ -160,7 +144,12 @@ def script(cluster: Slurm, shape: Shape, name: str, steps: Sequence[Step], outpu
     A failed step does not stop the others, but the job counts as failed.
     """
     wanted = options({**flags(cluster, shape, name), "output": output.job, **output.flags})
-    lines = [" && ".join(shlex.join(words) for words in (step.before, srun(cluster, step)) if words) for step in steps]
+    lines = [
+        " && ".join(
+            f"{shlex.join(words)} {step.operand}".rstrip() for words in (step.before, srun(cluster, step)) if words
+        )
+        for step in steps
+    ]
     if len(lines) > 1 or output.after:
         lines = ["failed=0", *(f"{line} || failed=$?" for line in lines), *output.after, "exit $failed"]
     return "\n".join([

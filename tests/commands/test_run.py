@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from ptdbench import entry
-from ptdbench import run as product
 from ptdbench.launch.world import World
 from ptdbench.records import ownership, record, store
-from ptdbench.setup import config, hydra_output, resume
+from ptdbench.run import ranks
+from ptdbench.setup import config, hydra_output, resume, runs
 from ptdbench.setup.compose import compose_all
 from tests.programs import call
 from tests.refusals import refusal_of
@@ -27,7 +27,7 @@ def begun(directory: Path, *overrides: str, **fields: object) -> Path:
     composed = compose_all([*RUN, *overrides], "cluster=slurm" in overrides)
     draft = record.begin(composed.configs[0].resolved, directory, {}, composed.typed)
     store.write_record(directory, draft | fields)
-    hydra_output.write_files(hydra_output.config_of_run(composed.whole[0], None, None), directory)
+    hydra_output.write_files(runs.of(composed)[0], directory, None)
     return directory
 
 
@@ -75,7 +75,7 @@ def test_a_run_that_another_process_carries_out_does_not_keep_the_others_from_it
     owner = msgspec.to_builtins(ownership.this_process("another", {}))
     store.write_record(held, store.load_record(held) | {"owner": owner})
     monkeypatch.setattr(entry, "prepare_ranks", lambda _: None)
-    monkeypatch.setattr(product, "_start_ranks", lambda _, __, attempt, *___: finish(attempt))
+    monkeypatch.setattr(ranks, "start", lambda _, attempt, *__: finish(attempt))
     assert entry.carry_out([held, other]) == 1
     assert f"directory={held}: process {os.getpid()} on " in capsys.readouterr().err
     assert store.load_record(other)["status"] == "ok"
@@ -84,7 +84,7 @@ def test_a_run_that_another_process_carries_out_does_not_keep_the_others_from_it
 def test_a_run_that_is_named_twice_is_carried_out_once(tmp_path, monkeypatch):
     run, starts = begun(tmp_path / "run"), []
     monkeypatch.setattr(entry, "prepare_ranks", lambda _: None)
-    monkeypatch.setattr(product, "_start_ranks", lambda _, __, attempt, *___: starts.append(1) or finish(attempt))
+    monkeypatch.setattr(ranks, "start", lambda _, attempt, *__: starts.append(1) or finish(attempt))
     assert entry.carry_out([run, run]) == 0
     assert len(starts) == 1
 

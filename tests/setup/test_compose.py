@@ -12,7 +12,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import open_dict, read_write
 
 from ptdbench.problems import ConfigError
-from ptdbench.setup import config
 from ptdbench.setup.compose import Composed, Source, _jobs, compose_all
 from tests.conftest import ROOT
 from tests.refusals import Abridged, refusal_of
@@ -31,7 +30,7 @@ def refused(*overrides: str, multirun: bool = False) -> list[str]:
 
 
 def labels(composed: Composed) -> list[tuple[str, str, int]]:
-    return [(job.model.name, job.parallel.name, job.train.steps) for job in composed.jobs]
+    return [(job.model.name, job.parallel.name, job.train.steps) for job in composed.wholes]
 
 
 class TestJobs:
@@ -39,12 +38,12 @@ class TestJobs:
         composed = compose("model=toy", "train.steps=5")
         assert labels(composed) == [("toy", "ddp", 5)]
         assert not composed.is_sweep
-        assert composed.first.hydra.run.dir.endswith("_toy_ddp")
-        assert "hydra" not in composed.jobs[0]
+        assert composed.hydra.run.dir.endswith("_toy_ddp")
+        assert "hydra" not in composed.configs[0].resolved
 
     @pytest.mark.parametrize("name", ["../../../../x", "/x", "a b", "x\ny"])
     def test_a_name_leads_out_of_no_directory(self, name):
-        hydra = compose("model=toy", f'model.name="{name}"').first.hydra
+        hydra = compose("model=toy", f'model.name="{name}"').hydra
         assert Path(hydra.run.dir).parent == Path("outputs")
         with read_write(hydra), open_dict(hydra):
             hydra.job.num = 0
@@ -56,7 +55,7 @@ class TestJobs:
         assert labels(composed) == [
             ("toy", "ddp", 5), ("toy", "pdp", 5), ("gpt_tiny", "ddp", 5), ("gpt_tiny", "pdp", 5),
         ]  # fmt: skip
-        assert (composed.is_sweep, composed.first.hydra.sweep.dir) == (True, "here")
+        assert (composed.is_sweep, composed.hydra.sweep.dir) == (True, "here")
 
     def test_they_are_those_that_hydra_will_run_in_its_order(self):
         words = ["seed=1,2", "+model.depth=choice(4,5)", "parallel=ddp,pdp", "~eval", "data@x=range(0,2)", "seed=3,4"]
@@ -65,17 +64,17 @@ class TestJobs:
 
     def test_a_list_that_is_shuffled_has_each_value_once_and_one_order(self):
         composed, again = (compose("seed=shuffle(range(1,7))", multirun=True) for _ in range(2))
-        seeds = [job.seed for job in composed.jobs]
+        seeds = [job.seed for job in composed.wholes]
         assert sorted(seeds) == [1, 2, 3, 4, 5, 6] != seeds
         assert composed.overrides == again.overrides == [[f"seed={seed}"] for seed in seeds]
 
     def test_a_glob_is_every_choice_there_is(self):
-        found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).jobs}
+        found = {job.parallel.name for job in compose("parallel=glob(*)", multirun=True).wholes}
         assert found == {path.stem for path in (CONF / "parallel").iterdir()}
 
     def test_models_bring_the_data_that_suit_them_and_the_command_line_wins(self):
-        assert compose("model=resnet18").jobs[0].data.name == "synthetic_images"
-        assert compose("model=toy", "data=text").jobs[0].data.name == "text"
+        assert compose("model=resnet18").wholes[0].data.name == "synthetic_images"
+        assert compose("model=toy", "data=text").wholes[0].data.name == "text"
 
 
 class TestMisspellings:
@@ -167,7 +166,7 @@ class TestSyntax:
     def test_a_text_that_cannot_be_read_is_shown_in_quotes(self, path):
         (line,) = refused(f"data.path={path}")
         (word,) = shlex.split(line.partition("; as text it is ")[2])
-        assert compose(word).jobs[0].data.path == path
+        assert compose(word).wholes[0].data.path == path
 
     def test_what_is_no_utf_8_is_to_be_typed_so(self):
         assert refused("model.name=a\udcff\udcfeb")[0].endswith("; type it in UTF-8, without control characters")
@@ -213,7 +212,7 @@ class TestFolderOfOnesOwn:
         (tmp_path / "model" / "to_mine.yaml").write_text(f"{TOY}3: x\n")
         found = compose_all(["model=glob(to*)"], True, Source(CONF, extra=str(tmp_path)))
         assert found.overrides == [["model=to_mine"], ["model=toy"]]
-        assert config.resolve(found.jobs[0])["model"]["3"] == "x"
+        assert found.configs[0].resolved["model"]["3"] == "x"
 
     @pytest.mark.parametrize(
         ("text", "told"),
@@ -250,7 +249,7 @@ class TestFolderOfOnesOwn:
         for text, told in (("defaults: [config, _self_]\n", ""), ("", "has no cluster, .*; let the file begin with ")):
             path.write_text(f"{text}train:\n  steps: 5\n")
             with pytest.raises(ConfigError, match=f"^--config-name=mine: {told}") if told else nullcontext():
-                assert compose_all((), False, Source(CONF, "mine", str(tmp_path))).jobs[0].train.steps == 5
+                assert compose_all((), False, Source(CONF, "mine", str(tmp_path))).wholes[0].train.steps == 5
 
     def test_a_broken_file_that_nobody_chose_hides_no_misspelling(self, tmp_path):
         (tmp_path / "optimizer").mkdir()

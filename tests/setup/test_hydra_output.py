@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from ptdbench.problems import ConfigError
 from ptdbench.records import store
-from ptdbench.setup import hydra_output, resume
+from ptdbench.setup import hydra_output, resume, runs
 from ptdbench.setup.compose import Source, compose_all
 from tests.conftest import ROOT
 
@@ -57,10 +57,9 @@ def same(ours: Path, theirs: Path, *others: str) -> None:
 def test_those_of_a_run(by_hydra, tmp_path):
     words = ["model=toy", "seed=3", "+hydra.job.env_set.FOO=1", "hydra.job.name=x", "hydra.run.dir=here"]
     theirs = by_hydra(*words)
-    composed = compose_all(words)
-    job = hydra_output.config_of_run(composed.whole[0], None, None)
-    hydra_output.write_files(job, tmp_path / "ours" / "here")
-    assert hydra_output.environment(job) == {"FOO": "1"}
+    (run,) = runs.of(compose_all(words))
+    hydra_output.write_files(run, tmp_path / "ours" / "here", None)
+    assert run.environment == {"FOO": "1"}
     assert hydra_output.recorded_environment(tmp_path / "ours" / "here") == {"FOO": "1"}
     same(tmp_path / "ours", theirs)
     assert "seed: 3\n" in (tmp_path / "ours" / "here" / ".hydra" / "config.yaml").read_text()
@@ -68,8 +67,8 @@ def test_those_of_a_run(by_hydra, tmp_path):
 
 def test_a_variable_may_refer_to_an_option(tmp_path):
     """With which Hydra itself fails."""
-    composed = compose_all(["model=toy", "seed=3", "+hydra.job.env_set.FOO='${data.seed}'"])
-    hydra_output.write_files(hydra_output.config_of_run(composed.whole[0], None, None), tmp_path)
+    (run,) = runs.of(compose_all(["model=toy", "seed=3", "+hydra.job.env_set.FOO='${data.seed}'"]))
+    hydra_output.write_files(run, tmp_path, None)
     assert hydra_output.recorded_environment(tmp_path) == {"FOO": "3"}
 
 
@@ -81,23 +80,22 @@ def test_those_of_a_sweep(by_hydra, tmp_path):
     source = Source(ROOT / "conf", extra=folder)
     composed, ours = compose_all(words, True, source), tmp_path / "ours" / "here"
     ours.mkdir(parents=True)
-    for number, whole in enumerate(composed.whole):
-        job = hydra_output.config_of_run(whole, ours, number)
-        hydra_output.write_files(job, ours / str(job.hydra.sweep.subdir))
+    for run in runs.of(composed):
+        hydra_output.write_files(run, ours / run.subdirectory, ours)
     with source.open():
         hydra_output.write_multirun(composed.sweep(), ours)
     same(tmp_path / "ours", theirs)
 
 
 def test_a_block_of_repeats_is_one_more_override():
-    (whole,) = compose_all(["model=toy", "seed=3"]).whole
-    (typed,) = compose_all(["model=toy", "seed=3", "repeat.block=2"]).whole
-    assert hydra_output.config_of_run(whole, None, 4, 2) == hydra_output.config_of_run(typed, None, 4)
+    (whole,) = compose_all(["model=toy", "seed=3"]).wholes
+    (typed,) = compose_all(["model=toy", "seed=3", "repeat.block=2"]).wholes
+    assert runs.numbered(whole, 4, 2) == runs.numbered(typed, 4)
 
 
 def test_without_a_folder_for_them_there_are_none(tmp_path):
-    (whole,) = compose_all(["model=toy", "hydra.output_subdir=null"]).whole
-    hydra_output.write_files(hydra_output.config_of_run(whole, None, None), tmp_path)
+    (run,) = runs.of(compose_all(["model=toy", "hydra.output_subdir=null"]))
+    hydra_output.write_files(run, tmp_path, None)
     assert list(tmp_path.iterdir()) == []
     assert hydra_output.recorded_environment(tmp_path) == {}
 
@@ -106,7 +104,7 @@ def test_without_a_folder_for_them_there_are_none(tmp_path):
 def test_what_torchrun_starts_again_goes_on_where_it_was_and_other_results_are_left_alone(tmp_path, monkeypatch, kind):
     def claim(*others: str) -> Path:
         words = [*["model=toy", "seed=0,1"][: 1 + (kind == "sweep")], *others, f"hydra.{kind}.dir={tmp_path / 'here'}"]
-        return hydra_output.claim(compose_all(words, kind == "sweep"), None, None)
+        return hydra_output.claim(compose_all(words, kind == "sweep"), None)
 
     monkeypatch.setattr(store.fcntl, "flock", lambda *_: None)  # each process has ended before the next one
     begun = claim()
@@ -122,32 +120,32 @@ def test_a_folder_of_runs_is_no_sweep_that_could_go_on(tmp_path):
     (tmp_path / "0").mkdir()
     (tmp_path / "0" / "record.json").touch()
     with pytest.raises(ConfigError, match="it already holds results; give another directory"):
-        hydra_output.claim(compose_all(["model=toy", f"hydra.run.dir={tmp_path}"]), None, None)
+        hydra_output.claim(compose_all(["model=toy", f"hydra.run.dir={tmp_path}"]), None)
 
 
 def test_a_home_directory_that_no_shell_has_filled_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert hydra_output.claim(compose_all(["model=toy", "hydra.run.dir='~/run'"]), None, None) == Path.home() / "run"
+    assert hydra_output.claim(compose_all(["model=toy", "hydra.run.dir='~/run'"]), None) == Path.home() / "run"
     assert resume.read(["resume=~/run"], False, None).goes_on == Path.home() / "run"
 
 
 def test_a_directory_that_is_typed_with_pluses_is_typed(tmp_path):
     words = ["model=toy", f"++hydra.run.dir={tmp_path}/run"]
-    hydra_output.claim(compose_all(words), None, None)
+    hydra_output.claim(compose_all(words), None)
     rule = "another process is writing its results there; wait for it, or give another directory"
     with pytest.raises(ConfigError, match=rule):
-        hydra_output.claim(compose_all(words), None, None)
+        hydra_output.claim(compose_all(words), None)
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurm"])
 def test_a_sweep_is_not_carried_out_a_second_time_beside_the_first(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)
     words = [f"cluster={cluster}", "model=toy", "seed=0,1"]
-    running = hydra_output.claim(compose_all(words, True), None, None)
+    running = hydra_output.claim(compose_all(words, True), None)
     line = resume.read([f"sweep.resume={running}"], True, None)
     composed = compose_all(line.overrides, True)
     with pytest.raises(ConfigError, match="another process is writing its results there"):
-        hydra_output.claim(composed, None, line.goes_on)
+        hydra_output.claim(composed, line.goes_on)
     store.unlock(running)  # as where all jobs have been submitted
-    assert hydra_output.claim(composed, None, line.goes_on) == running
+    assert hydra_output.claim(composed, line.goes_on) == running

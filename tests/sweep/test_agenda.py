@@ -1,20 +1,13 @@
 """Which runs are carried out, and that each appears together with its record."""
 
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Manifest
-from ptdbench.launch import rendezvous
-from ptdbench.launch.world import World
-from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import store
 from ptdbench.report.labels import titles
 from ptdbench.setup.compose import compose_all
@@ -23,25 +16,24 @@ from ptdbench.sweep.agenda import Agenda, SweepEta
 from tests.refusals import Abridged, refusal_of
 
 
-def test_repeats_share_a_title_that_is_found_once(asked, monkeypatch):
-    (one,) = asked("seed=0")
-    eta = SweepEta([one.in_block(block) for block in range(50)])
-    found = []
-    monkeypatch.setattr("ptdbench.sweep.agenda.titles", lambda drafts: found.append(len(drafts)) or titles(drafts))
+def test_repeats_share_a_title_that_is_made_once(asked, monkeypatch):
+    eta, counts = SweepEta(asked("seed=0", "repeat.runs=50")), []
+    monkeypatch.setattr("ptdbench.sweep.agenda.titles", lambda drafts: counts.append(len(drafts)) or titles(drafts))
     assert [eta.heading(number).title for number in range(3)] == ["toy ddp"] * 3
-    assert found == [1]
+    assert counts == [1]
 
 
 def test_a_search_does_not_know_how_many_there_will_be(asked, tmp_path):
-    requests = asked("seed=0,1")
-    agenda = Agenda(tmp_path, requests[:1], searches=True)
+    runs = asked("seed=0,1")
+    agenda = Agenda(tmp_path, runs[:1], searches=True)
     assert str(agenda.eta.heading(0)) == "[1] toy ddp"
-    agenda.requests.append(requests[1])
+    agenda.runs.append(runs[1])
     assert str(agenda.eta.heading(1)) == "[2] toy ddp seed=1"
 
 
 def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
-    eta = SweepEta([*asked("seed=0,1"), *asked("train.global_batch=32")])
+    *seeds, larger = [*asked("seed=0,1"), *asked("train.global_batch=32")]
+    eta = SweepEta([*seeds, replace(larger, alternative=2)])
     names = ["[1/3] toy ddp b16 seed=0", "[2/3] toy ddp b16 seed=1", "[3/3] toy ddp b32"]
     assert [str(eta.heading(number)) for number in range(3)] == names
     eta.to_come = [0, 1, 2]
@@ -123,7 +115,6 @@ def test_a_run_with_checkpoints_of_other_options_is_left_as_it_is(asked, tmp_pat
     capsys.readouterr()
     agenda = Agenda(tmp_path, [*others, asked("train.global_batch=15,16")[0]])
     for number in range(2):  # the second one is refused
-        agenda._names[number] = "0_toy_ddp"
         assert agenda.open(number) is None
     assert agenda.skipped == ["0_toy_ddp"] * 2
     told = "has checkpoints of other options, optimizer.lr=0.1 (here 0.3); remove them, or start another sweep; skipped"
@@ -178,32 +169,6 @@ def test_a_run_that_was_ok_when_its_sweep_was_killed_gets_its_result(asked, tmp_
     assert (tmp_path / store.RESULTS).read_bytes().startswith(before)
 
 
-def test_ranks_of_a_launcher_leave_out_the_same_runs_whatever_each_of_them_sees_and_is_refused(
-    asked, tmp_path, monkeypatch
-):
-    """The other rank does not see yet that the first run is done, and has less memory for the second one."""
-    ranks, shared, runs = threading.local(), dist.HashStore(), asked("seed=0,1,2")
-    monkeypatch.setattr("ptdbench.sweep.agenda.discover", lambda _: ranks.world)
-    monkeypatch.setattr(rendezvous, "store", lambda: shared)
-    shared.set_timeout(timedelta(seconds=20))
-    lack = ConfigError([Problem("model", "toy", "takes 9 GiB")])
-
-    def open_all(rank: int) -> list[bool]:
-        ranks.world = World(rank, 2, rank, 2, "srun")
-        own = [runs[0], replace(runs[1], summary=None, refused=lack) if rank else runs[1], runs[2]]
-        return [Agenda(tmp_path, own).open(number) is not None for number in range(3)]
-
-    ranks.world = None
-    Agenda(tmp_path, runs).open(0)
-    done(tmp_path)
-    is_done = Agenda._is_done
-    monkeypatch.setattr(Agenda, "_is_done", lambda *of: ranks.world.rank == 0 and is_done(*of))
-    with ThreadPoolExecutor(2) as threads:
-        assert list(threads.map(open_all, range(2))) == [[False, False, True]] * 2
-    row = next(row for row in store.read_results(tmp_path) if row["status"] == "failed")
-    assert row["error"]["message"] == f"rank=1: {lack}"
-
-
 class TestRepeats:
     @pytest.fixture
     def agenda(self, asked, tmp_path):
@@ -217,7 +182,7 @@ class TestRepeats:
 
     def test_each_run_knows_its_block_and_has_a_directory_of_its_own(self, agenda, tmp_path):
         found = agenda("parallel=ddp,fsdp", "repeat.runs=3")
-        names = [found.subdirectory(number) for number in range(6)]
+        names = [run.subdirectory for run in found.runs]
         assert len(set(names)) == 6
         assert names[3].removeprefix("3") == names[0].removeprefix("0")  # ABBA
         assert names[2].removeprefix("2") == names[1].removeprefix("1")
@@ -229,7 +194,7 @@ class TestRepeats:
 
     def test_the_name_of_a_directory_may_have_the_block(self, agenda):
         found = agenda("parallel=ddp,fsdp", "repeat.runs=2", "hydra.sweep.subdir='${parallel.name}_${repeat.block}'")
-        names = {request.subdirectory(9) for request in found.requests}
+        names = {run.subdirectory for run in found.runs}
         assert names == {"ddp_0", "ddp_1", "fsdp_0", "fsdp_1"}
 
     def test_they_come_in_one_batch_or_in_batches_of_a_block_where_it_looks_after_each(self, agenda):
@@ -237,7 +202,7 @@ class TestRepeats:
         assert (found.batches(None), found.batches(3)) == ([range(8)], [range(3), range(3, 6), range(6, 8)])
         by_block = agenda("parallel=ddp,fsdp", "repeat.runs=auto", "repeat.max=4")
         assert by_block.batches(3) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
-        assert [by_block.requests[batch[0]].block for batch in by_block.batches(3)] == [0, 1, 2, 3]
+        assert [by_block.runs[batch[0]].block for batch in by_block.batches(3)] == [0, 1, 2, 3]
         assert agenda("seed=0,1").batches(None) == [range(2)]
 
     def test_runs_that_share_a_job_are_in_one_batch(self, agenda):
@@ -263,7 +228,7 @@ class TestRepeats:
 
     def test_a_block_that_was_typed_is_kept_and_typed_once_and_may_be_refused(self, agenda, tmp_path):
         found = agenda("train.global_batch=15,16", "repeat.block=1")
-        assert [request.overrides.count("repeat.block=1") for request in found.requests] == [1, 1]
+        assert [run.overrides.count("repeat.block=1") for run in found.runs] == [1, 1]
         assert found.open(0) is None
         (row,) = store.read_results(tmp_path)
         assert (row["status"], row["config"]["repeat"]["block"]) == ("failed", 1)

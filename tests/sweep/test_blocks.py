@@ -1,4 +1,4 @@
-"""Repeats: the order of a sweep's runs, repeats that are refused, and when ``repeat=auto`` ends."""
+"""Repeats that are refused, and when ``repeat=auto`` ends."""
 
 import math
 import re
@@ -24,49 +24,6 @@ TOY = ("model=toy", "train.steps=4", "device=cpu")
 
 def repeat(runs, *, most=20, seed=0, block=None):
     return Repeat(runs=runs, max=most, tied_within=0.02, seed=seed, block=block, series=None)
-
-
-def in_blocks(order):
-    """The alternatives of each block, in order; a run that stands in another's block would show."""
-    found = {}
-    for number, block in order:
-        found.setdefault(block, []).append(number)
-    assert order == [(number, block) for block, numbers in found.items() for number in numbers]
-    return found
-
-
-class TestOrder:
-    def test_every_block_has_each_alternative_once_and_every_second_one_is_reversed(self):
-        """A machine that gets slower by the same amount with each run slows all alternatives by the same sum."""
-        order = blocks.order(5, repeat(8))
-        found = in_blocks(order)
-        assert list(found) == list(range(8))
-        for block in range(0, 8, 2):
-            assert sorted(found[block]) == [0, 1, 2, 3, 4]
-            assert found[block + 1] == found[block][::-1]
-        slowed = [sum(place for place, (one, _) in enumerate(order) if one == number) for number in range(5)]
-        assert len(set(slowed)) == 1
-
-    def test_the_order_is_drawn_anew_for_each_two_blocks_and_by_the_seed(self):
-        orders = [tuple(numbers) for numbers in in_blocks(blocks.order(6, repeat(20))).values()]
-        assert len(set(orders)) > 15
-        assert blocks.order(6, repeat(20)) == blocks.order(6, repeat(20))
-        assert blocks.order(6, repeat(20, seed=1)) != blocks.order(6, repeat(20))
-
-    def test_more_blocks_leave_those_that_there_are_as_they_were(self):
-        assert blocks.order(3, repeat(5))[:6] == blocks.order(3, repeat(2))
-        assert blocks.order(3, repeat("auto", most=5)) == blocks.order(3, repeat(5))
-
-    @pytest.mark.parametrize("runs", [5, "auto"])
-    def test_one_block_has_the_order_that_it_has_among_all(self, runs):
-        whole = in_blocks(blocks.order(6, repeat(runs)))
-        for block in range(5):
-            alone = blocks.order(6, repeat(runs, block=block))
-            assert alone == [(number, None) for number in whole[block]]  # each has the block that was typed
-
-    def test_without_repeats_runs_keep_their_order_and_get_no_block(self):
-        assert blocks.order(3, repeat(1, seed=7)) == [(0, None), (1, None), (2, None)]
-        assert blocks.order(2, repeat(1, block=4)) == [(0, None), (1, None)]  # each has the one that was typed
 
 
 class TestRefused:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ptdbench.setup.config import Config, Container
+from ptdbench.setup.runs import Shape
 from ptdbench.sweep import container
-from ptdbench.sweep.resources import Shape, Step
+from ptdbench.sweep.resources import Step
 from tests.conftest import ROOT, read
 
 STEP = Step(["/venv/bin/python", "-u", "-m", "tool"], ["--unbuffered"])

@@ -132,12 +132,12 @@ def test_of_a_sweep_that_goes_on_only_runs_that_begin_need_what_it_began_with(tm
 @pytest.mark.parametrize(
     ("template", "name"),
     [
-        ("${hydra.job.num}_${workload.label}", "7_toy_ddp"),
+        ("${hydra.job.num}_${workload.label}", "0_toy_ddp"),
         ("run-${model.name}-${train.global_batch}", "run-toy-32"),
         ("${hydra.job.override_dirname}", "cluster=slurm,model=toy,train.global_batch=32"),
         ("plain", "plain"),
     ],
 )
 def test_the_directory_of_a_run_is_the_one_that_hydra_would_choose(template, name):
-    (request,) = asked(f"hydra.sweep.subdir='{template}'")
-    assert request.subdirectory(7) == name
+    (run,) = asked(f"hydra.sweep.subdir='{template}'")
+    assert run.subdirectory == name

@@ -15,7 +15,8 @@ from ptdbench.launch.slurm import Partition, SlurmError
 from ptdbench.problems import as_typed
 from ptdbench.setup.compose import compose_all
 from ptdbench.setup.config import Slurm
-from ptdbench.sweep.resources import Output, Shape, Step, check, flags, script, setup_lines, shape
+from ptdbench.setup.runs import Shape
+from ptdbench.sweep.resources import Output, Step, check, flags, script, setup_lines, shape
 from tests.conftest import read
 from tests.daily import cases
 from tests.programs import call, until
@@ -338,7 +339,7 @@ class TestSiteFiles:
     def site(self, name: str, known: Partition, *more: str) -> tuple[Slurm, Shape]:
         found = compose_all([f"cluster={name}", *more], multirun=False)
         assert found.is_sweep
-        assert found.first.hydra.runtime.choices["hydra/launcher"] == "submitit_slurm"
+        assert found.launcher == "submitit_slurm"
         cluster = found.configs[0].cluster
         assert isinstance(cluster, Slurm)
         assert cluster.name == name
@@ -359,7 +360,7 @@ class TestSiteFiles:
     def test_a_session_submits_nothing(self):
         found = compose_all(["cluster=site_interactive"], multirun=False)
         assert not found.is_sweep
-        assert found.first.hydra.runtime.choices["hydra/launcher"] == "basic"
+        assert found.launcher == "basic"
         cluster = found.configs[0].cluster
         assert not isinstance(cluster, Slurm)
         assert (cluster.nodes, cluster.ranks_per_node) == ("auto", "auto")

@@ -12,7 +12,6 @@ from unittest.mock import Mock
 
 import pytest
 from hydra.core.plugins import Plugins
-from submitit.core.utils import DelayedSubmission
 
 from ptdbench import entry, search_path, terminal
 from ptdbench.launch import local, slurm
@@ -28,10 +27,15 @@ from ptdbench.sweep.submission import Array, arrays
 from tests.refusals import Abridged, refusal_of
 
 
+def numbers(runs):
+    """The numbers of the runs of each job of each array."""
+    return [[[run.number for run in job] for job in array] for array in arrays(runs)]
+
+
 class TestArrays:
     def test_jobs_of_one_shape_share_one_wherever_they_stand(self, asked):
-        assert arrays(asked("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[[0], [2]], [[1], [3]]]
-        assert arrays(asked("cluster.ranks_per_node=auto,2")) == [[[0], [1]]]  # two, where there is no GPU
+        assert numbers(asked("parallel=ddp,fsdp", "cluster.nodes=1,2")) == [[[0], [2]], [[1], [3]]]
+        assert numbers(asked("cluster.ranks_per_node=auto,2")) == [[[0], [1]]]  # two, where there is no GPU
 
     @pytest.mark.parametrize(
         "override",
@@ -41,7 +45,7 @@ class TestArrays:
         ],
     )  # fmt: skip
     def test_what_is_told_otherwise_needs_another(self, asked, override):
-        assert arrays(asked(override)) == [[[0]], [[1]]]
+        assert numbers(asked(override)) == [[[0]], [[1]]]
 
     @pytest.mark.parametrize(("most", "sizes"), [(4, [3, 3]), (6, [6]), (2, [2, 2, 2]), (1, [1] * 6), (0, [1] * 6)])
     def test_no_array_is_longer_than_slurm_allows(self, asked, monkeypatch, most, sizes):
@@ -64,13 +68,12 @@ class TestSameNodes:
     """Runs that share a job."""
 
     def test_a_job_for_each_block_of_repeats_and_an_array_of_those_with_as_many_runs(self, asked):
-        runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true")
-        blocks = [run.in_block(block) for block in range(3) for run in runs]
-        assert arrays(blocks) == [[[0, 1], [2, 3], [4, 5]]]
-        assert arrays(blocks[1:]) == [[[0]], [[1, 2], [3, 4]]]  # of a sweep that goes on
+        runs = asked("parallel=ddp,fsdp", "sweep.same_nodes=true", "repeat.runs=3")
+        assert numbers(runs) == [[[0, 1], [2, 3], [4, 5]]]
+        assert numbers(runs[1:]) == [[[1]], [[2, 3], [4, 5]]]  # of a sweep that goes on
 
     def test_all_runs_are_one_job_and_one_that_is_refused_is_in_none(self, asked):
-        assert arrays(asked("train.global_batch=16,15,8", "sweep.same_nodes=true")) == [[[0, 2]]]
+        assert numbers(asked("train.global_batch=16,15,8", "sweep.same_nodes=true")) == [[[0, 2]]]
 
     @pytest.mark.parametrize(
         ("overrides", "line"),
@@ -97,8 +100,10 @@ class TestSameNodes:
         text = Array([runs, runs], "both", Path("/sweep")).script({})
         for number, line in enumerate(line for line in text.splitlines() if line.startswith("srun ")):
             assert f" --output=/sweep/logs/%A_%a/{number}/%A_%a_%t_log.out " in line
-            assert line.endswith(f" submitit.core._submit /sweep/logs/%j/{number} || failed=$?")
+            place = f"${{SLURM_ARRAY_TASK_ID:-0}} * 2 + {number}"
+            assert line.endswith(f' ptdbench run "${{ptdbench_runs[{place}]}}" || failed=$?')
         assert number == 1
+        assert f"\nptdbench_runs=({' '.join(['/sweep/0_toy_ddp', '/sweep/1_toy_fsdp'] * 2)})\n" in text
         assert "#SBATCH --output=/sweep/logs/%A_%a_slurm.log\n" in text
         assert text.endswith("\nexit $failed\n")
 
@@ -201,7 +206,7 @@ class TestSubmission:
         assert [job.id for job in noted] == ["101", "102", "103"]
         assert len({job.name for job in noted}) == 3
         assert {job.cluster for job in noted} == {"here"}
-        assert [(tmp_path / "logs" / id / f"{id}_submitted.pkl").exists() for id in ("101", "102", "103")] == [True] * 3
+        assert [(tmp_path / "logs" / id / f"{id}_submission.sh").exists() for id in ("101", "102", "103")] == [True] * 3
         assert launch.canceled == []
 
     def test_runs_that_share_a_job_are_each_noted_down_with_their_place_in_it(self, launch, tmp_path):
@@ -213,7 +218,6 @@ class TestSubmission:
         ]
         for one in noted:
             assert Path(one.log) == tmp_path / "logs" / "101" / str(one.step)
-            assert (Path(one.log) / "101_submitted.pkl").exists()
 
     def test_a_refusal_takes_back_what_was_submitted_and_says_so_in_the_records(self, launch, tmp_path, capsys):
         answers = iter(["101"])
@@ -233,7 +237,6 @@ class TestSubmission:
         assert {row["error"]["type"] for row in rows} == {"NotSubmitted"}
         assert len(rows) == 3
         assert (tmp_path / "thesis.txt").read_text() == "mine"
-        assert not list((tmp_path / "logs").glob("*.pkl"))
         told = [*watch.reasons(status.look(tmp_path))]
         assert [line.partition(": ")[2] for line in told] == [
             "failed: NotSubmitted: nothing was submitted: Job violates accounting/QOS policy"
@@ -255,44 +258,39 @@ class TestSubmission:
         assert {row["error"]["type"] for row in store.read_results(tmp_path)} == {"NotSubmitted"}
 
 
-def test_what_a_job_is_given_is_a_function_and_a_path_and_the_words_that_name_the_program(asked, tmp_path, monkeypatch):
+def test_a_job_gets_the_directory_of_its_run_whose_record_has_the_rest(asked, tmp_path, monkeypatch):
     """Nothing of Hydra, so that a job starts with no configuration to compose."""
-    monkeypatch.setattr(slurm, "submit", lambda script: "101")
+    scripts = []
+    monkeypatch.setattr(slurm, "submit", lambda script: scripts.append(script) or "101")
     monkeypatch.setattr(sys, "argv", ["train.py", "-m", "--config-dir", "my own"])
     (run,) = asked("+hydra.job.env_set.FOO=1")
     submission.submit(tmp_path, [Agenda(tmp_path, [run]).open(0)], {})
-    call = DelayedSubmission.load(tmp_path / "logs" / "101" / "101_submitted.pkl")
-    typed = {"FOO": "1", "PTDBENCH_TYPED": "train.py -m --config-dir 'my own'"}
-    given = (str(tmp_path / "0_toy_ddp"), typed, None)
-    assert (call.function, call.args, call.kwargs) == (submission.carry_out, given, {})
+    assert store.load_record(tmp_path / "0_toy_ddp")["variables"] == {"FOO": "1"}
+    (script,) = scripts
+    assert f"\nptdbench_runs=({tmp_path}/0_toy_ddp)\n" in script
+    typed = shlex.split(next(line for line in script.splitlines() if "PTDBENCH_TYPED" in line))[1].partition("=")[2]
     monkeypatch.setattr(sys, "argv", ["submit"])
-    monkeypatch.setenv("PTDBENCH_TYPED", typed["PTDBENCH_TYPED"])
+    monkeypatch.setenv("PTDBENCH_TYPED", typed)
     assert terminal.command() == "python train.py --config-dir 'my own'"
 
 
 class TestSought:
     """A micro-batch that is to be found: by the job's script, whose steps have fresh ranks."""
 
-    def test_the_script_searches_before_it_starts_the_ranks(self, asked, tmp_path):
-        *_, last = Array([asked("train.micro_batch=max")], "toy", tmp_path).script({}).strip().splitlines()
+    def test_the_script_searches_before_it_starts_the_ranks_and_says_how_to_start_them(self, asked, tmp_path):
+        runs = asked("train.micro_batch=max", "cluster.nodes=2", "cluster.srun_args=[--label]")
+        *_, last = Array([runs], "toy", tmp_path).script({}).strip().splitlines()
         search, _, ranks = last.partition(" && ")
-        submitit = search_path.module("submitit.core._submit")
-        assert shlex.split(search) == [sys.executable, "-u", *submitit, f"{tmp_path}/logs/%j"]
-        assert ranks.startswith("srun ")
-        assert ranks.endswith(search)
+        place, run = "${ptdbench_runs[${SLURM_ARRAY_TASK_ID:-0} * 1 + 0]}", [*search_path.module("ptdbench"), "run"]
+        *words, shape, tries, directory = shlex.split(search)
+        assert (words, shape, directory) == ([sys.executable, "-u", *run], "--shape=2x2x0", place)
+        step = shlex.split(tries.removeprefix("--tries="))
+        assert (step[0], step[-7:]) == ("srun", ["--label", sys.executable, "-u", *run])
+        assert "--open-mode=append" in step
+        assert shlex.split(ranks) == [*step, place]
 
     def test_runs_that_search_share_no_array_with_others(self, asked):
-        assert arrays(asked("train.micro_batch=4,max,8,best")) == [[[0], [2]], [[1], [3]]]
-
-    def test_the_job_is_told_how_to_start_ranks(self, asked, tmp_path, monkeypatch):
-        monkeypatch.setattr(slurm, "submit", lambda script: "101")
-        (run,) = asked("train.micro_batch=max", "cluster.nodes=2", "cluster.srun_args=[--label]")
-        submission.submit(tmp_path, [Agenda(tmp_path, [run]).open(0)], {})
-        *_, steps = DelayedSubmission.load(tmp_path / "logs" / "101" / "101_submitted.pkl").args
-        assert (steps.world.size, steps.world.local_size, steps.world.nodes) == (4, 2, 2)
-        assert steps.command[0] == "srun"
-        assert "--open-mode=append" in steps.command
-        assert list(steps.command[-7:]) == ["--label", sys.executable, "-u", *search_path.module("ptdbench"), "run"]
+        assert numbers(asked("train.micro_batch=4,max,8,best")) == [[[0], [2]], [[1], [3]]]
 
 
 class TestFollowed:

@@ -1,5 +1,7 @@
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -7,9 +9,8 @@ from urllib.error import URLError
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from ptdbench import ending
-from ptdbench import run as product
 from ptdbench.job import Outcome
 from ptdbench.launch import local, rendezvous
 from ptdbench.launch.local import Stopped
@@ -18,6 +19,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import ledger, record, store
 from ptdbench.records.failure import Failure, crash_file
 from ptdbench.records.ownership import Attempt
+from ptdbench.run import door, ending, rank
 from ptdbench.setup import config, training_spec
 from tests.conftest import composed
 from tests.shared_ranks import carry_out
@@ -38,8 +40,8 @@ def attempt(directory: Path) -> Attempt:
     return Attempt(directory, "this")
 
 
-def world(rank: int) -> World:
-    return World(rank=rank, size=2, local_rank=0, local_size=1, launcher="torchrun")
+def world(number: int) -> World:
+    return World(rank=number, size=2, local_rank=0, local_size=1, launcher="torchrun")
 
 
 @pytest.mark.parametrize("earlier", [None, RuntimeError("Connection closed by peer")], ids=["alone", "after another"])
@@ -85,15 +87,23 @@ def test_nor_does_what_happens_to_the_launcher(directory, monkeypatch):
     assert written["status"] == "ok", written["error"]
 
 
-@pytest.mark.parametrize("rank_0_too", [True, False])
-def test_what_only_another_rank_is_refused_is_in_the_record_too(directory, monkeypatch, rank_0_too):
-    monkeypatch.setattr(product, "REFUSED_WAIT", 0.1)
-    refused = ConfigError([Problem("device", "cuda", "n2 is half full")])
-    told = [Failure(-1, "ConfigError", "the first one says it"), Failure(1, "ConfigError", str(refused))]
-    store.write_record(directory, record.failed(OPEN, told[0]) if rank_0_too else OPEN)
-    with nullcontext() if rank_0_too else pytest.raises(SystemExit):
-        product._leave(world(1), attempt(directory), refused)
-    assert store.load_record(directory)["error"]["message"] == told[0 if rank_0_too else 1].message
+def test_a_refusal_by_one_rank_of_a_launch_ends_the_run_in_all_of_them_and_is_recorded(directory, monkeypatch):
+    """As where its node has less memory; the next run of the sweep can then begin."""
+    store.write_record(directory, OPEN)
+    shared, lack = dist.HashStore(), ConfigError([Problem("device", "cuda", "n2 is half full")])
+    shared.set_timeout(timedelta(seconds=20))
+    monkeypatch.setattr(rendezvous, "store", lambda: shared)
+    monkeypatch.setattr(rendezvous, "export", lambda *_: None)
+
+    def specify(_, place, __):
+        if place.rank:
+            raise lack
+
+    monkeypatch.setattr(rank, "_specify", specify)
+    with ThreadPoolExecutor(2) as threads:
+        calls = [threads.submit(rank.of_launcher, world(number), attempt(directory), None, None) for number in (0, 1)]
+        assert [call.result() for call in calls] == [None, None]
+    assert store.load_record(directory)["error"]["message"] == f"rank=1: {lack}"
 
 
 @pytest.mark.parametrize(
@@ -115,11 +125,12 @@ def test_whatever_the_data_raise_is_the_end_of_this_run_alone_unless_it_is_asked
 
 def test_a_launched_rank_that_fails_before_it_meets_the_others_says_why(directory, monkeypatch):
     store.write_record(directory, OPEN)
-    monkeypatch.setattr(product, "discover", lambda _: world(1))
+    monkeypatch.setattr(door, "discover", lambda _: world(1))
     monkeypatch.setattr(rendezvous, "launch_name", lambda _: "this")
-    monkeypatch.setattr(product, "_specify", Mock(side_effect=RuntimeError("no such layer")))
+    monkeypatch.setattr(rendezvous, "export", lambda *_: None)
+    monkeypatch.setattr(rank, "_specify", Mock(side_effect=RuntimeError("no such layer")))
     with pytest.raises(SystemExit):
-        carry_out(composed("model=toy", "device=cpu"), directory)
+        door.run(directory)
     error = store.load_record(directory)["error"]
     assert (error["rank"], error["message"]) == (1, "no such layer")
 

@@ -89,6 +89,17 @@ def update_record(attempt: Attempt, fields: Mapping[str, Any]) -> None:
         attempt.amend(lambda written: {**written, **fields} if record.is_open(written) else None, durable=False)
 
 
+def fail(attempt: Attempt, cause: failure.Failure) -> None:
+    """Record the cause of failure, unless the run's end is already known."""
+    failure.write_traceback(attempt.directory, cause)
+    attempt.amend(lambda written: None if record.is_settled(written) else record.failed(written, cause))
+
+
+def fail_if_open(attempt: Attempt, cause: failure.Failure) -> None:
+    """Record the cause of failure of a run that has recorded no end."""
+    attempt.amend(lambda written: record.failed(written, cause) if record.is_open(written) else None)
+
+
 @contextmanager
 def witness(world: World, attempt: Attempt) -> Iterator[None]:
     """Within the context, report a stop signal to this rank on arrival, even if the rank never gets to handle it.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ptdbench.planning.micro_batch import held, layouts, missing_sample_bytes, stand_in
+from ptdbench.planning.tries import held, layouts, missing_sample_bytes, stand_in
 from ptdbench.setup import run_spec
 from ptdbench.setup.training_spec import TrainingSpec
 from tests.conftest import read

@@ -7,9 +7,11 @@ whichever was out of memory, and none of them decides anything.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +19,38 @@ from msgspec import to_builtins
 
 from ptdbench.comparison import significance
 from ptdbench.comparison.variation import Pool
+from ptdbench.launch import local
 from ptdbench.launch.slurm import JobSteps
-from ptdbench.parallel import experts
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import divisors
-from ptdbench.parallel.footprint import local_parts
-from ptdbench.parallel.precision import DTYPES
 from ptdbench.planning.search import Search
+from ptdbench.planning.tries import (
+    CarryOut,
+    held,
+    layouts,
+    missing_sample_bytes,
+    open_try,
+    stand_in,
+    try_options,
+)
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import failure, schema, store
+from ptdbench.records import failure, record, schema, store
+from ptdbench.records.ownership import Attempt
 from ptdbench.records.schema import Metrics, MicroBatch, Try, part
+from ptdbench.report import display
 from ptdbench.report.display import Heading
 from ptdbench.report.remarks import reason
+from ptdbench.run import ending
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config, Slurm
-from ptdbench.setup.run_spec import RunSpec, Summary
-from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.setup.run_spec import RunSpec
+from ptdbench.terminal import echo
 from ptdbench.units import gib_text
-
-#: Executes the run of a directory.
-CarryOut = Callable[[Path, Config, Summary, Heading], None]
 
 #: How far beyond the largest try a line is trusted, as a factor: resident memory is not an exact figure.
 _STRIDE = 64
 
 #: Maximum number of short runs to find the largest.
 _MOST = 6
-
-#: Values of the option that request a search.
-SOUGHT = ("max", "best")
 
 #: Statuses of a try that tell whether it fits.
 _TELLING = ("ok", "oom", "diverged")
@@ -57,47 +62,6 @@ _BLOCKS, _TIED = 10, 0.02
 #: that suffice: runs differ more than the steps within them, so that more of a slow step decide nothing sooner.
 _WARMUP, _FEWEST, _STEPS, _SECONDS = 2, 3, 8, 4.0
 
-#: Options that shorten a run to a try.
-_SHORT = {
-    "train.warmup_steps": 0,
-    "train.max_minutes": None,
-    "eval.every": None,
-    "checkpoint.every_steps": None,
-    "profile.steps": 0,
-    "objective": "throughput",
-    "profile.trace": False,
-    "resume": None,
-    "check": False,
-    "logger": {"name": "none", "_target_": "ptdbench.report.loggers.none"},
-}
-
-
-def try_options(config: Config, steps: int = 3) -> dict[str, Any]:
-    """Return the options that shorten a run to a try; its optimizer state exists from the second step on."""
-    found: dict[str, Any] = _SHORT | {"train.steps": steps}
-    if isinstance(config.cluster, Slurm):
-        found["cluster.requeue"] = False  # it writes no checkpoint to resume from
-    if config.call("parallel").options.get("gradients") == "powersgd":
-        # At least two steps are averaged uncompressed, and the third one's residual is in memory in the fourth.
-        found |= {"parallel.powersgd_start": 2, "train.steps": max(steps, 4)}
-    if config.resolved.get("precision") == "fp16" and not config.resolved.get("virtual"):
-        # A step that overflows is skipped, and makes no state: the loss scale starts at 2**16, and each skip halves it.
-        found["train.steps"] += 16
-    return found
-
-
-def needs_search(config: Config) -> bool:
-    """Return whether the micro-batch must be searched for."""
-    train = config.resolved.get("train")
-    return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
-
-
-def with_found_micro_batch(config: Config, record: Mapping[str, Any] | None) -> Config:
-    """Return the configuration of a run with the micro-batch that was found before its ranks were started."""
-    found = part(record or {}, MicroBatch).found
-    return config.changed({"train.micro_batch": found}) if found and needs_search(config) else config
-
-
 #: Stand-in for the size of a GPU in bytes, until a try has reported it.
 _UNKNOWN = 1 << 62
 
@@ -106,13 +70,52 @@ class Broken(RuntimeError):
     """A try failed for a reason other than memory, and so would the run."""
 
 
-@dataclass(frozen=True)
-class Found:
-    """The result of a search."""
+def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | None, carry_out: CarryOut) -> bool:
+    """Find the micro-batch of a run, and record it with the run's layout; the ranks take both from the record.
 
-    config: Config  #: The run's configuration, with the micro-batch.
-    summary: Summary  #: The run's summary, with its layout.
-    field: dict[str, Any]  #: The record's field ``micro_batch``.
+    Args:
+        config: The run's configuration.
+        attempt: The start of the run, which has claimed its record.
+        heading: The heading of its display.
+        steps: How to start ranks, if a job's batch script searches; ``None`` if they are started on this machine.
+        carry_out: Executes a try on this machine.
+
+    Returns:
+        Whether there is one; if not, the run has failed, and its record says why.
+
+    Raises:
+        Stopped: A signal asked this process to stop; the record is written.
+    """
+
+    def note(fields: Mapping[str, Any]) -> None:
+        attempt.amend(lambda written: written | {"micro_batch": fields}, durable=False)
+
+    start = partial(_in_step, steps) if steps else carry_out
+    finder = Finder(attempt.directory, config, heading, start, note, steps)
+    earlier = part(attempt.draft or {}, MicroBatch).found
+    try:
+        fields = (finder.given(earlier) if earlier else None) or finder.find()
+    except (ConfigError, MemoryError, RuntimeError) as error:
+        ending.fail(attempt, failure.describe(error, rank=-1))
+        return False
+    except local.Stopped as stop:
+        ending.fail_if_open(attempt, failure.describe(stop, rank=-1))
+        raise
+    if fields["micro_batch"]["found"] == earlier:  # its search is on record
+        del fields["micro_batch"]
+    attempt.amend(lambda written: written | fields)
+    return True
+
+
+def _in_step(steps: JobSteps, directory: Path) -> None:
+    """Execute a run as a step of the job; if the step ends without a result, record that as the failure."""
+    written = store.load_record(directory)
+    echo(str(display.heading(written)), sys.stderr)
+    status = steps.start(directory)
+    written = store.load_record(directory)
+    if record.is_open(written):
+        cause = failure.of_launcher("Gone", f"its step ended with exit status {status} and without a result")
+        store.write_record(directory, record.failed(written, cause))
 
 
 @dataclass
@@ -129,8 +132,8 @@ class Finder:
     _rates: dict[int, list[float]] = field(default_factory=dict)
     _step_seconds: float = 0.0  #: Of a whole step of the largest micro-batch that fits; 0 if unknown.
 
-    def find(self) -> Found:
-        """Find the micro-batch.
+    def find(self) -> dict[str, Any]:
+        """Find the micro-batch; return the record's fields that it determines.
 
         Raises:
             ConfigError: The run's configuration is invalid.
@@ -156,8 +159,8 @@ class Finder:
             largest = self._fastest(search.fitting())
         return self._with(largest)
 
-    def given(self, micro_batch: int) -> Found | None:
-        """Return the result for a micro-batch found by an earlier start; ``None`` if these ranks cannot run it."""
+    def given(self, micro_batch: int) -> dict[str, Any] | None:
+        """Return the fields for a micro-batch found by an earlier start; ``None`` if these ranks cannot run it."""
         self._spec, self._search = self._specify(), Search([micro_batch], 0, self._tried)
         assert self._spec.training
         self._layouts = layouts(self._spec.training)
@@ -168,9 +171,8 @@ class Finder:
             return run_spec.specify(self.config, None)
         return run_spec.specify(self.config, self.steps.world, self.steps.gpus)
 
-    def _with(self, micro_batch: int) -> Found:
-        config = self.config.changed({"train.micro_batch": micro_batch})
-        return Found(config, self._summary(self._layouts[micro_batch]), self._field(micro_batch))
+    def _with(self, micro_batch: int) -> dict[str, Any]:
+        return self._summary(self._layouts[micro_batch]) | {"micro_batch": self._field(micro_batch)}
 
     def _field(self, found: int | None) -> dict[str, Any]:
         tried = {one.micro_batch: to_builtins(one) for one in self._search.tries}
@@ -180,9 +182,8 @@ class Finder:
         asked, room = self.config.train.micro_batch, self._search.room
         return {"asked": asked, "found": found, "room_bytes": None if room == _UNKNOWN else room, "tries": tries}
 
-    def _summary(self, layout: BatchPlan) -> Summary:
-        known = self._spec.summary
-        return replace(known, fields={**known.fields, "layout": layout.as_dict()})
+    def _summary(self, layout: BatchPlan) -> dict[str, Any]:
+        return {**self._spec.summary.fields, "layout": layout.as_dict()}
 
     def _room(self, metrics: Metrics | None) -> int:
         """Return the bytes available to the run: of this host, or of a GPU, whose size the first try reports."""
@@ -244,7 +245,9 @@ class Finder:
         size = {"train.micro_batch": micro_batch, "train.global_batch": layout.global_batch}
         config = self.config.changed({**options, **size})
         heading = replace(self.heading, title=f"{self.heading.title} · trying micro-batch {micro_batch}{what}")
-        self.carry_out(directory, config, self._summary(layout), heading)
+        open_try(directory, config, self._summary(layout))
+        with display.headed(heading):
+            self.carry_out(directory)
         record = store.load_record(directory)
         is_told = record["status"] != "oom" or not self._spec.virtual or failure.is_of_gpu(schema.error(record))
         if record["status"] not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
@@ -302,75 +305,3 @@ class Finder:
         if not rate:
             raise Broken(f"the trial run of micro-batch {size} has no throughput; try train.micro_batch=max")
         return rate
-
-
-#: Passes of a step in a try: the second one accumulates gradients, and further ones need no more memory.
-_PASSES = 2
-
-#: Candidate micro-batches of a run whose global batch is not given.
-_POWERS = [2**power for power in range(13)]
-
-
-def layouts(training: TrainingSpec, is_free: bool = False) -> dict[int, BatchPlan]:
-    """Return the possible layouts of a run by their micro-batches, in ascending order.
-
-    Args:
-        training: The run.
-        is_free: Whether the global batch follows from the micro-batch. Then each replica has one pass, in a pipeline
-            with at least as many micro-batches as ranks: with fewer, some ranks would always idle.
-
-    Raises:
-        ConfigError: There is none; with the reason for the smallest micro-batch.
-    """
-    strategy, dims, batch = training.strategy, training.layout.dims, training.layout.global_batch
-    staged = strategy.applies("pipeline", dims)
-    schedule = strategy.pipeline_schedule
-    fewest = max(dims.pipeline, schedule.fewest(dims.pipeline, strategy.stages_on_rank)) if staged else 1
-    if staged and isinstance(strategy.microbatches, int):
-        fewest = strategy.microbatches
-    free, given = {size: dims.batch * size * fewest for size in _POWERS}, divisors(training.layout.replica_batch)
-    found = {}
-    first: ConfigError | None = None
-    for size, total in (free if is_free else dict.fromkeys(given, batch)).items():
-        try:
-            found[size] = strategy.layout(dims, total, size)
-        except ConfigError as error:
-            first = first or error
-    if not found and first:
-        raise first.under("parallel")
-    return found
-
-
-def held(training: TrainingSpec, possible: Mapping[int, BatchPlan], ranks: int = 1) -> dict[int, int]:
-    """Return the bytes that ``ranks`` ranks hold between the passes of a step, of micro-batches with several passes.
-
-    These are whole gradients, and gathered weights under ``parallel.reshard_between_microbatches=false``.
-    """
-    model, how, dims = training.model, training.strategy, training.layout.dims
-    width, of_experts = DTYPES[training.config.general.precision].itemsize, experts.parts(model, dims)
-    keeps = how.frees_after_forward(dims) and not how.frees_between_microbatches(dims)
-    gradients = gathered = 0
-    for weight, shard in local_parts(model, how, dims).items():
-        others = (dims.regroup_copies("expert") if weight in of_experts else dims.shards) - 1
-        gathered += others * shard.numel() * width
-        gradients += others * shard.nbytes * weight.requires_grad
-    return {
-        size: ranks * (gradients * how.accumulates_whole(layout) + gathered * keeps)
-        for size, layout in possible.items()
-        if layout.accumulation > 1
-    }
-
-
-def stand_in(training: TrainingSpec, layout: BatchPlan) -> BatchPlan:
-    """Return the shortest step with the same memory peak, except for the samples of :func:`missing_sample_bytes`."""
-    if layout.accumulation <= _PASSES:
-        return layout
-    batch = layout.global_batch // layout.accumulation * _PASSES
-    shorter = training.strategy.layout(layout.dims, batch, layout.micro_batch)
-    return shorter if shorter.microbatches == layout.microbatches else layout
-
-
-def missing_sample_bytes(training: TrainingSpec, layout: BatchPlan) -> int:
-    """Return the bytes of samples that the stand-in step lacks: a rank holds all samples of a step from its start."""
-    missing = layout.replica_batch - stand_in(training, layout).replica_batch
-    return missing * sum(one.nbytes for one in training.data.example())

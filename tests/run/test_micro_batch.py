@@ -10,15 +10,16 @@ import pytest
 from ptdbench.launch.slurm import JobSteps
 from ptdbench.launch.world import World
 from ptdbench.measure import memory
-from ptdbench.planning.micro_batch import Broken, Finder, Found, try_options, with_found_micro_batch
+from ptdbench.planning.tries import try_options, with_found_micro_batch
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
 from ptdbench.report.display import Heading
-from ptdbench.run import find_micro_batch, run
+from ptdbench.run.door import find_micro_batch
+from ptdbench.run.micro_batch import Broken, Finder
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.config import Config
-from ptdbench.setup.run_spec import Summary
-from tests.conftest import read
+from tests.conftest import composed, read
+from tests.shared_ranks import carry_out
 
 ANYWHERE = (
     "model=toy", "parallel=ddp", "cluster.ranks_per_node=2", "train.steps=4", "profile.steps=0", "memory_reserve=0",
@@ -37,18 +38,23 @@ def room(monkeypatch) -> int:
 
 def found(
     directory: Path, made: Callable[[int, int], Mapping[str, Any]], *words: str, notes: list[Any] | None = None
-) -> Found:
+) -> dict[str, Any]:
     """What is found where a run of a micro-batch, the first, second, ... of all, leaves a record with ``made``."""
     count = 0
 
-    def carry_out(where: Path, asked: Config, known: Summary, _: Heading) -> None:
+    def try_it(where: Path) -> None:
         nonlocal count
         count += 1
-        left = record.begin(asked.resolved, where, {}) | {"error": None, **known.fields}
-        store.write_record(where, left | made(asked.train.micro_batch, count))
+        written = store.load_record(where) | {"error": None}
+        store.write_record(where, written | made(written["config"]["train"]["micro_batch"], count))
 
     note = (notes if notes is not None else []).append
-    return Finder(directory, read(*TOY, *words), Heading("toy"), carry_out, note).find()
+    return Finder(directory, read(*TOY, *words), Heading("toy"), try_it, note).find()
+
+
+def size_of(fields: Mapping[str, Any]) -> int:
+    assert fields["layout"]["micro_batch"] == fields["micro_batch"]["found"]
+    return fields["micro_batch"]["found"]
 
 
 def idle(directory: Path, asked: Config, steps: JobSteps | None = None) -> Finder:
@@ -64,11 +70,11 @@ def test_the_memory_of_all_ranks_of_the_machine_counts(tmp_path, room):
     notes: list[Any] = []
     made = found(tmp_path, of_memory(lambda size: 100 + 3 * size), "train.global_batch=4096", "train.micro_batch=max",
                  notes=notes)  # fmt: skip
-    assert made.config.train.micro_batch == 128  # twice 484 MiB; of 256, twice 868 MiB
-    assert made.summary.fields["layout"]["accumulation"] == 4096 // 2 // 128
-    assert made.field["room_bytes"] == room
-    assert [one["micro_batch"] for one in made.field["tries"]] == [1, 8, 128]
-    waiting = [one["needed_bytes"] / 2 - (100 + 3 * one["micro_batch"]) * MIB for one in made.field["tries"]]
+    assert size_of(made) == 128  # twice 484 MiB; of 256, twice 868 MiB
+    assert made["layout"]["accumulation"] == 4096 // 2 // 128
+    assert made["micro_batch"]["room_bytes"] == room
+    assert [one["micro_batch"] for one in made["micro_batch"]["tries"]] == [1, 8, 128]
+    waiting = [one["needed_bytes"] / 2 - (100 + 3 * one["micro_batch"]) * MIB for one in made["micro_batch"]["tries"]]
     assert waiting == [(2048 - 2 * size) * waiting[0] / 2046 for size in (1, 8, 128)]  # of a replica's 2,048
     assert waiting[0] > 0
     assert [len(note["tries"]) for note in notes] == [1, 2, 3]
@@ -84,8 +90,8 @@ def test_a_rank_that_is_out_of_memory_ends_a_try_and_no_search(tmp_path, room):
         return {"status": "ok", "metrics": {"peak_memory_bytes": (100 + size) * MIB}}
 
     search = found(tmp_path, made, "train.global_batch=128", "train.micro_batch=max")
-    assert search.config.train.micro_batch == 8
-    assert [one["status"] for one in search.field["tries"]].count("oom") >= 1
+    assert size_of(search) == 8
+    assert [one["status"] for one in search["micro_batch"]["tries"]].count("oom") >= 1
 
 
 @pytest.mark.parametrize("asked", ["max", "best"])
@@ -96,8 +102,8 @@ def test_one_that_accumulates_nothing_fits_where_whole_gradients_do_not(tmp_path
 
     words = ("parallel=fsdp", "train.global_batch=16", f"train.micro_batch={asked}")
     search = found(tmp_path, made, *words)
-    assert search.config.train.micro_batch == 8
-    assert [one["micro_batch"] for one in search.field["tries"]] == [1, 8]
+    assert size_of(search) == 8
+    assert [one["micro_batch"] for one in search["micro_batch"]["tries"]] == [1, 8]
 
 
 def test_none_fits(tmp_path, room):
@@ -127,8 +133,8 @@ def test_the_fastest_is_looked_for_from_the_largest_downward(tmp_path, room, fas
         return {"status": "ok", "metrics": {"peak_memory_bytes": MIB, "samples_per_second": rate}}
 
     search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
-    assert search.config.train.micro_batch == expected
-    measured = [one["micro_batch"] for one in search.field["tries"] if one["rates"]]
+    assert size_of(search) == expected
+    measured = [one["micro_batch"] for one in search["micro_batch"]["tries"] if one["rates"]]
     assert set(measured) == {8: {8, 4}, 4: {8, 4, 2}, 2: {8, 4, 2, 1}}[expected]
 
 
@@ -140,7 +146,10 @@ def test_a_smaller_one_that_is_clearly_slower_takes_three_runs_of_few_slow_steps
         return {"status": "ok", "metrics": known}
 
     search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
-    assert {one["micro_batch"]: len(one["rates"]) for one in search.field["tries"] if one["rates"]} == {8: 3, 4: 3}
+    assert {one["micro_batch"]: len(one["rates"]) for one in search["micro_batch"]["tries"] if one["rates"]} == {
+        8: 3,
+        4: 3,
+    }
     written = [json.loads(path.read_text())["config"]["train"] for path in tmp_path.glob("tries/*/record.json")]
     assert {one["steps"] for one in written if one["warmup_steps"]} == {steps}
 
@@ -155,7 +164,7 @@ def test_both_of_every_pair_are_carried_out_in_turns(tmp_path, room):
         return {"status": "ok", "metrics": {"peak_memory_bytes": MIB, "samples_per_second": rate}}
 
     search = found(tmp_path, made, "train.global_batch=16", "train.micro_batch=best")
-    assert search.config.train.micro_batch == 4
+    assert size_of(search) == 4
     _, *pairs = "".join(map(str, order)).partition("8448")  # after the tries for memory
     assert "4224" in pairs[-1]
 
@@ -168,15 +177,14 @@ def test_a_try_without_a_throughput_is_no_slow_one(tmp_path, room):
 def test_a_run_that_goes_on_tries_beside_what_was_tried_before(tmp_path, room):
     made = of_memory(lambda size: 100 + size)
     for _ in range(2):
-        assert found(tmp_path, made, "train.global_batch=16", "train.micro_batch=max").config.train.micro_batch == 8
+        assert found(tmp_path, made, "train.global_batch=16", "train.micro_batch=max")["layout"]["micro_batch"] == 8
     assert len([*tmp_path.glob("tries/*/record.json")]) == 4
 
 
 def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
     finder = idle(tmp_path, read(*TOY, "train.global_batch=16", "train.micro_batch=max"))
     assert finder.given(16) is None
-    again = finder.given(8)
-    assert again.config.train.micro_batch == 8
+    assert size_of(finder.given(8)) == 8
 
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
@@ -239,7 +247,7 @@ def test_a_try_in_fp16_lasts_until_the_loss_scale_is_small_enough_for_a_step(dev
 @pytest.mark.thorough
 @pytest.mark.parametrize("asked", ["max", "best"])
 def test_the_run_goes_on_with_what_was_found(tmp_path, asked):
-    run(tmp_path, read(*TOY, "train.global_batch=64", f"train.micro_batch={asked}"))
+    carry_out(composed(*TOY, "train.global_batch=64", f"train.micro_batch={asked}"), tmp_path)
     written = store.load_record(tmp_path)
     assert written["status"] == "ok", written["error"]
     assert written["config"]["train"]["micro_batch"] == asked

@@ -1,0 +1,133 @@
+"""One run: a directory in, a record out. Start reading here.
+
+Every start takes this path: by hand, as a rank of torchrun, srun or mpirun, as a step of a SLURM job, or again after a
+failure. The directory holds all that is known of the run: its record was opened, with its configuration and the
+summary of its specification, by the process that checked it. The process that a user or a job starts (:func:`run`)
+claims the record and starts the ranks (:mod:`ptdbench.run.ranks`), unless a launcher has already made this process a
+rank. Each rank (:mod:`ptdbench.run.rank`) joins its peers, lays out the model, does the work, and agrees with its peers
+on one record, which rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from ptdbench.launch import rendezvous, settings
+from ptdbench.launch.slurm import JobSteps
+from ptdbench.launch.world import World, discover, is_first_rank
+from ptdbench.measure.clock import Stopwatch
+from ptdbench.measure.hardware import environment
+from ptdbench.planning.tries import needs_search
+from ptdbench.problems import ConfigError
+from ptdbench.records import failure, ledger, ownership, record, store
+from ptdbench.records.ownership import Attempt, this_process
+from ptdbench.report import display
+from ptdbench.report.display import Display
+from ptdbench.run import ending, micro_batch, rank, ranks
+from ptdbench.setup import resume, training_spec
+from ptdbench.setup.config import Config, of_record
+from ptdbench.terminal import echo
+
+
+def run(directory: Path) -> None:
+    """Execute the run of a directory; its ``record.json`` and its sweep's results report the outcome, whatever it is.
+
+    The directory has an open record, see :func:`ptdbench.records.record.opened`.
+
+    Raises:
+        SystemExit: This process is a rank, and the run failed here; another start of the run is still in progress; or
+            the record cannot be written, in which case no other run of the sweep could write its record either.
+        Stopped: A signal asked this process to stop; the record is written.
+        Damaged: The record is damaged.
+    """
+    written, sweep = store.load_record(directory), ledger.sweep_of(directory)
+    try:
+        try:
+            with settings.added(written.get("variables") or {}):
+                _run(directory, discover(os.environ))
+        finally:
+            if sweep and is_first_rank(os.environ):
+                add_result(sweep, directory)
+    except OSError as error:  # other errors are in the record: this one is a failure to write
+        reason = f"{directory}: its record cannot be written: {error.strerror or error}"
+        echo(f"{reason}; free some space, and continue with {resume.command(sweep or directory)}", sys.stderr)
+        raise SystemExit(1) from None
+
+
+def find_micro_batch(directory: Path, steps: JobSteps) -> bool:
+    """Find the micro-batch of a directory's run with steps of a SLURM job; return whether there is one.
+
+    If not, the run has failed, and its record says why.
+
+    Raises:
+        SystemExit: An earlier start of the run is still in progress.
+        Stopped: A signal asked this process to stop; the record is written.
+    """
+    attempt = claimed(Attempt(directory, uuid.uuid4().hex), "srun")
+    written = attempt.draft or {}
+    try:
+        with settings.added(written.get("variables") or {}):
+            return micro_batch.find(of_record(written), attempt, display.heading(written), steps, run)
+    finally:
+        if sweep := ledger.sweep_of(directory):
+            add_result(sweep, directory)
+
+
+def add_result(sweep: Path, directory: Path) -> None:
+    """Add a run that has ended to the results of its sweep."""
+    written = store.load_record(directory)
+    if not record.is_open(written):
+        store.append_result(sweep, written)
+
+
+def _run(directory: Path, world: World | None) -> None:
+    """Execute a run, from the point of view of the process that starts it."""
+    if world:
+        settings.enable_expandable_segments(os.environ)
+        settings.log_errors_only(os.environ)
+    attempt = Attempt(directory, rendezvous.launch_name(world) if world else uuid.uuid4().hex)
+    is_first = rank.count(directory) == 1
+    watch = Stopwatch(psutil.Process().create_time() if world and is_first else time.time())
+    if world is None or world.is_first:
+        attempt = claimed(attempt, world.launcher if world else "local")
+    heading = display.heading(store.load_record(directory))
+    if world:
+        rank.of_launcher(world, attempt, watch, heading)
+        return
+    config = of_record(attempt.draft or {})
+    try:  # an OSError comes from the data: no record is written in this block
+        if record.trains(attempt.draft or {}):  # so that bad data is reported before any rank starts
+            _prepare_data(config, heading)
+    except BaseException as error:
+        ending.fail(attempt, failure.describe(error, rank=-1))
+        if not isinstance(error, Exception):
+            raise
+        return
+    if not needs_search(config) or micro_batch.find(config, attempt, heading, None, run):
+        ranks.start(config, attempt, watch, heading)
+
+
+def claimed(attempt: Attempt, launcher: str) -> Attempt:
+    """Claim the run's directory for this start; raises SystemExit if an earlier start is still in progress."""
+    owner = this_process(attempt.launch, os.environ)
+    written = store.load_record(attempt.directory)
+    draft = record.started(written, attempt.directory, environment("cpu"), owner, launcher)
+    try:
+        return replace(attempt, draft=ownership.open_record(attempt.directory, draft))
+    except ConfigError as held:
+        echo(str(held), sys.stderr)
+        raise SystemExit(1) from None
+
+
+def _prepare_data(config: Config, heading: display.Heading) -> None:
+    """Prepare the data once per machine, which may include a download."""
+    with Display(heading, stays=False) as shown:
+        shown.phase("preparing the data")
+        training_spec.prepare_data(config)

@@ -1,0 +1,50 @@
+"""Ranks that a launcher started: rank 0 alone reads the command line, and tells the others which run comes next."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from ptdbench.launch.world import World, discover
+from ptdbench.problems import ConfigError
+
+#: What rank 0 says after the last run; otherwise it says a directory.
+_END = ""
+
+_numbers = itertools.count(1)
+
+
+def lead(directory: Path) -> None:
+    """As rank 0 of a launch, have the other ranks execute the run of a directory; nothing if there are none."""
+    if (world := discover(os.environ)) and world.size > 1:
+        _say(world, str(directory.absolute()), None)
+
+
+def dismiss(refused: ConfigError | None = None) -> None:
+    """As rank 0 of a launch, tell the other ranks that there is no further run, or that the command is refused."""
+    with suppress(Exception):  # of the environment itself, this very refusal, or the others have ended
+        if (world := discover(os.environ)) and world.is_first and world.size > 1:
+            _say(world, _END, refused)
+
+
+def follow(world: World) -> None:
+    """As another rank of a launch, execute the runs that rank 0 names, until there is no further one.
+
+    Raises:
+        ConfigError: Rank 0 has refused the command, and said why.
+        SystemExit: A run failed here; the reason is in the run's directory.
+    """
+    while (directory := _say(world, _END, None)) != _END:
+        from ptdbench.run.door import run
+
+        run(Path(directory))
+
+
+def _say(world: World, directory: str, refused: ConfigError | None) -> str:
+    """Return what rank 0 says; the others' words are not heard."""
+    from ptdbench.launch import rendezvous  # it imports torch
+
+    said = rendezvous.agree(f"command {next(_numbers)}", world, lambda: f"run {directory}", refused)
+    return said.removeprefix("run ")

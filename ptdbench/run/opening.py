@@ -1,0 +1,53 @@
+"""A run whose record exists already, opened again: it is checked on the machine that is to execute it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from ptdbench.launch import settings
+from ptdbench.launch.world import World
+from ptdbench.planning.tries import with_found_micro_batch
+from ptdbench.problems import ConfigError
+from ptdbench.records import failure, ledger, ownership, record, store
+from ptdbench.run import door
+from ptdbench.setup import hydra_output, run_spec
+from ptdbench.setup.config import of_record
+from ptdbench.terminal import echo
+
+
+def reopen(directory: Path, world: World | None) -> bool:
+    """Open the record of a directory's run again, with the summary of its specification for these ranks.
+
+    A run that waits for its first start by as many ranks, such as the job of a sweep, is open as it is.
+
+    Returns:
+        Whether it can be executed; if not, its record says why.
+
+    Raises:
+        SystemExit: An earlier start is still in progress.
+    """
+    written = store.load_record(directory)
+    if world and not written.get("owner") and written.get("world_size") == world.size:
+        return True
+    config = of_record(written)
+    variables = written.get("variables") or hydra_output.recorded_environment(directory)
+    draft = record.begin(config.resolved, directory, {}) | {"variables": variables}
+    refused = None
+    try:
+        with settings.added(variables):
+            summary = run_spec.summarize(with_found_micro_batch(config, written), world)
+        draft |= summary.fields
+        if summary.warning and world is None:  # ranks warn by themselves
+            echo(summary.warning, sys.stderr)
+    except ConfigError as error:
+        refused = error
+        draft = record.failed(draft, failure.describe(error, rank=-1))
+    try:
+        ownership.open_record(directory, draft)
+    except ConfigError as held:
+        echo(str(held), sys.stderr)
+        raise SystemExit(1) from None
+    if refused and (sweep := ledger.sweep_of(directory)):
+        door.add_result(sweep, directory)
+    return refused is None
