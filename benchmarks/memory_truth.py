@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -157,8 +158,8 @@ def _measured(job: Job) -> dict[str, Any]:
     }
     return {
         "state": peers.gather(state),
-        "phases": profile.phases(job, loop, None, expected),
-        "memory": memory_split.split(job, loop),
+        "phases": to_builtins(profile.phases(job, loop, None, expected)),
+        "memory": to_builtins(memory_split.split(job, loop)),
     }
 
 

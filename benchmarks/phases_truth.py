@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from msgspec import to_builtins
 from torch._C._distributed_c10d import _create_work_from_future
 
 from benchmarks.rank import on_ranks
@@ -34,6 +35,7 @@ from benchmarks.script import parser_of, read
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.records.schema import Metrics, StepSeconds
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads.train import assemble
@@ -124,12 +126,12 @@ def _in_rank(job: Job, pairs: int) -> dict[str, Any]:
             taken = _timed(loop, free=way == "free")
             if number >= 3:  # the first ones allocate
                 times[way].append(taken)
-    mean = {"step_seconds": {"mean": float(np.mean([seconds for seconds, _ in times["step"]]))}}
-    phases = profile.phases(job, loop, mean, profile.Expected())
+    mean = float(np.mean([seconds for seconds, _ in times["step"]]))
+    phases = profile.phases(job, loop, Metrics(step_seconds=StepSeconds(mean=mean)), profile.Expected())
     of_ranks = gather(times)
     means = {way: np.mean([one[way] for one in of_ranks], axis=0).T.tolist() for way in WAYS}
     found = {kind: {way: means[way][number] for way in WAYS} for number, kind in enumerate(KINDS)}
-    return {**found, "phases": phases}
+    return {**found, "phases": to_builtins(phases)}
 
 
 def _timed(loop: StepLoop, free: bool) -> tuple[float, float]:

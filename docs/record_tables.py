@@ -1,6 +1,6 @@
 """The tables of ``docs/record.md``, which ``conf.py`` puts there.
 
-The source is the types in :mod:`ptdbench.records.schema` and :mod:`docs.workload_results`, each of whose fields is
+The source is the types in :mod:`ptdbench.records.schema` and :mod:`ptdbench.measure.results`, each of whose fields is
 described by the comment beside or above it.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 import msgspec
 from msgspec import Struct
 
-from docs.workload_results import Findings
+from ptdbench.measure.results import Findings
 from ptdbench.parallel.dims import Dims
 from ptdbench.records import load
 from ptdbench.records.schema import OfDegrees, Record

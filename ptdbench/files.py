@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from msgspec import Struct, to_builtins
+
 
 def opened(path: Path) -> BinaryIO:
     """Open a regular file for reading; raises OSError for a folder, and for a pipe or device, which might block."""
@@ -99,6 +101,8 @@ def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -
 
     ``not_finite`` converts numbers that JSON cannot represent, by default to ``null``; ``str`` keeps options as text.
     """
+    if isinstance(value, Struct):
+        return strict(to_builtins(value, enc_hook=_plain), not_finite)
     if isinstance(value, Mapping):
         return {str(key): strict(item, not_finite) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
@@ -107,9 +111,13 @@ def strict(value: Any, not_finite: Callable[[float], object] = lambda _: None) -
         return float(value) if math.isfinite(value) else not_finite(float(value))
     if value is None or isinstance(value, str | int):
         return value
-    if hasattr(value, "tolist"):  # numpy scalars and arrays, tensors
-        return strict(value.tolist(), not_finite)
-    return str(value)
+    plain = _plain(value)
+    return plain if isinstance(plain, str) else strict(plain, not_finite)
+
+
+def _plain(value: Any) -> Any:
+    """Return NumPy scalars, arrays and tensors as numbers and lists, anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def create_atomically(path: Path, fill: Callable[[Path, Path], None]) -> bool:

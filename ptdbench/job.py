@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from msgspec import UNSET, Struct, UnsetType
 
-from ptdbench.launch.peers import Peer
+from ptdbench.files import strict
 from ptdbench.launch.watchdog import Watchdog
-from ptdbench.launch.world import World
+from ptdbench.launch.world import Peer, World
+from ptdbench.measure import results
 from ptdbench.measure.clock import Stopwatch
+from ptdbench.records import schema
 from ptdbench.report.display import Display
 from ptdbench.report.loggers import Log
 from ptdbench.setup.run_spec import RunSpec
@@ -53,8 +56,8 @@ class Job:
     watch: Stopwatch  #: Stopwatch started when the run was ready to start.
     watchdog: Watchdog  #: Notified of every step; ends a run that makes no progress.
     display: Display = field(default_factory=Display)  #: The progress display; visible on rank 0 only.
-    #: Adds fields to the record during the run, so that they survive however the run ends; called on rank 0.
-    note: Callable[[Mapping[str, Any]], None] = lambda _: None
+    #: Adds results to the record during the run, so that they survive however the run ends; called on rank 0.
+    note: Callable[[Results], None] = lambda _: None
     #: Writes the result of the run, which no later failure changes; called on rank 0. A workload that goes on after its
     #: result is known calls it before, and returns an outcome without ``logs``, as they are closed.
     conclude: Callable[[Outcome], None] = lambda _: None
@@ -66,14 +69,51 @@ class Job:
         return self.spec.training
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a workload."""
+class Results(Struct, kw_only=True):
+    """Results of a workload, named as their fields of the record; those that are not given stay as they are there.
 
-    fields: Mapping[str, Any]  #: Fields to add to the record, on rank 0; the other ranks may have fewer.
+    Only the first rank needs all of them.
+    """
+
+    hello: results.Hello | None = None
+    matmul: results.Matmul | None = None
+    p2p: results.P2P | None = None
+    collectives: results.Collectives | None = None
+    check: results.Check | None = None
+    warmup_steps: int | None = None
+    metrics: schema.Metrics | None = None
+    steps: int | UnsetType | None = UNSET
+    final_loss: float | UnsetType | None = UNSET
+    evaluations: Sequence[schema.Evaluation] | None = None
+    segments: Sequence[schema.Segment] | None = None
+    remarks: schema.Remarks | None = None
+    hardware: schema.Hardware | None = None
+    experts: schema.Experts | None = None
+    virtual: schema.Virtual | None = None
+    phases: schema.Phases | None = None
+    memory: schema.Memory | None = None
+
+    def fields(self) -> dict[str, object]:
+        """Return the fields to write, in JSON types."""
+        given = {name: getattr(self, name) for name in Results.__struct_fields__}
+        return strict({name: value for name, value in given.items() if value is not getattr(_NOTHING, name)})
+
+
+_NOTHING = Results()
+
+
+class Outcome(Results):
+    """The results of a workload, and how it ended."""
+
+    #: The results of a workload from outside ptdbench, a mapping or a struct, under its name.
+    own: Mapping[str, object] = {}
     #: An error that does not void the result, such as a loss that is not finite. It must be the same on every rank, as
     #: must ``stopped``: both decide what happens next.
     error: Exception | None = None
     stopped: str | None = None  #: Why the run ended early, such as ``SIGTERM after step 40 of 100``.
     saved: bool | None = None  #: Whether a run that ended early saved its last step; ``None`` without checkpoints.
     logs: Sequence[Log] = ()  #: The loggers that send the run's curves to TensorBoard or a logging service, on rank 0.
+
+    def fields(self) -> dict[str, object]:
+        """See :class:`Results`."""
+        return strict(self.own) | super().fields()

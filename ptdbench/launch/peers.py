@@ -10,25 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import Struct
 
 from ptdbench.launch import cgroups, settings
 from ptdbench.launch.collect import gather
-from ptdbench.launch.world import World
-
-
-class Peer(Struct, frozen=True):
-    """One rank, as it sees itself."""
-
-    rank: int  #: Its global rank.
-    local_rank: int  #: Its local rank.
-    local_size: int  #: Ranks on its node.
-    node: str  #: The cluster's name for the node.
-    host: str  #: The host name.
-    device: str  #: ``cpu``, or the GPU with its name.
-    cores: list[int]  #: The numbers of the CPU cores that it may use.
-    threads: int  #: Number of compute threads.
-    settings: dict[str, str]  #: Environment variables that change results or speed.
+from ptdbench.launch.world import Peer, World
 
 
 def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:

@@ -12,6 +12,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from msgspec import Struct
+
 from ptdbench.launch import hostlist
 from ptdbench.problems import ConfigError, Problem
 
@@ -39,6 +41,20 @@ class World:
     def started_by(self) -> Launcher:
         """The description of the launcher."""
         return KNOWN[self.launcher]
+
+
+class Peer(Struct, frozen=True):
+    """One rank, as it sees itself."""
+
+    rank: int  #: Its global rank.
+    local_rank: int  #: Its local rank.
+    local_size: int  #: Ranks on its node.
+    node: str  #: The cluster's name for the node.
+    host: str  #: The host name.
+    device: str  #: ``cpu``, or the GPU with its name.
+    cores: list[int]  #: The numbers of the CPU cores that it may use.
+    threads: int  #: Number of compute threads.
+    settings: dict[str, str]  #: Environment variables that change results or speed.
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from msgspec import Struct
+from msgspec import Struct, ValidationError, convert, to_builtins
 
 from ptdbench import cache
 from ptdbench.launch import settings
-from ptdbench.launch.peers import Peer
+from ptdbench.launch.world import Peer
+from ptdbench.measure.results import Fit
 
 #: The source of the definitions, for readers.
 SOURCE = "nccl-tests, doc/PERFORMANCE.md"
@@ -46,18 +48,6 @@ FACTORS: dict[str, Factor] = {
 def bus_bandwidth(operation: str, size: int, seconds: float, ranks: int) -> float:
     """Return ``busbw = algbw * factor`` in bytes/s, the rate of the slowest link; raises KeyError if no data move."""
     return size / seconds * FACTORS[operation].of(ranks)
-
-
-class Fit(Struct, frozen=True):
-    """The line ``t = alpha + beta * bytes`` with its errors."""
-
-    alpha: float  #: Seconds for an empty message.
-    beta: float  #: Seconds per byte.
-    alpha_error: float  #: Standard error of ``alpha``.
-    beta_error: float  #: Standard error of ``beta``.
-    r2: float  #: Fraction of the weighted variance of the times that the line explains.
-    max_relative_error: float  #: The largest relative error over the measured sizes.
-    points: int  #: Number of sizes fitted.
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
@@ -98,37 +88,41 @@ _MODES = ("async", "blocking")
 #: Prefixes of the environment variables that change how fast messages are.
 _SETTINGS = ("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_")
 
-#: The figures of a line.
-_FIGURES = ("alpha", "beta", "largest")
-
 #: Operations that compute: their time depends on the dtype.
 _REDUCING = ("all_reduce", "reduce_scatter")
 
 
-def fits_key(backend: str, peers: Sequence[Peer]) -> dict[str, Any]:
+class Line(Struct, frozen=True):
+    """The line fitted to a series, as stored."""
+
+    alpha: float  #: Seconds.
+    beta: float  #: Seconds per byte.
+    largest: int  #: The largest size in bytes.
+
+
+def fits_key(backend: str, peers: Sequence[Peer]) -> Mapping[str, object]:
     """Return the cache key of the fits: the backend, its settings, and all ranks in order with machines and devices."""
-    own = {name: value for name, value in settings.recorded(os.environ).items() if name.startswith(_SETTINGS)}
+    chosen = {name: value for name, value in settings.recorded(os.environ).items() if name.startswith(_SETTINGS)}
     ranks = [f"{peer.host} {peer.device}" for peer in peers]
-    return {"backend": backend, "settings": own, "torch": torch.__version__, "ranks": ranks}
+    return {"backend": backend, "settings": chosen, "torch": torch.__version__, "ranks": ranks}
 
 
-def keep_fits(of: Mapping[str, Any], lines: Mapping[str, Mapping[str, float]]) -> Path:
+def keep_fits(of: Mapping[str, object], lines: Mapping[str, Line]) -> Path:
     """Store plausible lines; existing lines are kept for other series, or if they were fitted up to larger sizes.
 
-    ``lines`` is keyed by the name of the series: operation, dtype, reduction and mode. ``alpha`` is in seconds,
-    ``beta`` in seconds per byte, and ``largest`` is the largest size in bytes.
+    ``lines`` is keyed by the name of the series: operation, dtype, reduction and mode.
 
     Raises:
         OSError: The lines cannot be written.
     """
     kept = _lines(of)
     for name, line in lines.items():
-        if line["alpha"] >= 0 and line["beta"] > 0 and line["largest"] >= kept.get(name, line)["largest"]:
+        if line.alpha >= 0 and line.beta > 0 and line.largest >= kept.get(name, line).largest:
             kept[name] = line
-    return cache.keep(_KIND, of, {"lines": kept})
+    return cache.keep(_KIND, of, {"lines": to_builtins(kept)})
 
 
-def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: float, size: float) -> float | None:
+def fitted_seconds(of: Mapping[str, object], operation: str, dtype: str, calls: float, size: float) -> float | None:
     """Predict the seconds of consecutive calls over all ranks by a fit: ``calls * alpha + size * beta``.
 
     ``size`` is the total bytes of all calls; ``dtype`` matters only for a reduction.
@@ -139,17 +133,15 @@ def fitted_seconds(of: Mapping[str, Any], operation: str, dtype: str, calls: flo
     series = f"{operation} {dtype} sum" if operation in _REDUCING else f"{operation} "
     for mode in _MODES:
         for name, line in _lines(of).items():
-            if name.startswith(series) and name.endswith(mode) and 0 < size <= calls * line["largest"]:
-                return calls * line["alpha"] + size * line["beta"]
+            if name.startswith(series) and name.endswith(mode) and 0 < size <= calls * line.largest:
+                return calls * line.alpha + size * line.beta
     return None
 
 
-def _lines(of: Mapping[str, Any]) -> dict[str, Mapping[str, float]]:
+def _lines(of: Mapping[str, object]) -> dict[str, Line]:
     """Read the stored lines that are valid: someone may have edited the file."""
-    found = cache.look_up(_KIND, of).get("lines")
-    lines = found.items() if isinstance(found, dict) else ()
-    return {
-        name: line
-        for name, line in lines
-        if isinstance(line, dict) and all(isinstance(line.get(figure), (int, float)) for figure in _FIGURES)
-    }
+    stored, lines = cache.look_up(_KIND, of).get("lines"), {}
+    for name, line in stored.items() if isinstance(stored, dict) else ():
+        with suppress(ValidationError):
+            lines[name] = convert(line, Line)
+    return lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from ptdbench.launch import settings
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import node
 from ptdbench.measure import gpu_state
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.results import OtherLoad
 
 STAT = Path("/proc/stat")
 
@@ -42,7 +42,7 @@ class Spent:
 
 
 class Watch:
-    """Observes other load during one or several stretches of time, in all ranks."""
+    """Observes other load during one or several stretches of time, in all ranks; the first one has begun."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cores = device, sorted(settings.own_cores())
@@ -63,35 +63,25 @@ class Watch:
             so_far, (busy, total), (busy_now, total_now) = self._ticks.get(core, (0, 0)), before[core], after[core]
             self._ticks[core] = so_far[0] + busy_now - busy, so_far[1] + total_now - total
 
+    def stop(self) -> list[OtherLoad]:
+        """End the stretch; see :meth:`load`."""
+        self.end()
+        return self.load()
+
     def load(self) -> list[OtherLoad]:
         """Return the load of each node over all stretches, the same in all ranks, which call this together."""
         hertz = os.sysconf("SC_CLK_TCK")
         moved = {core: busy / hertz for core, (busy, total) in self._ticks.items() if total > 0}
-        mine, gpu, users = Spent(self.seconds, self._own, moved, self._cores), None, 0
+        spent, gpu, users = Spent(self.seconds, self._own, moved, self._cores), None, 0
         on_gpu = self._device.type == "cuda"
         if on_gpu:  # which GPU, and how many processes NVML sees on it, if it does
             gpu = gpu_state.identity(self._device)
-            users = next((one["processes"] or 0 for one in gpu_state.inspect()["gpus"] if one["uuid"] == gpu), 0)
-        told: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), mine, gpu, users))
-        return [_of_node(name, told, on_gpu) for name in dict.fromkeys(one[0] for one in told)]
+            users = ((state := gpu_state.inspect().get(gpu)) and state.processes) or 0
+        of_ranks: list[tuple[str, Spent, str | None, int]] = gather((node(os.environ), spent, gpu, users))
+        return [_of_node(name, of_ranks, on_gpu) for name in dict.fromkeys(name for name, *_ in of_ranks)]
 
     def _now(self) -> tuple[float, float, dict[int, tuple[int, int]]]:
         return time.perf_counter(), _own_seconds(), _ticks(self._cores)
-
-
-def watch(device: torch.device) -> Callable[[], list[OtherLoad]]:
-    """Begin to observe other load; called in all ranks.
-
-    Returns:
-        A function to call in all ranks after the measurement; it returns the load of each node, the same in all ranks.
-    """
-    observed = Watch(device)
-
-    def stop() -> list[OtherLoad]:
-        observed.end()
-        return observed.load()
-
-    return stop
 
 
 def taken(ranks: Sequence[Spent]) -> tuple[int, float | None]:
@@ -127,9 +117,11 @@ def _own_seconds() -> float:
     return seconds
 
 
-def _of_node(name: str, told: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:
-    here = [(rank, of) for rank, of in enumerate(told) if of[0] == name]
-    count, others = taken([of[1] for _, of in here])
-    users = [of[2] for _, of in here]
-    shared = [rank for rank, (_, _, gpu, processes) in here if gpu and processes > users.count(gpu)]
+def _of_node(name: str, of_ranks: Sequence[tuple[str, Spent, str | None, int]], on_gpu: bool) -> OtherLoad:
+    here = [
+        (rank, spent, gpu, processes) for rank, (node, spent, gpu, processes) in enumerate(of_ranks) if node == name
+    ]
+    count, others = taken([spent for _, spent, _, _ in here])
+    users = [gpu for _, _, gpu, _ in here]
+    shared = [rank for rank, _, gpu, processes in here if gpu and processes > users.count(gpu)]
     return OtherLoad(name, count, others, shared, on_gpu)

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
-from msgspec import Struct
-
-from ptdbench.measure.gpu_state import THROTTLES
+from ptdbench.grouping import grouped
+from ptdbench.measure.gpu_state import THROTTLES, Gpu
+from ptdbench.measure.results import Finding, Verdict
 from ptdbench.terminal import rank_names
 
 T = TypeVar("T", bound=Hashable)
-Verdict = Literal["sound", "busy", "unsound"]
 
 #: Keys of :func:`ptdbench.measure.hardware.environment` that must be the same on all ranks.
 VERSIONS = ("ptdbench", "python", "torch", "numpy", "cuda", "cudnn", "nccl", "driver", "git_commit")
-
-
-class Finding(Struct, frozen=True):
-    """One problem that the check found."""
-
-    kind: str  #: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
-    ranks: list[int]  #: The affected ranks.
-    text: str  #: The message to show.
-    beside_load: bool = False  #: Whether other load may be the cause.
 
 
 def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float) -> dict[T, float]:
@@ -38,19 +27,19 @@ def slow(rates: Mapping[T, float], peers: Mapping[T, Hashable], tolerance: float
     Returns:
         The slow ones, with their rate as a fraction of that median; a rate of 0 (not measurable) is slow.
     """
-    found = {}
-    for one, rate in rates.items():
-        others = [rates[other] for other in rates if other != one and peers[other] == peers[one]]
+    shares = {}
+    for name, rate in rates.items():
+        others = [rates[other] for other in rates if other != name and peers[other] == peers[name]]
         if rate == 0:
-            found[one] = 0.0
+            shares[name] = 0.0
         elif others and rate < (1 - tolerance) * (usual := statistics.median_low(others)):
-            found[one] = rate / usual
-    return found
+            shares[name] = rate / usual
+    return shares
 
 
 def best_of(attempts: Sequence[Mapping[T, float]]) -> dict[T, float]:
     """Return the highest rate of each, as interference only makes a device slower."""
-    return {one: max(rates[one] for rates in attempts if one in rates) for rates in attempts for one in rates}
+    return {name: max(rates[name] for rates in attempts if name in rates) for rates in attempts for name in rates}
 
 
 def slow_ranks(slow_ones: Mapping[tuple[str, int], float], attempts: int, loaded: Collection[int]) -> Iterator[Finding]:
@@ -81,33 +70,31 @@ def verdict(findings: Sequence[Finding]) -> Verdict:
 def different_versions(environments: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield a finding, with all values, for each property that differs between ranks."""
     for name in VERSIONS:
-        having: dict[str, list[int]] = defaultdict(list)
-        for rank, environment in enumerate(environments):
-            having[str(environment.get(name))].append(rank)
+        having = grouped((str(environment.get(name)), rank) for rank, environment in enumerate(environments))
         if len(having) > 1:
             values = ", ".join(f"{value} on {rank_names(ranks)}" for value, ranks in having.items())
             rarest = min(having.values(), key=len)
             yield Finding("versions", rarest, f"{name} differs: {values}")
 
 
-def gpu_troubles(rank: int, gpu: Mapping[str, Any], users: int, cores: Sequence[int]) -> Iterator[Finding]:
-    """Yield findings for the state of one rank's GPU, see :mod:`ptdbench.measure.gpu_state`.
+def gpu_troubles(rank: int, gpu: Gpu, users: int, cores: Sequence[int]) -> Iterator[Finding]:
+    """Yield findings for the state of one rank's GPU.
 
     ``users``: the number of this run's ranks that use it; ``cores``: those that this rank may run on.
     """
-    throttled = sorted(THROTTLES & set(gpu["clock_reasons"] or ()))
+    throttled = sorted(THROTTLES & set(gpu.clock_reasons or ()))
     if throttled:
-        text = f"the GPU of rank {rank} is slowed down: {', '.join(throttled)}, at {gpu['temperature_celsius']} °C"
+        text = f"the GPU of rank {rank} is slowed down: {', '.join(throttled)}, at {gpu.temperature_celsius} °C"
         yield Finding("throttled", [rank], text)
-    if (gpu["processes"] or 0) > users:
-        others = gpu["processes"] - users
+    others = (gpu.processes or 0) - users
+    if others > 0:
         text = f"the GPU of rank {rank} is used by {others} other process{'es' * (others != 1)}"
         yield Finding("busy", [rank], text, beside_load=True)
-    limit, default = gpu["power_limit_watts"], gpu["power_limit_default_watts"]
+    limit, default = gpu.power_limit_watts, gpu.power_limit_default_watts
     if limit and default and limit < default:
         text = f"the GPU of rank {rank} may draw {limit:.0f} W, and {default:.0f} W by default"
         yield Finding("power limit", [rank], text)
-    if gpu["near_cores"] and not set(gpu["near_cores"]) & set(cores):
+    if gpu.near_cores and not set(gpu.near_cores) & set(cores):
         text = f"rank {rank} may run on none of the cores that are near its GPU"
         yield Finding("far cores", [rank], text)
 

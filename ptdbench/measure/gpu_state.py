@@ -7,10 +7,11 @@ initializes CUDA or changes a setting.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from msgspec import Struct
 
 #: NVML's reasons why a GPU does not run at its highest clock: bits of <nvml.h>, in words.
 CLOCK_REASONS = {
@@ -35,23 +36,56 @@ _WORD_BITS = 64
 _MOST_CORES = 4096
 
 
-def inspect(nvml: Any = None) -> dict[str, Any]:
-    """Inspect the GPUs of this node; ``nvml`` replaces the module ``pynvml``.
+class Gpu(Struct):
+    """The state of one GPU; ``None`` is what it or its driver does not report."""
 
-    Returns:
-        ``gpus``, a mapping each, in NVML's order; ``links``, for each pair of GPUs ``NV<links>`` for NVLink, else
-        ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in ``nvidia-smi topo -m``; and ``reason``, why both are empty.
-    """
-    nothing: dict[str, Any] = {"gpus": [], "links": []}
+    uuid: str | None
+    bus: str | None
+    name: str | None
+    sm_clock_mhz: int | None
+    sm_clock_most_mhz: int | None
+    memory_clock_mhz: int | None
+    clock_reasons: list[str] | None
+    temperature_celsius: int | None
+    power_watts: float | None
+    power_limit_watts: float | None
+    power_limit_default_watts: float | None
+    processes: int | None
+    near_cores: list[int] | None
+
+
+class Gpus(Struct):
+    """The GPUs of a node."""
+
+    gpus: list[Gpu] = []  #: In NVML's order.
+    #: For each pair ``NV<links>`` for NVLink, else ``PIX``, ``PXB``, ``PHB``, ``NODE`` or ``SYS`` as in
+    #: ``nvidia-smi topo -m``.
+    links: list[list[str | None]] = []
+    reason: str | None = None  #: Why both are empty.
+
+    def get(self, uuid: str | None) -> Gpu | None:
+        """Return a GPU of this node."""
+        return next((gpu for gpu in self.gpus if gpu.uuid == uuid), None)
+
+    def link(self, one: Gpu, other: Gpu) -> str | None:
+        """Return the link between two GPUs, if both are of this node."""
+        uuids = [gpu.uuid for gpu in self.gpus]
+        if one.uuid not in uuids or other.uuid not in uuids:
+            return None
+        return self.links[uuids.index(one.uuid)][uuids.index(other.uuid)]
+
+
+def inspect(nvml: Any = None) -> Gpus:
+    """Inspect the GPUs of this node; ``nvml`` replaces the module ``pynvml``."""
     nvml, reason = connect(nvml)
     if reason:
-        return {**nothing, "reason": reason}
+        return Gpus(reason=reason)
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
         gpus = [_gpu(nvml, handle) for handle in handles]
-        return {"gpus": gpus, "links": _links(nvml, handles, gpus), "reason": None}
+        return Gpus(gpus, _links(nvml, handles, gpus))
     except Exception as error:
-        return {**nothing, "reason": f"NVML does not answer: {error}"}
+        return Gpus(reason=f"NVML does not answer: {error}")
     finally:
         nvml.nvmlShutdown()
 
@@ -82,14 +116,6 @@ def identity(device: torch.device) -> str:
     return f"GPU-{properties.uuid}"
 
 
-def link(seen: Mapping[str, Any], one: str, other: str) -> str | None:
-    """Return the link between two GPUs of a node, given their ``uuid`` and the result of :func:`inspect`."""
-    places = [gpu["uuid"] for gpu in seen["gpus"]]
-    if one not in places or other not in places:
-        return None
-    return seen["links"][places.index(one)][places.index(other)]
-
-
 def clock_reasons_now(nvml: Any, handle: Any) -> list[str] | None:
     """Return what limits the clocks of a GPU now, in words; ``None`` if it does not report that."""
     bits = ask(nvml, "nvmlDeviceGetCurrentClocksEventReasons", handle)
@@ -98,37 +124,37 @@ def clock_reasons_now(nvml: Any, handle: Any) -> list[str] | None:
     return None if bits is None else [words for bit, words in CLOCK_REASONS.items() if bits & bit]
 
 
-def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:
+def _gpu(nvml: Any, handle: Any) -> Gpu:
     def of(question: str, *arguments: Any) -> Any:
         return ask(nvml, question, handle, *arguments)
 
     processes, place = of("nvmlDeviceGetComputeRunningProcesses"), of("nvmlDeviceGetPciInfo")
     mask = of("nvmlDeviceGetCpuAffinity", _MOST_CORES // _WORD_BITS)  # words of bits
     near = mask and [core for core in range(_MOST_CORES) if mask[core // _WORD_BITS] >> core % _WORD_BITS & 1]
-    return {
-        "uuid": _text(of("nvmlDeviceGetUUID")),
-        "bus": _text(place.busId) if place else None,
-        "name": _text(of("nvmlDeviceGetName")),
-        "sm_clock_mhz": of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
-        "sm_clock_most_mhz": of("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
-        "clock_reasons": clock_reasons_now(nvml, handle),
-        "temperature_celsius": of("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
-        "power_watts": _watts(of("nvmlDeviceGetPowerUsage")),
-        "power_limit_watts": _watts(of("nvmlDeviceGetEnforcedPowerLimit")),
-        "power_limit_default_watts": _watts(of("nvmlDeviceGetPowerManagementDefaultLimit")),
-        "processes": None if processes is None else len(processes),
-        "near_cores": near,
-    }
+    return Gpu(
+        uuid=_text(of("nvmlDeviceGetUUID")),
+        bus=_text(place.busId) if place else None,
+        name=_text(of("nvmlDeviceGetName")),
+        sm_clock_mhz=of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_SM),
+        sm_clock_most_mhz=of("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM),
+        memory_clock_mhz=of("nvmlDeviceGetClockInfo", nvml.NVML_CLOCK_MEM),
+        clock_reasons=clock_reasons_now(nvml, handle),
+        temperature_celsius=of("nvmlDeviceGetTemperature", nvml.NVML_TEMPERATURE_GPU),
+        power_watts=_watts(of("nvmlDeviceGetPowerUsage")),
+        power_limit_watts=_watts(of("nvmlDeviceGetEnforcedPowerLimit")),
+        power_limit_default_watts=_watts(of("nvmlDeviceGetPowerManagementDefaultLimit")),
+        processes=None if processes is None else len(processes),
+        near_cores=near,
+    )
 
 
-def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]]) -> list[list[str | None]]:
+def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Gpu]) -> list[list[str | None]]:
     ends = [_nvlink_ends(nvml, handle) for handle in handles]
 
     def between(one: int, other: int) -> str | None:
         if one == other:
             return "SELF"
-        direct = ends[one].count(gpus[other]["bus"])
+        direct = ends[one].count(gpus[other].bus)
         if direct:
             return f"NV{direct}"
         pair = handles[one], handles[other]
@@ -141,7 +167,7 @@ def _links(nvml: Any, handles: Sequence[Any], gpus: Sequence[Mapping[str, Any]])
     return [[between(one, other) for other in range(len(handles))] for one in range(len(handles))]
 
 
-def _nvlink_ends(nvml: Any, handle: Any) -> list[str]:
+def _nvlink_ends(nvml: Any, handle: Any) -> list[str | None]:
     """List the bus addresses of the remote ends of all NVLinks that are up."""
     links = range(nvml.NVML_NVLINK_MAX_LINKS)
     up = [number for number in links if ask(nvml, "nvmlDeviceGetNvLinkState", handle, number)]

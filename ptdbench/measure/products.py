@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,9 +79,9 @@ def product_seconds(shape: Shape, dtype: str, device: torch.device, seconds: flo
     )
     out = torch.empty(shape.m, shape.n, dtype=DTYPES[dtype], device=device)
     with hardware.tf32_allowed(dtype == "tf32"):
-        found = repeat(lambda: torch.mm(a, b, out=out), cache_flusher(device), device, seconds)
+        taken = repeat(lambda: torch.mm(a, b, out=out), cache_flusher(device), device, seconds)
     _verify(a, b, out, dtype, shape)
-    return found
+    return taken
 
 
 def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, list[float]]]:
@@ -126,14 +125,10 @@ def repeat(work: Step, between: Step, device: torch.device, seconds: float) -> l
         return timed([work], effort.repetitions(once), device, between)[0]
 
 
-def rates(amount: float, seconds: Sequence[float]) -> dict[str, Any]:
-    """Return rates per second of repetitions that each do ``amount``: total over total, median and best."""
-    return {
-        "repetitions": len(seconds),
-        "mean": amount * len(seconds) / sum(seconds),
-        "median": amount / statistics.median(seconds),
-        "maximum": amount / min(seconds),
-    }
+def rates(amount: float, seconds: Sequence[float]) -> tuple[int, float, float, float]:
+    """Return the number of repetitions that each do ``amount``, and their rates: total over total, median and best."""
+    mean = amount * len(seconds) / sum(seconds)
+    return len(seconds), mean, amount / statistics.median(seconds), amount / min(seconds)
 
 
 def cache_bytes(device: torch.device) -> int:

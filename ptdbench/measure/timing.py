@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ptdbench.launch.collect import gather, most
 from ptdbench.measure import clock
 from ptdbench.measure.memory import host_memory
+from ptdbench.measure.results import StepSeconds
 from ptdbench.problems import ConfigError, Problem, at_least
 
 #: About the clock's resolution: avoids division by zero.
@@ -185,19 +186,19 @@ def warmup_ends(starts: Sequence[Sequence[float]], minimum: int) -> list[int]:
     return full if sum(map(len, starts)) > sum(full) and sum(len(one) > 0 for one in starts) > 1 else found
 
 
-def summary(step_seconds: Sequence[float]) -> dict[str, Any]:
-    """Summarize location and spread of step times.
-
-    Returns:
-        ``median``, ``mean``, ``p5`` and ``p95`` in seconds (quantiles interpolate linearly; all ``None``
-        without steps), and ``ci95``, the 95 % interval of the median as ``[low, high]``
-        (:func:`median_interval`).
-    """
-    if not len(step_seconds):
-        return dict.fromkeys(("median", "mean", "p5", "p95", "ci95"))
-    times = np.asarray(step_seconds, dtype=np.float64)
+def summary(seconds: Sequence[float]) -> StepSeconds:
+    """Summarize location and spread of step times; quantiles interpolate linearly. All are ``None`` without steps."""
+    if not len(seconds):
+        return StepSeconds()
+    times = np.asarray(seconds, dtype=np.float64)
     p5, median, p95 = np.quantile(times, (0.05, 0.5, 0.95)).tolist()
-    return {"median": median, "mean": float(times.mean()), "p5": p5, "p95": p95, "ci95": median_interval(step_seconds)}
+    return StepSeconds(median, float(times.mean()), p5, p95, median_interval(seconds))
+
+
+def median_of(times: StepSeconds) -> float:
+    """Return the median of times that are known not to be empty."""
+    assert times.median is not None
+    return times.median
 
 
 def median_interval(values: Sequence[float]) -> list[float] | None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
+from msgspec.structs import replace
 from torch import nn
 
 from ptdbench.models.protocol import module_of
@@ -17,7 +18,10 @@ from ptdbench.optim.groups import rules
 from ptdbench.parallel.footprint import modules_of_ranks
 from ptdbench.parallel.tensor import cut_dimensions
 from ptdbench.parallel.zero import assign_owners
+from ptdbench.profiling.phases import KINDS
+from ptdbench.records.schema import Memory, Record
 from ptdbench.setup.training_spec import TrainingSpec
+from ptdbench.training import virtual_account
 
 #: All stages of pipelines up to this length are run; of longer ones, the first, the last two, and one of each kind
 #: between.
@@ -34,13 +38,13 @@ def classes(training: TrainingSpec) -> dict[int, int]:
     """
     dims = training.layout.dims
     held = modules_of_ranks(training.model, training.strategy.stage_ranks(dims))
-    found = {}
+    counts = {}
     for stage, standing in _stages(held).items():
         places = _places(training, held[stage])
         of_stage, parts = dims.world_size // dims.pipeline * standing, sum(part for _, part in places)
         for place, part in places:
-            found[rank_at(training, {**place, "pipeline": stage})] = of_stage * part // parts
-    return dict(sorted(found.items()))
+            counts[rank_at(training, {**place, "pipeline": stage})] = of_stage * part // parts
+    return dict(sorted(counts.items()))
 
 
 def _places(training: TrainingSpec, held: Sequence[nn.Module]) -> list[tuple[dict[str, int], int]]:
@@ -58,7 +62,7 @@ def _places(training: TrainingSpec, held: Sequence[nn.Module]) -> list[tuple[dic
             owners = assign_owners([weight.numel() for weight in trained], len(owned))
             for owner, weight in zip(owners, trained, strict=True):
                 owned[owner][rules_of[weight], weight.shape, weight.dtype] += 1
-        alike = Counter(owned.index(one) for one in owned)
+        alike = Counter(owned.index(state) for state in owned)
         return [(dict(zip(names, places[owner], strict=True)), count) for owner, count in alike.items()]
     return [({}, 1)]
 
@@ -89,64 +93,19 @@ def _is_uneven(training: TrainingSpec) -> bool:
     return any((first // dims.tensor if is_cut else first) % dims.shards for first, is_cut in firsts)
 
 
-#: The fields of ``virtual`` with a number for each rank.
-_OF_RANKS = ("ranks", "allocated_bytes", "reserved_bytes", "communicators", "host_seconds")
-
-
-def merged(records: Sequence[Mapping[str, Any]], standing: Mapping[int, int]) -> dict[str, Any]:
-    """Combine records of different ranks into one.
-
-    Args:
-        records: In ascending order of their ranks; a record with messages covers a single rank.
-        standing: The number of ranks that each rank stands for.
-    """
-    first = dict(records[0])
-    if len(records) == 1:
-        return first
-    virtual = [record["virtual"] for record in records]
-    known = [name for name in _OF_RANKS if virtual[0][name] is not None]
-    first["virtual"] = virtual[0] | {name: [n for one in virtual for n in one[name]] for name in known}
-    first["virtual"] |= {"kernels": _lists(virtual, "kernels"), "messages": _messages(virtual, standing)}
-    first["virtual"]["reason"] = next((one["reason"] for one in virtual if one.get("reason")), None)
-    memory: list[Any] = [record.get("memory") for record in records]
-    if all(one and not one.get("reason") for one in memory):
-        first["memory"] = {
-            **memory[0],
-            "ranks": _lists(memory, "ranks"),
-            "moments": [word for one in memory for word in one["moments"]],
-            "pass_seconds": sum(one["pass_seconds"] for one in memory),
-        }
-    metrics = [record["metrics"] for record in records]
-    peaks = {name: max(one[name] for one in metrics) for name in ("peak_memory_bytes", "peak_reserved_bytes")}
-    first["metrics"] = metrics[0] | peaks
+def merged(records: Sequence[Record], stands_for: Mapping[int, int]) -> Record:
+    """Combine records of different ranks, in ascending order; ``stands_for``: how many ranks each rank stands for."""
+    accounts = [record.virtual for record in records if record.virtual]
+    memories = [record.memory for record in records if record.memory and record.memory.ranks]
+    metrics = [record.metrics for record in records if record.metrics]
+    first = replace(records[0], virtual=virtual_account.merged(accounts, stands_for))
+    if first.memory and len(memories) == len(records):
+        first.memory = Memory(
+            ranks={kind: [*chain(*((memory.ranks or {})[kind] for memory in memories))] for kind in KINDS},
+            moments=[*chain(*(memory.moments or () for memory in memories))],
+            pass_seconds=sum(memory.pass_seconds or 0.0 for memory in memories),
+        )
+    if first.metrics:
+        first.metrics.peak_memory_bytes = max(of_ranks.peak_memory_bytes or 0 for of_ranks in metrics)
+        first.metrics.peak_reserved_bytes = max(of_ranks.peak_reserved_bytes or 0 for of_ranks in metrics)
     return first
-
-
-def _lists(parts: Sequence[Any], name: str) -> dict[str, list[int]]:
-    """Concatenate the lists of each kind, with zeros for parts that lack the kind."""
-    kinds = dict.fromkeys(kind for part in parts for kind in part[name])
-    sizes = [len(part.get("ranks") if name == "kernels" else part["moments"]) for part in parts]
-    return {
-        kind: [n for part, size in zip(parts, sizes, strict=True) for n in part[name].get(kind, [0] * size)]
-        for kind in kinds
-    }
-
-
-def _messages(parts: Sequence[Any], standing: Mapping[int, int]) -> dict[str, dict[str, Any]]:
-    """Return each operation's mean over all ranks; bytes are known only if all ranks that call it know theirs."""
-    counts = [sum(standing[rank] for rank in part["ranks"]) for part in parts]
-    total = sum(counts)
-    found = {}
-    for operation in dict.fromkeys(name for part in parts for name in part["messages"]):
-        have = [
-            (part["messages"][operation], count)
-            for part, count in zip(parts, counts, strict=True)
-            if operation in part["messages"]
-        ]
-        known = all(one["bytes"] is not None for one, _ in have)
-        found[operation] = {
-            "calls": sum(one["calls"] * count for one, count in have) / total,
-            "bytes": sum(one["bytes"] * count for one, count in have) / total if known else None,
-            "formula_bytes": next((one["formula_bytes"] for one, _ in have if one["formula_bytes"] is not None), None),
-        }
-    return found

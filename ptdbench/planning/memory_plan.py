@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from msgspec import to_builtins
+from msgspec import convert, structs
 
+from ptdbench.files import strict
 from ptdbench.measure.memory import host_memory
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.protocol import module_of
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims
-from ptdbench.parallel.footprint import footprints
+from ptdbench.parallel.footprint import Footprint, footprints
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.planning.classes import classes, merged
 from ptdbench.planning.search import Search
@@ -34,7 +35,7 @@ from ptdbench.planning.tries import (
 )
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, schema, store
-from ptdbench.records.schema import Try
+from ptdbench.records.schema import Plan, Record, Try
 from ptdbench.report.display import Heading, headed
 from ptdbench.setup import checks, run_spec
 from ptdbench.setup.config import Config
@@ -57,11 +58,14 @@ _SOURCES = {
     "samples": "exact: of the passes of a step that were not carried out",
 }
 
+#: Fields of the record of a virtual run that its plan has too.
+_OF_RUN = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
+
 
 class Failed(Exception):
     """A run on virtual GPUs failed for a reason other than GPU memory."""
 
-    def __init__(self, record: Mapping[str, Any]) -> None:
+    def __init__(self, record: schema.Written) -> None:
         super().__init__(schema.error(record).message)
         self.record = record  #: The record of that run.
 
@@ -83,7 +87,7 @@ class Asked:
 
 
 def plan(asked: Asked) -> dict[str, Any]:
-    """Return the record fields of a plan.
+    """Return the record fields of a plan, in JSON types.
 
     Raises:
         ConfigError: The run's configuration is invalid.
@@ -94,39 +98,39 @@ def plan(asked: Asked) -> dict[str, Any]:
     short = asked.config.changed(try_options(asked.config, 2) | {"memory_reserve": None})
     spec = run_spec.specify(_with_any_batch(short) if asked.sets_batch else short, None)
     assert spec.training
-    if spec.virtual is None:
-        return _state_only(asked, spec, "the rest is known of virtual GPUs, as with virtual=h100")
-    try:
-        run_spec.place(short, spec.world_size)
-    except ConfigError as lack:
-        return _state_only(asked, spec, str(lack))
-    if (lacking := _lacking_on_host(spec)) is not None:
-        return _state_only(asked, spec, lacking)
-    return _Virtual(asked, short, spec).fields()
+    if (lacking := _lacking(short, spec)) is not None:
+        return strict(_state_only(asked, spec, lacking))
+    return strict(_Virtual(asked, short, spec).fields())
 
 
 def _with_any_batch(config: Config) -> Config:
     """Return the configuration with a global batch that its ranks and micro-batches can divide, to find the degrees."""
     options = config.call("parallel").options
-    asked = (config.cluster.nodes, config.cluster.ranks_per_node)
-    counts = (*asked, *(options.get(name) for name in (*Dims.rows(), "microbatches")))
-    known = (count for count in counts if isinstance(count, int) and count > 0)
-    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *known])})
+    degrees = (options.get(name) for name in (*Dims.rows(), "microbatches"))
+    counts = (config.cluster.nodes, config.cluster.ranks_per_node, *degrees)
+    given = (count for count in counts if isinstance(count, int) and count > 0)
+    return config.changed({"train.global_batch": math.prod([_ANY_BATCH, *given])})
 
 
-def _lacking_on_host(spec: RunSpec) -> str | None:
-    """Return why this host cannot hold the training state of an offloading rank; ``None`` if it can."""
+def _lacking(config: Config, spec: RunSpec) -> str | None:
+    """Return why the run cannot be carried out on virtual GPUs here; ``None`` if it can."""
     assert spec.training
+    if spec.virtual is None:
+        return "the rest is known of virtual GPUs, as with virtual=h100"
+    try:
+        run_spec.place(config, spec.world_size)
+    except ConfigError as lack:
+        return str(lack)
     if not spec.is_on_host:
         return None
-    needed, available = max(one.total for one in spec.training.footprints()), host_memory().available
+    needed, available = max(state.total for state in spec.training.footprints()), host_memory().available
     if needed <= available:
         return None
     offload = f"offload={spec.config.general.offload} keeps {gib_text(needed)} of a rank in host memory"
     return f"{offload}, and this machine has {gib_text(available)} to carry one out"
 
 
-def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
+def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, object]:
     """Return what is known without running anything."""
     training = spec.training
     assert training
@@ -135,24 +139,33 @@ def _state_only(asked: Asked, spec: RunSpec, reason: str) -> dict[str, Any]:
     room = run_spec.memory(spec, reserve, spec.world_size, 0, running=False)
     state = training.footprints()
     stages = [training.layout.dims.stage(rank) for rank in range(min(room.ranks, spec.world_size))]
-    needs = sum(state[stage].total for stage in stages) if room.ranks > 1 else max(one.total for one in state)
-    is_known = not (spec.virtual and spec.is_on_host)  # the memory of these GPUs' hosts is unknown
-    found: dict[str, Any] = {"state": [*map(asdict, state)], "needed_bytes": needs, "fits": None, "reason": reason}
-    if is_known:
-        found |= {"capacity_bytes": room.size, "capacity_of": room.origin, "room_bytes": room.size}
+    needs = sum(state[stage].total for stage in stages) if room.ranks > 1 else max(of_rank.total for of_rank in state)
+    planned = Plan(state=_recorded(state), needed_bytes=needs, reason=reason)
     lack = ""
-    if is_known and needs > room.size:
-        found["fits"] = False
-        lack = f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has "
-        lack += f"{gib_text(room.size)}; {checks.remedy(training, room)}"
-    return {**spec.summary.fields, **_as_planned(layout, found, lack)}
+    if not (spec.virtual and spec.is_on_host):  # the memory of these GPUs' hosts is unknown
+        planned.capacity_bytes, planned.capacity_of, planned.room_bytes = room.size, room.origin, room.size
+        if needs > room.size:
+            planned.fits = False
+            lack = f"weights, gradients and optimizer state take {gib_text(needs)}, and {room.owner} has "
+            lack += f"{gib_text(room.size)}; {checks.remedy(training, room)}"
+    return {**spec.summary.fields, **_as_planned(layout, planned, lack)}
 
 
-def _as_planned(layout: BatchPlan, found: Mapping[str, Any], lack: str) -> dict[str, Any]:
+def _recorded(state: Sequence[Footprint]) -> list[schema.Footprint]:
+    return [schema.Footprint(of_rank.weights, of_rank.gradients, of_rank.optimizer) for of_rank in state]
+
+
+def _as_planned(layout: BatchPlan, planned: Plan, lack: str) -> dict[str, object]:
     """Return the fields of every plan; ``lack`` says why it does not fit, and is empty if it does."""
     error = schema.NO_ERROR | {"type": "DoesNotFit", "message": lack}
     status = {"status": "oom", "error": error} if lack else {"status": "ok", "error": None}
-    return {"layout": layout.as_dict(), "global_batch": layout.global_batch, "kind": "planned", "plan": found, **status}
+    return {
+        "layout": layout.as_dict(),
+        "global_batch": layout.global_batch,
+        "kind": "planned",
+        "plan": planned,
+        **status,
+    }
 
 
 class _Virtual:
@@ -166,14 +179,14 @@ class _Virtual:
         self._classes = dict.fromkeys(spec.virtual.ranks, 1) if spec.virtual.ranks else classes(spec.training)
         self._room = int(self._gpu.memory * (1 - self._reserve))
         self._state = spec.training.footprints()  # before anything runs, as this raises for some optimizers
-        self._on_gpu = 0 if spec.is_on_host else max(one.total for one in self._state)
+        self._on_gpu = 0 if spec.is_on_host else max(state.total for state in self._state)
         self._outside = {"CUDA context": self._gpu.context} | ({"NCCL": spec.nccl_bytes} if spec.nccl_bytes else {})
         self._layouts = layouts(spec.training, is_free=asked.sets_batch)
         self._held = held(spec.training, self._layouts)
-        self._records: dict[int, dict[str, Any]] = {}
+        self._records: dict[int, Record] = {}
 
-    def fields(self) -> dict[str, Any]:
-        """Run the requested or the found micro-batch, and search for the largest one."""
+    def fields(self) -> dict[str, object]:
+        """Run the micro-batch that was requested or fits, and search for the largest one."""
         candidates, attempt = list(self._layouts), partial(self._tried, profiled=False)
         search = Search(candidates, self._room, attempt, points=_POINTS, held=self._held)
         if needs_search(self._asked.config):
@@ -182,39 +195,41 @@ class _Virtual:
             shown = self._training.layout.micro_batch
             search.tries.append(self._tried(shown, profiled=True))
             search.largest()
-        if self._records[shown].get("virtual") and not self._records[shown].get("memory"):
+        if self._records[shown].virtual and not self._records[shown].memory:
             self._tried(shown, profiled=True)
-        return self._found(shown, search)
+        return self._planned(shown, search)
 
     def _tried(self, micro_batch: int, profiled: bool) -> Try:
         """Run a micro-batch with ample memory; if that leaves it open whether it fits, again with the real limit."""
         started = time.monotonic()
         record = self._run(micro_batch, max(self._room, _ROOMY), profiled)
         self._records[micro_batch] = record
-        if record["status"] == "oom":
+        if not (account := record.virtual):
             return Try(micro_batch, "oom", None, False, time.monotonic() - started)
-        allocated, needed = (self._most(micro_batch, record, kind) for kind in ("allocated_bytes", "reserved_bytes"))
+        allocated, needed = (self._most(micro_batch, of) for of in (account.allocated_bytes, account.reserved_bytes))
         fits = needed <= self._room
         if not fits and allocated <= self._room:  # torch frees its cache before it reports out of memory
             beside = sum(self._beside(micro_batch).values()) - self._gpu.context  # the virtual GPU itself counts it
             close = self._run(micro_batch, self._room - beside, profiled)
-            fits = close["status"] == "ok"
-            if fits:
-                self._records[micro_batch], needed = close, self._most(micro_batch, close, "reserved_bytes")
+            if fits := close.virtual is not None:
+                self._records[micro_batch], needed = close, self._most(micro_batch, close.virtual.reserved_bytes)
         return Try(micro_batch, "ok" if fits else "oom", needed, fits, time.monotonic() - started)
 
-    def _most(self, micro_batch: int, record: Mapping[str, Any], kind: str) -> int:
-        return int(max(record["virtual"][kind])) + sum(self._beside(micro_batch).values())
+    def _most(self, micro_batch: int, of_ranks: Sequence[int] | None) -> int:
+        return max(of_ranks or (0,)) + sum(self._beside(micro_batch).values())
 
     def _beside(self, micro_batch: int) -> dict[str, int]:
         """Return the memory outside torch's allocator, and that of samples missing from the stand-in step."""
         samples = missing_sample_bytes(self._training, self._layouts[micro_batch])
         return self._outside | ({"samples": samples} if samples else {})
 
-    def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> dict[str, Any]:
-        """Return the record of one micro-batch, run on a rank of each class, as many at once as there are cores."""
+    def _run(self, micro_batch: int, allocatable: int, profiled: bool) -> Record:
+        """Return the record of one micro-batch, run on a rank of each class, as many at once as there are cores.
+
+        It has no account of virtual GPUs if these were out of memory.
+        """
         carried = stand_in(self._training, self._layouts[micro_batch])
-        ranks, found = list(self._classes), []
+        ranks, records = list(self._classes), list[Record]()
         cores = 1 if profiled else self._asked.cores  # the profiler's events of a large model take half a gigabyte
         for start in range(0, len(ranks), cores):
             config = self._short.changed(
@@ -231,45 +246,45 @@ class _Virtual:
                 open_try(Path(folder), config, fields)
                 with headed(Heading(f"{self._asked.title} · micro-batch {micro_batch}")):
                     self._asked.carry_out(Path(folder))
-                found.append(store.load_record(Path(folder)))
-            if found[-1]["status"] == "oom" and failure.is_of_gpu(schema.error(found[-1])):
-                return found[-1] | {"virtual": None}
-            if found[-1]["status"] != "ok":
-                raise Failed(found[-1])
-        return merged(found, self._classes)
+                written = store.load_record(Path(folder))
+            is_out_of_memory = written["status"] == "oom" and failure.is_of_gpu(schema.error(written))
+            if written["status"] != "ok" and not is_out_of_memory:
+                raise Failed(written)
+            records.append(convert(written, Record))
+            if is_out_of_memory:
+                return structs.replace(records[-1], virtual=None)
+        return merged(records, self._classes)
 
-    def _found(self, shown: int, search: Search) -> dict[str, Any]:
+    def _planned(self, shown: int, search: Search) -> dict[str, object]:
         """Return the fields of a plan; its micro-batch was run, unless it exceeds even the roomy limit."""
         record, layout, beside = self._records[shown], self._layouts[shown], self._beside(shown)
-        found: dict[str, Any] = {
-            "capacity_bytes": self._gpu.memory,
-            "capacity_of": f"virtual {self._gpu.name}",
-            "room_bytes": self._room,
-            "state": [*map(asdict, self._state)],
-            "outside": beside,
-            "sources": {name: _SOURCES[name] for name in beside},
-            "largest_micro_batch": search.best or 0,
-            "tries": to_builtins(search.tries),
-            "needed_bytes": None,
-            "fits": next((one.fits for one in reversed(search.tries) if one.micro_batch == shown), False),
-        }
-        fields = self._spec.summary.fields
-        if virtual := record.get("virtual"):
-            most = virtual["reserved_bytes"].index(max(virtual["reserved_bytes"]))
-            found |= {
-                "rank": virtual["ranks"][most],
-                "stands_for": [self._classes[rank] for rank in virtual["ranks"]],
-                "allocated_bytes": virtual["allocated_bytes"][most],
-                "reserved_bytes": virtual["reserved_bytes"][most],
-                "needed_bytes": self._most(shown, record, "reserved_bytes"),
-                "accumulation": stand_in(self._training, layout).accumulation,
-            }
-            names = ("environment", "virtual", "memory", "metrics", "parameters", "tokens_per_sample", "world_size")
-            fields = {name: record.get(name) for name in names}
-        elif sum(one.needed_bytes is not None for one in search.tries) > 1:
-            found["needed_bytes"] = int(search.predicted(shown))
-        lack = "" if found["fits"] else self._lack(shown, found["needed_bytes"], search)
-        return {**fields, **_as_planned(layout, found, lack)}
+        planned = Plan(
+            capacity_bytes=self._gpu.memory,
+            capacity_of=f"virtual {self._gpu.name}",
+            room_bytes=self._room,
+            state=_recorded(self._state),
+            outside=beside,
+            sources={name: _SOURCES[name] for name in beside},
+            largest_micro_batch=search.best or 0,
+            tries=search.tries,
+            fits=next((attempt.fits for attempt in reversed(search.tries) if attempt.micro_batch == shown), False),
+        )
+        fields: Mapping[str, object] = self._spec.summary.fields
+        if (account := record.virtual) and account.ranks and account.allocated_bytes and account.reserved_bytes:
+            most = account.reserved_bytes.index(max(account.reserved_bytes))
+            planned.rank = account.ranks[most]
+            planned.stands_for = [self._classes[rank] for rank in account.ranks]
+            planned.allocated_bytes, planned.reserved_bytes = (
+                account.allocated_bytes[most],
+                account.reserved_bytes[most],
+            )
+            planned.needed_bytes = self._most(shown, account.reserved_bytes)
+            planned.accumulation = stand_in(self._training, layout).accumulation
+            fields = {name: getattr(record, name) for name in _OF_RUN}
+        elif sum(attempt.needed_bytes is not None for attempt in search.tries) > 1:
+            planned.needed_bytes = int(search.predicted(shown))
+        lack = "" if planned.fits else self._lack(shown, planned.needed_bytes, search)
+        return {**fields, **_as_planned(layout, planned, lack)}
 
     def _lack(self, shown: int, needed: int | None, search: Search) -> str:
         """Return the message about what does not fit, and what would."""
@@ -279,14 +294,14 @@ class _Virtual:
         rule = f"micro-batch {shown} needs {needs}, and {has}"
         if search.best:
             return f"{rule}; train.micro_batch={search.best} fits"
-        smallest = min(search.tries, key=lambda one: one.micro_batch)
+        smallest = min(search.tries, key=lambda attempt: attempt.micro_batch)
         size, needed = smallest.micro_batch, smallest.needed_bytes
         if needed is None:
             return f"{rule}; none fits"
         # Beside the state if that is sharded: FSDP gathers weights, and a pipeline keeps whole gradients of its stage.
         rest = needed - self._held.get(size, 0) - self._on_gpu
         if not self._training.strategy.gathers_weights(dims := self._training.layout.dims):
-            rest += self._gathered() + (dims.pipeline > 1) * max(one.gradients for one in self._state)
+            rest += self._gathered() + (dims.pipeline > 1) * max(state.gradients for state in self._state)
         if rest >= self._room:
             return f"{rule}; none fits: beside the training state, {size} needs {gib_text(rest)}{self._else()}"
         return f"{rule}; none fits; micro-batch {size} would {self._where(size, self._room - rest)}"

@@ -45,11 +45,11 @@ class Search:
     @property
     def best(self) -> int | None:
         """The largest micro-batch that has fitted so far."""
-        return max((one.micro_batch for one in self.tries if one.fits), default=None)
+        return max((attempt.micro_batch for attempt in self.tries if attempt.fits), default=None)
 
     def fitting(self) -> list[int]:
         """Return the micro-batches that fit, in ascending order: those tried, and smaller ones that should."""
-        tried = {one.micro_batch: one.fits for one in self.tries}
+        tried = {attempt.micro_batch: attempt.fits for attempt in self.tries}
         smaller = [size for size in self.candidates if size <= (self.best or 0)]
         return [m for m in smaller if tried.get(m, not self._is_excluded(m) and self.predicted(m) <= self.room)]
 
@@ -67,15 +67,15 @@ class Search:
             is_next = not self.stride and not any(size < between < micro_batch for between in self.candidates)
             return needed - spared > (1 + _CLEAR) * self.room or (spared <= 0 and not is_next)
 
-        return any(tells(one) for one in self.tries if not one.fits and one.micro_batch < micro_batch)
+        return any(tells(attempt) for attempt in self.tries if not attempt.fits and attempt.micro_batch < micro_batch)
 
     def proposal(self) -> int | None:
         """Return the micro-batch to try next; ``None`` if the answer is known."""
-        tried = {one.micro_batch for one in self.tries}
+        tried = {attempt.micro_batch for attempt in self.tries}
         open_ = [m for m in self.candidates if m > (self.best or 0) and m not in tried and not self._is_excluded(m)]
         if not open_:
             return None
-        if sum(one.needed_bytes is not None for one in self.tries) < 2:
+        if sum(attempt.needed_bytes is not None for attempt in self.tries) < 2:
             smallest = self.candidates[0]  # from below, as a try that is too large may not reveal its need
             near = [size for size in open_ if size <= self.points[0] * smallest]
             return near[-1] if near and smallest in tried else open_[0]
@@ -96,11 +96,13 @@ class Search:
 
         Beyond the largest of these, it is the line through the two largest. Held gradients are no part of the line.
         """
-        needs = {one.micro_batch: one.needed_bytes for one in self.tries if one.needed_bytes is not None}
-        known = sorted((size, needed - self.held.get(size, 0)) for size, needed in needs.items())
+        needs = {
+            attempt.micro_batch: attempt.needed_bytes for attempt in self.tries if attempt.needed_bytes is not None
+        }
+        points = sorted((size, needed - self.held.get(size, 0)) for size, needed in needs.items())
         held = self.held.get(micro_batch, 0)
-        if len(known) < 2:
-            return float(known[0][1] + held) if known else 0.0
-        last = next((place for place, (size, _) in enumerate(known) if size >= micro_batch and place), len(known) - 1)
-        (x, below), (y, above) = known[last - 1 : last + 1]
+        if len(points) < 2:
+            return float(points[0][1] + held) if points else 0.0
+        last = next((place for place, (size, _) in enumerate(points) if size >= micro_batch and place), len(points) - 1)
+        (x, below), (y, above) = points[last - 1 : last + 1]
         return held + above + (above - below) / (y - x) * (micro_batch - y)

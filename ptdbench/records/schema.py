@@ -2,7 +2,7 @@
 
 A field may be missing, because a record is written before its run begins: it is ``None`` here. A field that is present
 has the type declared here. The tables of ``docs/record.md`` are built from this module and
-``docs/workload_results.py``: the comment beside or above a field is its description.
+``ptdbench/measure/results.py``: the comment beside or above a field is its description.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Struct
 
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.results import Amount, Count, Degree, OtherLoad, Positive, Quantity, StepSeconds, Whole
 from ptdbench.parallel.dims import Dims
 
 T = TypeVar("T")
@@ -28,14 +28,6 @@ Written = Mapping[str, Any]
 
 #: The schema version that this version writes.
 SCHEMA = 2
-
-#: Bounded numbers: beyond these limits, derived figures would overflow.
-Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Degree = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-Amount = Annotated[float, Meta(ge=-1e30, le=1e30)]
-Quantity = Annotated[float, Meta(ge=0, le=1e30)]
-Positive = Annotated[float, Meta(ge=1e-30, le=1e30)]
 
 
 class Error(Struct):
@@ -63,16 +55,6 @@ class Layout(OfDegrees):  # type: ignore[valid-type, misc]
     micro_batch: Degree | None = None  #: Samples of one forward pass.
     microbatches: Degree | None = None  #: Micro-batches of one pass of the pipeline schedule.
     accumulation: Degree | None = None  #: Passes whose gradients add up to one optimizer step.
-
-
-class StepSeconds(Struct):
-    """Location and spread of the timed steps, in seconds; a step takes as long as its slowest rank."""
-
-    median: Positive | None = None  #: The median.
-    mean: Positive | None = None  #: The mean.
-    p5: Positive | None = None  #: The 5 % quantile.
-    p95: Positive | None = None  #: The 95 % quantile.
-    ci95: list[Positive] | None = None  #: ``[low, high]``, the 95 % interval of the median; null below six steps.
 
 
 class Metrics(Struct):
@@ -395,10 +377,10 @@ class Segment(Struct):
     #: What its step times depend on. ``metrics`` includes the timed steps of all starts with the same layout.
     layout: SegmentLayout
     startup_seconds: dict[str, Amount]  #: Seconds until the end of its first step, by phase.
-    warmup_steps: Count  #: Number of untimed steps at its beginning.
+    warmup_steps: Count = 0  #: Number of untimed steps at its beginning.
 
 
-class Remarks(Struct):
+class Remarks(Struct, omit_defaults=True):
     """Remarks on a run."""
 
     check: str | None = None  #: What the check before the run (``check=true``) found unsound.

@@ -14,7 +14,7 @@ from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import throughput
 from ptdbench.comparison.ranking import Place, Ranking
 from ptdbench.grouping import grouped
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.results import OtherLoad
 from ptdbench.records import schema
 from ptdbench.records.effects import affects
 from ptdbench.records.failure import TRACEBACK

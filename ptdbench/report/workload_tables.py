@@ -239,10 +239,10 @@ def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
 
 def _cut(cut: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
     for row in cut:
-        if "source" in row:
+        if row.get("source") is not None:
             what = f"rank {row['source']} to rank {row['target']}"
         else:
-            what = f"ranks {_pair(row['ranks'])}" if "ranks" in row else name_of_series(row)
+            what = f"ranks {_pair(row['ranks'])}" if row.get("ranks") else name_of_series(row)
         yield wrap(f"{what}: not from {size_text(row['from_bytes'])} on: {row['reason']}", width)
 
 

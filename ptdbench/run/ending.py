@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ptdbench.job import Outcome
+from ptdbench.job import Outcome, Results
 from ptdbench.launch import local, slurm
-from ptdbench.launch.peers import Peer
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.launch.stop_signal import noting_stop_signals
 from ptdbench.launch.watchdog import Watchdog
-from ptdbench.launch.world import World
+from ptdbench.launch.world import Peer, World
 from ptdbench.measure.hardware import environment
 from ptdbench.records import failure, ledger, record
 from ptdbench.records.failure import is_stop, root_cause
@@ -42,7 +41,7 @@ def write_result(
             "error": None,
             "environment": environment(device.type),
             "nodes": list(dict.fromkeys(peer.node for peer in met)),
-            **outcome.fields,
+            **outcome.fields(),
         }
         if outcome.error:
             return record.failed(done, failure.describe(outcome.error, rank=0))
@@ -83,8 +82,9 @@ def _requeue(attempt: Attempt, cluster: config.Cluster, done: Written, stopped: 
         attempt.amend(lambda _: record.stopped(done, why))
 
 
-def update_record(attempt: Attempt, fields: Mapping[str, Any]) -> None:
+def update_record(attempt: Attempt, results: Results) -> None:
     """Add what is known so far to the record of a run in progress; without a disk sync, as more will follow."""
+    fields = results.fields()
     with suppress(OSError, Damaged):  # a run continues even if its record cannot be written yet
         attempt.amend(lambda written: {**written, **fields} if record.is_open(written) else None, durable=False)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import to_builtins
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Found
@@ -118,7 +119,7 @@ class Checkpointing:
         if is_best:
             self.save()
         if self._saver and self._saved == self._loop.done:
-            self._saver.amend(self._saved, {"evaluations": self._evaluator.as_dicts()}, is_best)
+            self._saver.amend(self._saved, {"evaluations": to_builtins(self._evaluator.done)}, is_best)
 
     def finish(self) -> None:
         """Save the last step unless it is saved, and wait until it is on disk."""
@@ -130,9 +131,9 @@ class Checkpointing:
     def _save(self, saver: Saver) -> None:
         self._recorder.drain()
         facts = {
-            "segments": self._recorder.segments(),
+            "segments": to_builtins(self._recorder.segments()),
             "scaler": self._loop.update.scaler_state(),
-            "evaluations": self._evaluator.as_dicts(),
+            "evaluations": to_builtins(self._evaluator.done),
             "data": self._identity(),
         }
         is_first = self._loop.replica == 0

@@ -17,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from msgspec import to_builtins
-from msgspec.structs import asdict
 
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import machine
 from ptdbench.measure import contention, gpu_state
-from ptdbench.records.schema import Energy
+from ptdbench.records.schema import Clocks, Energy, Hardware
 from ptdbench.training.loop import StepLoop
 
 POWERCAP = Path("/sys/class/powercap")
@@ -187,16 +185,17 @@ class Gpu(Counter):
             more = max(0, after[words] - self._held_before[words]) / 1e9
             self._held[words] = self._held.get(words, 0.0) + more
 
-    def clocks(self) -> dict[str, Any]:
-        """Return the clocks in the format of a record, without the ``rank``."""
+    def clocks(self, rank: int) -> Clocks:
+        """Return the clocks of a rank's GPU."""
         shares = {words: min(1.0, self._held[words] / self._held_seconds) for words in sorted(self._held)}
-        return {
-            "sm_clock_mhz": self._clocks[-1] if self._clocks else None,
-            "sm_clock_least_mhz": min(self._clocks, default=None),
-            "sm_clock_most_mhz": self._most,
-            "clock_reasons": list(self._seen) if self._clocks else None,
-            "held_back": shares or None,
-        }
+        return Clocks(
+            rank,
+            sm_clock_mhz=self._clocks[-1] if self._clocks else None,
+            sm_clock_least_mhz=min(self._clocks, default=None),
+            sm_clock_most_mhz=self._most,
+            clock_reasons=list(self._seen) if self._clocks else None,
+            held_back=shares or None,
+        )
 
     def close(self) -> None:
         """Shut NVML down."""
@@ -227,10 +226,8 @@ class Gpu(Counter):
         return gpu_state.ask(self._nvml, question, self._handle, *arguments)
 
 
-def energy(
-    source: str, counted: Sequence[Counted], samples_per_step: int, tokens_per_sample: int | None
-) -> dict[str, Any]:
-    """Return the energy of all devices in the format of a record: each counted once, and never only some of them.
+def energy(source: str, counted: Sequence[Counted], samples_per_step: int, tokens_per_sample: int | None) -> Energy:
+    """Return the energy of all devices: each counted once, and never only some of them.
 
     ``counted`` is not empty; ``samples_per_step`` is the total over all ranks, and ``tokens_per_sample`` is ``None`` if
     samples are not token sequences.
@@ -240,24 +237,18 @@ def energy(
     if reasons:
         device, reason = next(iter(reasons.items()))
         everywhere = len(reasons) == len(devices) and len(set(reasons.values())) == 1
-        return none(reason if everywhere else f"{device}: {reason}")
+        return Energy(reason=reason if everywhere else f"{device}: {reason}")
     per_step = sum(one.joules / one.steps for one in devices)
     per_sample = per_step / samples_per_step
-    return {
-        "source": source,
-        "steps": min(one.steps for one in devices),
-        "seconds": min(one.seconds for one in devices),
-        "watts": sum(one.joules / one.seconds for one in devices),
-        "joules_per_step": per_step,
-        "joules_per_sample": per_sample,
-        "joules_per_token": None if tokens_per_sample is None else per_sample / tokens_per_sample,
-        "reason": None,
-    }
-
-
-def none(reason: str) -> dict[str, Any]:
-    """Return an unknown energy in the format of a record, with the reason."""
-    return asdict(Energy(reason=reason))
+    return Energy(
+        source=source,
+        steps=min(one.steps for one in devices),
+        seconds=min(one.seconds for one in devices),
+        watts=sum(one.joules / one.seconds for one in devices),
+        joules_per_step=per_step,
+        joules_per_sample=per_sample,
+        joules_per_token=None if tokens_per_sample is None else per_sample / tokens_per_sample,
+    )
 
 
 class EnergyMeter:
@@ -306,23 +297,23 @@ class EnergyMeter:
         for counter in self._counters:
             counter.end(steps, seconds)
 
-    def finish(self) -> dict[str, Any] | None:
-        """Return the record's field ``hardware``; called in all ranks after the last step."""
+    def finish(self) -> Hardware | None:
+        """Return what the record says of the hardware; called in all ranks after the last step."""
         if self._job.spec.virtual:
             return None
         load = self._load.load()
         cpu = self._cpu.counted() if self._cpu else None
-        gpu = (self._gpu.counted(), self._gpu.clocks()) if self._gpu else None
-        told = gather((cpu, gpu))
+        gpu = (self._gpu.counted(), self._gpu.clocks(self._job.world.rank)) if self._gpu else None
         if self._gpu:
             self._gpu.close()
-        cpus = [one for one, _ in told if one]
-        gpus = {rank: one for rank, (_, one) in enumerate(told) if one}
+        of_ranks: list[tuple[Counted | None, tuple[Counted, Clocks] | None]] = gather((cpu, gpu))
+        cpus = [counted for counted, _ in of_ranks if counted]
+        gpus = [of_gpu for _, of_gpu in of_ranks if of_gpu]
         batch, tokens = self._job.training.layout.global_batch, self._job.training.data.tokens_per_sample
-        counted = [of for of, _ in gpus.values()]
-        return {
-            "cpu": energy(Packages.source, cpus, batch, tokens),
-            "gpu": energy(Gpu.source, counted, batch, tokens) if gpus else none("the run used no GPU"),
-            "clocks": [{"rank": rank, **clocks} for rank, (_, clocks) in gpus.items()],
-            "other_load": to_builtins(load) if gpus or self._load.seconds >= _LEAST_OF_LOAD else None,
-        }
+        of_gpus = [counted for counted, _ in gpus]
+        return Hardware(
+            cpu=energy(Packages.source, cpus, batch, tokens),
+            gpu=energy(Gpu.source, of_gpus, batch, tokens) if gpus else Energy(reason="the run used no GPU"),
+            clocks=[clocks for _, clocks in gpus],
+            other_load=load if gpus or self._load.seconds >= _LEAST_OF_LOAD else None,
+        )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import convert, to_builtins
+from msgspec import convert
 from torch import Tensor, nn
 
 from ptdbench.data.protocol import HeldOut, read
@@ -50,10 +50,6 @@ class Evaluator:
     def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
         """Continue after the evaluations stored in a checkpoint, in the format of a record."""
         self.done = convert(list(done), list[Evaluation])
-
-    def as_dicts(self) -> list[dict[str, Any]]:
-        """Return the evaluations so far, as stored in a record."""
-        return to_builtins(self.done)
 
     def due(self, at_end: bool = False) -> bool:
         """Return whether an evaluation is due: every ``eval.every`` steps and after the last step."""

@@ -20,6 +20,7 @@ from ptdbench.local_part import plain_tensors
 from ptdbench.profiling import allocations, perfetto
 from ptdbench.profiling.allocations import Usage
 from ptdbench.profiling.phases import KINDS
+from ptdbench.records.schema import Memory
 from ptdbench.terminal import echo
 from ptdbench.training import profile, traces, virtual_account
 from ptdbench.training.loop import StepLoop
@@ -31,54 +32,52 @@ FOLDER = "memory"
 _ENTRIES = 200_000
 
 
-def split(job: Job, loop: StepLoop) -> dict[str, Any] | None:
+def split(job: Job, loop: StepLoop) -> Memory | None:
     """Split the memory of a step by purpose; called in all ranks, as the last part of a run.
 
-    Returns:
-        On rank 0 the record's field ``memory``, see :class:`ptdbench.records.schema.Memory`.
+    ``None`` on ranks other than the first.
     """
     started = time.perf_counter()
-    known: dict[int, tuple[str, int]] = {}
+    state: dict[int, tuple[str, int]] = {}
     keep = job.spec.config.profile.trace
     with job.display.during("profiling memory"):
         with _snapshot(job) if keep and job.device.type == "cuda" else nullcontext():
-            taken = profile.run(job, loop, 1, memory=True, between=partial(_note, known, loop, job.device.type))
+            taken = profile.run(job, loop, 1, memory=True, between=partial(_note, state, loop, job.device.type))
         with job.watchdog.paused():
-            usage = _usage(taken, known, job.device.type)
-            if reasons := [one for one in gather(usage if isinstance(usage, str) else None) if one]:
-                return {"reason": reasons[0]}
+            usage = _usage(taken, state, job.device.type)
+            if reason := profile.reason_of_any(usage):
+                return Memory(reason=reason)
             assert not isinstance(usage, str)
-            told: list[Usage] = gather(max(usage, key=lambda one: one.total))
-            peaks = [told[rank] for rank in virtual_account.present(job)]
+            of_ranks: list[Usage] = gather(max(usage, key=lambda moment: moment.total))
             if keep:
                 ahead = traces.clock_ahead(job.world.rank, job.device)
                 traces.keep(job, FOLDER, partial(_write, job, taken, usage), ahead, perfetto.MEMORY)
     if not job.world.is_first:
         return None
-    return {
-        "reason": None,
-        "ranks": {kind: [peak.bytes[kind] for peak in peaks] for kind in KINDS},
-        "moments": [peak.moment for peak in peaks],
-        "pass_seconds": time.perf_counter() - started,
-    }
+    peaks = [of_ranks[rank] for rank in virtual_account.present(job)]
+    return Memory(
+        ranks={kind: [peak.bytes[kind] for peak in peaks] for kind in KINDS},
+        moments=[peak.moment for peak in peaks],
+        pass_seconds=time.perf_counter() - started,
+    )
 
 
-def _usage(taken: Any, known: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
+def _usage(taken: Any, state: dict[int, tuple[str, int]], device_type: str) -> list[Usage] | str:
     """Return the memory of the step, or why it is unknown: a failure here must not cost the phases too."""
     try:
-        return allocations.usage(allocations.read(taken, device_type), known)
+        return allocations.usage(allocations.read(taken, device_type), state)
     except Exception as error:  # torch's tree of events is no public interface
         return f"what the profiler saw cannot be read: {type(error).__name__}: {error}"
 
 
-def _note(known: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
+def _note(state: dict[int, tuple[str, int]], loop: StepLoop, device_type: str) -> None:
     """Note the storages of the training state by address: the kind and the bytes of each."""
-    known.clear()
+    state.clear()
     with record_function(allocations.INVENTORY):
         for kind, tensors in _state(loop).items():
             for storage in (plain.untyped_storage() for tensor in tensors for plain in plain_tensors(tensor)):
                 if storage.device.type == device_type:
-                    known.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
+                    state.setdefault(storage.data_ptr(), (kind, storage.nbytes()))
 
 
 def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
@@ -100,7 +99,7 @@ def _state(loop: StepLoop) -> dict[str, Iterable[Any]]:
 def _write(job: Job, taken: Any, usage: list[Usage], path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken.export_chrome_trace(str(Path(scratch) / "trace.json"))
-        memory = ((one.time, one.bytes) for one in usage)
+        memory = ((moment.time, moment.bytes) for moment in usage)
         perfetto.compress(Path(scratch) / "trace.json", path, traces.facts(job), memory)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 import torch
+from msgspec import to_builtins
+from msgspec.structs import replace
 
 from ptdbench.grouping import grouped
-from ptdbench.job import Job
+from ptdbench.job import Job, Outcome, Results
 from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured, known_ceiling
@@ -22,6 +23,7 @@ from ptdbench.measure.timing import summary, warmup_ends
 from ptdbench.parallel import precision
 from ptdbench.problems import ConfigError
 from ptdbench.records import series
+from ptdbench.records.schema import Experts, Metrics, Segment
 from ptdbench.training.loop import StepLoop
 from ptdbench.units import flops_text
 
@@ -51,20 +53,16 @@ class Measurement:
     masked_flops_per_sample: float | None = None
 
 
-def metrics(measured: Measurement) -> dict[str, Any]:
-    """Compute the figures of the steps after the warm-up.
+def metrics(measured: Measurement) -> Metrics:
+    """Compute the figures of the steps after the warm-up; unknown ones are ``None``, as all rates without such steps.
 
     A step takes as long as its slowest rank. Throughput is the total of timed samples over the total of timed seconds,
     not a mean of rates, which would favor runs with uneven steps. ``mfu`` is model FLOP/s per device over the device's
     dense peak (Chowdhery et al., "PaLM", 2022, appendix B): recomputed FLOPs do not count. ``mfu_causal`` is the same
     without the FLOPs that causal attention masks.
-
-    Returns:
-        Figures with the same names for every run; unknown ones are ``None``, such as all rates if no step was finished.
     """
-    own = measured.step_seconds[measured.warmup_steps :]
-    timed = [*measured.earlier_seconds, *own]
-
+    last_start = measured.step_seconds[measured.warmup_steps :]
+    timed = [*measured.earlier_seconds, *last_start]
     samples_per_second = measured.samples_per_step * len(timed) / sum(timed) if timed else None
     tokens_per_second = _times(samples_per_second, measured.tokens_per_sample)
     flops_per_second = _times(samples_per_second, measured.flops_per_sample)
@@ -74,21 +72,23 @@ def metrics(measured: Measurement) -> dict[str, Any]:
     full, masked = measured.flops_per_sample, measured.masked_flops_per_sample
     causal = _times(flops_per_second, 1 - masked / full if full and masked is not None else None)
     waited = measured.wait_seconds[measured.warmup_steps :]
-    return {
-        "step_seconds": summary(timed),
-        "tokens_per_second": tokens_per_second,
-        "samples_per_second": samples_per_second,
-        "tokens_per_second_per_device": _times(tokens_per_second, per_device),
-        "samples_per_second_per_device": _times(samples_per_second, per_device),
-        "model_flops_per_second": flops_per_second,
-        "mfu": mfu,
-        "mfu_reason": mfu_reason,
-        "mfu_of_bf16": _mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
-        **against_ceiling(*measured.ceiling, rate),
-        "data_wait_share": sum(waited) / sum(own) if waited and own else None,
-        "causal_flops_per_second": causal,
-        "mfu_causal": _mfu(measured, _times(causal, per_device), measured.dtype)[0],
-    }
+    figures = Metrics(
+        step_seconds=summary(timed),
+        tokens_per_second=tokens_per_second,
+        samples_per_second=samples_per_second,
+        tokens_per_second_per_device=_times(tokens_per_second, per_device),
+        samples_per_second_per_device=_times(samples_per_second, per_device),
+        model_flops_per_second=flops_per_second,
+        mfu=mfu,
+        mfu_reason=mfu_reason,
+        mfu_of_bf16=_mfu(measured, rate, "bf16")[0] if measured.dtype == "fp8" else None,
+        ceiling_reason=measured.ceiling[1],
+        data_wait_share=sum(waited) / sum(last_start) if waited and last_start else None,
+        causal_flops_per_second=causal,
+        mfu_causal=_mfu(measured, _times(causal, per_device), measured.dtype)[0],
+    )
+    _relate(figures, measured.ceiling[0], measured.world_size)
+    return figures
 
 
 def _times(quantity: float | None, factor: float | None) -> float | None:
@@ -105,17 +105,12 @@ def _mfu(measured: Measurement, rate: float | None, dtype: str) -> tuple[float |
     return (None, reason) if peak is None else (rate / peak, None)
 
 
-def against_ceiling(
-    ceiling: Measured | None, reason: str | None, flops_per_second_per_device: float | None
-) -> dict[str, Any]:
-    """Return the ceiling measured on this device, or why there is none, and the model FLOP/s as a fraction of it."""
-    rate = ceiling.flops_per_second if ceiling else None
-    return {
-        "ceiling_flops_per_second": rate,
-        "ceiling_beside_load": ceiling.beside_load if ceiling else None,
-        "share_of_ceiling": None if rate is None else _times(flops_per_second_per_device, 1 / rate),
-        "ceiling_reason": reason,
-    }
+def _relate(figures: Metrics, ceiling: Measured | None, world_size: int) -> None:
+    """Add a ceiling measured on this device, and the model FLOP/s as a fraction of it."""
+    if ceiling:
+        figures.ceiling_flops_per_second = ceiling.flops_per_second
+        figures.ceiling_beside_load = ceiling.beside_load
+        figures.share_of_ceiling = _times(figures.model_flops_per_second, 1 / world_size / ceiling.flops_per_second)
 
 
 def ceiling_of_run(job: Job) -> Ceiling:
@@ -130,65 +125,63 @@ def ceiling_of_run(job: Job) -> Ceiling:
     return known_ceiling(job.world, job.device, dtype, job.spec.config.cluster.cpus_per_rank)
 
 
-def figures(
-    job: Job, path: Path, segments: Sequence[dict[str, Any]], peaks: tuple[int, int], ceiling: Ceiling
-) -> dict[str, Any]:
-    """Compute the record's fields from the steps so far, read from the series file at ``path``.
+def figures(job: Job, path: Path, segments: Sequence[Segment], ceiling: Ceiling) -> Results:
+    """Compute the results of the steps so far, read from the series file at ``path``, without memory.
 
-    ``segments`` are the run's starts in the format of a record; ``warmup_steps`` is added to each. ``peaks`` are the
-    allocated and reserved peak memory in bytes, each the maximum over ranks.
+    ``segments`` are the run's starts, which are given their ``warmup_steps``.
     """
     losses, seconds, waits = (
         series.column(series.blocks(path), name) for name in ("loss", "slowest_seconds", "wait_seconds")
     )
-    own, earlier = _seconds_of_starts(segments, seconds, job.spec.config.train.warmup_steps)
+    of_last, earlier = _seconds_of_starts(segments, seconds, job.spec.config.train.warmup_steps)
     last, training = segments[-1], job.training
-    startup = last["startup_seconds"]
-    of_steps = metrics(
-        Measurement(
-            step_seconds=own,
-            samples_per_step=training.layout.global_batch,
-            tokens_per_sample=training.data.tokens_per_sample,
-            flops_per_sample=training.flops_per_sample,
-            masked_flops_per_sample=training.masked_flops_per_sample,
-            flops_reason=training.flops_reason,
-            world_size=job.spec.world_size,
-            device_name=device_name(job),
-            dtype=dtype_of(job),
-            warmup_steps=last["warmup_steps"],
-            earlier_seconds=earlier,
-            wait_seconds=_of(last, waits).tolist(),
-            ceiling=ceiling,
-        )
-    )
     if job.spec.virtual:  # virtual devices compute nothing
-        of_steps = dict.fromkeys(of_steps)
-    of_host = {"first_step_seconds": sum(startup.values()), "startup_seconds": startup}
-    memory = {"peak_memory_bytes": peaks[0], "peak_reserved_bytes": peaks[1] or None}
-    return {
-        "warmup_steps": last["warmup_steps"],
-        "metrics": {**of_steps, **memory, **of_host},
-        "steps": len(losses),
-        "final_loss": losses[-1] if len(losses) else None,
-        "segments": list(segments),
-    }
+        figures = Metrics()
+    else:
+        figures = metrics(
+            Measurement(
+                step_seconds=of_last,
+                samples_per_step=training.layout.global_batch,
+                tokens_per_sample=training.data.tokens_per_sample,
+                flops_per_sample=training.flops_per_sample,
+                masked_flops_per_sample=training.masked_flops_per_sample,
+                flops_reason=training.flops_reason,
+                world_size=job.spec.world_size,
+                device_name=device_name(job),
+                dtype=dtype_of(job),
+                warmup_steps=last.warmup_steps,
+                earlier_seconds=earlier,
+                wait_seconds=_of(last, waits).tolist(),
+                ceiling=ceiling,
+            )
+        )
+    figures.startup_seconds = last.startup_seconds
+    figures.first_step_seconds = sum(last.startup_seconds.values())
+    return Results(
+        warmup_steps=last.warmup_steps,
+        metrics=figures,
+        steps=len(losses),
+        final_loss=losses[-1] if len(losses) else None,
+        segments=segments,
+    )
 
 
 def _seconds_of_starts(
-    segments: Sequence[dict[str, Any]], seconds: np.ndarray, minimum: int
+    segments: Sequence[Segment], seconds: np.ndarray, minimum: int
 ) -> tuple[list[float], list[float]]:
     """Give each start its ``warmup_steps``, at least ``minimum``; return the seconds of all steps of the last start.
 
     And those of the timed steps of earlier starts with the same layout, as far as they are known.
     """
-    of_starts = [found[np.isfinite(found)].tolist() for found in (_of(one, seconds) for one in segments)]
-    groups = grouped((json.dumps(one["layout"], sort_keys=True), place) for place, one in enumerate(segments))
+    of_starts = [known[np.isfinite(known)].tolist() for known in (_of(start, seconds) for start in segments)]
+    layouts = (json.dumps(to_builtins(start.layout), sort_keys=True) for start in segments)
+    groups = grouped((layout, place) for place, layout in enumerate(layouts))
     for alike in groups.values():
         ends = warmup_ends([of_starts[place] for place in alike], minimum)
         for place, end in zip(alike, ends, strict=True):
-            segments[place]["warmup_steps"] = end
+            segments[place].warmup_steps = end
     *earlier, last = next(alike for alike in groups.values() if len(segments) - 1 in alike)
-    timed = [one for place in earlier for one in of_starts[place][segments[place]["warmup_steps"] :]]
+    timed = [second for place in earlier for second in of_starts[place][segments[place].warmup_steps :]]
     return of_starts[last], timed
 
 
@@ -199,9 +192,9 @@ def first_nonfinite_loss(path: Path) -> int | None:
     return int(wrong[0]) if len(wrong) else None
 
 
-def _of(segment: Mapping[str, Any], values: np.ndarray) -> np.ndarray:
+def _of(segment: Segment, values: np.ndarray) -> np.ndarray:
     """Return the part of a series that belongs to one start of the run."""
-    return values[segment["first_step"] :][: segment["steps"]]
+    return values[segment.first_step :][: segment.steps]
 
 
 def device_name(job: Job) -> str:
@@ -224,44 +217,41 @@ _OTHERWISE = (
 )
 
 
-def recheck_ceiling(job: Job, fields: dict[str, Any]) -> dict[str, Any]:
+def recheck_ceiling(job: Job, outcome: Outcome) -> None:
     """Re-measure the ceiling if the run exceeded it; called in all ranks, after the last step.
 
-    Returns:
-        The fields; on rank 0, if the run exceeded its ceiling, with the higher ceiling and a remark.
+    The outcome on rank 0 is then related to the higher ceiling, with a remark.
     """
-    share = fields.get("metrics", {}).get("share_of_ceiling") or 0.0
+    share = (outcome.metrics or Metrics()).share_of_ceiling or 0.0
     if not gather(share > 1)[0]:
-        return fields
+        return
     with job.watchdog.paused(), job.display.during("measuring the ceiling again"):
         try:
             again: Measured | str = ceiling.measure_again(job.world, job.device, dtype_of(job), job.watchdog.alive)
         except ConfigError as lack:  # too little memory beside the model, in all ranks
             again = str(lack)
-    if not job.world.is_first:
-        return fields
-    metrics, remark = against_higher_ceiling(fields["metrics"], job.world.size, again)
-    return {**fields, "metrics": metrics, "remarks": {**fields["remarks"], "ceiling": remark}}
+    if outcome.metrics and outcome.remarks and job.world.is_first:
+        outcome.metrics, outcome.remarks.ceiling = against_higher_ceiling(outcome.metrics, job.world.size, again)
 
 
-def against_higher_ceiling(
-    metrics: Mapping[str, Any], world_size: int, again: Measured | str
-) -> tuple[dict[str, Any], str]:
-    """Relate the ``metrics`` to the higher of two ceilings, and describe the outcome in words.
+def against_higher_ceiling(figures: Metrics, world_size: int, again: Measured | str) -> tuple[Metrics, str]:
+    """Relate figures to the higher of two ceilings, and describe the outcome in words.
 
-    ``metrics`` relate to the earlier ceiling; ``again`` is the new one, or why there is none.
+    ``figures`` exceed the earlier ceiling; ``again`` is the new one, or why there is none.
     """
-    earlier = Measured(metrics["ceiling_flops_per_second"], "", metrics["ceiling_beside_load"])
+    assert figures.ceiling_flops_per_second
+    earlier = Measured(figures.ceiling_flops_per_second, "", figures.ceiling_beside_load)
     best = again if isinstance(again, Measured) and again.flops_per_second > earlier.flops_per_second else earlier
-    figures = {**metrics, **against_ceiling(best, None, metrics["model_flops_per_second"] / world_size)}
+    figures = replace(figures)
+    _relate(figures, best, world_size)
     if isinstance(again, str):
         remark = f"ceiling passed, and not re-measured: {again}"
     elif best is again:
         remark = f"ceiling re-measured: was {_text(earlier)}; now {_text(again)}"
     else:
         remark = f"ceiling re-measured: {_text(again)} is not above the earlier {_text(earlier)}"
-    if figures["share_of_ceiling"] > 1:
-        remark += f"; the model reaches {figures['share_of_ceiling']:.1%} of it: "
+    if (figures.share_of_ceiling or 0) > 1:
+        remark += f"; the model reaches {figures.share_of_ceiling:.1%} of it: "
         remark += _LOADED if best.beside_load else _OTHERWISE
     return figures, remark
 
@@ -270,17 +260,17 @@ def _text(ceiling: Measured) -> str:
     return flops_text(ceiling.flops_per_second) + ", taken beside other load" * bool(ceiling.beside_load)
 
 
-def experts_field(job: Job, loop: StepLoop) -> dict[str, Any] | None:
-    """Return the record's field ``experts``, see :class:`ptdbench.records.schema.Experts`; called in all ranks."""
+def experts(job: Job, loop: StepLoop) -> Experts | None:
+    """Return the distribution of tokens over experts, ``None`` without experts or steps; called in all ranks."""
     if job.spec.virtual:  # experts are taken in turn, without counts
         return None
     of_ranks: list[tuple[dict[str, list[float]], list[float]]] = gather(loop.engine.routed())
     counts = {name: numbers for of_rank, _ in of_ranks for name, numbers in of_rank.items()}
-    if not any(map(any, counts.values())):  # no experts, or no steps
+    if not any(map(any, counts.values())):
         return None
     fullest = [ratio for _, of_rank in of_ranks for ratio in of_rank]
-    return {
-        "tokens": {name: [round(number) for number in numbers[:-1]] for name, numbers in sorted(counts.items())},
-        "dropped": round(sum(numbers[-1] for numbers in counts.values())),
-        "fullest_rank": fmean(fullest) if fullest else None,
-    }
+    return Experts(
+        tokens={name: [round(number) for number in numbers[:-1]] for name, numbers in sorted(counts.items())},
+        dropped=round(sum(numbers[-1] for numbers in counts.values())),
+        fullest_rank=fmean(fullest) if fullest else None,
+    )

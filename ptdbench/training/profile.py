@@ -10,7 +10,6 @@ import os
 import re
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,13 +23,15 @@ import torch.distributed as dist
 from torch.autograd.profiler import profile, record_function
 
 from ptdbench.files import lack_of_space
+from ptdbench.grouping import grouped
 from ptdbench.job import Job
 from ptdbench.launch.collect import gather
 from ptdbench.measure import bandwidth
 from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import events, perfetto, trace
-from ptdbench.profiling.phases import PHASES, Partition, partition
+from ptdbench.profiling.phases import PHASES, Partition, Traffic, partition
 from ptdbench.profiling.trace import WAITING
+from ptdbench.records.schema import Communication, Metrics, Phases
 from ptdbench.training import traces
 from ptdbench.training.loop import StepLoop
 
@@ -52,7 +53,7 @@ class Expected:
     #: Bytes of each communication operation by formula, see :mod:`ptdbench.parallel.comm_volume`.
     volume: Mapping[str, Size] = field(default_factory=dict)
     #: For each pipeline stage, the names of the parts that are not repeated layers; ``None`` without a pipeline.
-    parts: Sequence[Sequence[str]] | None = None
+    parts: list[list[str]] | None = None
 
 
 def expect(job: Job) -> Expected:
@@ -63,45 +64,45 @@ def expect(job: Job) -> Expected:
     return Expected(training.volume(forced=bool(job.spec.virtual)), training.parts_of_stages())
 
 
-def phases(job: Job, loop: StepLoop, metrics: Mapping[str, Any] | None, expected: Expected) -> dict[str, Any] | None:
-    """Profile some steps; called in all ranks, as the last part of a run.
-
-    Returns:
-        On rank 0 the record's field ``phases``, see :class:`ptdbench.records.schema.Phases`.
-    """
-    asked = job.spec.config.profile.steps
+def phases(job: Job, loop: StepLoop, metrics: Metrics | None, expected: Expected) -> Phases | None:
+    """Profile some steps; called in all ranks, as the last part of a run. ``None`` on ranks other than the first."""
     started = time.perf_counter()
-    timed = gather(((metrics or {}).get("step_seconds") or {}).get("mean"))[0]
-    steps = _count(asked, timed)
-    keep = job.spec.config.profile.trace
+    timed: float | None = gather(metrics and metrics.step_seconds and metrics.step_seconds.mean)[0]
+    steps = _count(job.spec.config.profile.steps, timed)
     with job.display.during("profiling"), tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         taken = run(job, loop, steps)
         with job.watchdog.paused():
             path = Path(scratch) / "trace.json"
-            found = _read(taken, path, job.device.type)
+            read = _read(taken, path, job.device.type)
             ahead = traces.clock_ahead(job.world.rank, job.device)
-            if keep:  # even if no phases can be read from it
+            if job.spec.config.profile.trace:  # even if no phases can be read from it
                 traces.keep(job, TRACES, partial(_write, job, taken, path), ahead, perfetto.NAME)
-            if reasons := [one for one in gather(found if isinstance(found, str) else None) if one]:
-                return {"steps": 0, "reason": reasons[0]}
-            assert isinstance(found, trace.Trace)
-            ready = traces.ready(found.calls, loop.mesh.groups(), ahead)
-            of_ranks: list[Partition] = gather(partition(found, ready))
+            if reason := reason_of_any(read):
+                return Phases(steps=0, reason=reason)
+            assert isinstance(read, trace.Trace)
+            ready = traces.ready(read.calls, loop.mesh.groups(), ahead)
+            of_ranks: list[Partition] = gather(partition(read, ready))
     if not job.world.is_first:
         return None
-    fields = {
-        **_fields(of_ranks, timed),
-        "stages": traces.stages(job),
-        "bubble_formula": _bubble(job),
-        "stage_parts": expected.parts,
-        "stage_links": loop.engine.links,
-    }
-    for operation, sent in fields["communication"].items():
+    found = scaled(of_ranks, timed)
+    for operation, sent in (found.communication or {}).items():
         size = expected.volume.get(operation)
-        sent["formula_bytes"] = None if isinstance(size, tuple) else size
-        sent["formula_range"] = [*size] if isinstance(size, tuple) else None
-        sent["fit_seconds"] = _fit_seconds(job, operation, sent["calls"], sent["bytes"])
-    return {**fields, "pass_seconds": time.perf_counter() - started}
+        if isinstance(size, tuple):
+            sent.formula_range = [*size]
+        else:
+            sent.formula_bytes = size
+        sent.fit_seconds = _fit_seconds(job, operation, sent.calls, sent.bytes)
+    found.stages = traces.stages(job)
+    found.bubble_formula = _bubble(job)
+    found.stage_parts = expected.parts
+    found.stage_links = loop.engine.links
+    found.pass_seconds = time.perf_counter() - started
+    return found
+
+
+def reason_of_any(result: object) -> str | None:
+    """Return why a rank has no result, which is then a text; called in all ranks, with the same answer."""
+    return next(filter(None, gather(result if isinstance(result, str) else None)), None)
 
 
 def _count(asked: int, timed: float | None) -> int:
@@ -163,32 +164,46 @@ def _write(job: Job, taken: profile, trace: Path, path: Path) -> None:
         (path.parent / OPERATIONS).write_text(str(table))
 
 
-def _fields(of_ranks: Sequence[Partition], timed: float | None) -> dict[str, Any]:
-    """Return the record's fields from the partitions of all ranks, scaled to the timed step."""
-    durations = [one.duration / one.steps for one in of_ranks]
+def scaled(of_ranks: Sequence[Partition], timed: float | None) -> Phases:
+    """Return the times of all ranks' partitions, scaled to the timed step."""
+    count = len(of_ranks)
+    durations = [of_rank.duration / of_rank.steps for of_rank in of_ranks]
     step_seconds = timed or max(durations)
-    of_ranks = [_without_profiler(one, step_seconds) for one in of_ranks]
-    #: Factors from a rank's seconds of all profiled steps to seconds of one timed step.
-    scales = [step_seconds / one.duration for one in of_ranks]
+    of_ranks = [_without_profiler(of_rank, step_seconds) for of_rank in of_ranks]
+    #: With factors from a rank's seconds of all profiled steps to seconds of one timed step.
+    scales = [(of_rank, step_seconds / of_rank.duration) for of_rank in of_ranks]
     #: By step and rank: how long the other ranks waited for it, averaged over these.
-    waited_for = np.zeros((of_ranks[0].steps, len(of_ranks)))
-    for one, scale in zip(of_ranks, scales, strict=True):
-        for of_step, waited in zip(waited_for, one.waited_for, strict=True):
+    waited_for = np.zeros((of_ranks[0].steps, count))
+    for of_rank, scale in scales:
+        for of_step, waited in zip(waited_for, of_rank.waited_for, strict=True):
             for rank, seconds in waited.items():
                 if rank >= 0:
-                    of_step[rank] += seconds * scale / max(1, len(of_ranks) - 1)
-    return {
-        "steps": of_ranks[0].steps,
-        "reason": None,
-        "profiled_step_seconds": max(durations),
-        "step_seconds": step_seconds,
-        "ranks": {
-            name: [one.seconds[name] * scale for one, scale in zip(of_ranks, scales, strict=True)] for name in PHASES
-        },
-        "communication": _communication(of_ranks, scales),
-        "waited_for": waited_for.sum(axis=0).tolist(),
-        "waited_for_most": [int(of_step.argmax()) if of_step.any() else None for of_step in waited_for],
-    }
+                    of_step[rank] += seconds * scale / max(1, count - 1)
+    traffic = grouped((name, (sent, scale)) for of_rank, scale in scales for name, sent in of_rank.traffic.items())
+    return Phases(
+        steps=of_ranks[0].steps,
+        profiled_step_seconds=max(durations),
+        step_seconds=step_seconds,
+        ranks={name: [of_rank.seconds[name] * scale for of_rank, scale in scales] for name in PHASES},
+        communication={name: _mean(sent, count * of_ranks[0].steps, count) for name, sent in traffic.items()},
+        waited_for=waited_for.sum(axis=0).tolist(),
+        waited_for_most=[int(of_step.argmax()) if of_step.any() else None for of_step in waited_for],
+    )
+
+
+def _mean(traffic: Sequence[tuple[Traffic, float]], steps: int, ranks: int) -> Communication:
+    """Average an operation over the steps of all ranks; calls with unknown end count with the mean time of the others.
+
+    ``traffic`` is that of each rank with its scale; the seconds, which are scaled to one step, are averaged over ranks.
+    """
+    calls, ended = sum(sent.calls for sent, _ in traffic), sum(sent.known for sent, _ in traffic)
+    seconds = sum(sent.seconds * scale for sent, scale in traffic) / ranks
+    return Communication(
+        calls=calls / steps,
+        bytes=sum(sent.bytes for sent, _ in traffic) / steps,
+        seconds=seconds * calls / ended if ended else 0.0,
+        exposed_seconds=sum(sent.exposed_seconds * scale for sent, scale in traffic) / ranks,
+    )
 
 
 def _without_profiler(one: Partition, step_seconds: float) -> Partition:
@@ -196,23 +211,6 @@ def _without_profiler(one: Partition, step_seconds: float) -> Partition:
     host = min(one.seconds["host"], max(0.0, one.duration - one.steps * step_seconds))
     left = {**one.seconds, "host": one.seconds["host"] - host}
     return replace(one, duration=one.duration - host, seconds=left)
-
-
-def _communication(of_ranks: Sequence[Partition], scales: Sequence[float]) -> dict[str, dict[str, float]]:
-    """Average each operation over ranks and steps; calls with unknown end count with the mean time of the others."""
-    found: dict[str, dict[str, float]] = {}
-    known: defaultdict[str, float] = defaultdict(float)
-    for one, scale in zip(of_ranks, scales, strict=True):
-        for name, of_one in one.traffic.items():
-            mean = found.setdefault(name, dict.fromkeys(("calls", "bytes", "seconds", "exposed_seconds"), 0.0))
-            known[name] += of_one.known / one.steps / len(of_ranks)
-            mean["calls"] += of_one.calls / one.steps / len(of_ranks)
-            mean["bytes"] += of_one.bytes / one.steps / len(of_ranks)
-            mean["seconds"] += of_one.seconds * scale / len(of_ranks)
-            mean["exposed_seconds"] += of_one.exposed_seconds * scale / len(of_ranks)
-    for name, mean in found.items():
-        mean["seconds"] *= mean["calls"] / known[name] if known[name] else 0.0
-    return found
 
 
 def _fit_seconds(job: Job, operation: str, calls: float, size: float) -> float | None:

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import convert, to_builtins
 
-from ptdbench.job import Job
+from ptdbench.job import Job, Results
 from ptdbench.launch.collect import barrier, gather, most, total
 from ptdbench.measure import memory
 from ptdbench.records import record, series, store
+from ptdbench.records.schema import Evaluation, Segment, SegmentLayout
 from ptdbench.report.loggers import Log, TensorBoard
 from ptdbench.setup import choices
 from ptdbench.terminal import echo
@@ -46,7 +48,7 @@ class Recorder:
         self.warnings: list[str] = []  #: Which steps before this process lost their figures, and why.
         self._job = job
         self._loop = loop
-        self._earlier: list[dict[str, Any]] = []
+        self._earlier: list[Segment] = []
         self._startup: dict[str, float] | None = None
         self._unwritten: list[np.ndarray] = []
         self._unshown: list[np.ndarray] = []
@@ -66,18 +68,18 @@ class Recorder:
         ``source`` is the directory of the run that did these steps, and ``facts`` are from its checkpoint.
         """
         facts = facts or {}
-        self._earlier = list(facts.get("segments", []))
+        self._earlier = convert(facts.get("segments", []), list[Segment])
         self._shown_evaluations = len(facts.get("evaluations", []))
         if not self._job.world.is_first:
             return
-        self._job.note({"steps": steps or None})  # drop steps of an earlier start after its last checkpoint
+        self._job.note(Results(steps=steps or None))  # drop steps of an earlier start after its last checkpoint
         if source is None or source == self._job.directory:
-            known = series.keep(self.path, steps)
+            kept = series.keep(self.path, steps)
         else:
-            known = series.copy(source / series.NAME, self.path, steps)
-        if known < steps:
-            series.append(self.path, series.unknown(steps - known))
-            lost = f"{source}/{series.NAME} holds {known} of the {steps} earlier steps"
+            kept = series.copy(source / series.NAME, self.path, steps)
+        if kept < steps:
+            series.append(self.path, series.unknown(steps - kept))
+            lost = f"{source}/{series.NAME} holds {kept} of the {steps} earlier steps"
             lost += ": the figures of the others are lost"
             self.warnings.append(lost)
             echo(f"warning: {lost}", sys.stderr)
@@ -111,7 +113,7 @@ class Recorder:
                 self._write()
         barrier()  # otherwise the other ranks would wait for rank 0 within the next timed step
 
-    def show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    def show(self, evaluations: Sequence[Evaluation]) -> None:
         """Write new steps and evaluations to TensorBoard, and figures and all evaluations to the record.
 
         Called in all ranks, between two steps, with all evaluations of the run so far.
@@ -120,27 +122,29 @@ class Recorder:
         taken, pace = self._loop.taken, max(self._seconds_per_step, 1e-9)
         affordable = max(1, int(min(DRAIN_EVERY, DRAIN_SECONDS / pace)))
         self._next = taken + min(affordable, max(taken, _SECOND - taken))
-        fields = self.figures(if_quick=True)
+        results = self.figures(if_quick=True)
         if self._job.world.is_first:
             with self._job.watchdog.paused():  # on rank 0 only: another rank that misses the barrier is stuck
-                if fields:
-                    self._job.note({**fields, "evaluations": evaluations})
+                if results.metrics:
+                    results.evaluations = evaluations
+                    self._job.note(results)
                 self._show(evaluations)
         barrier()
 
-    def _show(self, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    def _show(self, evaluations: Sequence[Evaluation]) -> None:
         if self._unshown:
             rows = np.concatenate(self._unshown)
             with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
-                known = store.load_record(self._job.directory)
+                written = store.load_record(self._job.directory)
                 for log in self.logs:
-                    log.show(known, self._loop.done - len(rows), rows, evaluations[self._shown_evaluations :])
+                    news = to_builtins(evaluations[self._shown_evaluations :])
+                    log.show(written, self._loop.done - len(rows), rows, news)
                 self._unshown, self._shown_evaluations = [], len(evaluations)
 
-    def figures(self, if_quick: bool = False) -> dict[str, Any]:
-        """Return the measured fields of the record on rank 0, if all steps so far are on disk; else nothing.
+    def figures(self, if_quick: bool = False) -> Results:
+        """Return the measured results on rank 0, if all steps so far are on disk; else none.
 
-        Called in all ranks, between two steps. ``if_quick``: return nothing if it would take too much run time.
+        Called in all ranks, between two steps. ``if_quick``: return none if it would take too much run time.
         """
         peaks = (of(self._job.device) for of in (memory.peak_bytes, memory.peak_reserved_bytes))
         outside, size = memory.outside_and_size(self._job.device)
@@ -148,18 +152,20 @@ class Recorder:
         segments = self.segments()
         started = time.perf_counter()
         if not self._job.world.is_first or self._unwritten or (if_quick and started < self._next_figures_at):
-            return {}
+            return Results()
         with self._job.watchdog.paused():
             self._ceiling = self._ceiling or ceiling_of_run(self._job)
-            fields = figures(self._job, self.path, segments, (allocated, reserved), self._ceiling)
+            results = figures(self._job, self.path, segments, self._ceiling)
+        if measured := results.metrics:
+            measured.peak_memory_bytes, measured.peak_reserved_bytes = allocated, reserved or None
             if size:
-                fields["metrics"] |= {"outside_memory_bytes": outside, "device_memory_bytes": -negative}
+                measured.outside_memory_bytes, measured.device_memory_bytes = outside, -negative
         took = time.perf_counter() - started
         self._next_figures_at = started + (took / _SHARE if self._loop.done >= _MANY else 0.0)
-        return fields
+        return results
 
-    def segments(self) -> list[dict[str, Any]]:
-        """Return a segment per start of the run, as in a record but without ``warmup_steps``; called in all ranks.
+    def segments(self) -> list[Segment]:
+        """Return a segment per start of the run, the last one without its ``warmup_steps``; called in all ranks.
 
         The first call gathers the ranks' startup times up to the end of the first step on the last rank.
         """
@@ -168,13 +174,7 @@ class Recorder:
             ends = [sum(of_rank.values()) for of_rank in laps]
             first_step = laps[0].get("first_step", 0.0) + (max(ends) - ends[0])  # missing if no steps were left
             self._startup = laps[0] | {"first_step": first_step}
-        mine = {
-            "first_step": self._loop.first_step,
-            "steps": self._loop.taken,
-            "layout": _layout(self._job),
-            "startup_seconds": self._startup,
-        }
-        return [*self._earlier, mine]
+        return [*self._earlier, Segment(self._loop.first_step, self._loop.taken, _layout(self._job), self._startup)]
 
     def finish(self) -> None:
         """Write the last steps to disk; called in all ranks.
@@ -220,17 +220,17 @@ class Recorder:
 _TIMELESS = ("train.steps", "train.max_minutes", "eval.every", "checkpoint.every_steps", "checkpoint.keep")
 
 
-def _layout(job: Job) -> dict[str, Any]:
+def _layout(job: Job) -> SegmentLayout:
     """Return what must be equal for step times to be comparable."""
-    return {
-        "parallel": job.spec.config.resolved["parallel"],
-        "launcher": job.world.launcher,
-        "nodes": sorted({peer.node for peer in job.peers}),
-        "work": record.work(job.spec.config.resolved, _TIMELESS),
+    return SegmentLayout(
+        parallel=job.spec.config.resolved["parallel"],
+        launcher=job.world.launcher,
+        nodes=sorted({peer.node for peer in job.peers}),
+        work=record.work(job.spec.config.resolved, _TIMELESS),
         **job.training.layout.as_dict(),
-    }
+    )
 
 
 def _finite_or_nan(values: torch.Tensor) -> np.ndarray:
-    found = values.double().cpu().numpy()
-    return np.where(np.isfinite(found), found, np.nan)
+    numbers = values.double().cpu().numpy()
+    return np.where(np.isfinite(numbers), numbers, np.nan)

@@ -42,11 +42,11 @@ def clock_ahead(rank: int, device: torch.device) -> float:
     if dist.get_backend() == "gloo":  # which cannot send a GPU's tensors
         device = torch.device("cpu")
     first = {name: machines.index(name) for name in dict.fromkeys(machines)}
-    found = 0.0
+    seconds = 0.0
     for asking in first.values():
         if asking and rank in (0, asking):
-            found = _answer(asking, device) if rank == 0 else _ask(device)
-    of_ranks: list[float] = gather(found)
+            seconds = _answer(asking, device) if rank == 0 else _ask(device)
+    of_ranks: list[float] = gather(seconds)
     return of_ranks[first[machines[rank]]]
 
 
@@ -55,12 +55,12 @@ def _ask(device: torch.device) -> float:
     best = (float("inf"), 0.0)
     message = torch.zeros(1, dtype=torch.float64, device=device)
     for _ in range(_TRIES):
-        asked = time.time()
+        sent = time.time()
         dist.send(message, 0)
         dist.recv(message, 0)
         theirs = message.item()
-        answered = time.time()
-        best = min(best, (answered - asked, (asked + answered) / 2 - theirs))
+        received = time.time()
+        best = min(best, (received - sent, (sent + received) / 2 - theirs))
     return best[1]
 
 
@@ -185,36 +185,37 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
 
     The groups are from :meth:`ptdbench.parallel.mesh.Mesh.groups`, ``ahead`` is from :func:`clock_ahead`.
     """
-    found = [Ready(call.start) for call in calls]
+    begins = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
     calls = [
         in_pipeline(call, groups[name]) if name == "pipeline" else call for call, name in zip(calls, of, strict=True)
     ]
-    keys: dict[str, dict[_Key, int]] = {}
+    places: dict[str, dict[_Key, int]] = {}
     for name, group in groups.items():
-        mine = [number for number, one in enumerate(of) if one == name]
-        keys[name] = dict(zip(_keys([calls[at] for at in mine], dist.get_rank(group)), mine, strict=True))
-    told: list[dict[str, dict[_Key, _Times]]] = gather(
-        {name: {key: _times(calls[at], ahead) for key, at in own.items()} for name, own in keys.items()}
+        in_group = [place for place, of_call in enumerate(of) if of_call == name]
+        keys = _keys([calls[place] for place in in_group], dist.get_rank(group))
+        places[name] = dict(zip(keys, in_group, strict=True))
+    of_ranks: list[dict[str, dict[_Key, _Times]]] = gather(
+        {name: {key: _times(calls[at], ahead) for key, at in in_group.items()} for name, in_group in places.items()}
     )
     for name, group in groups.items():
         ranks = dist.get_process_group_ranks(group)
-        called = [told[rank][name] for rank in ranks]
-        for key, number in keys[name].items():
-            others = _others(key, calls[number], dist.get_rank(group), called)
-            if others:
-                found[number] = _ready(_times(calls[number], ahead), others, ranks, ahead)
-    return together(calls, found)
+        times = [of_ranks[rank][name] for rank in ranks]
+        for key, place in places[name].items():
+            if others := _others(key, calls[place], dist.get_rank(group), times):
+                begins[place] = _ready(_times(calls[place], ahead), others, ranks, ahead)
+    return together(calls, begins)
 
 
-def together(calls: Sequence[Call], found: Sequence[Ready]) -> list[Ready]:
+def together(calls: Sequence[Call], begins: Sequence[Ready]) -> list[Ready]:
     """Let the messages of one NCCL kernel begin with the latest of them, as the kernel waits for all."""
     latest: dict[tuple[float, float], Ready] = {}
-    for call, one in zip(calls, found, strict=True):
-        latest[call.start, call.end] = max(latest.get((call.start, call.end), one), one, key=lambda ready: ready.since)
+    for call, ready in zip(calls, begins, strict=True):
+        before = latest.get((call.start, call.end), ready)
+        latest[call.start, call.end] = max(before, ready, key=lambda begin: begin.since)
     return [
-        one if call.held is not None or call.operation not in POINT_TO_POINT else latest[call.start, call.end]
-        for call, one in zip(calls, found, strict=True)
+        ready if call.held is not None or call.operation not in POINT_TO_POINT else latest[call.start, call.end]
+        for call, ready in zip(calls, begins, strict=True)
     ]
 
 
@@ -250,5 +251,5 @@ def _others(key: _Key, call: Call, rank: int, times: Sequence[dict[_Key, _Times]
     """Return the times of this call on the other ranks; empty if not all of them made it."""
     if call.operation in POINT_TO_POINT:
         return {call.peer: times[call.peer][key]} if call.peer is not None and key in times[call.peer] else {}
-    found = {other: one[key] for other, one in enumerate(times) if other != rank and key in one}
-    return found if len(found) == len(times) - 1 else {}
+    others = {other: of_other[key] for other, of_other in enumerate(times) if other != rank and key in of_other}
+    return others if len(others) == len(times) - 1 else {}

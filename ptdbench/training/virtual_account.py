@@ -5,11 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,63 +20,74 @@ from ptdbench.launch.collect import gather
 from ptdbench.measure import memory
 from ptdbench.parallel.comm_volume import Size
 from ptdbench.profiling import trace
+from ptdbench.records.schema import Messages, Virtual
 from ptdbench.training import profile
 from ptdbench.training.loop import StepLoop
 
-
-@dataclass(frozen=True)
-class _Own:
-    """The account of one rank."""
-
-    allocated: int  #: Peak memory allocated by PyTorch, in bytes.
-    reserved: int  #: Peak memory that PyTorch reserved on the device, in bytes.
-    communicators: int  #: Number of process groups with several ranks.
-    #: Seconds that the host took to launch a step; ``None`` if not measured.
-    host_seconds: float | None = None
-    kernels: Counter[str] = field(default_factory=Counter)  #: Kernels of a step by kind.
-    calls: Counter[str] = field(default_factory=Counter)  #: Communication calls of a step by operation.
-    bytes: Counter[str] = field(default_factory=Counter)  #: Bytes of these calls.
-    reason: str | None = None  #: Why kernels and messages are unknown.
+T = TypeVar("T")
 
 
-def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> dict[str, Any] | None:
+def account(job: Job, loop: StepLoop, volume: Mapping[str, Size]) -> Virtual | None:
     """Run a step to time the host, and one under the profiler, unless ``profile.steps=0``.
 
     Called in all present ranks, when the steps of the loop are drained. On the first rank ``volume`` has the bytes of
-    each communication operation in a step by formula.
-
-    Returns:
-        On the first rank the record's field ``virtual``, see :class:`ptdbench.records.schema.Virtual`.
+    each communication operation in a step by formula. ``None`` on the other ranks.
     """
-    machine = job.spec.virtual
-    assert machine
-    told: list[_Own] = gather(_own(job, loop))
+    of_ranks: list[Virtual] = gather(_of_rank(job, loop))
     if not job.world.is_first:
         return None
-    ranks = present(job)
-    owns = [told[rank] for rank in ranks]
-    kinds = dict.fromkeys(kind for one in owns for kind in one.kernels)
-    operations = dict.fromkeys(operation for one in owns for operation in one.calls)
-    return {
-        "device": machine.gpu_name,
-        "real_time": machine.real_time,
-        "ranks": ranks,
-        "allocated_bytes": [one.allocated for one in owns],
-        "reserved_bytes": [one.reserved for one in owns],
-        "context_bytes": machine.gpu.context,
-        "communicators": [one.communicators for one in owns],
-        "host_seconds": [one.host_seconds for one in owns] if job.spec.config.profile.steps else None,
-        "kernels": {kind: [one.kernels[kind] for one in owns] for kind in kinds},
-        "messages": {
-            operation: {
-                "calls": fmean(one.calls[operation] for one in owns),
-                "bytes": fmean(one.bytes[operation] for one in owns) or None,
-                "formula_bytes": None if isinstance(size := volume.get(operation), tuple) else size,
-            }
-            for operation in operations
-        },
-        "reason": next((one.reason for one in owns if one.reason), None),
-    }
+    found = merged([of_ranks[rank] for rank in present(job)])
+    for operation, sent in (found.messages or {}).items():
+        size = volume.get(operation)
+        sent.formula_bytes = None if isinstance(size, tuple) else size
+    return found
+
+
+def merged(accounts: Sequence[Virtual], stands_for: Mapping[int, int] | None = None) -> Virtual:
+    """Combine accounts of different ranks; ``stands_for``: how many ranks each stands for, by default itself only.
+
+    The bytes of a message are known only if all ranks that send it know theirs.
+    """
+    first, ranks = accounts[0], [account.ranks or [] for account in accounts]
+    kinds = dict.fromkeys(kind for account in accounts for kind in account.kernels or ())
+    operations = dict.fromkeys(operation for account in accounts for operation in account.messages or ())
+    counts = [sum((stands_for or {}).get(rank, 1) for rank in of_account) for of_account in ranks]
+    return Virtual(
+        device=first.device,
+        real_time=first.real_time,
+        ranks=[*chain(*ranks)],
+        allocated_bytes=_joined(account.allocated_bytes for account in accounts),
+        reserved_bytes=_joined(account.reserved_bytes for account in accounts),
+        context_bytes=first.context_bytes,
+        communicators=_joined(account.communicators for account in accounts),
+        host_seconds=_joined(account.host_seconds for account in accounts),
+        kernels={kind: [*chain(*(_kernels(account, kind) for account in accounts))] for kind in kinds},
+        messages={operation: _mean(operation, accounts, counts) for operation in operations},
+        reason=next((account.reason for account in accounts if account.reason), None),
+    )
+
+
+def _kernels(account: Virtual, kind: str) -> list[int]:
+    return (account.kernels or {}).get(kind) or [0] * len(account.ranks or ())
+
+
+def _joined(lists: Iterable[list[T] | None]) -> list[T] | None:
+    known = [numbers for numbers in lists if numbers is not None]
+    return [*chain(*known)] if known else None
+
+
+def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) -> Messages:
+    """Average an operation over all ranks: an account stands for as many as ``counts`` says."""
+    known = [(account.messages or {}).get(operation) for account in accounts]
+    sent = [(messages, count) for messages, count in zip(known, counts, strict=True) if messages]
+    sizes = [messages.bytes * count for messages, count in sent if messages.bytes is not None]
+    return Messages(
+        calls=sum(messages.calls * count for messages, count in sent) / sum(counts),
+        bytes=sum(sizes) / sum(counts) if len(sizes) == len(sent) else None,
+        formula_bytes=next(
+            (messages.formula_bytes for messages, _ in sent if messages.formula_bytes is not None), None
+        ),
+    )
 
 
 def present(job: Job) -> list[int]:
@@ -96,39 +106,47 @@ def settle() -> None:
             group._wait_for_pending_works()
 
 
-def _own(job: Job, loop: StepLoop) -> _Own:
-    peaks = memory.peak_bytes(job.device), memory.peak_reserved_bytes(job.device)  # of the steps before
-    own = _Own(*peaks, len(_communicating()))
+def _of_rank(job: Job, loop: StepLoop) -> Virtual:
+    machine = job.spec.virtual
+    assert machine
+    account = Virtual(
+        device=machine.gpu_name,
+        real_time=machine.real_time,
+        ranks=[job.world.rank],
+        allocated_bytes=[memory.peak_bytes(job.device)],  # of the steps before
+        reserved_bytes=[memory.peak_reserved_bytes(job.device)],
+        context_bytes=machine.gpu.context,
+        communicators=[len(_communicating())],
+    )
     if not job.spec.config.profile.steps:
-        return replace(own, reason="profile.steps=0")
-    own = replace(own, host_seconds=_host_seconds(job, loop))
+        account.reason = "profile.steps=0"
+        return account
+    account.host_seconds = [_host_seconds(job, loop)]
     with job.display.during("profiling"):
         try:
-            return replace(own, **_launched(job, loop))
+            account.kernels, account.messages = _launched(job, loop)
         except (OSError, RuntimeError, ValueError) as error:
             why = lack_of_space(error, Path(tempfile.gettempdir())) or error
-            return replace(own, reason=f"the trace cannot be written and read: {why}")
+            account.reason = f"the trace cannot be written and read: {why}"
         finally:
             settle()
             memory.trim()
+    return account
 
 
-def _launched(job: Job, loop: StepLoop) -> dict[str, Any]:
-    """Run a step under the profiler; return its kernels by kind, and calls and bytes of messages by operation."""
+def _launched(job: Job, loop: StepLoop) -> tuple[dict[str, list[int]], dict[str, Messages]]:
+    """Run a step under the profiler; return its kernels by kind, and its messages by operation."""
     with tempfile.TemporaryDirectory(prefix="ptdbench-trace-") as scratch:
         path = Path(scratch) / "trace.json"
         profile.run(job, loop, 1).export_chrome_trace(str(path))
         memory.trim()  # a step of a large model has 150,000 events
         launched, called = trace.launched_in_steps(path)
     kernels = Counter(profile.kernel_kind(kernel.name) for kernel in launched)
-    size = Counter[str]()
+    calls, size = Counter(call.operation for call in called), Counter[str]()
     for call in called:
         size[call.operation] += call.bytes
-    return {
-        "kernels": Counter(dict(kernels.most_common())),
-        "calls": Counter(call.operation for call in called),
-        "bytes": size,
-    }
+    messages = {operation: Messages(float(count), float(size[operation]) or None) for operation, count in calls.items()}
+    return {kind: [count] for kind, count in kernels.most_common()}, messages
 
 
 def _communicating() -> list[dist.ProcessGroup]:

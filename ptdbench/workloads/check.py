@@ -8,30 +8,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
-
-from msgspec import to_builtins
+from typing import Any, Generic, TypeVar
 
 from ptdbench.files import write_json
+from ptdbench.grouping import grouped
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import gather
-from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory
-from ptdbench.measure.diagnosis import Finding
+from ptdbench.measure import ceiling, contention, diagnosis, gpu_state, memory, results
+from ptdbench.measure.gpu_state import Gpu, Gpus
 from ptdbench.measure.hardware import environment
-from ptdbench.measure.other_load import OtherLoad
 from ptdbench.measure.products import Shape
+from ptdbench.measure.results import P2P, Finding, Matmul, MessageSize, OtherLoad, Pair
+from ptdbench.measure.timing import median_of
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.report import workload_tables
 from ptdbench.terminal import echo
-from ptdbench.workloads import collectives, point_to_point
+from ptdbench.workloads import collectives, hello, point_to_point
 from ptdbench.workloads.collectives import Collectives
-from ptdbench.workloads.hello import Hello
 from ptdbench.workloads.point_to_point import PointToPoint
 
+R = TypeVar("R")
 T = TypeVar("T", bound=Hashable)
-Figures = dict[str, Any]
 
 #: The rate of each device or link, and the key of the peers to compare it with.
 Rates = tuple[dict[T, float], dict[T, Hashable]]
@@ -90,65 +89,64 @@ class Check:
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""
-        found = self.examine(job)
-        errors = {"sound": None, "busy": Busy(_texts(found)), "unsound": Unsound(_texts(found))}
-        return Outcome({"check": found}, error=errors[found["verdict"]])
+        report = self.examine(job)
+        errors = {"sound": None, "busy": Busy(_texts(report)), "unsound": Unsound(_texts(report))}
+        return Outcome(check=report, error=errors[report.verdict])
 
-    def examine(self, job: Job) -> Figures:
+    def examine(self, job: Job) -> results.Check:
         """Measure and evaluate; every rank calls this and gets the same result. Rank 0 also writes a file.
 
         Raises:
             ArithmeticError: A sum, a product or a message is wrong, so that no result can be trusted.
         """
-        hello = Hello()(job).fields["hello"]
-        facts: list[Figures] = gather(_facts(job))
-        load_so_far = contention.watch(job.device)
-        products, slow_ranks, product_attempts = self._until_sound(
-            lambda: self.products(job), partial(_product_rates, job)
-        )
-        product_load, load_so_far = load_so_far(), contention.watch(job.device)
-        links, slow_links, link_attempts = self._until_sound(lambda: self.messages(job), partial(_link_rates, facts))
-        link_load = load_so_far()
+        ranks = hello.meet(job)
+        facts: list[_Facts] = gather(_Facts.of(job))
+        products = self._until_sound(job, lambda: self.products(job), partial(_product_rates, job))
+        links = self._until_sound(job, lambda: self.messages(job), partial(_link_rates, facts))
         together = collectives.measure(job, _FEW_COLLECTIVES) if job.world.size > 1 else None
-        warm: list[Figures] = gather(_facts(job))  # now under heat and load
+        warm: list[_Facts] = gather(_Facts.of(job))  # now under heat and load
         findings = [
-            *diagnosis.different_versions([of["environment"] for of in facts]),
+            *diagnosis.different_versions([of_rank.environment for of_rank in facts]),
             *_gpu_findings(job, facts, warm),
-            *diagnosis.slow_ranks(slow_ranks, product_attempts, _loaded(facts, product_load)),
-            *diagnosis.slow_links(slow_links, link_attempts, _loaded(facts, link_load)),
+            *diagnosis.slow_ranks(products.slow, products.attempts, _loaded(facts, products.load)),
+            *diagnosis.slow_links(links.slow, links.attempts, _loaded(facts, links.load)),
         ]
         verdict = diagnosis.verdict(findings)
         load = [  # the heavier load of each node
-            max(of_node, key=lambda one: (len(one.gpu_ranks), one.taken or 0))
-            for of_node in zip(product_load, link_load, strict=True)
+            max(of_node, key=lambda load: (len(load.gpu_ranks), load.taken or 0))
+            for of_node in zip(products.load, links.load, strict=True)
         ]
-        found = {
-            "sound": verdict == "sound",
-            "verdict": verdict,
-            "busy": _why_busy(load) if verdict == "busy" else None,
-            "findings": to_builtins(findings),
-            "remarks": _remarks(job, facts, load),
-            "tolerance": self.tolerance,
-            "attempts": {"matmul": product_attempts, "p2p": link_attempts},
-            "other_load": to_builtins({"matmul": product_load, "p2p": link_load}),
-            "hello": hello,
-            "versions": {name: facts[0]["environment"].get(name) for name in diagnosis.VERSIONS},
-            "gpus": [of["gpu"] for of in warm],
-            "links": {of["node"]: of["links"] for of in facts if of["links"]},
-            "matmul": products,
-            "p2p": links,
-            "collectives": together,
-        }
+        report = results.Check(
+            sound=verdict == "sound",
+            verdict=verdict,
+            busy=_why_busy(load) if verdict == "busy" else None,
+            findings=findings,
+            remarks=_remarks(job, facts, load),
+            tolerance=self.tolerance,
+            attempts={"matmul": products.attempts, "p2p": links.attempts},
+            other_load={"matmul": products.load, "p2p": links.load},
+            hello=ranks,
+            versions={name: facts[0].environment.get(name) for name in diagnosis.VERSIONS},
+            gpus=[of_rank.gpu for of_rank in warm],
+            links={
+                of_rank.node: {"gpus": [gpu.uuid for gpu in of_rank.seen.gpus], "matrix": of_rank.seen.links}
+                for of_rank in facts
+                if of_rank.seen.links
+            },
+            matmul=products.first,
+            p2p=links.first,
+            collectives=together,
+        )
         if job.world.is_first:
-            write_json(job.directory / FILE, found)
-        return found
+            write_json(job.directory / FILE, report)
+        return report
 
-    def products(self, job: Job) -> Figures:
+    def products(self, job: Job) -> Matmul:
         """Measure the devices briefly."""
         shapes, alive = [_SHAPES[job.device.type]], job.watchdog.alive
         return ceiling.measure(job.world, job.device, shapes, _DTYPES, _SECONDS, copies=False, alive=alive)
 
-    def messages(self, job: Job) -> Figures | None:
+    def messages(self, job: Job) -> P2P | None:
         """Measure the links briefly; ``None`` for a single rank."""
         if job.world.size == 1:
             return None
@@ -157,131 +155,130 @@ class Check:
         short = PointToPoint(pairs=pairs, **size, overlap_bytes=[], max_seconds=_LONGEST)
         return point_to_point.measure(job, short)
 
-    def _until_sound(
-        self, measure: Callable[[], Figures | None], read: Callable[[Figures], Rates[T]]
-    ) -> tuple[Figures | None, dict[T, float], int]:
-        """Measure until nothing looks slow or attempts run out; return first figures, what is slow, and attempts."""
-        first, seen = measure(), []
-        found, attempt = first, 1
-        while found:
-            rates, peers = read(found)
+    def _until_sound(self, job: Job, measure: Callable[[], R], rates_of: Callable[[R], Rates[T]]) -> _Measured[R, T]:
+        """Measure until nothing looks slow or attempts run out."""
+        watch = contention.Watch(job.device)
+        first = latest = measure()
+        seen = []
+        while True:
+            rates, peers = rates_of(latest)
             seen.append(rates)
             slow = diagnosis.slow(diagnosis.best_of(seen), peers, self.tolerance)
-            if not slow or attempt == self.attempts:
-                return first, slow, attempt
-            found, attempt = measure(), attempt + 1
-        return first, {}, attempt
+            if not slow or len(seen) == self.attempts:
+                return _Measured(first, slow, len(seen), watch.stop())
+            latest = measure()
 
 
-def preliminary(job: Job) -> Figures | None:
+@dataclass(frozen=True)
+class _Measured(Generic[R, T]):
+    """Figures that were measured until none looked slow."""
+
+    first: R  #: Of the first attempt.
+    slow: dict[T, float]  #: What is slow at best, with its rate as a fraction of the median of its peers.
+    attempts: int  #: How often it was measured.
+    load: list[OtherLoad]  #: Of each node, meanwhile.
+
+
+def preliminary(job: Job) -> results.Check | None:
     """Run the check before a training run, or nothing without ``check=true``; rank 0 prints what is unsound."""
     if not job.spec.config.general.check:
         return None
-    found = Check().examine(job)
+    report = Check().examine(job)
     memory.release(job.device)
     job.watch.lap("check")
-    if job.world.is_first and not found["sound"]:
-        echo(f"{summary(found)}; the run continues", sys.stderr)
-    return found
+    if job.world.is_first and not report.sound:
+        echo(f"{summary(report)}; the run continues", sys.stderr)
+    return report
 
 
-def with_check(outcome: Outcome, found: Figures | None) -> Outcome:
-    """Add the findings of the preliminary check to a training run's outcome, with a remark if they are unsound."""
-    if found is None:
-        return outcome
-    remarks = dict(outcome.fields["remarks"])
-    if not found["sound"]:
-        remarks["check"] = summary(found)
-    return replace(outcome, fields={**outcome.fields, "check": found, "remarks": remarks})
-
-
-def summary(found: Mapping[str, Any]) -> str:
+def summary(report: results.Check) -> str:
     """Return the verdict and the findings in one line."""
-    return f"{found['verdict']}: {_texts(found)}"
+    return f"{report.verdict}: {_texts(report)}"
 
 
-def _texts(found: Mapping[str, Any]) -> str:
-    return "; ".join([*filter(None, [found["busy"]]), *(finding["text"] for finding in found["findings"])])
+def _texts(report: results.Check) -> str:
+    return "; ".join([*filter(None, [report.busy]), *(finding.text for finding in report.findings)])
 
 
-def _facts(job: Job) -> Figures:
-    on_gpu = job.device.type == "cuda"
-    seen = gpu_state.inspect() if on_gpu else {"gpus": [], "links": [], "reason": None}
-    own = gpu_state.identity(job.device) if on_gpu else ""
-    return {
-        "environment": environment(job.device.type),
-        "node": job.peers[job.world.rank].node,
-        "gpu": next((gpu for gpu in seen["gpus"] if gpu["uuid"] == own), None),
-        "seen": seen,
-        "links": {"gpus": [gpu["uuid"] for gpu in seen["gpus"]], "matrix": seen["links"]} if seen["links"] else None,
-        "reason": seen["reason"],
-    }
+@dataclass(frozen=True)
+class _Facts:
+    """What a rank knows of its node."""
+
+    node: str  #: Its name.
+    environment: Mapping[str, Any] = field(default_factory=dict)  #: Versions and hardware.
+    seen: Gpus = field(default_factory=Gpus)  #: All GPUs; none if the run does not use them.
+    gpu: Gpu | None = None  #: The rank's own.
+
+    @classmethod
+    def of(cls, job: Job) -> _Facts:
+        """Look around."""
+        node, installed = job.peers[job.world.rank].node, environment(job.device.type)
+        if job.device.type != "cuda":
+            return cls(node, installed)
+        seen = gpu_state.inspect()
+        return cls(node, installed, seen, seen.get(gpu_state.identity(job.device)))
 
 
-def _product_rates(job: Job, found: Figures) -> Rates[tuple[str, int]]:
+def _product_rates(job: Job, matmul: Matmul) -> Rates[tuple[str, int]]:
     """Return rates by dtype and rank; peers have the same device and number of threads."""
-    rates = {(one["dtype"], of["rank"]): one["median"] for of in found["ranks"] for one in of["products"]}
-    return rates, {
-        (dtype, rank): (dtype, found["ranks"][rank]["device"], job.peers[rank].threads) for dtype, rank in rates
-    }
+    rates = {(product.dtype, rank.rank): product.median for rank in matmul.ranks for product in rank.products}
+    return rates, {(dtype, rank): (dtype, matmul.ranks[rank].device, job.peers[rank].threads) for dtype, rank in rates}
 
 
-def _link_rates(facts: Sequence[Figures], found: Figures) -> Rates[tuple[int, int]]:
+def _link_rates(facts: Sequence[_Facts], p2p: P2P | None) -> Rates[tuple[int, int]]:
     """Return bytes/s by source and target, over the time of a round trip; a link's peers are of the same kind.
 
     A link that was too slow to be measured has a rate of 0. Bandwidth without latency is not used, as it has the errors
     of both; nor is the latency, of which a few microseconds depend on the cores that two ranks happen to run on.
     """
 
-    def kind(source: int, target: int) -> Hashable:
-        one, other = facts[source], facts[target]
-        if one["node"] != other["node"]:
+    def kind(source: _Facts, target: _Facts) -> Hashable:
+        if source.node != target.node:
             return "between nodes"
-        if not (one["gpu"] and other["gpu"]):
-            return "within a node"
-        return gpu_state.link(one["seen"], one["gpu"]["uuid"], other["gpu"]["uuid"])
+        return source.seen.link(source.gpu, target.gpu) if source.gpu and target.gpu else "within a node"
 
-    rates = {
-        (pair["source"], pair["target"]): max(
-            (size["bytes"] / size["seconds"]["median"] for size in pair["sizes"][-1:]), default=0.0
-        )
-        for pair in found["pairs"]
-    }
-    return rates, {pair: kind(*pair) for pair in rates}
+    def rate(pair: Pair) -> float:
+        size = pair.sizes[-1] if pair.sizes else MessageSize()
+        return size.bytes / median_of(size.seconds) if size.bytes and size.seconds else 0.0
+
+    rates = {(pair.source, pair.target): rate(pair) for pair in (p2p.pairs if p2p else ())}
+    return rates, {(source, target): kind(facts[source], facts[target]) for source, target in rates}
 
 
-def _gpu_findings(job: Job, before: Sequence[Figures], after: Sequence[Figures]) -> list[Finding]:
+def _gpu_findings(job: Job, before: Sequence[_Facts], after: Sequence[_Facts]) -> list[Finding]:
     """Find problems of the GPUs when idle and after load, each once."""
-    found: dict[tuple[str, int], Finding] = {}
+    findings: dict[tuple[str, int], Finding] = {}
     for facts in (before, after):
-        for rank, of in enumerate(facts):
-            if of["gpu"]:
-                users = sum(other["gpu"] is not None and other["gpu"]["uuid"] == of["gpu"]["uuid"] for other in facts)
-                for finding in diagnosis.gpu_troubles(rank, of["gpu"], users, job.peers[rank].cores):
-                    found.setdefault((finding.kind, rank), finding)
-    return list(found.values())
+        uuids = [of_rank.gpu and of_rank.gpu.uuid for of_rank in facts]
+        for rank, of_rank in enumerate(facts):
+            if gpu := of_rank.gpu:
+                for finding in diagnosis.gpu_troubles(rank, gpu, uuids.count(gpu.uuid), job.peers[rank].cores):
+                    findings.setdefault((finding.kind, rank), finding)
+    return list(findings.values())
 
 
-def _loaded(facts: Sequence[Figures], load: Sequence[OtherLoad]) -> set[int]:
+def _loaded(facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> set[int]:
     """Return the ranks that other processes slowed down."""
-    of = {one.node: one for one in load}
-    return {rank for rank, fact in enumerate(facts) if of[fact["node"]].slows(rank)}
+    of_nodes = {of_node.node: of_node for of_node in load}
+    return {rank for rank, of_rank in enumerate(facts) if of_nodes[of_rank.node].slows(rank)}
 
 
 def _why_busy(load: Sequence[OtherLoad]) -> str:
-    texts = [f"{one} of node {one.node}" if len(load) > 1 else str(one) for one in load if one.is_busy]
+    texts = [
+        f"{of_node} of node {of_node.node}" if len(load) > 1 else str(of_node) for of_node in load if of_node.is_busy
+    ]
     return "; ".join([*texts, "measure again on a quiet machine"])
 
 
-def _remarks(job: Job, facts: Sequence[Figures], load: Sequence[OtherLoad]) -> list[str]:
+def _remarks(job: Job, facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> list[str]:
     """Return remarks on conditions that do not make the cluster unsound."""
-    found = [f"node {of['node']}: no information about its GPUs: {of['reason']}" for of in facts if of["reason"]]
-    found += [f"node {one.node}: {one}, which slows it down" for one in load if one.is_busy]
+    unseen = (of_rank for of_rank in facts if of_rank.seen.reason)
+    remarks = [f"node {of_rank.node}: no information about its GPUs: {of_rank.seen.reason}" for of_rank in unseen]
+    remarks += [f"node {of_node.node}: {of_node}, which slows it down" for of_node in load if of_node.is_busy]
     if job.world.size == 1:
-        found.append("a single rank has no links")
-    for node in dict.fromkeys(peer.node for peer in job.peers):
-        here = [peer for peer in job.peers if peer.node == node]
+        remarks.append("a single rank has no links")
+    for node, here in grouped((peer.node, peer) for peer in job.peers).items():
         threads, cores = sum(peer.threads for peer in here), len({core for peer in here for core in peer.cores})
         if threads > cores:
-            found.append(f"node {node}: {threads} threads of {len(here)} ranks share {cores} cores")
-    return list(dict.fromkeys(found))
+            remarks.append(f"node {node}: {threads} threads of {len(here)} ranks share {cores} cores")
+    return list(dict.fromkeys(remarks))

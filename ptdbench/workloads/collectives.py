@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch.distributed as dist
-from msgspec import to_builtins
+from msgspec.structs import asdict
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.collect import most
 from ptdbench.launch.world import World
-from ptdbench.measure import bandwidth, timing
+from ptdbench.measure import bandwidth, results, timing
 from ptdbench.measure.operations import DTYPES, OPERATIONS, REDUCTIONS, Message, Place, lacking, verify
-from ptdbench.measure.timing import Effort, summary
+from ptdbench.measure.results import CollectiveFit, CollectiveResult, Cut, Series
+from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, divisors, nearest, require, try_these
 from ptdbench.report import workload_tables
 
@@ -23,16 +24,6 @@ MODES = ("blocking", "async")
 
 #: Buffers per message on a rank: input, result, expected result, and the backend's copy.
 _COPIES = 4
-
-
-@dataclass(frozen=True)
-class Series:
-    """A series of measurements over sizes."""
-
-    op: str  #: The operation.
-    dtype: str | None  #: Dtype of the message; ``None`` if there is none.
-    reduction: str | None  #: The reduction; ``None`` if the operation does not reduce.
-    mode: str  #: ``blocking``, or ``async``: started, then waited for immediately.
 
 
 @dataclass(frozen=True)
@@ -54,12 +45,12 @@ class Collectives(Effort):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid for any ranks."""
-        found = timing.problems(asdict(self))
-        for option, known in (("ops", OPERATIONS), ("dtypes", DTYPES), ("reductions", REDUCTIONS), ("modes", MODES)):
-            found += _unknown(option, getattr(self, option), known)
+        wrong = timing.problems(vars(self))
+        for option, names in (("ops", OPERATIONS), ("dtypes", DTYPES), ("reductions", REDUCTIONS), ("modes", MODES)):
+            wrong += _unknown(option, getattr(self, option), names)
         if isinstance(self.group, str) and self.group not in ("all", "data", "pipeline"):
-            found.append(Problem("group", self.group, "there is no such group", _GROUPS))
-        require(*found)
+            wrong.append(Problem("group", self.group, "there is no such group", _GROUPS))
+        require(*wrong)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for missing ranks and for operations that the backend does not support."""
@@ -75,8 +66,9 @@ class Collectives(Effort):
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part; fits of operations over all ranks are stored for later runs."""
-        found = measure(job, self)
-        return Outcome({"collectives": {**found, "kept": _keep(job, found)}})
+        figures = measure(job, self)
+        figures.kept = _keep(job, figures)
+        return Outcome(collectives=figures)
 
     def series(self, without: Sequence[str] = ()) -> Iterator[Series]:
         """Yield all series to measure, except those of the operations ``without``."""
@@ -89,13 +81,10 @@ class Collectives(Effort):
                             yield Series(op, dtype, reduction, mode)
 
 
-def measure(job: Job, options: Collectives) -> dict[str, Any]:
-    """Run the requested measurements; every rank calls this.
+def measure(job: Job, options: Collectives) -> results.Collectives:
+    """Run the requested measurements; every rank calls this, with the same result.
 
     All groups work at the same time, and the slowest rank of all counts.
-
-    Returns:
-        The field ``collectives`` of a record, as ``docs/record.md`` describes it, the same on every rank.
 
     Raises:
         ArithmeticError: An operation gave a wrong result on this rank.
@@ -104,30 +93,27 @@ def measure(job: Job, options: Collectives) -> dict[str, Any]:
     need = _COPIES * options.max_bytes
     timing.require_memory(job.device, job.world.local_size, need, "workload.max_bytes", options.max_bytes)
     groups = groups_of(options.group, job.world.size, options.pipeline_size)
-    own = _join(groups, job.world)
-    left_out = lacking(job.spec.backend, job.device.type)
-    results: list[dict[str, Any]] = []
-    fits, cut = [], []
-    for series in options.series(left_out):
-        rows, too_long = _measure_series(job, options, series, own, len(groups[0]))
-        results += rows
-        line = bandwidth.fit([row["bytes"] for row in rows], [row["seconds"]["median"] for row in rows])
-        fits += [{**asdict(series), **to_builtins(line)}] if line else []
-        cut += too_long
-    if own and own.handle:
-        dist.destroy_process_group(own.handle)
-    return {
-        "group": options.group,
-        "groups": groups,
-        "definitions": definitions(),
-        "results": results,
-        "fits": fits,
-        "cut": cut,
-        "left_out": left_out,
-    }
+    group = _join(groups, job.world)
+    figures = results.Collectives(
+        group=options.group,
+        groups=groups,
+        definitions=definitions(),
+        results=[],
+        fits=[],
+        cut=[],
+        left_out=lacking(job.spec.backend, job.device.type),
+    )
+    for series in options.series(figures.left_out):
+        rows = _measure_series(job, options, series, group, len(groups[0]), figures.cut)
+        figures.results += rows
+        if line := bandwidth.fit([row.bytes for row in rows], [median_of(row.seconds) for row in rows]):
+            figures.fits.append(CollectiveFit(**asdict(line), **asdict(series)))
+    if group and group.handle:
+        dist.destroy_process_group(group.handle)
+    return figures
 
 
-def definitions() -> dict[str, Any]:
+def definitions() -> dict[str, object]:
     """Return how the bandwidths are computed."""
     return {
         "source": bandwidth.SOURCE,
@@ -162,14 +148,14 @@ class Group:
 
 def _join(groups: Sequence[Sequence[int]], world: World) -> Group | None:
     """Return this rank's group, or ``None`` if it is in none; creating the groups is collective over all ranks."""
-    own = None
+    group = None
     for ranks in groups:
         everybody = list(ranks) == list(range(world.size))
         handle = None if everybody else dist.new_group(list(ranks))
         if world.rank in ranks:
             assert not isinstance(handle, int)  # NON_GROUP_MEMBER
-            own = Group(handle, ranks)
-    return own
+            group = Group(handle, ranks)
+    return group
 
 
 _GROUPS = "try all, data, pipeline, or ranks as in [0,2]"
@@ -204,28 +190,29 @@ def _group_problems(
 
 
 def _measure_series(
-    job: Job, options: Collectives, series: Series, own: Group | None, ranks: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Measure one operation by size; the second list has the first size that took too long, if any."""
+    job: Job, options: Collectives, series: Series, group: Group | None, ranks: int, cut: list[Cut]
+) -> list[CollectiveResult]:
+    """Measure one operation by size; the first size that takes too long, if any, is added to ``cut``."""
     operation, dtype = OPERATIONS[series.op], DTYPES[series.dtype or "fp32"]
     reduction = REDUCTIONS[series.reduction or "sum"]
     place = None
-    if own:
-        place = Place(own.handle, own.ranks, own.ranks.index(job.world.rank), job.device, dtype, reduction)
+    if group:
+        place = Place(group.handle, group.ranks, group.ranks.index(job.world.rank), job.device, dtype, reduction)
     item = dtype.torch.itemsize
-    asked = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
-    counts = dict.fromkeys(operation.count(size, ranks, item) for size in asked) if series.dtype else [0]
-    rows: list[dict[str, Any]] = []
+    sizes = timing.sizes(options.min_bytes, options.max_bytes, options.factor)
+    counts = dict.fromkeys(operation.count(size, ranks, item) for size in sizes) if series.dtype else [0]
+    rows: list[CollectiveResult] = []
     for count in counts:
         job.watchdog.alive()
         size = operation.bytes(count, ranks, item)
-        name = f"{workload_tables.name_of_series(asdict(series))} of {size} bytes over ranks {own.ranks if own else []}"
+        name = f"{series} of {size} bytes over ranks {group.ranks if group else []}"
         message = operation.prepare(place, count) if place else None
         seconds, posted = _time(job, message, place, name, series.mode == "async", options)
         if not seconds:
-            return rows, [{**asdict(series), "from_bytes": size, "reason": options.too_long}]
-        rows.append({**asdict(series), **_figures(series.op, size, ranks, seconds, posted)})
-    return rows, []
+            cut.append(Cut(**asdict(series), from_bytes=size, reason=options.too_long))
+            break
+        rows.append(_result(series, size, ranks, seconds, posted))
+    return rows
 
 
 def _time(
@@ -255,31 +242,34 @@ def _time(
     return seconds, posted
 
 
-def _figures(op: str, size: int, ranks: int, seconds: Sequence[float], posted: Sequence[float]) -> dict[str, Any]:
-    told = summary(seconds)
-    moves = op in bandwidth.FACTORS
-    return {
-        "bytes": size,
-        "ranks": ranks,
-        "repetitions": len(seconds),
-        "seconds": told,
-        "post_seconds": summary(posted)["median"],
-        "algbw": size / told["median"] if moves else None,
-        "busbw": bandwidth.bus_bandwidth(op, size, told["median"], ranks) if moves else None,
-    }
+def _result(
+    series: Series, size: int, ranks: int, seconds: Sequence[float], posted: Sequence[float]
+) -> CollectiveResult:
+    times = summary(seconds)
+    median, moves = median_of(times), series.op in bandwidth.FACTORS
+    return CollectiveResult(
+        **asdict(series),
+        bytes=size,
+        ranks=ranks,
+        repetitions=len(seconds),
+        seconds=times,
+        post_seconds=summary(posted).median,
+        algbw=size / median if moves else None,
+        busbw=bandwidth.bus_bandwidth(series.op, size, median, ranks) if moves else None,
+    )
 
 
-def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
+def _keep(job: Job, figures: results.Collectives) -> str | None:
     """Store the fits on rank 0, whose phases use them; return the reason if they could not be stored."""
-    if not job.world.is_first or len(found["groups"][0]) < job.world.size:
+    if not job.world.is_first or len(figures.groups[0]) < job.world.size:
         return None
     if job.spec.virtual:
         return "not kept for later runs: virtual GPUs send nothing"
+    largest = {str(row): row.bytes for row in figures.results}  # sizes ascend
     lines = {}
-    for fit in found["fits"]:
-        name = workload_tables.name_of_series(fit)
-        largest = max(row["bytes"] for row in found["results"] if workload_tables.name_of_series(row) == name)
-        lines[name] = {"alpha": fit["alpha"], "beta": fit["beta"], "largest": largest}
+    for fit in figures.fits:
+        name = str(Series(fit.op, fit.dtype, fit.reduction, fit.mode))
+        lines[name] = bandwidth.Line(fit.alpha, fit.beta, largest[name])
     try:
         bandwidth.keep_fits(bandwidth.fits_key(job.spec.backend, job.peers), lines)
     except OSError as error:
@@ -287,19 +277,19 @@ def _keep(job: Job, found: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _listed(asked: str | Sequence[str], known: Iterable[str]) -> list[str]:
-    if asked == "all":
-        return list(known)
-    return [asked] if isinstance(asked, str) else list(asked)
+def _listed(option: str | Sequence[str], everything: Iterable[str]) -> list[str]:
+    if option == "all":
+        return list(everything)
+    return [option] if isinstance(option, str) else list(option)
 
 
-def _unknown(option: str, asked: str | Sequence[str], known: Iterable[str]) -> list[Problem]:
-    """Return a problem for each unknown name, or for an empty list."""
-    names = _listed(asked, known)
-    if not names:
-        return [Problem(option, asked, "must name at least one", try_these(["all", *known]))]
+def _unknown(option: str, value: str | Sequence[str], names: Iterable[str]) -> list[Problem]:
+    """Return a problem for each name that is not among ``names``, or for an empty list."""
+    listed, everything = _listed(value, names), ["all", *names]
+    if not listed:
+        return [Problem(option, value, "must name at least one", try_these(everything))]
     return [
-        Problem(option, asked, f"there is no {name}", try_these(nearest(str(name), known) or ["all", *known]))
-        for name in names
-        if name not in known
+        Problem(option, value, f"there is no {name}", try_these(nearest(str(name), names) or everything))
+        for name in listed
+        if name not in names
     ]

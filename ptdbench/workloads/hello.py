@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from msgspec import to_builtins
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch.address import meeting_point
+from ptdbench.measure import results
 from ptdbench.report import workload_tables
 
 
@@ -26,12 +26,15 @@ class Hello:
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part; raises ArithmeticError if the sum is wrong, as no result can be trusted then."""
-        total = torch.tensor(float(job.world.rank + 1), device=job.device)
-        dist.all_reduce(total)
-        size = job.world.size
-        expected = size * (size + 1) / 2
-        if total.item() != expected:
-            raise ArithmeticError(f"the sum of 1 to {size} over the ranks is {expected:g}, not {total.item():g}")
-        address, port = meeting_point(job.world, os.environ)
-        found = {"launcher": job.world.launcher, "backend": job.spec.backend, "address": address, "port": port}
-        return Outcome({"hello": {**found, "ranks": to_builtins(job.peers)}})
+        return Outcome(hello=meet(job))
+
+
+def meet(job: Job) -> results.Hello:
+    """Add up the ranks' numbers, and describe the ranks; every rank calls this. Raises ArithmeticError."""
+    total = torch.tensor(float(job.world.rank + 1), device=job.device)
+    dist.all_reduce(total)
+    size = job.world.size
+    expected = size * (size + 1) / 2
+    if total.item() != expected:
+        raise ArithmeticError(f"the sum of 1 to {size} over the ranks is {expected:g}, not {total.item():g}")
+    return results.Hello(job.world.launcher, job.spec.backend, *meeting_point(job.world, os.environ), [*job.peers])

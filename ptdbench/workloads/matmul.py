@@ -28,7 +28,7 @@ class Matmul:
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that no device supports."""
-        found = []
+        wrong = []
         if self.shapes != "auto":
             try:
                 valid = bool([Shape.of(shape) for shape in _listed(self.shapes)])
@@ -36,14 +36,14 @@ class Matmul:
                 valid = False
             if not valid:
                 rule = "must be numbers such as 4096, or MxNxK such as 4096x1024x512, and at least one"
-                found.append(Problem("shapes", self.shapes, rule))
+                wrong.append(Problem("shapes", self.shapes, rule))
         dtypes = _listed(self.dtypes)
         if self.dtypes != "auto" and (not dtypes or set(map(str, dtypes)) - set(DTYPES)):
             rule = "must be dtypes of matrix products"
-            found.append(Problem("dtypes", self.dtypes, rule, try_these(DTYPES)))
+            wrong.append(Problem("dtypes", self.dtypes, rule, try_these(DTYPES)))
         if self.seconds <= 0:
-            found.append(Problem("seconds", self.seconds, "must be greater than 0"))
-        require(*found)
+            wrong.append(Problem("seconds", self.seconds, "must be greater than 0"))
+        require(*wrong)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for a dtype that the device lacks; whether matrices fit in memory is checked by ranks."""
@@ -55,9 +55,9 @@ class Matmul:
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part; the ceilings are stored for later runs, those of chosen shapes only if higher."""
         shapes, dtypes = self._chosen(job.device.type)
-        found = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
-        kept = ceiling.keep_ceilings(job.world, found, only_higher=self.shapes != "auto")
-        return Outcome({"matmul": {**found, "kept": kept}})
+        rates = ceiling.measure(job.world, job.device, shapes, dtypes, self.seconds, alive=job.watchdog.alive)
+        rates.kept = ceiling.keep_ceilings(job.world, rates.ceilings, only_higher=self.shapes != "auto")
+        return Outcome(matmul=rates)
 
     def _chosen(self, device_type: str) -> tuple[list[Shape], list[str]]:
         shapes = ceiling.AUTO_SHAPES[device_type] if self.shapes == "auto" else _listed(self.shapes)
@@ -65,6 +65,6 @@ class Matmul:
         return [Shape.of(shape) for shape in shapes], list(dtypes)
 
 
-def _listed(asked: Any) -> list[Any]:
+def _listed(option: Any) -> list[Any]:
     """Return one or several values of an option as a list."""
-    return list(asked) if isinstance(asked, Sequence) and not isinstance(asked, str) else [asked]
+    return list(option) if isinstance(option, Sequence) and not isinstance(option, str) else [option]

@@ -11,21 +11,20 @@ and the one-way time of a message is its round trip minus that latency.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations, permutations
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import to_builtins
 from torch import Tensor
 
 from ptdbench.job import Job, Outcome
 from ptdbench.measure import bandwidth, timing
 from ptdbench.measure.operations import DTYPES, compare, sent
-from ptdbench.measure.timing import Effort, summary
+from ptdbench.measure.results import P2P, BothWays, Cut, MessageSize, Overlap, Pair
+from ptdbench.measure.timing import Effort, median_of, summary
 from ptdbench.problems import Problem, at_least, require
 from ptdbench.report import workload_tables
 
@@ -54,12 +53,12 @@ class PointToPoint(Effort):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for options that are invalid for any ranks."""
-        found = timing.problems(asdict(self))
+        wrong = timing.problems(vars(self))
         if self.pairs not in ("all", "ring"):
-            found.append(Problem("pairs", self.pairs, "there are no such pairs", "try all, ring"))
+            wrong.append(Problem("pairs", self.pairs, "there are no such pairs", "try all, ring"))
         for size in self.overlap_bytes:
-            found += at_least(1, overlap_bytes=size)
-        require(*found)
+            wrong += at_least(1, overlap_bytes=size)
+        require(*wrong)
 
     def check(self, world_size: int, device_type: str, backend: str) -> None:
         """Raise ConfigError for a single rank, and for a backend that cannot send."""
@@ -69,14 +68,11 @@ class PointToPoint(Effort):
 
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""
-        return Outcome({"p2p": measure(job, self)})
+        return Outcome(p2p=measure(job, self))
 
 
-def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
-    """Run the requested measurements; every rank calls this.
-
-    Returns:
-        The field ``p2p`` of a record, as ``docs/record.md`` describes it, the same on every rank.
+def measure(job: Job, options: PointToPoint) -> P2P:
+    """Run the requested measurements; every rank calls this, with the same result.
 
     Raises:
         ArithmeticError: A message arrived corrupted on this rank.
@@ -86,18 +82,16 @@ def measure(job: Job, options: PointToPoint) -> dict[str, Any]:
     option = "workload.max_bytes" if largest == options.max_bytes else "workload.overlap_bytes"
     timing.require_memory(job.device, job.world.local_size, _COPIES * largest, option, largest)
     ring = options.pairs == "ring"
-    cut: list[dict[str, Any]] = []
-    return {
-        "pairs": [_one_way(job, options, *pair, cut) for pair in ordered_pairs(job.world.size, ring)],
-        "both": [_both(job, options, pair, cut) for pair in unordered_pairs(job.world.size, ring)],
-        "overlap": [
-            row
-            for pair in unordered_pairs(job.world.size, ring)
-            for size in options.overlap_bytes
-            for row in _overlap(job, options, pair, size, cut)
+    pairs = unordered_pairs(job.world.size, ring)
+    cut: list[Cut] = []
+    return P2P(
+        pairs=[_one_way(job, options, *pair, cut) for pair in ordered_pairs(job.world.size, ring)],
+        both=[_both(job, options, pair, cut) for pair in pairs],
+        overlap=[
+            row for pair in pairs for size in options.overlap_bytes for row in _overlap(job, options, pair, size, cut)
         ],
-        "cut": cut,
-    }
+        cut=cut,
+    )
 
 
 def ordered_pairs(ranks: int, ring: bool) -> Iterator[tuple[int, int]]:
@@ -112,31 +106,33 @@ def unordered_pairs(ranks: int, ring: bool) -> list[tuple[int, int]]:
     return sorted({(min(pair), max(pair)) for pair in ordered_pairs(ranks, ring)})
 
 
-def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: list[dict[str, Any]]) -> dict[str, Any]:
-    place = {"source": source, "target": target}
+def _one_way(job: Job, options: PointToPoint, source: int, target: int, cut: list[Cut]) -> Pair:
     answer = _round_trips(job, options, source, target, ANSWER)
-    latency = summary(answer)["median"] / 2 if answer else None
-    rows: list[dict[str, Any]] = []
+    latency = median_of(summary(answer)) / 2 if answer else None
+    rows: list[MessageSize] = []
+    points: list[tuple[int, float]] = []
     for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
         job.watchdog.alive()
         seconds = _round_trips(job, options, source, target, size) if latency else []
         if not seconds or latency is None:
-            cut.append({**place, "from_bytes": size, "reason": options.too_long})
+            cut.append(Cut(source, target, from_bytes=size, reason=options.too_long))
             break
-        told = summary(seconds)
-        one_way = max(told["median"] - latency, told["median"] / 2)  # an answer is never slower than the message
-        rows.append(_row(size, seconds) | {"one_way": one_way, "bandwidth": size / one_way})
-    line = bandwidth.fit([row["bytes"] for row in rows], [row["one_way"] for row in rows])
-    return {
-        **place,
-        "latency": latency,
-        "bandwidth": rows[-1]["bandwidth"] if rows else None,
-        "fit": to_builtins(line),
-        "sizes": rows,
-    }
+        times = summary(seconds)
+        median = median_of(times)
+        one_way = max(median - latency, median / 2)  # an answer is never slower than the message
+        points.append((size, one_way))
+        rows.append(MessageSize(size, len(seconds), times, one_way, size / one_way))
+    return Pair(
+        source,
+        target,
+        latency,
+        bandwidth=rows[-1].bandwidth if rows else None,
+        fit=bandwidth.fit([size for size, _ in points], [seconds for _, seconds in points]),
+        sizes=rows,
+    )
 
 
-def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict[str, Any]]) -> dict[str, Any]:
+def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[Cut]) -> BothWays:
     """Measure two ranks that send to each other at the same time."""
     rows = []
     for size in timing.sizes(options.min_bytes, options.max_bytes, options.factor):
@@ -146,36 +142,33 @@ def _both(job: Job, options: PointToPoint, pair: tuple[int, int], cut: list[dict
         if exchange:
             exchange.verify()
         if not seconds:
-            cut.append({"ranks": list(pair), "from_bytes": size, "reason": options.too_long})
+            cut.append(Cut(ranks=[*pair], from_bytes=size, reason=options.too_long))
             break
-        row = _row(size, seconds)
-        rows.append(row | {"bandwidth": 2 * size / row["seconds"]["median"]})
-    return {"ranks": list(pair), "sizes": rows}
+        times = summary(seconds)
+        rows.append(MessageSize(size, len(seconds), times, bandwidth=2 * size / median_of(times)))
+    return BothWays([*pair], rows)
 
 
-def _overlap(
-    job: Job, options: PointToPoint, pair: tuple[int, int], size: int, cut: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+def _overlap(job: Job, options: PointToPoint, pair: tuple[int, int], size: int, cut: list[Cut]) -> Iterator[Overlap]:
     job.watchdog.alive()
-    too_long = {"ranks": list(pair), "from_bytes": size, "reason": f"overlap: {options.too_long}"}
+    too_long = Cut(ranks=[*pair], from_bytes=size, reason=f"overlap: {options.too_long}")
     exchange = _Exchange.of(job, pair, size)
     alone = timing.repeat(exchange.run if exchange else None, job.device, options)
     multiply = _products(job.device)
-    once = timing.repeat(functools.partial(multiply, 1) if exchange else None, job.device, options) if alone else []
+    once = timing.repeat(partial(multiply, 1) if exchange else None, job.device, options) if alone else []
     if not once:
         cut.append(too_long)
         return
-    times = max(1, round(summary(alone)["median"] / summary(once)["median"]))  # the same number on all ranks
-    compute = functools.partial(multiply, times) if exchange else None
-    together = functools.partial(exchange.run, compute) if exchange else None
+    times = max(1, round(median_of(summary(alone)) / median_of(summary(once))))  # the same number on all ranks
+    compute = partial(multiply, times) if exchange else None
+    together = partial(exchange.run, compute) if exchange else None
     steps = [exchange.run if exchange else None, compute, together]
     seconds = timing.repeat_in_turns(steps, job.device, options)
     if exchange:
         exchange.verify()
     if seconds[0]:
-        medians = [summary(of_step)["median"] for of_step in seconds]
-        named = dict(zip(("communication", "computation", "together"), medians, strict=True))
-        yield {"ranks": list(pair), "bytes": size, **named, "hidden": hidden(*medians)}
+        message, computation, both = (median_of(summary(of_step)) for of_step in seconds)
+        yield Overlap([*pair], size, message, computation, both, hidden(message, computation, both))
     else:
         cut.append(too_long)
 
@@ -186,10 +179,6 @@ def hidden(communication: float, computation: float, together: float) -> float:
     1: together they take as long as the longer one; 0: as long as both in sequence; below 0: longer than that.
     """
     return (communication + computation - together) / min(communication, computation)
-
-
-def _row(size: int, seconds: Sequence[float]) -> dict[str, Any]:
-    return {"bytes": size, "repetitions": len(seconds), "seconds": summary(seconds)}
 
 
 def _round_trips(job: Job, options: PointToPoint, source: int, target: int, size: int) -> list[float]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Generator, Mapping
+import time
+from collections.abc import Callable, Generator
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
+from msgspec import structs
 
 from ptdbench.data.feed import Feed
 from ptdbench.data.protocol import require_same_on_all_ranks
-from ptdbench.job import Job, Outcome
+from ptdbench.job import Job, Outcome, Results
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import barrier, gather, most
 from ptdbench.launch.stop_signal import StopSignal
@@ -22,16 +23,18 @@ from ptdbench.measure import memory
 from ptdbench.optim.schedules import Constant
 from ptdbench.parallel import replicas
 from ptdbench.parallel.mesh import Mesh
+from ptdbench.records.ownership import ProgressFile
+from ptdbench.records.schema import Metrics, Remarks
 from ptdbench.records.store import Damaged
 from ptdbench.setup.training_spec import prepare_data
-from ptdbench.training import memory_split, metrics, profile, progress_reporter, virtual_account
+from ptdbench.training import memory_split, metrics, profile, virtual_account
 from ptdbench.training.checkpointing import Checkpointing
 from ptdbench.training.energy import EnergyMeter
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop, Update, collect_garbage
 from ptdbench.training.metrics import first_nonfinite_loss
 from ptdbench.training.recorder import Recorder
-from ptdbench.workloads.check import preliminary, with_check
+from ptdbench.workloads import check
 
 #: Number of steps after which ``train.max_minutes`` is applied: the first compiles, the second allocates.
 PROBE_STEPS = 3
@@ -49,15 +52,18 @@ class Train:
     def __call__(self, job: Job) -> Outcome:
         """Run one rank's part."""
         with job.watchdog.paused(), job.display.during("checking"):
-            checked = preliminary(job)
+            checked = check.preliminary(job)
         job.display.phase("building")
         expected = profile.expect(job)
         training = _Training(job)
-        found = with_check(training.outcome(), checked)
-        if found.stopped or found.error:
-            return found
-        with memory.no_collection():  # a collection would copy the pages shared with the fork server
-            return _explained(job, training.loop, found, expected)
+        outcome = training.outcome()
+        outcome.check = checked
+        if checked and not checked.sound and outcome.remarks:
+            outcome.remarks.check = check.summary(checked)
+        if not (outcome.stopped or outcome.error):
+            with memory.no_collection():  # a collection would copy the pages shared with the fork server
+                _explain(job, training.loop, outcome, expected)
+        return outcome
 
 
 class _Training:
@@ -65,9 +71,9 @@ class _Training:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._lopsided = {"pipeline": said} if (said := job.training.imbalance()) else {}
-        if self._lopsided and job.world.is_first:
-            job.note({"remarks": self._lopsided})  # also if the run fails, such as for want of memory
+        self._remarks = Remarks(pipeline=job.training.imbalance())
+        if self._remarks.pipeline and job.world.is_first:
+            job.note(Results(remarks=self._remarks))  # also if the run fails, such as for want of memory
         self.loop = loop = assemble(job)
         self._evaluator = Evaluator(job, loop)
         self._recorder = Recorder(job, loop)
@@ -109,7 +115,7 @@ class _Training:
                         if evaluated := evaluator.due():
                             evaluate()
                         if evaluated or recorder.due:
-                            recorder.show(evaluator.as_dicts())
+                            recorder.show(evaluator.done)
                 if stopped := stop_signal.received(loop.taken):
                     self._meter.stop()
                     break
@@ -136,61 +142,62 @@ class _Training:
 
     def _outcome(self, stopped: str | None) -> Outcome:
         job, done, asked = self._job, self.loop.done, self._job.spec.config.train
-        remarks = self._remarks(stopped)
+        self._remark(stopped)
         self._recorder.finish()
-        fields = {**self._recorder.figures(), "remarks": remarks, "evaluations": self._evaluator.as_dicts()}
-        measured = fields.get("metrics", {})
-        job.display.conclude(measured.get("tokens_per_second") or measured.get("samples_per_second"))
+        outcome = Outcome(
+            **structs.asdict(self._recorder.figures()),
+            saved=self._checkpointing.saved,
+            logs=self._recorder.logs,
+        )
+        outcome.remarks, outcome.evaluations = self._remarks, self._evaluator.done
+        measured = outcome.metrics or Metrics()
+        job.display.conclude(measured.tokens_per_second or measured.samples_per_second)
         # Only rank 0 has the series of the whole run; they decide whether all ranks go on to the profiling pass.
         wrong = gather(first_nonfinite_loss(self._recorder.path) if job.world.is_first else None)[0]
-        error = None if wrong is None else FloatingPointError(f"the loss of step {wrong + 1} is NaN or infinite")
-        if told := metrics.experts_field(job, self.loop):
-            fields["experts"] = told
-        if not stopped:
-            fields = metrics.recheck_ceiling(job, fields)
-        fields["hardware"] = self._meter.finish()
-        why = f"{stopped} after step {done} of {asked.steps}" if stopped else None
-        return Outcome(fields, error, why, self._checkpointing.saved, self._recorder.logs)
+        if wrong is not None:
+            outcome.error = FloatingPointError(f"the loss of step {wrong + 1} is NaN or infinite")
+        outcome.experts = metrics.experts(job, self.loop)
+        if stopped:
+            outcome.stopped = f"{stopped} after step {done} of {asked.steps}"
+        else:
+            metrics.recheck_ceiling(job, outcome)
+        outcome.hardware = self._meter.finish()
+        return outcome
 
-    def _remarks(self, stopped: str | None) -> dict[str, Any]:
+    def _remark(self, stopped: str | None) -> None:
         """Say why there are fewer steps than requested, and what happened to checkpoints."""
-        job, asked, remarks = self._job, self._job.spec.config.train, dict[str, Any](self._lopsided)
+        job, asked, remarks = self._job, self._job.spec.config.train, self._remarks
         if self.loop.done < asked.steps and not stopped:
             limit = f"train.max_minutes={asked.max_minutes}"
-            remarks["cut_short"] = f"{self.loop.done} of {asked.steps} steps: more would exceed {limit}"
+            remarks.cut_short = f"{self.loop.done} of {asked.steps} steps: more would exceed {limit}"
             if not isinstance(job.training.schedule, Constant):
-                remarks["cut_short"] += "; the learning rate schedule spans all of them"
-        if self._checkpointing.resumed:
-            remarks["resumed"] = self._checkpointing.resumed
-        if notes := [*self._checkpointing.problems, *self._recorder.warnings]:
-            remarks["checkpoints"] = notes
-        return remarks
+                remarks.cut_short += "; the learning rate schedule spans all of them"
+        remarks.resumed = self._checkpointing.resumed
+        remarks.checkpoints = [*self._checkpointing.problems, *self._recorder.warnings] or None
 
 
-def _explained(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> Outcome:
+def _explain(job: Job, loop: StepLoop, outcome: Outcome, expected: profile.Expected) -> None:
     """Add the phases and the memory of a step to the outcome.
 
     The run has already succeeded: whatever happens in this pass, even a signal to stop, its record says that it was ok.
     """
-    fields, machine = dict(outcome.fields), job.spec.virtual
+    machine = job.spec.virtual
     if machine:
-        fields["virtual"] = virtual_account.account(job, loop, expected.volume)
+        outcome.virtual = virtual_account.account(job, loop, expected.volume)
     if job.spec.config.profile.steps:
-        outcome = _concluded(job, outcome, fields)
+        _conclude(job, outcome)
         if not machine or (machine.real_time and job.world.present is None):  # otherwise times mean nothing
-            fields["phases"] = profile.phases(job, loop, fields.get("metrics"), expected)
-            outcome = _concluded(job, outcome, fields)
-        fields["memory"] = memory_split.split(job, loop)
-    return replace(outcome, fields=fields)
+            outcome.phases = profile.phases(job, loop, outcome.metrics, expected)
+            _conclude(job, outcome)
+        outcome.memory = memory_split.split(job, loop)
 
 
-def _concluded(job: Job, outcome: Outcome, fields: Mapping[str, Any]) -> Outcome:
+def _conclude(job: Job, outcome: Outcome) -> None:
     """Write the result with what is known so far, and close the logs; where that fails, it is tried again later."""
     if job.world.is_first:
         with job.watchdog.paused(), suppress(OSError, Damaged):  # the other ranks go on
-            job.conclude(replace(outcome, fields=fields))
-            return replace(outcome, logs=())
-    return outcome
+            job.conclude(outcome)
+            outcome.logs = ()
 
 
 def assemble(job: Job) -> StepLoop:
@@ -231,7 +238,7 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
     the feed is closed; not if the iterator is closed before.
     """
     wanted = job.spec.config.train.steps
-    report = progress_reporter.begin(job, loop, wanted)
+    report = reporter(job, loop, wanted)
     collect_garbage()
     memory.reset_peak(job.device)  # exclude what was garbage
     gc.disable()
@@ -258,11 +265,37 @@ def steps(job: Job, loop: StepLoop, at_end: Callable[[], None] = lambda: None) -
         job.display.phase("finishing")
 
 
+def reporter(job: Job, loop: StepLoop, steps: int) -> Callable[[int], None]:
+    """Begin to report ``steps`` steps to the display, and to those who ask for the status.
+
+    Returns:
+        A function to call between two steps, with their number, which may change.
+    """
+    display, shows, per_sample = job.display, job.world.is_first, job.training.data.tokens_per_sample
+    unit = "tokens" if per_sample else "samples"
+    batch = None if job.spec.virtual else job.training.layout.global_batch  # virtual GPUs have no rate
+    name = "first step, compiling" if job.spec.config.general.compile else "first step"
+    display.begin_steps(loop.done, steps, unit, batch and batch * (per_sample or 1), name)
+    in_job = shows and not job.world.started_by.has_parent
+    file = ProgressFile(job.directory, unit) if in_job else None
+
+    def report(steps: int) -> None:
+        now, done = time.perf_counter(), loop.done
+        display.step(done, now)
+        if shows and (done == steps or display.due(now)):
+            display.total_steps = steps
+            rate = display.show(now)
+            if file:
+                file.write(done, steps, rate, now)
+
+    return report
+
+
 def _affordable(job: Job, loop: StepLoop) -> int:
     """Return the steps that fit into ``train.max_minutes`` at the pace of the fastest undrained step, on all ranks."""
-    asked = job.spec.config.train
-    if asked.max_minutes is None:
-        return asked.steps
+    options = job.spec.config.train
+    if options.max_minutes is None:
+        return options.steps
     (seconds,) = most(min(loop.clock.seconds()))
-    affordable = loop.first_step + int(asked.max_minutes * 60 / seconds)
-    return min(asked.steps, max(affordable, loop.done))
+    affordable = loop.first_step + int(options.max_minutes * 60 / seconds)
+    return min(options.steps, max(affordable, loop.done))

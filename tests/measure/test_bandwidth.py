@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from ptdbench.launch.peers import Peer
 from ptdbench.measure import bandwidth
@@ -66,8 +67,8 @@ def test_what_is_not_a_line_shows_and_equal_times_have_no_variance_to_explain():
     assert (line.alpha, math.isnan(line.r2)) == (pytest.approx(1), True)
 
 
-LINE = {"alpha": 1e-3, "beta": 1e-9, "largest": 2**20}
-SLOWER = LINE | {"alpha": 2e-3}
+LINE = bandwidth.Line(1e-3, 1e-9, 2**20)
+SLOWER = replace(LINE, alpha=2e-3)
 
 
 def peer(rank: int, host: str = "a", device: str = "cpu") -> Peer:
@@ -113,11 +114,11 @@ def test_the_newest_line_counts_unless_no_time_follows_it_or_its_sizes_are_small
     bandwidth.keep_fits(KEY, {"all_gather fp32 async": SLOWER, "broadcast fp32 async": LINE})
     bandwidth.keep_fits(KEY, {"all_gather fp32 async": LINE})
     for worse in ({"alpha": -1e-3}, {"beta": -1e-9}, {"beta": 0.0}, {"largest": 2**10}):
-        bandwidth.keep_fits(KEY, {"all_gather fp32 async": SLOWER | worse})
+        bandwidth.keep_fits(KEY, {"all_gather fp32 async": replace(SLOWER, **worse)})
         assert fitted("all_gather", calls=1, size=1e6) == fitted("broadcast", calls=1, size=1e6) == pytest.approx(2e-3)
 
 
-@pytest.mark.parametrize("line", [{}, None, [1], {**LINE, "beta": "fast"}])
+@pytest.mark.parametrize("line", [{}, None, [1], {**asdict(LINE), "beta": "fast"}])
 def test_a_line_that_is_damaged_is_none(line):
     path = bandwidth.keep_fits(KEY, {"broadcast fp32 async": LINE})
     kept = json.loads(path.read_text())

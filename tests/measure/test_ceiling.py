@@ -4,14 +4,13 @@ import json
 
 import pytest
 import torch
-from msgspec import to_builtins
 from msgspec.structs import replace
 
 from ptdbench.launch.world import World
 from ptdbench.measure import ceiling
-from ptdbench.measure.ceiling import Key, Measured
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.products import Shape
+from ptdbench.measure.results import Key, OtherLoad, Product, RankProducts
 from ptdbench.problems import ConfigError
 
 GPU = Key("NVIDIA H200", "550.54", "2.15.0", "bf16", None)
@@ -59,10 +58,10 @@ def test_threads_matter_to_a_cpu_and_the_driver_to_a_gpu_and_people_can_read_it(
     assert str(GPU) == "NVIDIA H200, driver 550.54, torch 2.15.0, bf16"
 
 
-def rank(number: int, medians: dict[str, float], **key: object) -> dict:
-    own = replace(Key("NVIDIA H200", "550", "2.15", "bf16", None), **key)
-    products = [{"dtype": "bf16", "shape": shape, "median": median} for shape, median in medians.items()]
-    return {"rank": number, "keys": {"bf16": own}, "products": products, "node": "n1"}
+def rank(number: int, medians: dict[str, float], **key: object) -> ceiling._OfRank:
+    device = replace(Key("NVIDIA H200", "550", "2.15", "bf16", None), **key)
+    products = [Product("bf16", shape, 1, median, median, median) for shape, median in medians.items()]
+    return ceiling._OfRank(RankProducts(number, device.device, products, []), {"bf16": device}, "n1")
 
 
 QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
@@ -89,7 +88,7 @@ class TestKept:
     def keep(self, rate: float, beside_load: bool, device: str = "NVIDIA H200", **how: bool) -> str | None:
         ranks = [rank(0, {"a": rate}, device=device)]
         (found,) = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[0] * beside_load)])
-        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), {"ceilings": [to_builtins(found)]}, **how)
+        return ceiling.keep_ceilings(World(0, 1, 0, 1, "torchrun"), [found], **how)
 
     @staticmethod
     def kept() -> tuple[float, bool | None]:

@@ -11,7 +11,7 @@ import torch
 
 from ptdbench.measure import contention
 from ptdbench.measure.contention import Spent, busy_ticks, taken
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.results import OtherLoad
 
 HERTZ = os.sysconf("SC_CLK_TCK")
 #: user nice system idle iowait irq softirq steal guest guest_nice
@@ -91,8 +91,7 @@ def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between
     monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
     clock = iter([100.0, 110.0])
     monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
-    stop = contention.watch(torch.device("cpu"))
-    assert stop() == [OtherLoad("n1", 2, taken, [], False)]
+    assert contention.Watch(torch.device("cpu")).stop() == [OtherLoad("n1", 2, taken, [], False)]
 
 
 def test_what_happens_between_stretches_does_not_count(monkeypatch):

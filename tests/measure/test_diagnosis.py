@@ -1,14 +1,17 @@
 """The verdict, from figures that are given: what is named, and what is not."""
 
 import pytest
+from msgspec.structs import asdict, replace
 
 from ptdbench.measure import diagnosis
-from ptdbench.measure.diagnosis import Finding
+from ptdbench.measure.gpu_state import Gpu
+from ptdbench.measure.results import Finding
 
-GPU = {
-    "clock_reasons": ["power cap"], "temperature_celsius": 60, "processes": 1, "power_limit_watts": 700.0,
-    "power_limit_default_watts": 700.0, "near_cores": [0, 1, 2, 3],
-}  # fmt: skip
+UNKNOWN = Gpu(*[None] * len(Gpu.__struct_fields__))
+GPU = replace(
+    UNKNOWN, clock_reasons=["power cap"], temperature_celsius=60, processes=1, power_limit_watts=700.0,
+    power_limit_default_watts=700.0, near_cores=[0, 1, 2, 3],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -49,7 +52,7 @@ def test_slow_ones_are_named_with_their_share_and_marked_if_other_load_may_have_
 def test_the_verdict():
     """Busy is what other load may have caused, and nothing else."""
     slow = Finding("slow rank", [1], "slow", beside_load=True)
-    shared = [*diagnosis.gpu_troubles(0, {**GPU, "processes": 2}, 1, [0])]
+    shared = [*diagnosis.gpu_troubles(0, replace(GPU, processes=2), 1, [0])]
     found = ([], [slow, slow], [slow, Finding("versions", [1], "")], shared)
     assert [diagnosis.verdict(one) for one in found] == ["sound", "busy", "unsound", "busy"]
 
@@ -75,9 +78,11 @@ def test_versions_that_differ_are_named_with_their_ranks():
         ({}, 1, (8, 9), "far cores", "rank 4 may run on none of the cores that are near its GPU"),
         ({}, 1, (2, 3), None, None),  # at its power cap
         ({"processes": 2}, 2, (2, 3), None, None),
-        (dict.fromkeys(GPU), 1, (2, 3), None, None),
+        (asdict(UNKNOWN), 1, (2, 3), None, None),
     ],
 )  # fmt: skip
 def test_troubles_of_a_gpu(changes, users, cores, kind, text):
-    found = [(finding.kind, finding.text) for finding in diagnosis.gpu_troubles(4, {**GPU, **changes}, users, cores)]
+    found = [
+        (finding.kind, finding.text) for finding in diagnosis.gpu_troubles(4, replace(GPU, **changes), users, cores)
+    ]
     assert found == ([(kind, text)] if kind else [])

@@ -4,6 +4,8 @@ import sys
 from types import SimpleNamespace
 from unittest import mock
 
+from msgspec.structs import replace
+
 from ptdbench.measure import gpu_state
 
 
@@ -39,36 +41,35 @@ def made(**others) -> SimpleNamespace:
 
 
 def test_a_gpu_is_described_and_what_it_does_not_tell_is_missing():
-    gpu = gpu_state.inspect(made())["gpus"][1]
-    assert (gpu["uuid"], gpu["bus"], gpu["name"]) == ("GPU-1", "bus1", "NVIDIA H200")
-    assert (gpu["sm_clock_mhz"], gpu["sm_clock_most_mhz"], gpu["memory_clock_mhz"]) == (1980, 1980, 3201)
-    assert gpu["clock_reasons"] == ["power cap", "too hot (hardware)"]
-    assert (gpu["power_limit_watts"], gpu["power_limit_default_watts"], gpu["power_watts"]) == (600, 700, None)
-    assert (gpu["temperature_celsius"], gpu["processes"], gpu["near_cores"]) == (71, 2, [0, 2, 64])
+    gpu = gpu_state.inspect(made()).gpus[1]
+    assert (gpu.uuid, gpu.bus, gpu.name) == ("GPU-1", "bus1", "NVIDIA H200")
+    assert (gpu.sm_clock_mhz, gpu.sm_clock_most_mhz, gpu.memory_clock_mhz) == (1980, 1980, 3201)
+    assert gpu.clock_reasons == ["power cap", "too hot (hardware)"]
+    assert (gpu.power_limit_watts, gpu.power_limit_default_watts, gpu.power_watts) == (600, 700, None)
+    assert (gpu.temperature_celsius, gpu.processes, gpu.near_cores) == (71, 2, [0, 2, 64])
 
 
 def test_links_are_named_as_nvidia_smi_names_them():
     seen = gpu_state.inspect(made())
-    assert seen["links"] == [
+    assert seen.links == [
         ["SELF", "NV2", "PHB", "PHB"],
         ["NV2", "SELF", "SYS", "PHB"],
         ["PHB", "SYS", "SELF", "NV3"],
         ["PHB", "PHB", "NV3", "SELF"],
     ]
-    assert gpu_state.link(seen, "GPU-2", "GPU-1") == "SYS"
-    assert gpu_state.link(seen, "GPU-2", "GPU-of-another-node") is None
+    assert seen.link(seen.gpus[2], seen.gpus[1]) == "SYS"
+    assert seen.link(seen.gpus[2], replace(seen.gpus[1], uuid="GPU-of-another-node")) is None
 
 
 def test_nvml_is_shut_down_whatever_happens():
     whole, broken = made(), made(nvmlDeviceGetCount=lambda: 1 / 0)
-    assert gpu_state.inspect(whole)["reason"] is None
-    assert gpu_state.inspect(broken)["reason"] == "NVML does not answer: division by zero"
+    assert gpu_state.inspect(whole).reason is None
+    assert gpu_state.inspect(broken).reason == "NVML does not answer: division by zero"
     assert whole.calls == broken.calls == ["init", "shutdown"]
 
 
 def test_a_node_without_a_driver_or_the_package_says_so(monkeypatch):
     nvml = made(nvmlInit=mock.Mock(side_effect=RuntimeError("NVML Shared Library Not Found")))
-    expected = {"gpus": [], "links": [], "reason": "NVML does not answer: NVML Shared Library Not Found"}
-    assert gpu_state.inspect(nvml) == expected
+    assert gpu_state.inspect(nvml) == gpu_state.Gpus(reason="NVML does not answer: NVML Shared Library Not Found")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert gpu_state.inspect()["reason"] == "the package nvidia-ml-py is not installed"
+    assert gpu_state.inspect().reason == "the package nvidia-ml-py is not installed"

@@ -78,7 +78,7 @@ def test_a_rocm_build_is_asked_for_nothing_of_nvidias(monkeypatch):
     found = environment("cuda")
     assert (found["cuda"], found["rocm"], found["nccl"]) == (None, "6.4.1", None)
     assert found["devices"] == ["AMD Instinct MI300X"]
-    assert gpu_state.inspect()["reason"] == "NVML supports only NVIDIA GPUs, and these are AMD's"
+    assert gpu_state.inspect().reason == "NVML supports only NVIDIA GPUs, and these are AMD's"
     place = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xC1, pci_device_id=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: place)
     assert gpu_state.identity(torch.device("cuda", 0)) == "PCI-0:c1:0"

@@ -1,10 +1,10 @@
 """Which ranks are carried out, for how many each stands, and one record of ranks that were carried out in turn."""
 
-from typing import Any
-
 import pytest
 
 from ptdbench.planning.classes import classes, merged
+from ptdbench.profiling.phases import KINDS
+from ptdbench.records.schema import Memory, Messages, Metrics, Record, Virtual
 from ptdbench.setup import run_spec
 from tests.conftest import read
 
@@ -39,40 +39,32 @@ def test_one_rank_of_each_class(words: str, expected: dict[int, int]) -> None:
     assert sum(found.values()) == training.layout.dims.world_size
 
 
-def part(ranks: list[int], messages: dict[str, Any], kinds: dict[str, list[int]]) -> dict[str, Any]:
-    of_each = {name: [10 * rank for rank in ranks] for name in ("allocated_bytes", "reserved_bytes", "communicators")}
-    return {
-        "status": "ok",
-        "virtual": {
-            "ranks": ranks, **of_each, "host_seconds": [0.1 for _ in ranks], "reason": None, "messages": messages,
-            "kernels": {"product": list(ranks)},
-        },
-        "memory": {"reason": None, "ranks": kinds, "moments": ["forward" for _ in ranks], "pass_seconds": 1.0},
-        "metrics": {"peak_memory_bytes": max(ranks), "peak_reserved_bytes": 2 * max(ranks)},
-    }  # fmt: skip
+def record(ranks: list[int], messages: dict[str, Messages], weights: list[int], seconds: list[float] | None) -> Record:
+    tens, kinds = [10 * rank for rank in ranks], {kind: [0 for _ in ranks] for kind in KINDS}
+    return Record(
+        "ok", "train", "", "",
+        virtual=Virtual(
+            ranks=ranks, allocated_bytes=tens, reserved_bytes=tens, communicators=tens, host_seconds=seconds,
+            kernels={"product": ranks} if messages else {}, messages=messages,
+        ),
+        memory=Memory(ranks=kinds | {"weights": weights}, moments=["forward" for _ in ranks], pass_seconds=1.0),
+        metrics=Metrics(peak_memory_bytes=max(ranks), peak_reserved_bytes=2 * max(ranks)),
+    )  # fmt: skip
 
 
 def test_lists_go_on_and_each_rank_counts_for_those_that_it_stands_for() -> None:
-    send = {"send": {"calls": 3.0, "bytes": 30.0, "formula_bytes": 40.0}}
-    both = send | {"recv": {"calls": 1.0, "bytes": None, "formula_bytes": None}}
-    parts = [part([0, 1], send, {"weights": [5, 6]}), part([2], both, {"weights": [7], "other": [8]})]
-    found = merged(parts, {0: 1, 1: 1, 2: 6})
-    assert found["virtual"]["ranks"] == [0, 1, 2]
-    assert found["virtual"]["reserved_bytes"] == [0, 10, 20]
-    assert found["virtual"]["kernels"] == {"product": [0, 1, 2]}
-    assert found["virtual"]["messages"] == {
-        "send": {"calls": 3.0, "bytes": 30.0, "formula_bytes": 40.0},
-        "recv": {"calls": 6 / 8, "bytes": None, "formula_bytes": None},
-    }
-    assert found["memory"]["ranks"] == {"weights": [5, 6, 7], "other": [0, 0, 8]}
-    assert found["metrics"] == {"peak_memory_bytes": 2, "peak_reserved_bytes": 4}
+    send = {"send": Messages(3.0, 30.0, 40.0)}
+    records = [record([0, 1], send, [5, 6], [0.1, 0.1]), record([2], send | {"recv": Messages(1.0)}, [7], [0.2])]
+    found = merged(records, {0: 1, 1: 1, 2: 6})
+    account, memory = found.virtual, found.memory
+    assert (account.ranks, account.reserved_bytes) == ([0, 1, 2], [0, 10, 20])
+    assert (account.host_seconds, account.kernels) == ([0.1, 0.1, 0.2], {"product": [0, 1, 2]})
+    assert account.messages == {"send": Messages(3.0, 30.0, 40.0), "recv": Messages(6 / 8)}
+    assert (memory.ranks["weights"], memory.moments, memory.pass_seconds) == ([5, 6, 7], ["forward"] * 3, 2.0)
+    assert (found.metrics.peak_memory_bytes, found.metrics.peak_reserved_bytes) == (2, 4)
 
 
 def test_what_no_rank_has_looked_at_stays_unknown() -> None:
     """A try of a plan takes no step to look at the host."""
-    tries = [part([rank], {}, {"weights": [5]}) for rank in (0, 1)]
-    for one in tries:
-        one["virtual"]["host_seconds"] = None
-    found = merged(tries, {0: 1, 1: 1})["virtual"]
-    assert found["ranks"] == [0, 1]
-    assert found["host_seconds"] is None
+    found = merged([record([rank], {}, [5], None) for rank in (0, 1)], {0: 1, 1: 1}).virtual
+    assert (found.ranks, found.host_seconds) == ([0, 1], None)

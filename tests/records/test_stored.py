@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from msgspec import convert, to_builtins
 
-from docs.workload_results import Findings
+from ptdbench.measure.results import Findings
 from ptdbench.records import store
 from ptdbench.records.schema import Record
 

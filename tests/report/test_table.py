@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ptdbench.comparison import noise
 from ptdbench.comparison.variation import Noise, Spread
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure.results import OtherLoad
 from ptdbench.records.schema import Clocks
 from ptdbench.records.store import append_result
 from ptdbench.report.remarks import reason

@@ -145,7 +145,7 @@ def test_a_run_that_is_asked_to_stop_says_what_it_saved_and_is_requeued_with_tha
     monkeypatch.setattr(ending, "_requeue", lambda *_: requeued.append(saved))
     store.write_record(directory, {**OPEN, "directory": "run"})
     spec = SimpleNamespace(config=SimpleNamespace(cluster=None))
-    ending.write_result(attempt(directory), spec, torch.device("cpu"), [], Outcome({}, stopped="SIGUSR2", saved=saved))
+    ending.write_result(attempt(directory), spec, torch.device("cpu"), [], Outcome(stopped="SIGUSR2", saved=saved))
     assert says in store.load_record(directory)["error"]["message"]
     assert requeued == [True] * (saved is True)
 

@@ -6,16 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import msgspec
 import pytest
 import torch
 from omegaconf import DictConfig
 
 from ptdbench.measure import gpu_state
-from ptdbench.records import schema
+from ptdbench.records.schema import Clocks, Energy
 from ptdbench.training import energy as module
 from ptdbench.training.checkpointing import Checkpointing
-from ptdbench.training.energy import Counted, EnergyMeter, Gpu, Packages, energy, none
+from ptdbench.training.energy import Counted, EnergyMeter, Gpu, Packages, energy
 from ptdbench.training.evaluation import Evaluator
 from ptdbench.training.loop import StepLoop
 from ptdbench.workloads import train
@@ -23,6 +22,10 @@ from tests.conftest import composed
 from tests.parallel.ranks import on_ranks
 from tests.workloads.made_job import job
 from tests.workloads.made_task import TASK
+
+#: As NVML describes it, with another process.
+GPU = gpu_state.Gpu(*[None] * 13)
+GPU.uuid, GPU.processes = "GPU-a", 2
 
 
 def zone(root: Path, name: str, title: str, microjoules: int = 0, full: int = 262_143_328_850) -> Path:
@@ -138,7 +141,7 @@ class TestGpu:
         assert metered(gpu, lambda: self.work(nvml)) == Counted("GPU-a of n1", 5, 10.0, 300.0)
         self.work(nvml, joules=1000, held=7)  # between the stretches
         assert metered(gpu, lambda: self.work(nvml, held=0.8)).joules == 600.0
-        assert gpu.clocks()["held_back"] == {"power limit": pytest.approx(2 / 20), "temperature limit": 0.0}
+        assert gpu.clocks(0).held_back == {"power limit": pytest.approx(2 / 20), "temperature limit": 0.0}
         assert nvml.is_up
         gpu.close()
         assert not nvml.is_up
@@ -148,25 +151,22 @@ class TestGpu:
         gpu = Gpu("n1", "GPU-a", nvml)
         for nvml.clock, nvml.reasons in ((1755, 0x4), (1200, 0x4 | 0x40), (1980, 0)):
             gpu.look()
-        assert gpu.clocks() == {
-            "sm_clock_mhz": 1980, "sm_clock_least_mhz": 1200, "sm_clock_most_mhz": 1980,
-            "clock_reasons": ["power cap", "too hot (hardware)"], "held_back": None,  # no stretch is over
-        }  # fmt: skip
+        assert gpu.clocks(3) == Clocks(3, 1980, 1200, 1980, ["power cap", "too hot (hardware)"], None)  # no stretch yet
 
     def test_a_driver_that_counts_no_causes_tells_those_that_were_seen(self):
         nvml = made_nvml("nvmlDeviceGetViolationStatus")
         gpu = Gpu("n1", "GPU-a", nvml)
         nvml.reasons = 0x4
         metered(gpu, gpu.look)
-        assert (gpu.clocks()["held_back"], gpu.clocks()["clock_reasons"]) == (None, ["power cap"])
+        assert (gpu.clocks(0).held_back, gpu.clocks(0).clock_reasons) == (None, ["power cap"])
 
     def test_a_gpu_without_an_energy_counter_has_clocks(self):
         nvml = made_nvml("nvmlDeviceGetTotalEnergyConsumption")
         gpu = Gpu("n1", "GPU-a", nvml)
         found = metered(gpu, gpu.look, lambda: self.work(nvml))
         assert found == Counted("GPU-a of n1", reason="NVML has no energy of this GPU: Not Supported")
-        assert gpu.clocks()["sm_clock_mhz"] == 1980
-        assert gpu.clocks()["held_back"]["power limit"] == pytest.approx(0.12)
+        assert gpu.clocks(0).sm_clock_mhz == 1980
+        assert gpu.clocks(0).held_back["power limit"] == pytest.approx(0.12)
 
     def test_a_counter_that_goes_backwards_and_a_stretch_shorter_than_counters_resolve_are_no_figure(self):
         nvml = made_nvml()
@@ -175,29 +175,27 @@ class TestGpu:
         gpu = Gpu("n1", "GPU-a", nvml)
         found = metered(gpu, lambda: self.work(nvml), seconds=0.9)
         assert found.reason == "no stretch of steps after the warm-up lasted 1 s, the minimum for NVML"
-        assert gpu.clocks()["held_back"] is None
+        assert gpu.clocks(0).held_back is None
 
     def test_a_gpu_that_nvml_does_not_know(self):
         gpu = Gpu("n1", "GPU-b", made_nvml())
         gpu.look()
         assert metered(gpu) == Counted("GPU-b of n1", reason="NVML does not know GPU-b: 'GPU-b'")
-        assert set(gpu.clocks().values()) == {None}
+        assert gpu.clocks(3) == Clocks(3, None, None, None, None, None)
 
 
 class TestEnergy:
     def test_devices_add_up_and_one_that_two_ranks_share_counts_once(self):
         shared = Counted("GPU-a of n1", 10, 5.0, 1000.0)
         found = energy("NVML", [shared, shared, Counted("GPU-b of n1", 20, 10.0, 1000.0)], 5, 10)
-        assert found == {
-            "source": "NVML", "steps": 10, "seconds": 5.0, "watts": 300.0, "joules_per_step": 150.0,
-            "joules_per_sample": 30.0, "joules_per_token": 3.0, "reason": None,
-        }  # fmt: skip
-        assert energy("RAPL", [Counted("n1", 1, 1.0, 8.0)], 4, None)["joules_per_token"] is None
+        assert found == Energy("NVML", 10, 5.0, 300.0, 150.0, joules_per_sample=30.0, joules_per_token=3.0)
+        assert energy("RAPL", [Counted("n1", 1, 1.0, 8.0)], 4, None).joules_per_token is None
 
     def test_a_part_of_the_devices_is_no_figure_and_a_reason_that_all_share_is_told_once(self):
         found = energy("RAPL", [Counted("n1", 1, 1.0, 8.0), Counted("n2", reason="permission denied")], 4, None)
-        assert found == none("n2: permission denied")
-        assert energy("RAPL", [Counted(name, reason="why") for name in ("n1", "n2")], 4, None) == none("why")
+        assert found == Energy(reason="n2: permission denied")
+        found = energy("RAPL", [Counted(name, reason="why") for name in ("n1", "n2")], 4, None)
+        assert found == Energy(reason="why")
 
 
 def trained(directory: Path, options: DictConfig, root: Path) -> Any:
@@ -219,7 +217,7 @@ def trained(directory: Path, options: DictConfig, root: Path) -> Any:
         mock.patch.object(module, "POWERCAP", root), mock.patch.object(Packages, "min_seconds", 0.0),
         taking(StepLoop, "step", 2), taking(Evaluator, "_evaluate", 1000), taking(Checkpointing, "_save", 5000),
     ):  # fmt: skip
-        return train.Train()(of_rank).fields["hardware"]
+        return train.Train()(of_rank).hardware
 
 
 @pytest.mark.ranks
@@ -229,12 +227,10 @@ def test_steps_count_and_what_interrupts_them_does_not(tmp_path):
     options = composed(*TASK, "parallel=ddp", "profile.steps=0", *asked)
     found, same = on_ranks(2, trained, tmp_path / "run", options, tmp_path)
     assert found == same
-    cpu = found["cpu"]
-    assert (cpu["source"], cpu["steps"], cpu["reason"]) == ("RAPL", 11 - 4, None)
-    assert cpu["joules_per_step"] == pytest.approx(2)  # of one machine, which only its first rank reads
-    assert cpu["watts"] == pytest.approx(2 * 7 / cpu["seconds"])
-    assert (found["gpu"]["reason"], found["clocks"]) == ("the run used no GPU", [])
-    msgspec.convert(found, schema.Hardware)
+    assert (found.cpu.source, found.cpu.steps, found.cpu.reason) == ("RAPL", 11 - 4, None)
+    assert found.cpu.joules_per_step == pytest.approx(2)  # of one machine, which only its first rank reads
+    assert found.cpu.watts == pytest.approx(2 * 7 / found.cpu.seconds)
+    assert (found.gpu.reason, found.clocks) == ("the run used no GPU", [])
 
 
 class TestOnAGpu:
@@ -248,7 +244,7 @@ class TestOnAGpu:
         monkeypatch.setattr(module, "POWERCAP", tmp_path)
         monkeypatch.setattr(module, "gather", lambda value: [value])
         monkeypatch.setattr(module.contention, "gather", lambda value: [value])
-        monkeypatch.setattr(gpu_state, "inspect", lambda: {"gpus": [{"uuid": "GPU-a", "processes": 2}]})
+        monkeypatch.setattr(gpu_state, "inspect", lambda: gpu_state.Gpus([GPU]))
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: nvml.now))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.wait(nvml))
         nvml.now, nvml.queued, nvml.is_up = 0.0, 0, True
@@ -293,14 +289,13 @@ class TestOnAGpu:
             nvml.clock, nvml.reasons = 300, 0x1
         meter.stop()
         found = meter.finish()
-        gpu, (clocks,) = found["gpu"], found["clocks"]
-        assert (gpu["steps"], gpu["seconds"], gpu["watts"], gpu["joules_per_step"]) == (10, 20.0, 150.0, 300.0)
-        assert gpu["joules_per_token"] == 300.0 / 4 / 5
-        assert (clocks["rank"], clocks["sm_clock_mhz"], clocks["held_back"]["power limit"]) == (0, 1200, 0.5)
-        assert (clocks["sm_clock_least_mhz"], clocks["clock_reasons"]) == (1200, [])  # not those of an idle GPU
-        assert found["cpu"]["reason"] == f"there are no CPU packages in {tmp_path} (RAPL)"
-        assert [load["gpu_ranks"] for load in found["other_load"]] == [[0]]
-        msgspec.convert(found, schema.Hardware)
+        gpu, (clocks,) = found.gpu, found.clocks
+        assert (gpu.steps, gpu.seconds, gpu.watts, gpu.joules_per_step) == (10, 20.0, 150.0, 300.0)
+        assert gpu.joules_per_token == 300.0 / 4 / 5
+        assert (clocks.rank, clocks.sm_clock_mhz, clocks.held_back["power limit"]) == (0, 1200, 0.5)
+        assert (clocks.sm_clock_least_mhz, clocks.clock_reasons) == (1200, [])  # not those of an idle GPU
+        assert found.cpu.reason == f"there are no CPU packages in {tmp_path} (RAPL)"
+        assert [load.gpu_ranks for load in found.other_load] == [[0]]
         assert not nvml.is_up
 
     @pytest.mark.parametrize(("machines", "counted"), [("ab", [True, True]), ("aa", [True, False])])
@@ -321,4 +316,4 @@ class TestOnAGpu:
                 assert nvml.queued == 4
         meter.stop()
         assert nvml.queued == 4
-        assert meter.finish()["gpu"]["reason"] == "the package nvidia-ml-py is not installed"
+        assert meter.finish().gpu.reason == "the package nvidia-ml-py is not installed"

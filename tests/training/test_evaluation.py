@@ -269,7 +269,7 @@ def interrupted(directory: Path, composed: DictConfig, evaluation: int) -> Seen:
         mock.patch.object(train, "StopSignal", partial(StopSignal, 0)),  # asked after each batch
     ):
         outcome = train.Train()(of_rank)
-    evaluated = [one["step"] for one in outcome.fields["evaluations"]]
+    evaluated = [evaluation.step for evaluation in outcome.evaluations]
     return Seen(outcome.stopped, evaluated, batches, saved)
 
 

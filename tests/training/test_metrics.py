@@ -4,12 +4,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured
 from ptdbench.measure.hardware import environment
+from ptdbench.records.schema import Metrics
 from ptdbench.training import metrics as train_metrics
 from ptdbench.training.metrics import Measurement, against_higher_ceiling, metrics
 from ptdbench.workloads import train
@@ -31,42 +33,41 @@ MEASURED = Measurement(
 )
 
 
-def figures(**changes: Any) -> dict[str, Any]:
+def figures(**changes: Any) -> Metrics:
     return metrics(replace(MEASURED, **changes))
 
 
 def test_figures_by_hand():
     found = metrics(MEASURED)
-    expected = {
-        "samples_per_second": 4 * 16 / 2.0, "samples_per_second_per_device": 16, "tokens_per_second": 4096,
-        "tokens_per_second_per_device": 2048, "model_flops_per_second": 96e12,
-        "mfu": 48 / 312,  # per device, of an A100's dense bf16 peak
-    }  # fmt: skip
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
-    assert (found["mfu_reason"], found["mfu_of_bf16"]) == (None, None)
-    times = found["step_seconds"]
-    assert (times["median"], times["mean"]) == (pytest.approx(0.375), pytest.approx(0.5))
+    assert found.samples_per_second == pytest.approx(4 * 16 / 2.0)
+    assert found.samples_per_second_per_device == pytest.approx(16)
+    assert found.tokens_per_second == pytest.approx(4096)
+    assert found.tokens_per_second_per_device == pytest.approx(2048)
+    assert found.model_flops_per_second == pytest.approx(96e12)
+    assert found.mfu == pytest.approx(48 / 312)  # per device, of an A100's dense bf16 peak
+    assert (found.mfu_reason, found.mfu_of_bf16) == (None, None)
+    assert (found.step_seconds.median, found.step_seconds.mean) == (pytest.approx(0.375), pytest.approx(0.5))
 
 
 def test_causal_attention_by_half_has_an_mfu_of_its_own():
     found = figures(masked_flops_per_sample=1e12)
-    assert found["causal_flops_per_second"] == pytest.approx(64e12)
-    assert (found["mfu"], found["mfu_causal"]) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
+    assert found.causal_flops_per_second == pytest.approx(64e12)
+    assert (found.mfu, found.mfu_causal) == (pytest.approx(48 / 312), pytest.approx(32 / 312))
     for unknown in (figures(), figures(flops_per_sample=None, masked_flops_per_sample=0.0)):
-        assert unknown["causal_flops_per_second"] is unknown["mfu_causal"] is None
+        assert unknown.causal_flops_per_second is unknown.mfu_causal is None
     without = figures(masked_flops_per_sample=0.0)
-    assert without["mfu_causal"] == without["mfu"]
+    assert without.mfu_causal == without.mfu
 
 
 def test_fp8_is_compared_with_both_peaks():
     found = figures(device_name="NVIDIA H200", dtype="fp8")
-    assert (found["mfu"], found["mfu_of_bf16"]) == (pytest.approx(48 / 1978.9), pytest.approx(48 / 989.4))
+    assert (found.mfu, found.mfu_of_bf16) == (pytest.approx(48 / 1978.9), pytest.approx(48 / 989.4))
 
 
 def test_images_have_no_tokens():
     found = figures(tokens_per_sample=None)
-    assert found["tokens_per_second"] is found["tokens_per_second_per_device"] is None
-    assert found["samples_per_second"] == pytest.approx(32)
+    assert found.tokens_per_second is found.tokens_per_second_per_device is None
+    assert found.samples_per_second == pytest.approx(32)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,9 @@ def test_images_have_no_tokens():
 )
 def test_mfu_is_null_with_its_reason(change, reason):
     found = figures(**change)
-    assert found["mfu"] is None
-    assert reason in found["mfu_reason"]
+    assert found.mfu is None
+    assert reason in found.mfu_reason
+    assert (found.samples_per_second is None) == (found.step_seconds.median is None) == (reason == "no step")
 
 
 def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch):
@@ -96,49 +98,39 @@ def test_the_peak_of_ranks_with_different_gpus_is_not_that_of_rank_0(monkeypatch
         spec=SimpleNamespace(virtual=None),
     )
     both = " and ".join(names)
-    assert figures(device_name=train_metrics.device_name(job))["mfu_reason"] == (
-        f"no data-sheet peak on record for {both} in bf16"
-    )
+    assert train_metrics.device_name(job) == both
     assert train_metrics.ceiling_of_run(job) == (None, f"the ranks have different GPUs: {both}")
-
-
-def test_a_run_without_a_step_has_all_names_and_no_rates():
-    found = figures(step_seconds=[], warmup_steps=0)
-    assert set(found) == set(figures())
-    assert found["samples_per_second"] is found["step_seconds"]["median"] is None
 
 
 def test_the_share_of_the_ceiling_by_hand_and_why_there_is_none():
     ceiling = (Measured(240e12, "8x8x8", beside_load=True), None)
 
-    def told(**changes: Any) -> tuple[Any, ...]:
+    def related(**changes: Any) -> tuple[Any, ...]:
         found = figures(**changes)
-        names = ("ceiling_flops_per_second", "ceiling_beside_load", "ceiling_reason", "share_of_ceiling")
-        return tuple(found[name] for name in names)
+        ceiling = found.ceiling_flops_per_second, found.ceiling_beside_load
+        return *ceiling, found.ceiling_reason, found.share_of_ceiling
 
-    assert told(ceiling=ceiling) == (240e12, True, None, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
-    assert told(ceiling=(None, "nobody has measured it")) == (None, None, "nobody has measured it", None)
-    assert told(flops_per_sample=None, ceiling=ceiling) == (240e12, True, None, None)
+    assert related(ceiling=ceiling) == (240e12, True, None, pytest.approx(48 / 240))  # 48 TFLOP/s on each device
+    assert related(ceiling=(None, "nobody has measured it")) == (None, None, "nobody has measured it", None)
+    assert related(flops_per_sample=None, ceiling=ceiling) == (240e12, True, None, None)
 
 
-METRICS = {
-    "model_flops_per_second": 72e9, "ceiling_flops_per_second": 30.1e9, "ceiling_beside_load": True,
-    "share_of_ceiling": 36 / 30.1, "ceiling_reason": None, "mfu": None,
-}  # fmt: skip
+METRICS = Metrics(
+    model_flops_per_second=72e9, ceiling_flops_per_second=30.1e9, ceiling_beside_load=True, share_of_ceiling=36 / 30.1
+)
 
 
 def test_a_higher_one_counts():
-    metrics, remark = against_higher_ceiling(METRICS, 2, Measured(45e9, "512x512x512", beside_load=False))
+    figures, remark = against_higher_ceiling(METRICS, 2, Measured(45e9, "512x512x512", beside_load=False))
     assert remark == "ceiling re-measured: was 30.1 GFLOP/s, taken beside other load; now 45.0 GFLOP/s"
-    assert (metrics["ceiling_flops_per_second"], metrics["ceiling_beside_load"]) == (45e9, False)
-    assert (metrics["share_of_ceiling"], metrics["mfu"]) == (pytest.approx(0.8), None)
+    assert (figures.ceiling_flops_per_second, figures.ceiling_beside_load) == (45e9, False)
+    assert figures.share_of_ceiling == pytest.approx(0.8)
 
 
 def test_a_share_that_stays_above_is_neither_cut_nor_left_without_a_reason():
-    metrics, remark = against_higher_ceiling(
-        {**METRICS, "ceiling_beside_load": False}, 2, Measured(32e9, "", beside_load=False)
-    )
-    assert metrics["share_of_ceiling"] == 36 / 32
+    quiet = msgspec.structs.replace(METRICS, ceiling_beside_load=False)
+    figures, remark = against_higher_ceiling(quiet, 2, Measured(32e9, "", beside_load=False))
+    assert figures.share_of_ceiling == pytest.approx(36 / 32)
     assert remark.startswith("ceiling re-measured: was 30.1 GFLOP/s; now 32.0 GFLOP/s; the model reaches 112.5% of it")
     assert "model FLOPs count attention in full" in remark
     _, remark = against_higher_ceiling(METRICS, 2, Measured(32e9, "", beside_load=True))
@@ -146,36 +138,35 @@ def test_a_share_that_stays_above_is_neither_cut_nor_left_without_a_reason():
 
 
 def test_a_lower_one_does_not_count_and_one_may_be_impossible_to_measure():
-    metrics, remark = against_higher_ceiling(METRICS, 2, Measured(20e9, "", beside_load=False))
-    assert (metrics["ceiling_flops_per_second"], metrics["ceiling_beside_load"]) == (30.1e9, True)
+    figures, remark = against_higher_ceiling(METRICS, 2, Measured(20e9, "", beside_load=False))
+    assert (figures.ceiling_flops_per_second, figures.ceiling_beside_load) == (30.1e9, True)
     assert "20.0 GFLOP/s is not above the earlier 30.1 GFLOP/s, taken beside other load; the model" in remark
-    metrics, remark = against_higher_ceiling(METRICS, 2, "workload.shapes=512x512x512: takes 9 GiB")
-    assert metrics == {**METRICS, "share_of_ceiling": pytest.approx(36 / 30.1)}
+    figures, remark = against_higher_ceiling(METRICS, 2, "workload.shapes=512x512x512: takes 9 GiB")
+    assert figures == msgspec.structs.replace(METRICS, share_of_ceiling=pytest.approx(36 / 30.1))
     assert remark.startswith("ceiling passed, and not re-measured: workload.shapes=512x512x512: takes 9 GiB; the ")
 
 
-def trained(directory: Path, known: float) -> tuple[Any, int, float]:
-    """In a rank: the fields of a run, how often products were measured, and the ceiling that is kept then."""
+def trained(directory: Path, earlier: float) -> tuple[Any, int, float]:
+    """In a rank: the outcome of a run, how often products were measured, and the ceiling that is kept then."""
     options = composed("model=toy", "device=cpu", "parallel=ddp", "train.steps=4", "profile.steps=0")
     with mock.patch.dict("os.environ", XDG_CACHE_HOME=f"{directory}-cache"):
         key = ceiling.key_of(environment("cpu"), torch.device("cpu"), "fp32")
-        ceiling.store_ceiling(key, Measured(known, "2x2x2", beside_load=True))
+        ceiling.store_ceiling(key, Measured(earlier, "2x2x2", beside_load=True))
         measured = mock.Mock(wraps=ceiling.measure)
         with mock.patch.object(ceiling, "measure", measured), mock.patch.dict(ceiling.AUTO_SHAPES, cpu=("64",)):
             outcome = train.Train()(job(directory, options))
         kept = ceiling.look_up(key)
-        return outcome.fields, measured.call_count, kept.flops_per_second
+        return (outcome.metrics, outcome.remarks), measured.call_count, kept.flops_per_second
 
 
 @pytest.mark.ranks
 def test_a_run_that_passes_it_measures_it_again_once_and_keeps_the_higher_one_and_one_below_does_not(tmp_path):
     passes, stays_below = runs = [(tmp_path / "passes", 1.0), (tmp_path / "stays below", 1e30)]
     of_first, of_other = on_ranks(2, each, trained, runs)
-    fields, times, kept = of_first[passes]
-    metrics = fields["metrics"]
+    (figures, remarks), times, kept = of_first[passes]
     assert (times, of_other[passes][1]) == (1, 1)
-    assert metrics["ceiling_flops_per_second"] == kept > 1.0
-    assert metrics["share_of_ceiling"] == pytest.approx(metrics["model_flops_per_second"] / 2 / kept)
-    assert fields["remarks"]["ceiling"].startswith("ceiling re-measured: was 1e-09 GFLOP/s, taken beside other load")
-    fields, times, kept = of_first[stays_below]
-    assert (times, kept, "ceiling" in fields["remarks"]) == (0, 1e30, False)
+    assert figures.ceiling_flops_per_second == kept > 1.0
+    assert figures.share_of_ceiling == pytest.approx(figures.model_flops_per_second / 2 / kept)
+    assert remarks.ceiling.startswith("ceiling re-measured: was 1e-09 GFLOP/s, taken beside other load")
+    (_, remarks), times, kept = of_first[stays_below]
+    assert (times, kept, remarks.ceiling) == (0, 1e30, None)

@@ -7,11 +7,11 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ptdbench.job import Job, Outcome
 from ptdbench.launch import settings
 from ptdbench.measure import contention
+from ptdbench.measure.results import Matmul
 from ptdbench.workloads.check import Check
 
 
@@ -31,10 +31,10 @@ class MadeSlow(Check):
             finally:
                 contention.STAT = before
 
-    def products(self, job: Job) -> dict[str, Any]:
+    def products(self, job: Job) -> Matmul:
         found = super().products(job)
-        for product in found["ranks"][-1]["products"]:
-            product["median"] /= 1e6
+        for product in found.ranks[-1].products:
+            product.median /= 1e6
         self._count(10**6 * os.sysconf("SC_CLK_TCK"))  # more than the ranks can have taken
         return found
 
@@ -56,6 +56,6 @@ class MadeBusy(MadeSlow):
 class MadeWrong(MadeBusy):
     """A product is wrong beside other processes."""
 
-    def products(self, job: Job) -> dict[str, Any]:
+    def products(self, job: Job) -> Matmul:
         super().products(job)
         raise ArithmeticError("the fp32 product is wrong")

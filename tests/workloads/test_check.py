@@ -6,22 +6,22 @@ The tolerance of the runs that must be sound is so wide that no busy machine exc
 import json
 import re
 import sys
-from collections import deque
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from msgspec.structs import replace
 
-from ptdbench.job import Outcome
-from ptdbench.measure import diagnosis
-from ptdbench.measure.other_load import OtherLoad
+from ptdbench.measure import contention, diagnosis
+from ptdbench.measure.results import P2P, MessageSize, OtherLoad, Pair, StepSeconds
 from ptdbench.workloads import check
 from ptdbench.workloads.check import Check
+from ptdbench.workloads.train import Train
 from tests import forked
-from tests.conftest import ROOT
+from tests.conftest import ROOT, composed
 from tests.programs import call
-from tests.workloads.made_job import refusal
+from tests.workloads.made_job import job, refusal
 
 WIDE = ("workload=check", "device=cpu", "workload.tolerance=0.9999")
 MADE = "workload._target_=tests.workloads.made_slow"
@@ -117,49 +117,36 @@ def test_what_is_refused(option, values, rule):
         assert said == f"workload.{option}={value}: {rule}"
 
 
-class TestAttempts:
-    def until_sound(self, *rounds: dict[int, float], attempts: int = 3):
-        measured = deque(rounds)
-        found = Check(attempts=attempts)._until_sound(
-            lambda: {"rates": measured.popleft()}, lambda found: (found["rates"], dict.fromkeys(found["rates"], "all"))
-        )
-        return found, len(measured)
-
-    def test_what_is_sound_is_measured_once(self):
-        (first, slow, attempts), left = self.until_sound({0: 10.0, 1: 10.0}, {0: 1.0, 1: 10.0})
-        assert (first, slow, attempts, left) == ({"rates": {0: 10.0, 1: 10.0}}, {}, 1, 1)
-
-    def test_a_disturbance_is_forgiven(self):
-        (_, slow, attempts), left = self.until_sound({0: 10.0, 1: 6.0}, {0: 6.0, 1: 9.9}, {0: 1.0, 1: 1.0})
-        assert (slow, attempts, left) == ({}, 2, 1)
-
-    def test_what_stays_slow_is_named_after_the_last_attempt(self):
-        (_, slow, attempts), left = self.until_sound({0: 10.0, 1: 6.0}, {0: 10.0, 1: 8.0}, {0: 9.0, 1: 7.0})
-        assert (slow, attempts, left) == ({1: pytest.approx(0.8)}, 3, 0)
-
-    def test_what_is_not_there_is_not_slow(self):
-        assert Check()._until_sound(lambda: None, lambda found: ({}, {})) == (None, {}, 1)
+@pytest.mark.parametrize(
+    ("rounds", "slow", "attempts"),
+    [
+        (({0: 10.0, 1: 10.0}, {0: 1.0, 1: 10.0}), {}, 1),  # sound at once
+        (({0: 10.0, 1: 6.0}, {0: 6.0, 1: 9.9}, {0: 1.0, 1: 1.0}), {}, 2),  # a disturbance
+        (({0: 10.0, 1: 6.0}, {0: 10.0, 1: 8.0}, {0: 9.0, 1: 7.0}), {1: pytest.approx(0.8)}, 3),
+        ((None,), {}, 1),  # one rank has no links
+    ],
+)
+def test_slow_is_measured_again_and_named_after_the_last_attempt(monkeypatch, rounds, slow, attempts):
+    monkeypatch.setattr(contention, "Watch", lambda _: SimpleNamespace(stop=lambda: []))
+    left = iter(rounds)
+    found = Check(attempts=3)._until_sound(
+        SimpleNamespace(device=None), lambda: next(left), lambda rates: (rates or {}, dict.fromkeys(rates or {}, "all"))
+    )
+    assert (found.first, found.slow, found.attempts) == (rounds[0], slow, attempts)
+    assert len([*left]) == len(rounds) - attempts
 
 
 def test_a_link_that_is_too_slow_to_be_measured_is_slow():
-    facts = [{"node": f"n{rank}", "gpu": None} for rank in range(3)]
-    size = {"bytes": 100, "seconds": {"median": 2.0}}
-    pairs = [{"source": a, "target": b, "sizes": [size] if b else []} for a in range(3) for b in range(3) if a != b]
-    rates, peers = check._link_rates(facts, {"pairs": pairs})
+    size = MessageSize(100, 1, StepSeconds(2.0))
+    pairs = [Pair(a, b, None, None, None, [size] if b else []) for a in range(3) for b in range(3) if a != b]
+    rates, peers = check._link_rates([check._Facts(f"n{rank}") for rank in range(3)], P2P(pairs, [], [], []))
     assert rates == {(a, b): 50.0 if b else 0.0 for a in range(3) for b in range(3) if a != b}
     assert diagnosis.slow(rates, peers, 0.05) == {(1, 0): 0.0, (2, 0): 0.0}
     assert diagnosis.slow({(0, 1): 0.0, (1, 0): 0.0}, peers, 0.05) == {(0, 1): 0.0, (1, 0): 0.0}  # as all others
 
 
-UNSOUND = {
-    "sound": False, "verdict": "unsound", "busy": None,
-    "findings": [{"text": "rank 1 is slow"}, {"text": "torch differs"}],
-}  # fmt: skip
-BUSY = {"sound": False, "verdict": "busy", "busy": "others took 1 core", "findings": [{"text": "rank 1 is slow"}]}
-
-
 def test_ranks_beside_other_load():
-    facts = ({"node": "n1"}, {"node": "n1"}, {"node": "n2"})
+    facts = [check._Facts(node) for node in ("n1", "n1", "n2")]
     quiet, loaded = OtherLoad("n1", 2, 0.0, [], on_gpu=False), OtherLoad("n2", 2, 1.14, [], on_gpu=False)
     assert check._loaded(facts, [quiet, loaded]) == {2}
     # On GPUs those whose GPUs are shared.
@@ -170,23 +157,38 @@ def test_ranks_beside_other_load():
     assert check._why_busy([quiet, loaded]) == f"{text} of node n2; {again}"
 
 
-def test_an_unsound_check_or_a_busy_one_is_a_remark_beside_those_of_the_training():
-    outcome = Outcome({"remarks": {"cut_short": "3 of 5 steps"}, "losses": [1.0]})
-    fields = check.with_check(outcome, UNSOUND).fields
-    assert fields["remarks"] == {"cut_short": "3 of 5 steps", "check": "unsound: rank 1 is slow; torch differs"}
-    assert (fields["losses"], fields["check"]) == ([1.0], UNSOUND)
-    fields = check.with_check(Outcome({"remarks": {}}), BUSY).fields
-    assert fields["remarks"]["check"] == "busy: others took 1 core; rank 1 is slow"
-    assert check.with_check(outcome, None) is outcome
+def verdict(name: str, busy: str | None, *texts: str) -> Any:
+    findings = [SimpleNamespace(text=text) for text in texts]
+    return SimpleNamespace(sound=name == "sound", verdict=name, busy=busy, findings=findings)
+
+
+UNSOUND = verdict("unsound", None, "rank 1 is slow", "torch differs")
+
+
+def test_the_summary_names_other_load_first():
+    assert check.summary(UNSOUND) == "unsound: rank 1 is slow; torch differs"
+    busy = verdict("busy", "others took 1 core", "rank 1 is slow")
+    assert check.summary(busy) == "busy: others took 1 core; rank 1 is slow"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("found", [UNSOUND, verdict("sound", None), None])
+def test_the_verdict_is_a_remark_beside_those_of_the_training(alone, tmp_path, monkeypatch, found):
+    monkeypatch.setattr(check, "preliminary", lambda _: found)
+    short = ("model=toy", "device=cpu", "parallel=single", "train.steps=5", "train.max_minutes=1e-9", "profile.steps=0")
+    outcome = Train()(job(tmp_path, composed(*short)))
+    assert outcome.check is found
+    assert outcome.remarks.check == ("unsound: rank 1 is slow; torch differs" if found is UNSOUND else None)
+    assert outcome.remarks.cut_short.startswith("3 of 5 steps: ")
 
 
 def test_it_is_said_at_once_on_rank_0(monkeypatch, capsys):
     monkeypatch.setattr(Check, "examine", lambda self, job: UNSOUND)
     for rank, said in ((0, "unsound: rank 1 is slow; torch differs; the run continues\n"), (1, "")):
-        job = SimpleNamespace(
+        of_rank = SimpleNamespace(
             spec=SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(check=True))),
             watch=SimpleNamespace(lap=lambda name: None),
             world=SimpleNamespace(is_first=rank == 0), device=torch.device("cpu"),
         )  # fmt: skip
-        assert check.preliminary(job) is UNSOUND
+        assert check.preliminary(of_rank) is UNSOUND
         assert capsys.readouterr().err == said

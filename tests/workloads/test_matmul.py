@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ptdbench.launch.world import World
-from ptdbench.measure import ceiling
+from ptdbench.measure import ceiling, results
 from ptdbench.setup import run_spec
 from ptdbench.workloads.matmul import Matmul
 from tests.conftest import read
@@ -90,7 +90,7 @@ def test_what_is_refused(overrides, lines):
 
 def test_products_of_chosen_shapes_replace_only_a_lower_ceiling(monkeypatch):
     kept = []
-    monkeypatch.setattr(ceiling, "measure", lambda *_, **__: {})
+    monkeypatch.setattr(ceiling, "measure", lambda *_, **__: results.Matmul([], [], []))
     monkeypatch.setattr(ceiling, "keep_ceilings", lambda *_, only_higher: kept.append(only_higher))
     job: Any = SimpleNamespace(world=None, device=torch.device("cpu"), watchdog=SimpleNamespace(alive=None))
     for shapes in ("auto", [64], 64):

@@ -80,7 +80,7 @@ def test_products_that_take_too_long_alone_or_beside_messages_are_said(monkeypat
     monkeypatch.setattr(timing, "repeat_in_turns", lambda *_: [[], [], []])
     job, cut = SimpleNamespace(device=torch.device("cpu"), world=World(0, 3, 0, 3, "local"), watchdog=mock.Mock()), []
     assert [*point_to_point._overlap(job, PointToPoint(), (1, 2), 8, cut)] == []
-    assert [(one["ranks"], one["from_bytes"]) for one in cut] == [([1, 2], 8)]
+    assert [(skipped.ranks, skipped.from_bytes) for skipped in cut] == [([1, 2], 8)]
 
 
 @pytest.mark.ranks

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import asdict
 
 from ptdbench.data.protocol import HeldOutPart
-from ptdbench.training.energy import none
+from ptdbench.records.schema import Energy
 from ptdbench.workloads.train import PROBE_STEPS, _affordable, assemble, steps
 from tests.conftest import composed
 from tests.parallel.ranks import each, on_ranks
@@ -34,7 +35,7 @@ def test_every_rank_brings_every_step(shared_run):
     metrics = record["metrics"]
     assert metrics["first_step_seconds"] == pytest.approx(sum(metrics["startup_seconds"].values()))
     assert metrics["peak_memory_bytes"] > 0
-    assert record["hardware"]["gpu"] == none("the run used no GPU")
+    assert record["hardware"]["gpu"] == asdict(Energy(reason="the run used no GPU"))
     assert (record["hardware"]["cpu"]["watts"] is None) == bool(record["hardware"]["cpu"]["reason"])
 
 

@@ -1,20 +1,116 @@
-"""Results of workloads that do not train, each stored in the record field named after the workload.
+"""What measurements find out, as records have it; no torch is needed to read it.
 
-These types only describe; records are not checked against them, since a custom workload may store anything.
+The results of a workload that does not train are in the record field named after it. Records are not checked against
+:class:`Findings` when they are read, since a custom workload may store anything.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from ptdbench.launch.peers import Peer
-from ptdbench.measure.bandwidth import Fit
-from ptdbench.measure.ceiling import Ceiling
-from ptdbench.measure.diagnosis import Finding
-from ptdbench.measure.other_load import OtherLoad
-from ptdbench.records.schema import StepSeconds
+from ptdbench.launch.world import Peer
+from ptdbench.terminal import plural, rank_names
+
+#: Bounded numbers: beyond these limits, derived figures would overflow.
+Whole = Annotated[int, Meta(ge=-(2**63) + 1, le=2**63 - 1)]
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Degree = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Amount = Annotated[float, Meta(ge=-1e30, le=1e30)]
+Quantity = Annotated[float, Meta(ge=0, le=1e30)]
+Positive = Annotated[float, Meta(ge=1e-30, le=1e30)]
+
+#: Whether a cluster is sound; ``busy``: other load may be the cause of every finding.
+Verdict = Literal["sound", "busy", "unsound"]
+
+
+#: Thresholds of other load, in cores and as a fraction of a node's cores: even an idle machine has some.
+LEAST_CORES, LEAST_SHARE = 0.1, 0.005
+
+
+class OtherLoad(Struct, frozen=True):
+    """The load of other processes on one node."""
+
+    node: str  #: The node.
+    cores: int  #: Number of cores that the ranks of the node may use.
+    taken: float | None  #: Cores that other processes took, on average; null if the system does not say.
+    gpu_ranks: list[int]  #: Ranks whose GPU other processes use.
+    on_gpu: bool  #: Whether the ranks measured GPUs.
+
+    @property
+    def is_busy(self) -> bool:
+        """True if this load may have slowed the measurement down."""
+        if self.on_gpu:
+            return bool(self.gpu_ranks)
+        return self.taken is not None and self.taken > max(LEAST_CORES, LEAST_SHARE * self.cores)
+
+    def slows(self, rank: int) -> bool:
+        """Return whether this load may have slowed down this rank of the node."""
+        return self.is_busy and (not self.on_gpu or rank in self.gpu_ranks)
+
+    def __str__(self) -> str:
+        if self.on_gpu:
+            return f"other processes use the GPU{'s' * (len(self.gpu_ranks) > 1)} of {rank_names(self.gpu_ranks)}"
+        return f"other processes took {self.taken or 0:.1f} of {self.cores} cores"
+
+
+class StepSeconds(Struct):
+    """Location and spread of the timed steps, in seconds; a step takes as long as its slowest rank."""
+
+    median: Positive | None = None  #: The median.
+    mean: Positive | None = None  #: The mean.
+    p5: Positive | None = None  #: The 5 % quantile.
+    p95: Positive | None = None  #: The 95 % quantile.
+    ci95: list[Positive] | None = None  #: ``[low, high]``, the 95 % interval of the median; null below six steps.
+
+
+class Key(Struct, frozen=True):
+    """The cache key of a ceiling: everything that it depends on."""
+
+    device: str  #: The GPU's name as reported by torch, or the CPU model.
+    driver: str | None  #: Version of the GPU's driver; null on a CPU.
+    torch: str  #: Version of PyTorch.
+    dtype: str  #: Arithmetic of the products: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+    threads: int | None  #: Threads of a rank; null for a GPU, where they do not matter.
+
+    def __str__(self) -> str:
+        parts = [self.device, self.driver and f"driver {self.driver}", f"torch {self.torch}", self.dtype]
+        if self.threads is not None:
+            parts.append(plural(self.threads, "thread"))
+        return ", ".join(part for part in parts if part)
+
+
+class Ceiling(Key, frozen=True):
+    """The best rate of a kind of device, to which later runs are compared."""
+
+    ranks: int  #: Number of ranks that measured it.
+    shape: str  #: Shape of the fastest product.
+    flops_per_second: float  #: Median rate of that product.
+    share_of_peak: float | None  #: That rate divided by the data sheet's dense peak.
+    peak_reason: str | None  #: Why there is no peak.
+    beside_load: bool  #: Whether other processes used these devices meanwhile, so that the rate may be too low.
+
+
+class Fit(Struct, frozen=True):
+    """The line ``t = alpha + beta * bytes`` with its errors."""
+
+    alpha: float  #: Seconds for an empty message.
+    beta: float  #: Seconds per byte.
+    alpha_error: float  #: Standard error of ``alpha``.
+    beta_error: float  #: Standard error of ``beta``.
+    r2: float  #: Fraction of the weighted variance of the times that the line explains.
+    max_relative_error: float  #: The largest relative error over the measured sizes.
+    points: int  #: Number of sizes fitted.
+
+
+class Finding(Struct, frozen=True):
+    """One problem that the check found."""
+
+    kind: str  #: ``slow rank``, ``slow link``, ``versions``, ``throttled``, ``busy``, ``power limit`` or ``far cores``.
+    ranks: list[int]  #: The affected ranks.
+    text: str  #: The message to show.
+    beside_load: bool = False  #: Whether other load may be the cause.
 
 
 class Hello(Struct):
@@ -81,6 +177,30 @@ class Cut(Struct):
     reason: str | None = None  #: Why.
 
 
+class Series(Struct):
+    """A series of measurements of one collective."""
+
+    op: str  #: The collective.
+    dtype: str | None  #: The dtype; null for a barrier.
+    reduction: str | None  #: The reduction; null if the collective does not reduce.
+    mode: str  #: How it was called: ``blocking`` or ``async``.
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.op, self.dtype, self.reduction, self.mode)))
+
+
+class CollectiveResult(Series):
+    """One collective at one size."""
+
+    bytes: int  #: The size, as nccl-tests defines it.
+    ranks: int  #: Ranks per group.
+    repetitions: int  #: How often it was timed.
+    seconds: StepSeconds  #: Its time on the slowest rank.
+    post_seconds: float | None  #: In mode ``async``, median seconds that the host took to launch it.
+    algbw: float | None  #: Bytes over median seconds; null for a barrier.
+    busbw: float | None  #: ``algbw`` times the factor of ``definitions``: the rate of the links.
+
+
 class CollectiveFit(Fit, frozen=True):
     """The line fitted to a collective."""
 
@@ -90,7 +210,7 @@ class CollectiveFit(Fit, frozen=True):
     mode: str  #: How it was called.
 
 
-class MessageSize(Struct):
+class MessageSize(Struct, omit_defaults=True):
     """Messages of one size between two ranks."""
 
     bytes: int | None = None  #: The size.
@@ -138,26 +258,10 @@ class P2P(Struct):
     cut: list[Cut]  #: Skipped sizes.
 
 
-class CollectiveResult(Struct):
-    """One collective at one size."""
-
-    op: str  #: The collective.
-    dtype: str | None  #: The dtype; null for a barrier.
-    reduction: str | None  #: The reduction; null if the collective does not reduce.
-    mode: str  #: How it was called: ``blocking`` or ``async``.
-    bytes: int  #: The size, as nccl-tests defines it.
-    ranks: int  #: Ranks per group.
-    repetitions: int  #: How often it was timed.
-    seconds: StepSeconds  #: Its time on the slowest rank.
-    post_seconds: float | None  #: In mode ``async``, median seconds that the host took to launch it.
-    algbw: float | None  #: Bytes over median seconds; null for a barrier.
-    busbw: float | None  #: ``algbw`` times the factor of ``definitions``: the rate of the links.
-
-
 class Collectives(Struct):
     """Collectives (``workload=collectives``)."""
 
-    group: str  #: The requested groups.
+    group: str | list[int]  #: The requested groups.
     groups: list[list[int]]  #: The ranks of each group; all groups run concurrently.
     definitions: dict[str, Any]  #: How ``algbw`` and ``busbw`` are computed.
     results: list[CollectiveResult]  #: One for each collective, dtype, mode and size.

@@ -9,22 +9,22 @@ import pytest
 import ptdbench
 from ptdbench.launch.world import World
 from ptdbench.report.display import Display, Heading
-from ptdbench.training import progress_reporter as module
 from ptdbench.units import three_digits
+from ptdbench.workloads import train
 from tests import forked
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_reports_when_it_is_time_and_leaves_the_last_step_to_the_record(rank, monkeypatch):
     wall, err = SimpleNamespace(now=0.0), io.StringIO()
-    monkeypatch.setattr(module.time, "perf_counter", lambda: wall.now)
+    monkeypatch.setattr(train.time, "perf_counter", lambda: wall.now)
     display = Display(Heading("toy pdp") if rank == 0 else None, stream=err, clock=lambda: wall.now)
     training = SimpleNamespace(data=SimpleNamespace(tokens_per_sample=None), layout=SimpleNamespace(global_batch=4))
     spec = SimpleNamespace(config=SimpleNamespace(general=SimpleNamespace(compile=False)), virtual=None)
     world = World(rank, 2, rank, 2, "local")
     job: Any = SimpleNamespace(spec=spec, training=training, world=world, directory=None, display=display)
     loop: Any = SimpleNamespace(done=0)
-    report = module.begin(job, loop, 100)
+    report = train.reporter(job, loop, 100)
     display.loss = 1, 2.5
     for loop.done, wall.now, steps in ((1, 0.0, 100), (2, 60.0, 100), (3, 60.1, 3)):
         report(steps)
