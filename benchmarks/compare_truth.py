@@ -167,10 +167,10 @@ def _draw(sweep: Path, path: Path) -> None:
     """The throughput of all runs in their order, as shares of the median of the identical configurations."""
     from matplotlib.figure import Figure
 
-    ordered = sorted(store.read_results(sweep), key=lambda run: run["started"])
-    slowness = [run["config"]["model"]["slower"] for run in ordered]
+    ordered = sorted(store.read_results(sweep), key=lambda run: run.started or "")
+    slowness = [run.config["model"]["slower"] for run in ordered]
     kinds = [slower if slower in SLOWER else 0.0 for slower in slowness]
-    rates = [*zip(kinds, map(alternatives.throughput, ordered), strict=True)]
+    rates = [*zip(kinds, (run.throughput for run in ordered), strict=True)]
     base = median(rate for kind, rate in rates if rate and not kind)
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
@@ -220,7 +220,7 @@ def _whole_blocks(samples: Sequence[Sample]) -> Sequence[Hashable]:
 
 def _seconds_a_run(sweep: Path) -> float:
     """From the start of one to that of the next; 0 where records do not say."""
-    began = sorted(str(run["started"]) for run in store.read_results(sweep) if run.get("started"))
+    began = sorted(run.started for run in store.read_results(sweep) if run.started)
     times = [datetime.fromisoformat(one).timestamp() for one in began]
     return median(after - before for before, after in pairwise(times)) if len(times) > 1 else 0.0
 
@@ -235,7 +235,7 @@ def _by_slowness(sweep: Path) -> tuple[list[Sample], dict[float, Sample]]:
 
 def _model(one: Alternative) -> Mapping[str, Any]:
     """The options of its model."""
-    model = one.median_run["config"].get("model")
+    model = one.median_run.config.get("model")
     return model if isinstance(model, Mapping) else {}
 
 

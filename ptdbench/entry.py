@@ -12,16 +12,16 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ptdbench import search_path
 from ptdbench.comparison import alternatives, noise
 from ptdbench.launch import forced_exit, local, settings, slurm
 from ptdbench.launch.world import Place, World, discover, is_first_rank
 from ptdbench.problems import ConfigError, Problem
-from ptdbench.records import schema, store
-from ptdbench.records.record import DONE, how_started
-from ptdbench.records.schema import Written
+from ptdbench.records import store
+from ptdbench.records.record import DONE
+from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.report import table, text
 from ptdbench.run import followers
 from ptdbench.setup import commandline, compose, hydra_options, hydra_output, resume
@@ -167,10 +167,11 @@ def plan(overrides: Sequence[str], config_dir: Path | None, as_json: bool, again
     if as_json:
         echo(files.as_text(made.records))
     elif made.records:
-        text.show(table.of_plans(made.records, shutil.get_terminal_size((110, 24)).columns))
+        records = [*map(typed, made.records)]
+        text.show(table.of_plans(records, shutil.get_terminal_size((110, 24)).columns))
         if made.cached:
             echo(f"cached: {plural(made.cached, 'row')} planned earlier (plan --again plans anew)")
-        echo(table.closing_lines(made.directory, made.records))
+        echo(table.closing_lines(made.directory, records))
     if made.stopped:
         raise made.stopped
     return int(all(one["status"] != "ok" for one in made.records))
@@ -273,7 +274,7 @@ def _queued(directory: Path, line: resume.Line) -> frozenset[str]:
 
     if not line.goes_on or not store.holding(directory, store.RECORD):
         return frozenset()
-    sweep = status.look(directory)
+    sweep = status.settle(directory)
     if sweep.silence:
         rule = f"SLURM does not say which of its jobs still run: {sweep.silence}"
         raise ConfigError([Problem(resume.SWEEP, directory, rule, "try again when it answers")])
@@ -303,13 +304,13 @@ def _conclude(composed: compose.Composed, agenda: Agenda) -> int:
     requested = 0 if agenda.is_open else len(agenda.runs)
     records = _print_results(agenda.directory, composed.configs, requested)
     if agenda.only:  # the sweep's other runs were not requested
-        records = [record for record in records if store.below(agenda.directory, record["directory"]) == agenda.only]
+        records = [record for record in records if store.below(agenda.directory, record.directory) == agenda.only]
         requested = 0
     return int(bool(agenda.skipped) or _count_ok(records) < (requested or max(1, len(records))))
 
 
-def _count_ok(records: Sequence[Written]) -> int:
-    return sum(record["status"] == "ok" for record in records)
+def _count_ok(records: Sequence[RunRecord]) -> int:
+    return sum(record.status == "ok" for record in records)
 
 
 def prepare_ranks(configs: Sequence[Config]) -> None:
@@ -335,7 +336,7 @@ def prepare_ranks(configs: Sequence[Config]) -> None:
     local.warm_up(["ptdbench.rank_imports", *sorted(chosen), *event_files], loading)
 
 
-def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list[dict[str, Any]]:
+def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list[RunRecord]:
     """Print the table of results; nothing if a signal arrived before the first run began.
 
     Workloads on the command line, third-party ones included, may show their own results.
@@ -343,23 +344,23 @@ def _print_results(directory: Path, typed: Sequence[Config], asked: int) -> list
     if store.is_sweep(directory):
         records = store.read_results(directory, lambda damage: echo(damage, sys.stderr))
     else:
-        records = [store.load_record(directory)] if (directory / store.RECORD).exists() else []
+        records = [store.read_record(directory)] if (directory / store.RECORD).exists() else []
     if records:
         noise.keep(alternatives.group(records))
         workloads = {str(read.resolved["workload"].get("_target_")) for read in typed}
         text.show(table.render(records, shutil.get_terminal_size((110, 24)).columns, workloads))
         echo(table.closing_lines(directory, records))
-    if sum(record["status"] in DONE for record in records) < asked and _needs_resume_hint(directory, records):
-        started = how_started(records[0]) if records else ""
+    if sum(record.status in DONE for record in records) < asked and _needs_resume_hint(directory, records):
+        started = records[0].start_command if records else ""
         echo(f"resume       {resume.command(directory, started=started)}")
     return records
 
 
-def _needs_resume_hint(directory: Path, records: Sequence[Written]) -> bool:
+def _needs_resume_hint(directory: Path, records: Sequence[RunRecord]) -> bool:
     """Return whether to print how to resume: for an incomplete sweep, or a run whose error does not already say so."""
     from ptdbench.checkpoints import checkpoint_dir
 
     if store.is_sweep(directory) or not records:
         return store.is_sweep(directory)
     (only,) = records
-    return "resume=" not in schema.error(only).message and checkpoint_dir.latest_manifest(directory) is not None
+    return "resume=" not in only.error.message and checkpoint_dir.latest_manifest(directory) is not None

@@ -41,7 +41,7 @@ def hello(tmp_path, slurm):
         done = train_py(*words, cwd=tmp_path / "here", environ=slurm)
         (directory,) = outputs(tmp_path / "here")
         (record,) = store.read_results(directory)
-        return done, record
+        return done, record.written
 
     return it
 

@@ -67,7 +67,8 @@ def sweep(folder: Path) -> Path:
 
 def records(folder: Path) -> list[dict[str, Any]]:
     """The results of it, in the order of its runs."""
-    found = sorted(store.read_results(sweep(folder)), key=lambda record: Path(record["directory"]).name)
+    results = [record.written for record in store.read_results(sweep(folder))]
+    found = sorted(results, key=lambda record: Path(record["directory"]).name)
     for record in found:
         assert json.loads((Path(record["directory"]) / "record.json").read_text()) == record
     return found
@@ -319,4 +320,4 @@ def test_a_sweep_longer_than_an_array_may_be(tmp_path, slurm, monkeypatch):
     jobs = ledger.read(sweep(tmp_path)).jobs
     assert [(job.number, job.element) for job in jobs] == [(0, 0), (1, 1), (2, 2), (3, 0), (4, 1), (5, 2)]
     assert len({job.id.partition("_")[0] for job in jobs}) == 2
-    assert [record["status"] for record in store.read_results(sweep(tmp_path))] == ["ok"] * 6
+    assert [record.status for record in store.read_results(sweep(tmp_path))] == ["ok"] * 6

@@ -47,7 +47,7 @@ def sweep(whole: tuple[Path, Done], tmp_path: Path) -> Path:
 
 def runs(sweep: Path) -> dict[str, dict[str, Any]]:
     """The results by the names of their directories, in the order in which the runs began; each is in its record."""
-    found = {Path(record["directory"]).name: record for record in store.read_results(sweep)}
+    found = {Path(record.directory).name: record.written for record in store.read_results(sweep)}
     assert found == {path.parent.name: json.loads(path.read_text()) for path in sweep.glob("*/record.json")}
     return dict(sorted(found.items(), key=lambda one: one[1]["started"]))
 

@@ -6,8 +6,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from ptdbench.records.record import objective_value
+from ptdbench.records.run_record import typed
 from tests import forked
 from tests.launch.faulty import FAULTY
+from tests.report.made import made
 
 OPTUNA = ("-m", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=1", "hydra.sweeper.n_trials=3")
 SEEDED = (*OPTUNA, "hydra.sweeper.sampler.seed=1")
@@ -31,7 +33,7 @@ class TestOptuna:
             assert (record["status"] == "ok") == (record["config"]["train"]["micro_batch"] == 16)
         assert len({record["config"]["optimizer"]["lr"] for record in records}) == 3
         assert done.returncode == 1  # not all were ok
-        best = max((objective_value(record, "throughput") or 0, record["directory"]) for record in records)
+        best = max((typed(record).throughput or 0, record["directory"]) for record in records)
         found = OmegaConf.load(sweep / "optimization_results.yaml")
         assert found.best_value == best[0]  # and not the smallest, which is Optuna's own default
         assert f"search       {sweep.relative_to(tmp_path)}/optimization_results.yaml" in done.stdout.splitlines()
@@ -59,20 +61,19 @@ def test_a_search_whose_runs_cannot_be_is_refused_before_the_first(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-RECORD = {
-    "status": "ok",
+RECORD = made({
     "metrics": {"tokens_per_second": None, "samples_per_second": 8.0},
     "evaluations": [{"loss": 2.0, "top1": 0.5}, {"loss": None, "top1": 0.75}, {"loss": 3.0, "top1": 0.25}],
-}
+})  # fmt: skip
 
 
 class TestObjective:
     def test_it_is_one_figure_of_the_record_if_that_is_ok_and_has_it(self):
-        tokens = {**RECORD, "metrics": {"tokens_per_second": 128.0, "samples_per_second": 8.0}}
+        tokens = RECORD | {"metrics": {"tokens_per_second": 128.0, "samples_per_second": 8.0}}
         for record, name, expected in (
             (RECORD, "throughput", 8.0), (tokens, "throughput", 128.0), (RECORD, "held_out_loss", 2.0),
-            (RECORD, "held_out_accuracy", 0.75), ({**RECORD, "status": "failed"}, "throughput", None),
-            ({**RECORD, "evaluations": []}, "held_out_loss", None),
-            ({"status": "ok", "metrics": None}, "throughput", None),
+            (RECORD, "held_out_accuracy", 0.75), (RECORD | {"status": "failed"}, "throughput", None),
+            (RECORD | {"evaluations": []}, "held_out_loss", None),
+            (made({"metrics": None}), "throughput", None),
         ):  # fmt: skip
             assert objective_value(record, name) == expected

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks.script import ROOT
 from ptdbench.measure.hardware import dense_peak
+from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
 
 from .session import (
@@ -96,7 +97,7 @@ def ceilings(session: Session) -> None:
         said = f"{rate / 1e12:,.1f} TFLOP/s: {of_peak}"
         session.tell(f"matmul {dtype}", passed, said, by="times", rate=rate, share=share)
     checked = session.run("check", "workload=check")
-    verdict = checked.get("check", {}).get("verdict") if checked["status"] == "ok" else reason(checked)
+    verdict = checked.get("check", {}).get("verdict") if checked["status"] == "ok" else reason(typed(checked))
     session.tell("check", checked["status"] == "ok", str(verdict), verdict=verdict)
 
 
@@ -160,7 +161,8 @@ def processes(session: Session) -> None:
     apart = [session.launched(f"apart-{seed}", f"seed={seed}", *common)[0] for seed in seeds]
     unwell = [found for found in (*together, *apart) if found["status"] != "ok"]
     if unwell or len(together) != len(apart):
-        session.tell("runs", False, reason(unwell[0]) if unwell else f"{len(together)} of {len(apart)} in one process")
+        said = reason(typed(unwell[0])) if unwell else f"{len(together)} of {len(apart)} in one process"
+        session.tell("runs", False, said)
         return
     pairs = [(_rate(one) / _rate(other), one, other) for one, other in zip(together, apart, strict=True)]
     ratio = median(pair[0] for pair in pairs)
@@ -179,7 +181,7 @@ def endings(session: Session) -> None:
     resumed = session.run("second-half", *common, "train.steps=10", f"resume={first['directory']}")
     ended = [one for one in (whole, first, resumed) if one["status"] != "ok"]
     if ended:
-        session.tell("resume", False, reason(ended[0]))
+        session.tell("resume", False, reason(typed(ended[0])))
     else:
         off = largest_difference(resumed["losses"][-5:], whole["losses"][-5:])
         said = f"steps 5 to 9 off by {off:.1e}, at most {FP32:.0e}"
@@ -239,7 +241,7 @@ def _carried(session: Session, name: str, reference: Sequence[float], *overrides
         session.compare(name, found, reference, FP32)
     else:  # any other error is a fault
         refused = "gloo" in str(found["error"]["message"]).lower()
-        session.tell(name, refused, f"{'not carried by gloo: ' * refused}{reason(found)}")
+        session.tell(name, refused, f"{'not carried by gloo: ' * refused}{reason(typed(found))}")
 
 
 def silent(session: Session) -> None:

@@ -25,6 +25,7 @@ from ptdbench.entry import prepare_ranks
 from ptdbench.launch.settings import enable_expandable_segments
 from ptdbench.records import ledger, record, store
 from ptdbench.records.load import Run, load
+from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
 from ptdbench.setup.compose import compose_all
 from ptdbench.virtual import machine
@@ -164,7 +165,7 @@ class Session:
         found = self.run(name, *overrides)
         if found["status"] == "ok":
             return found
-        self.tell(name, False, reason(found))
+        self.tell(name, False, reason(typed(found)))
         return None
 
     def reference(self, name: str, *overrides: str) -> list[float]:
@@ -196,7 +197,7 @@ class Session:
         if found["status"] == "ok":
             self.tell(name, plausible(found), speed_text(found), **speed(found))
         else:
-            self.tell(name, found["status"] == "oom", reason(found), status=found["status"])
+            self.tell(name, found["status"] == "oom", reason(typed(found)), status=found["status"])
         return found
 
     def launched(self, name: str, *overrides: str) -> list[Record]:

@@ -15,6 +15,7 @@ from benchmarks.gpu_check.session import largest_difference
 from benchmarks.script import ROOT
 from ptdbench.parallel.conflicts import SETTERS, is_settable
 from ptdbench.parallel.pipeline.schedules import SCHEDULES
+from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
 from ptdbench.virtual.machine import is_virtual
 
@@ -198,4 +199,4 @@ def _losses(folder: Path) -> list[float]:
 
 def _reason(record: Mapping[str, Any], said: Path) -> str:
     """Why a run failed, in a line; where there is no record, where to look."""
-    return reason(record) if record.get("error") else f"{record.get('status', 'no record')}; see {said}"
+    return reason(typed(record)) if record.get("error") else f"{record.get('status', 'no record')}; see {said}"

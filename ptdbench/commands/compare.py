@@ -17,7 +17,7 @@ from ptdbench.problems import Problem, require
 from ptdbench.terminal import command, echo, plural
 
 if TYPE_CHECKING:
-    from ptdbench.records.load import Run
+    from ptdbench.records.run_record import RunRecord
     from ptdbench.setup.config import Repeat
 
 HELP = "what became faster or slower between two sets of runs, with an exit status for CI"
@@ -73,22 +73,22 @@ def main(arguments: argparse.Namespace) -> int:
         folders = [together / "before", together / "after"] if together else [*map(Path, arguments.words)]
         damaged: list[str] = []
         sides = [_trained(folder, damaged) for folder in folders]
-        before, after = ({Path(run["directory"]).resolve() for run in side} for side in sides)
+        before, after = ({Path(run.directory).resolve() for run in side} for side in sides)
         if shared := before & after:
             raise versus.Incomparable(f"both have {plural(len(shared), 'run')} in common; give two that share none")
-        found = versus.match(*sides)
+        comparison = versus.match(*sides)
     except versus.Incomparable as refusal:
         echo(f"{' and '.join(map(str, folders))}: {refusal}", sys.stderr)
         return UNUSABLE
-    status = versus.status(found, arguments.fail_if_slower)
+    status = versus.status(comparison, arguments.fail_if_slower)
     if damaged and status != 1:  # what is missing may be slower
         status = UNUSABLE
     if arguments.json:
-        echo(files.as_text(versus.as_json(found, arguments.fail_if_slower) | {"status": status}))
+        echo(files.as_text(versus.as_json(comparison, arguments.fail_if_slower) | {"status": status}))
         return status
     titles = tuple(arguments.checkout) or ("before", "after")
-    text.show(versus.render(found, titles, shutil.get_terminal_size((110, 24)).columns))
-    for line in versus.gate(found, arguments.fail_if_slower) if arguments.fail_if_slower else ():
+    text.show(versus.render(comparison, titles, shutil.get_terminal_size((110, 24)).columns))
+    for line in versus.gate(comparison, arguments.fail_if_slower) if arguments.fail_if_slower else ():
         echo(f"--fail-if-slower: {line}")
     shown = shlex.join([os.path.relpath(together)] if together else map(str, folders))
     if together:  # one folder contains all runs
@@ -102,52 +102,45 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def _carried_out(arguments: argparse.Namespace) -> Path:
-    """Run both sides alternately; return the folder with their results, in ``before`` and ``after``."""
+    """Run both sides alternately; return the folder of their results, and print it if they are incomplete."""
+    from ptdbench import files, search_path
     from ptdbench.launch import local
-    from ptdbench.sweep.alternating import StoppedSide
 
     for name, given in (("--python", arguments.python), ("--checkout", arguments.checkout)):
         if given and (len(given) != 2 or (arguments.python and arguments.checkout)):
-            rule = "two sides are compared"
-            require(Problem(name, ", ".join(given), rule, "give --python twice, or --checkout twice"))
-    try:
-        with local.stopping():
-            return _in_turn(arguments)
-    except local.Stopped as stop:
-        if not isinstance(stop, StoppedSide):
-            echo(str(stop), sys.stderr)
-        raise SystemExit(128 + stop.signal) from None
-
-
-def _in_turn(arguments: argparse.Namespace) -> Path:
-    """Run both sides alternately; return the folder of their results, and print it if they are incomplete."""
-    from ptdbench import files, search_path
-
+            remedy = "give --python twice, or --checkout twice"
+            require(Problem(name, ", ".join(given), "two sides are compared", remedy))
     search_path.add_current()
     from ptdbench.records import store
     from ptdbench.sweep import alternating
 
-    overrides, repeat = _repeats(arguments.words)
-    with ExitStack() as until_done:
-        if arguments.python:
-            sides = alternating.interpreters(arguments.python)
-        else:
-            sides = until_done.enter_context(alternating.checkouts(arguments.checkout, overrides))
+    def fill(new: Path, _: Path) -> None:
         typed = {"python": arguments.python, "checkout": arguments.checkout, "overrides": arguments.words}
-        name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
-        directory = store.claim_directory(
-            Path("outputs").absolute(), name, "outputs", lambda new, _: files.write_json(new / "compare.json", typed)
-        )
-        store.lock(directory, "outputs")  # it must not look finished between two blocks
-        try:
-            alternating.run(sides, overrides, repeat, directory)
-        except BaseException:
-            if store.holding(directory, store.RECORD):
-                echo(f"records      {directory}")
-            else:  # refused, or stopped before the first run
-                store.unlock(directory)
-                shutil.rmtree(directory, ignore_errors=True)
-            raise
+        files.write_json(new / "compare.json", typed)
+
+    name = time.strftime("%Y-%m-%d_%H-%M-%S_compare")
+    try:
+        with local.stopping(), ExitStack() as until_done:
+            overrides, repeat = _repeats(arguments.words)
+            if arguments.python:
+                sides = alternating.interpreters(arguments.python)
+            else:
+                sides = until_done.enter_context(alternating.checkouts(arguments.checkout, overrides))
+            directory = store.claim_directory(Path("outputs").absolute(), name, "outputs", fill)
+            store.lock(directory, "outputs")  # it must not look finished between two blocks
+            try:
+                alternating.run(sides, overrides, repeat, directory)
+            except BaseException:
+                if store.holding(directory, store.RECORD):
+                    echo(f"records      {directory}")
+                else:  # refused, or stopped before the first run
+                    store.unlock(directory)
+                    shutil.rmtree(directory, ignore_errors=True)
+                raise
+    except local.Stopped as stop:
+        if not isinstance(stop, alternating.StoppedSide):
+            echo(str(stop), sys.stderr)
+        raise SystemExit(128 + stop.signal) from None
     return directory
 
 
@@ -167,21 +160,20 @@ def _repeats(words: Sequence[str]) -> tuple[list[str], Repeat]:
     return [*(word for word in typed if word not in own), *commandline.short_runs(typed)], repeat
 
 
-def _trained(folder: Path, damaged: list[str]) -> list[Run]:
+def _trained(folder: Path, damaged: list[str]) -> list[RunRecord]:
     """Return the measured training runs of a folder; raises FileNotFoundError if there are none.
 
     Messages about damaged records are added to ``damaged``.
     """
-    from ptdbench.records.load import load_telling
+    from ptdbench.records.load import read
 
-    found = load_telling(folder, damaged)
-    runs = found if isinstance(found, list) else [found]
-    trained = [run for run in runs if run.get("model")]
+    loaded = read(folder, damaged)
+    trained = [run for run in (loaded if isinstance(loaded, list) else [loaded]) if run.model]
     if not trained:
         raise FileNotFoundError(f"{folder}: has no run that trains; give runs of workload=train")
-    measured = [run for run in trained if not run.get("kind")]
+    measured = [run for run in trained if not run.kind]
     if not measured:
-        raise FileNotFoundError(f"{folder}: its runs are {trained[0]['kind']}, and take no time; give measured ones")
+        raise FileNotFoundError(f"{folder}: its runs are {trained[0].kind}, and take no time; give measured ones")
     if left := len(trained) - len(measured):
         echo(f"{folder}: {plural(left, 'run')} that took no time, virtual or planned: left out", sys.stderr)
     return measured

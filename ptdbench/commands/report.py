@@ -17,7 +17,7 @@ from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.terminal import echo, plain, plural
 
 if TYPE_CHECKING:
-    from ptdbench.records.load import Run
+    from ptdbench.records.run_record import RunRecord
 
 HELP = "one file to send: tables, figures, failures and commands of sweeps as HTML, Markdown or CSV"
 
@@ -82,8 +82,8 @@ def _newest() -> Path:
 
 def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
     """Return the path of each requested format."""
-    asked = [form for form in _FORMS if getattr(arguments, form)]
-    forms = dict.fromkeys([*(["html"] if arguments.open or not asked else []), *asked])
+    given = [form for form in _FORMS if getattr(arguments, form)]
+    forms = dict.fromkeys([*(["html"] if arguments.open or not given else []), *given])
     first = arguments.directories[0]
     folder = arguments.output or (first if first.is_dir() else first.parent)
     if arguments.output and not folder.is_dir():
@@ -96,15 +96,15 @@ def _paths(arguments: argparse.Namespace) -> dict[str, Path]:
     return paths
 
 
-def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[Run]]:
+def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[RunRecord]]:
     """Return the directories that have runs, and their runs; of several, those without are named and left out."""
-    from ptdbench.records.load import load_telling
+    from ptdbench.records.load import read
 
     kept: list[Path] = []
-    found: dict[Path, Run] = {}
+    runs: dict[Path, RunRecord] = {}
     for place, directory in enumerate(directories, start=1):
         try:
-            loaded = load_telling(directory)
+            loaded = read(directory)
         except FileNotFoundError as error:
             if not directory.exists() or (place == len(directories) and not kept):
                 raise
@@ -112,29 +112,29 @@ def _loaded(directories: Sequence[Path]) -> tuple[list[Path], list[Run]]:
             continue
         kept.append(directory)
         for run in loaded if isinstance(loaded, list) else [loaded]:
-            found.setdefault(run.directory.resolve(), run)
-    return kept, list(found.values())
+            runs.setdefault(Path(run.directory).resolve(), run)
+    return kept, list(runs.values())
 
 
-def _titles(directories: Sequence[Path], runs: Sequence[Run]) -> tuple[str, str]:
+def _titles(directories: Sequence[Path], runs: Sequence[RunRecord]) -> tuple[str, str]:
     """Return the title, of the directories' names, and the subtitle: their runs, and when and by what it was made."""
     from ptdbench.measure import hardware
     from ptdbench.report import virtual
 
-    found = dict.fromkeys(directory.resolve() for directory in directories)
-    paths = [path.parent if path.is_file() else path for path in found]
+    unique = dict.fromkeys(directory.resolve() for directory in directories)
+    paths = [path.parent if path.is_file() else path for path in unique]
     names = Counter(path.name for path in paths)
     folder = os.path.commonpath([path.parent for path in paths] or [Path("/")])
     titles = (str(path.relative_to(folder)) if names[path.name] > 1 else path.name or str(path) for path in paths)
-    kinds = Counter("plan" if run.get("kind") == "planned" else "run" for run in runs)
-    words = Counter("too large" if virtual.does_not_fit(run) else run["status"] for run in runs)
+    kinds = Counter("plan" if run.kind == "planned" else "run" for run in runs)
+    words = Counter("too large" if virtual.does_not_fit(run) else run.status for run in runs)
     others = (f"{count} {word}" for word, count in words.items() if word != "ok")
     counted = ", ".join([*(plural(count, kind) for kind, count in kinds.items()), *others])
     made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
     return ", ".join(titles), f"{counted} · made by {hardware.this_package()} on {made}"
 
 
-def _text(form: str, title: str, subtitle: str, runs: Sequence[Run]) -> str:
+def _text(form: str, title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     if form == "html":
         from ptdbench.report.page.document import content, document
 
@@ -143,10 +143,10 @@ def _text(form: str, title: str, subtitle: str, runs: Sequence[Run]) -> str:
         from ptdbench.report.markdown import markdown
 
         return markdown(title, subtitle, runs)
-    from ptdbench.records.load import Runs
+    from ptdbench.records.load import Run, Runs
 
-    frame = Runs(runs).frame().apply(lambda column: column.map(_cell)).rename(columns=_cell)
-    return str(frame.to_csv(index=False))
+    frame = Runs(Run(run, Path(run.directory)) for run in runs).frame()
+    return str(frame.apply(lambda column: column.map(_cell)).rename(columns=_cell).to_csv(index=False))
 
 
 def _cell(value: Any) -> Any:

@@ -26,11 +26,11 @@ def main(arguments: argparse.Namespace) -> int:
 
     directory = arguments.directory
     try:
-        sweep = status.look(directory)
+        sweep = status.settle(directory)
     except FileNotFoundError:
         none = f"{directory}: there is no run and no sweep; give a directory below outputs"
         echo(store.without_runs(directory) if store.is_sweep(directory) else none, sys.stderr)
         return 1
     width = shutil.get_terminal_size((0, 0)).columns or None  # all of it in a file, unless COLUMNS is set
     echo(files.as_text(watch.as_json(sweep)) if arguments.json else watch.table_text(sweep, width))
-    return int(bool(sweep.killed) or any(run.is_over and run.record["status"] != "ok" for run in sweep.runs))
+    return int(bool(sweep.killed) or any(run.is_over and run.record.status != "ok" for run in sweep.runs))

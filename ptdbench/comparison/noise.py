@@ -10,17 +10,15 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from ptdbench import cache
 from ptdbench.comparison import variation
-from ptdbench.comparison.alternatives import Alternative, name_of_sweep, throughput
+from ptdbench.comparison.alternatives import Alternative, name_of_sweep
 from ptdbench.comparison.variation import MIN_RUNS, Difference, Noise, Pool
 from ptdbench.grouping import grouped
-from ptdbench.records.record import option
-from ptdbench.records.schema import Environment, Written, part
+from ptdbench.records.run_record import RunRecord
 
 #: The folder of these measurements in the cache.
 _KIND = "noise"
@@ -37,10 +35,10 @@ def differences(pairs: Sequence[tuple[Alternative, Alternative]]) -> list[Differ
 
     ``None`` for a pair in which one has fewer than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
-    models = grouped((pair[0].median_run.get("model"), (id(one), one.sample)) for pair in pairs for one in pair)
+    models = grouped((pair[0].median_run.model, (id(one), one.sample)) for pair in pairs for one in pair)
     pools = {model: Pool([*dict(samples).values()]) for model, samples in models.items()}
     return [
-        pools[one.median_run.get("model")].difference(one.sample, other.sample)
+        pools[one.median_run.model].difference(one.sample, other.sample)
         if min(len(one.sample), len(other.sample)) >= MIN_RUNS
         else None
         for one, other in pairs
@@ -54,9 +52,9 @@ class _OfSweep(Noise):
     marks: frozenset[str] = frozenset()  #: See :func:`_marks`.
 
 
-def keep(found: Sequence[Alternative]) -> None:
+def keep(alternatives: Sequence[Alternative]) -> None:
     """Cache the noise of a sweep's runs, for each size with enough runs; a full disk is ignored."""
-    several = (one for one in found if len(one.sample) >= MIN_RUNS)
+    several = (one for one in alternatives if len(one.sample) >= MIN_RUNS)
     for group in grouped((json.dumps(_key(one.median_run), sort_keys=True), one) for one in several).values():
         key = _key(group[0].median_run)
         noise, marks = variation.noise([one.sample for one in group]), _marks(run for one in group for run in one.runs)
@@ -67,34 +65,34 @@ def keep(found: Sequence[Alternative]) -> None:
                 cache.keep(_KIND, key, {"sweeps": written})
 
 
-def look_up(runs: Iterable[Written]) -> Noise | None:
+def look_up(runs: Iterable[RunRecord]) -> Noise | None:
     """Return the noise that other sweeps measured with runs of the same size on the same machine.
 
     Runs without throughput do not count. For runs of several sizes, return the noise of the noisiest size; ``None`` if
     that of any size is unknown.
     """
-    runs = [run for run in runs if throughput(run)]
+    runs = [run for run in runs if run.throughput]
     keys = {json.dumps(key := _key(run), sort_keys=True): key for run in runs}
     own = _marks(runs)  # their own noise must not count twice
-    found = [_others(key, own) for key in keys.values()]
-    if not all(found):
+    of_sizes = [_others(key, own) for key in keys.values()]
+    if not all(of_sizes):
         return None
     return max(
-        (sum(noises.values(), Noise()) for noises in found), key=lambda noise: noise.unpaired.deviation, default=None
+        (sum(noises.values(), Noise()) for noises in of_sizes), key=lambda noise: noise.unpaired.deviation, default=None
     )
 
 
-def _marks(runs: Iterable[Written]) -> frozenset[str]:
+def _marks(runs: Iterable[RunRecord]) -> frozenset[str]:
     """Return marks that identify sweeps, also moved ones: the start times of runs, or names if these are unknown."""
     runs = [*runs]
-    return frozenset(run["started"] for run in runs if run.get("started")) or frozenset(map(name_of_sweep, runs))
+    return frozenset(run.started for run in runs if run.started) or frozenset(map(name_of_sweep, runs))
 
 
-def _others(key: Mapping[str, Any], marks: frozenset[str]) -> dict[str, _OfSweep]:
+def _others(key: Mapping[str, object], marks: frozenset[str]) -> dict[str, _OfSweep]:
     """Return the noise of each cached sweep without these marks, the latest last; invalid figures are skipped."""
-    found = cache.look_up(_KIND, key).get("sweeps")
+    sweeps = cache.look_up(_KIND, key).get("sweeps")
     noises = {}
-    for sweep, written in (found if isinstance(found, dict) else {}).items():
+    for sweep, written in (sweeps if isinstance(sweeps, dict) else {}).items():
         with suppress(ValueError):
             noise = msgspec.convert(written, _OfSweep)
             is_other = marks.isdisjoint({sweep, *noise.marks})
@@ -103,12 +101,12 @@ def _others(key: Mapping[str, Any], marks: frozenset[str]) -> dict[str, _OfSweep
     return noises
 
 
-def _key(run: Written) -> dict[str, Any]:
+def _key(run: RunRecord) -> dict[str, object]:
     """Return the cache key of a run that is ok: its machine and its size."""
-    environment = part(run, Environment)
     size = ("model", "parameters", "tokens_per_sample", "world_size", "global_batch", "precision")
     return {
-        **{name: run.get(name) for name in ("nodes", *size)},
-        **{name: getattr(environment, name) for name in ("cpu", "cores", "devices")},
-        "steps": option(run, "train.steps", int),
+        "nodes": run.nodes or None,
+        **{name: getattr(run, name) for name in size},
+        **{name: getattr(run.environment, name) for name in ("cpu", "cores", "devices")},
+        "steps": run.option("train.steps", int),
     }

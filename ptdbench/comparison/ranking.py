@@ -10,8 +10,8 @@ from ptdbench.comparison import noise, significance, variation
 from ptdbench.comparison.alternatives import Alternative, comparable
 from ptdbench.comparison.significance import LEVEL, POWER, Comparison, level_of_look
 from ptdbench.comparison.variation import Noise, Pool
-from ptdbench.records.record import option
-from ptdbench.records.schema import Degree, Written
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Degree
 from ptdbench.terminal import plural
 
 #: Shares above this are not shown as figures.
@@ -20,10 +20,10 @@ _MOST = 1.0
 _WIDE = f"±>{_MOST:.0%}"
 
 
-def level_of(runs: Iterable[Written]) -> float:
+def level_of(runs: Iterable[RunRecord]) -> float:
     """Return the significance level for runs: smaller if ``repeat=auto`` has examined them several times."""
-    looked = [run for run in runs if option(run, "repeat.runs", str) == "auto"]
-    most = [blocks for run in looked if (blocks := option(run, "repeat.max", Degree))]
+    looked = [run for run in runs if run.option("repeat.runs", str) == "auto"]
+    most = [blocks for run in looked if (blocks := run.option("repeat.max", Degree))]
     return level_of_look(max(most)) if most else LEVEL
 
 
@@ -94,9 +94,9 @@ class Ranking:
         return any(place.against_best for place in self.places)
 
 
-def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
+def rank(alternatives: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
     """Rank comparable alternatives; an order of single runs requires the noise of earlier sweeps."""
-    ok, level = [one for one in found if one.sample], level_of(run for one in found for run in one.runs)
+    ok, level = [one for one in alternatives if one.sample], level_of(run for one in alternatives for run in one.runs)
     samples, means = [one.sample for one in ok], [variation.geometric_mean(one.sample) or 0.0 for one in ok]
     pool = Pool(samples, earlier)
     faster = significance.faster(pool, samples, level)
@@ -116,12 +116,12 @@ def rank(found: Sequence[Alternative], earlier: Noise | None = None) -> Ranking:
             number=number,
             faster=faster[number],
         ))  # fmt: skip
-    return Ranking([*places, *(Place(one) for one in found if not one.sample)], earlier)
+    return Ranking([*places, *(Place(one) for one in alternatives if not one.sample)], earlier)
 
 
-def of_models(found: Iterable[Alternative]) -> list[Ranking]:
+def of_models(alternatives: Iterable[Alternative]) -> list[Ranking]:
     """Rank each group of :func:`ptdbench.comparison.alternatives.comparable` separately."""
-    return [rank(some, noise.look_up(run for one in some for run in one.runs)) for some in comparable(found)]
+    return [rank(some, noise.look_up(run for one in some for run in one.runs)) for some in comparable(alternatives)]
 
 
 def _in_order(faster: Sequence[set[int]], means: Sequence[float]) -> Iterator[int]:

@@ -41,20 +41,20 @@ class Comparison:
     detectable: float
 
 
-def compare(found: Difference, level: float = LEVEL, pairs: int = 1) -> Comparison:
+def compare(difference: Difference, level: float = LEVEL, pairs: int = 1) -> Comparison:
     """Return a difference's confidence interval, at confidence ``1 - level``, and the detectable difference.
 
     ``pairs`` is the number of pairs compared by :func:`differing`: with more pairs, a difference must be larger to be
     detectable.
     """
-    margin = found.error * _quantile(found.freedom, 1 - level / 2)
+    margin = difference.error * _quantile(difference.freedom, 1 - level / 2)
     return Comparison(
-        ratio=math.exp(found.mean),
-        low=math.exp(found.mean - margin),
-        high=1 + _share(found.mean + margin),
-        runs=found.runs,
-        is_paired=found.is_paired,
-        detectable=_detectable(found.error * _caution(found.freedom), found.freedom, level / pairs),
+        ratio=math.exp(difference.mean),
+        low=math.exp(difference.mean - margin),
+        high=1 + _share(difference.mean + margin),
+        runs=difference.runs,
+        is_paired=difference.is_paired,
+        detectable=_detectable(difference.error * _caution(difference.freedom), difference.freedom, level / pairs),
     )
 
 
@@ -64,10 +64,10 @@ def margin(pool: Pool, sample: Sample, level: float = LEVEL) -> float | None:
     It holds for further runs of the same sweep; on another day the machine may behave differently. ``None`` with fewer
     than :data:`ptdbench.comparison.variation.MIN_RUNS` runs.
     """
-    found = pool.mean_error(sample)
-    if found is None:
+    estimate = pool.mean_error(sample)
+    if estimate is None:
         return None
-    error, freedom = found
+    error, freedom = estimate
     return _share(error * _quantile(freedom, 1 - level / 2))
 
 
@@ -76,15 +76,15 @@ def faster(pool: Pool, samples: Sequence[Sample], level: float = LEVEL) -> list[
 
     The probability of any false statement is at most ``level``, over all pairs together.
     """
-    found: list[set[int]] = [set() for _ in samples]
+    winners: list[set[int]] = [set() for _ in samples]
     judged = [place for place, sample in enumerate(samples) if pool.is_enough(sample)]
     pairs = list(combinations(judged, 2))
     signs = differing([pool.difference(samples[one], samples[other]) for one, other in pairs], level)
     for (one, other), sign in zip(pairs, signs, strict=True):
         if sign:
             winner, loser = (one, other) if sign > 0 else (other, one)
-            found[loser].add(winner)
-    return found
+            winners[loser].add(winner)
+    return winners
 
 
 def ranks(faster: Sequence[set[int]]) -> list[tuple[int, int]]:
@@ -97,14 +97,14 @@ def ranks(faster: Sequence[set[int]]) -> list[tuple[int, int]]:
     return [(1 + len(winners), len(faster) - slower[place]) for place, winners in enumerate(faster)]
 
 
-def differing(found: Sequence[Difference | None], level: float = LEVEL) -> list[int]:
+def differing(differences: Sequence[Difference | None], level: float = LEVEL) -> list[int]:
     """Compare all pairs: 1 if the first is larger, -1 if the second is, 0 if no difference is seen or known.
 
     The probability of any false positive is at most ``level``, over all pairs together.
     """
-    known = [one for one in found if one]
+    known = [one for one in differences if one]
     adjusted = iter(holm(p_values(known)))
-    return [(1 if one.mean > 0 else -1) if one and next(adjusted) <= level else 0 for one in found]
+    return [(1 if one.mean > 0 else -1) if one and next(adjusted) <= level else 0 for one in differences]
 
 
 def chance_of_failures(was: int, before: int, now: int, after: int) -> float:
@@ -132,10 +132,10 @@ def interim_looks(most: int) -> list[int]:
     They are far enough apart for each look to have more information, and few enough for each to have a fair share of
     the level.
     """
-    found = [most]
-    while (earlier := int(found[0] / 1.6)) >= MIN_RUNS:
-        found.insert(0, earlier)
-    return found
+    looks = [most]
+    while (earlier := int(looks[0] / 1.6)) >= MIN_RUNS:
+        looks.insert(0, earlier)
+    return looks
 
 
 def level_of_look(most: int) -> float:
@@ -143,14 +143,14 @@ def level_of_look(most: int) -> float:
     return LEVEL / len(interim_looks(most))
 
 
-def p_values(found: Sequence[Difference]) -> list[float]:
+def p_values(differences: Sequence[Difference]) -> list[float]:
     """Return the two-sided p value of each difference."""
-    if not found:
+    if not differences:
         return []
     from scipy import special  # imported late, as tables of single runs do without: it takes a quarter of a second
 
-    statistics = [math.inf if one.mean and not one.error else abs(one.mean) / (one.error or 1.0) for one in found]
-    chances = special.stdtr([one.freedom for one in found], [-size for size in statistics])
+    statistics = [math.inf if one.mean and not one.error else abs(one.mean) / (one.error or 1.0) for one in differences]
+    chances = special.stdtr([one.freedom for one in differences], [-size for size in statistics])
     return [2 * chance for chance in chances.tolist()]
 
 

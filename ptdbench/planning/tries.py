@@ -13,7 +13,7 @@ from ptdbench.parallel.footprint import local_parts
 from ptdbench.parallel.precision import DTYPES
 from ptdbench.problems import ConfigError
 from ptdbench.records import record, store
-from ptdbench.records.schema import MicroBatch, part
+from ptdbench.records.run_record import RunRecord
 from ptdbench.setup.config import Config, Slurm
 from ptdbench.setup.training_spec import TrainingSpec
 
@@ -58,9 +58,9 @@ def needs_search(config: Config) -> bool:
     return isinstance(train, dict) and train.get("micro_batch") in SOUGHT
 
 
-def with_found_micro_batch(config: Config, written: Mapping[str, Any] | None) -> Config:
+def with_found_micro_batch(config: Config, record: RunRecord | None) -> Config:
     """Return the configuration of a run with the micro-batch that was found before its ranks were started."""
-    found = part(written or {}, MicroBatch).found
+    found = record.micro_batch.found if record else None
     return config.changed({"train.micro_batch": found}) if found and needs_search(config) else config
 
 

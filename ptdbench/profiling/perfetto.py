@@ -12,6 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+#: An event of Chrome's format.
+Event = dict[str, Any]
+
 #: The traces of all ranks in the directory of a run: of the profiled steps, and of memory.
 NAME, MEMORY = "trace.json.gz", "memory.json.gz"
 
@@ -26,7 +29,7 @@ _PROCESSES = 100
 
 
 def compress(
-    trace: Path, path: Path, facts: Mapping[str, Any], memory: Iterable[tuple[int, Mapping[str, int]]] | None = None
+    trace: Path, path: Path, facts: Mapping[str, object], memory: Iterable[tuple[int, Mapping[str, int]]] | None = None
 ) -> None:
     """Write the profiler's trace of one rank compressed, with ``facts`` that tell ranks apart.
 
@@ -61,7 +64,7 @@ def merge(traces: Iterable[Path], names: Sequence[str], ahead: Sequence[float], 
         file.write("\n]}\n")
 
 
-def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: float) -> Iterable[dict[str, Any]]:
+def _of_rank(events: Iterable[Event], rank: int, name: str, shift: float) -> Iterable[Event]:
     """Yield the events of one rank, with ids of processes and arrows that are unique among ranks."""
     processes: dict[Any, int] = {}
     for event in events:
@@ -84,7 +87,7 @@ def _of_rank(events: Iterable[Mapping[str, Any]], rank: int, name: str, shift: f
             yield changed
 
 
-def _messages_apart(events: Iterable[dict[str, Any]], rank: int) -> Iterable[dict[str, Any]]:
+def _messages_apart(events: Iterable[Event], rank: int) -> Iterable[Event]:
     """Yield the events with gloo's messages on separate rows.
 
     Messages are recorded in the calling thread, which continues meanwhile, and Perfetto drops events that outlast the

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from ptdbench.files import replace_bytes, write_json
 from ptdbench.launch import crash
@@ -100,7 +99,7 @@ class Failure:
     #: code, the last frame in this package; else empty.
     where: str = ""
 
-    def as_error(self) -> dict[str, Any]:
+    def as_error(self) -> dict[str, object]:
         """Return the ``error`` of a record."""
         return {name: getattr(self, name) for name in Error.__struct_fields__}
 
@@ -151,7 +150,7 @@ def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: in
     A rank that exited early with status 0 is not reported: its peers report a lost connection. ``oom_kills`` is the
     number of processes that the kernel has killed for lack of memory since the ranks were started.
     """
-    found = []
+    failures = []
     for rank, code in exit_codes.items():
         if code:
             failure = describe_exit(rank, code)
@@ -160,8 +159,8 @@ def describe_exits(exit_codes: Mapping[int, int], world_size: int, oom_kills: in
             if failure.type in STOP_SIGNALS:
                 others = [other for other in range(world_size) if exit_codes.get(other) != code]
                 failure = replace(failure, unheard=others)
-            found.append(failure)
-    return found
+            failures.append(failure)
+    return failures
 
 
 def without_result() -> Failure:
@@ -208,15 +207,15 @@ def amend_failure(folder: Path, failure: Failure) -> None:
 
 def read_failures(folder: Path) -> list[Failure]:
     """Return the reports in a folder, by time; for a rank without one, its crash in native code if there was one."""
-    found = {}
+    by_rank = {}
     for path in folder.glob(_CRASH.format("*")):
         with suppress(OSError):  # removed by a rank that has just ended successfully
             if ended := crash.read(path.read_text(errors="replace")):
                 rank = _rank(path)
                 message, at, where = _signal_message(ended.signal), path.stat().st_mtime, last_frame(ended.calls)
-                found[rank] = Failure(rank, ended.signal, message, ended.stack, at, "", where=where)
-    found |= {failure.rank: failure for failure in map(_read, folder.glob("rank-*.json"))}
-    return sorted(found.values(), key=lambda failure: failure.time)
+                by_rank[rank] = Failure(rank, ended.signal, message, ended.stack, at, "", where=where)
+    by_rank |= {failure.rank: failure for failure in map(_read, folder.glob("rank-*.json"))}
+    return sorted(by_rank.values(), key=lambda failure: failure.time)
 
 
 def reporters(folder: Path) -> set[int]:

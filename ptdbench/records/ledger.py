@@ -66,12 +66,12 @@ def around(folder: Path) -> Path | None:
 def is_ledger(path: Path) -> bool:
     """Return whether a file may be a ledger, perhaps a damaged one: other programs use this file name, too."""
     try:
-        found = json.loads(read_bytes(path))
+        content = json.loads(read_bytes(path))
     except FileNotFoundError:
         return False
     except (ValueError, OSError):
         return path.exists()
-    return isinstance(found, dict) and {*Ledger.__struct_fields__} <= found.keys()
+    return isinstance(content, dict) and {*Ledger.__struct_fields__} <= content.keys()
 
 
 def begin(sweep_directory: Path, overrides: Sequence[str]) -> None:

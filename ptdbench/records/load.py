@@ -15,7 +15,7 @@ import numpy as np
 
 from ptdbench.records import series, store
 from ptdbench.records.effects import leaves
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord
 from ptdbench.terminal import echo
 
 if TYPE_CHECKING:
@@ -39,18 +39,18 @@ MOST_LOST = 10_000_000
 class Run(Mapping[str, Any]):
     """A run's record: a mapping of its fields, which ``docs/record.md`` describes, and its series."""
 
-    def __init__(self, record: Written, directory: Path) -> None:
+    def __init__(self, record: RunRecord, directory: Path) -> None:
         self.directory = directory  #: The run's current directory; the field ``directory`` is the one it ran in.
-        self._record = record
+        self.record = record  #: The record with an attribute for each field.
 
     def __getitem__(self, field: str) -> Any:
-        return self._record[field]
+        return self.record.written[field]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._record)
+        return iter(self.record.written)
 
     def __len__(self) -> int:
-        return len(self._record)
+        return len(self.record.written)
 
     def __repr__(self) -> str:
         shown = {name: self.get(name) for name in ("workload", "model", "parallel", "status", "steps")}
@@ -81,14 +81,14 @@ class Run(Mapping[str, Any]):
         """
         if name not in SERIES:
             raise KeyError(f"there is no series {name!r}: try {', '.join(SERIES)}")
-        path, steps = self.directory / series.NAME, self.get("steps") or 0
+        path, steps = self.directory / series.NAME, self.record.steps or 0
         if steps and not path.exists():
             raise FileNotFoundError(f"{path} is missing: it holds the series of the run, and belongs to its record")
-        found = series.column(series.blocks(path), SERIES[name])
-        missing = max(steps - len(found), 0)  # the file was damaged
+        values = series.column(series.blocks(path), SERIES[name])
+        missing = max(steps - len(values), 0)  # the file was damaged
         if missing > MOST_LOST:
-            raise store.Damaged(f"{path} is damaged: it holds {len(found):,} of the {steps:,} steps on record")
-        return np.pad(found, ((0, missing), *[(0, 0)] * (found.ndim - 1)), constant_values=np.nan)
+            raise store.Damaged(f"{path} is damaged: it holds {len(values):,} of the {steps:,} steps on record")
+        return np.pad(values, ((0, missing), *[(0, 0)] * (values.ndim - 1)), constant_values=np.nan)
 
 
 class Runs(list[Run]):
@@ -109,38 +109,36 @@ class Runs(list[Run]):
         """
         import pandas
 
-        rows = [dict(_as_it_lies(run)) for run in self]
-        found, flat = pandas.json_normalize(rows), [dict(leaves(row)) for row in rows]
-        for name in found.select_dtypes("float"):
+        rows = [{**run, "directory": str(run.directory)} for run in self]
+        table, flat = pandas.json_normalize(rows), [dict(leaves(row)) for row in rows]
+        for name in table.select_dtypes("float"):
             values = [row.get(name) for row in flat]
             if {type(value) for value in values} == {int, type(None)}:
                 with suppress(OverflowError):
-                    found[name] = pandas.array(values, dtype="Int64")
-        groups = {name[:end] for name in found for end, letter in enumerate(name) if letter == "."}
-        unknown = [name for name in found if name in groups and found[name].isna().all()]  # of a run without metrics
-        return found.drop(columns=unknown)
+                    table[name] = pandas.array(values, dtype="Int64")
+        groups = {name[:end] for name in table for end, letter in enumerate(name) if letter == "."}
+        unknown = [name for name in table if name in groups and table[name].isna().all()]  # of a run without metrics
+        return table.drop(columns=unknown)
 
 
-def load_telling(path: Path, damaged: list[str] | None = None) -> Run | Runs:
-    """Read like :func:`load`, but report damaged records on standard error; ``directory`` is the current one.
+def read(path: Path, damaged: list[str] | None = None) -> RunRecord | list[RunRecord]:
+    """Read like :func:`load`, but return records, with their current directories in ``directory``.
 
-    They are reported even if nothing can be read, and added to ``damaged``.
+    Damaged ones are reported on standard error, even if nothing can be read, and added to ``damaged``.
     """
     with warnings.catch_warnings(record=True) as damage:
         warnings.simplefilter("always")
         try:
-            found = load(path)
-            return Runs(map(_as_it_lies, found)) if isinstance(found, Runs) else _as_it_lies(found)
+            loaded = load(path)
         finally:
-            told = [str(one.message) for one in damage]
-            for line in told:
-                echo(line, sys.stderr)
+            messages = [str(warning.message) for warning in damage]
+            for message in messages:
+                echo(message, sys.stderr)
             if damaged is not None:
-                damaged += told
-
-
-def _as_it_lies(run: Run) -> Run:
-    return Run({**run, "directory": str(run.directory)}, run.directory)
+                damaged += messages
+    if isinstance(loaded, Run):
+        return loaded.record.with_directory(str(loaded.directory))
+    return [run.record.with_directory(str(run.directory)) for run in loaded]
 
 
 def load(path: str | Path) -> Run | Runs:
@@ -157,16 +155,16 @@ def load(path: str | Path) -> Run | Runs:
     """
     path = Path(path)
     if os.path.lexists(path / store.RECORD):
-        return Run(store.load_record(path), path)
-    found = _of_results(path) if path.is_file() else _of_folder(path)
-    if not found and path.is_dir() and store.is_sweep(path) and not store.holding(path, store.RECORD, store.RESULTS):
+        return Run(store.read_record(path), path)
+    runs = _of_results(path) if path.is_file() else _of_folder(path)
+    if not runs and path.is_dir() and store.is_sweep(path) and not store.holding(path, store.RECORD, store.RESULTS):
         raise FileNotFoundError(store.without_runs(path))
-    if not found:
+    if not runs:
         if path.is_file() or store.holding(path, store.RECORD, store.RESULTS):
             raise FileNotFoundError(f"{path}: no record there or below can be read")
         rule = f"no {store.RECORD} and no {store.RESULTS} there or below"
         raise FileNotFoundError(f"{path}: {rule}; give the directory of a run or of a sweep, or a folder of them")
-    return found
+    return runs
 
 
 def _of_results(path: Path) -> Runs:
@@ -174,22 +172,22 @@ def _of_results(path: Path) -> Runs:
         raise FileNotFoundError(f"{path}: is not a {store.RESULTS}; give that or a directory")
     sweep = path.parent
     records = store.read_results(sweep, warnings.warn)
-    return Runs(Run(record, sweep / store.below(sweep, record["directory"])) for record in records)
+    return Runs(Run(record, sweep / store.below(sweep, record.directory)) for record in records)
 
 
 def _of_folder(folder: Path) -> Runs:
     """Read the runs from their own records, or from a sweep's results if only those were kept."""
-    found = {}
+    runs = {}
     for directory in store.holding(folder, store.RECORD):
         try:
-            found[directory] = Run(store.load_record(directory), directory)
+            runs[directory] = Run(store.read_record(directory), directory)
         except store.Damaged as damage:
             warnings.warn(str(damage), stacklevel=3)
         except OSError as error:
             warnings.warn(f"{directory / store.RECORD}: cannot be read: {error.strerror}", stacklevel=3)
     for sweep in store.holding(folder, store.RESULTS):
-        found = {run.directory: run for run in _of_results(sweep / store.RESULTS)} | found
-    return Runs(found[directory] for directory in sorted(found, key=_in_order))
+        runs = {run.directory: run for run in _of_results(sweep / store.RESULTS)} | runs
+    return Runs(runs[directory] for directory in sorted(runs, key=_in_order))
 
 
 def _in_order(path: Path) -> list[tuple[int, str]]:

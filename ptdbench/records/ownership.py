@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from msgspec import Struct, to_builtins
@@ -29,7 +28,8 @@ from ptdbench.launch import slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import record, schema, store
-from ptdbench.records.schema import Owner, Written
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Draft, Owner, Written
 from ptdbench.terminal import echo
 
 #: Seconds to wait for another process that is writing the record: a suspended one must not block the others.
@@ -70,7 +70,7 @@ class Attempt:
         owner = record.get("owner")
         return not owner or owner["launch"] == self.launch
 
-    def amend(self, change: Callable[[dict[str, Any]], Written | None], durable: bool = True) -> Written | None:
+    def amend(self, change: Callable[[Draft], Written | None], durable: bool = True) -> Written | None:
         """Update the run's record, unless it now belongs to another start, which is reported on stderr.
 
         ``change`` maps the record on disk to the new one, or to ``None`` to leave it unchanged; concurrent calls of
@@ -84,7 +84,8 @@ class Attempt:
             if self.draft is None:
                 written = store.load_record(self.directory)
             else:
-                written = store.earlier_record(self.directory) or dict(self.draft)
+                earlier = store.load_or_set_aside(self.directory)
+                written = earlier.written if earlier else dict(self.draft)
             if not self.owns(written):
                 echo(f"{self.directory}: the run was started again; its record is left unchanged", sys.stderr)
                 return None
@@ -117,21 +118,21 @@ def open_record(directory: Path, draft: Written) -> Written:
         OSError: The record cannot be written.
     """
     with locked(directory):
-        if earlier := store.earlier_record(directory):
+        if earlier := store.load_or_set_aside(directory):
             _require_ended(directory, earlier, draft.get("owner"))
-            draft = record.with_earlier_results(draft, earlier)
+            draft = record.with_earlier_results(draft, earlier.written)
         with suppress(OSError):  # the progress of an earlier start
             (directory / PROGRESS).unlink()
         store.write_record(directory, draft)
     return draft
 
 
-def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | None) -> None:
-    owner = earlier.get("owner")
-    if not owner or not record.is_open(earlier) or (mine and owner["launch"] == mine["launch"]):
+def _require_ended(directory: Path, earlier: RunRecord, mine: Written | None) -> None:
+    owner = earlier.owner
+    if not owner or not earlier.is_open or (mine and owner.launch == mine["launch"]):
         return
-    in_other_job = owner["job"] and owner["job"] != slurm_job(os.environ)
-    who = f"job {owner['job']}" if in_other_job else f"process {owner['pid']} on {owner['host']}"
+    in_other_job = owner.job and owner.job != slurm_job(os.environ)
+    who = f"job {owner.job}" if in_other_job else f"process {owner.pid} on {owner.host}"
     if alive := is_alive(owner):
         rule = f"{who} is writing its results there"
         raise ConfigError([Problem("directory", directory, rule, "wait for it, or end it")])
@@ -139,24 +140,24 @@ def _require_ended(directory: Path, earlier: Written, mine: Mapping[str, Any] | 
         echo(f"{directory}: was opened by {who}; whether that has ended cannot be determined from here", sys.stderr)
 
 
-def is_alive(owner: Mapping[str, Any]) -> bool | None:
+def is_alive(owner: Owner) -> bool | None:
     """Return whether the owner of an open record is alive; ``None`` if that cannot be determined from here."""
-    is_here = owner["host"] == socket.gethostname()
-    is_in_this_job = owner["job"] == slurm_job(os.environ)
-    if owner["job"] and is_in_this_job and not is_here:
+    is_here = owner.host == socket.gethostname()
+    is_in_this_job = owner.job == slurm_job(os.environ)
+    if owner.job and is_in_this_job and not is_here:
         # Either an earlier start of this job, which was requeued to other nodes, or a concurrent step of it.
         restarts = slurm.restarts(os.environ)
-        return False if restarts and not owner["launch"].endswith(f"-{restarts}") else None
-    if owner["job"] and not is_in_this_job:
+        return False if restarts and not owner.launch.endswith(f"-{restarts}") else None
+    if owner.job and not is_in_this_job:
         try:
-            state = slurm.queue([owner["job"]]).get(owner["job"])
+            state = slurm.queue([owner.job]).get(owner.job)
         except SlurmError:
             return None
         return state is not None and state.state in ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED")
     if not is_here:
         return None
     with suppress(psutil.Error):
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["started"]) < 1.0
+        return abs(psutil.Process(owner.pid).create_time() - owner.started) < 1.0
     return False
 
 

@@ -1,10 +1,9 @@
-"""The record of a run: before it starts, after it ends, and when it fails."""
+"""The record of a run as it is written: before it starts, after it ends, and when it fails."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -14,20 +13,12 @@ import msgspec
 
 from ptdbench.files import strict
 from ptdbench.problems import as_typed, in_shell
-from ptdbench.records import schema, store
+from ptdbench.records import run_record, schema, store
 from ptdbench.records.effects import affects, leaves, options_affecting
 from ptdbench.records.failure import Failure, status_of
-from ptdbench.records.schema import Metrics, Owner, Written, part
-from ptdbench.terminal import command, sources, under
-
-#: The type of error of a record that was opened and not yet closed.
-UNFINISHED = "Unfinished"
-
-#: The type of error of a run whose job SLURM did not take.
-NOT_SUBMITTED = "NotSubmitted"
-
-#: The types of error of runs that were interrupted, among them states in which SLURM ended a job.
-_INTERRUPTED = (UNFINISHED, NOT_SUBMITTED, "Gone", "CANCELLED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")
+from ptdbench.records.run_record import UNFINISHED, RunRecord, start_command
+from ptdbench.records.schema import Configuration, Draft, Owner, Written
+from ptdbench.terminal import sources
 
 #: Fields of every record, in the order in which they are written.
 FIELDS = schema.Record.__struct_fields__
@@ -37,12 +28,12 @@ _FOUND = ("metrics", "steps", "final_loss", "evaluations", "segments", "micro_ba
 
 
 def begin(
-    config: Mapping[str, Any],
+    config: Configuration,
     directory: Path,
-    environment: Mapping[str, Any],
+    environment: Mapping[str, object],
     overrides: Sequence[str] | None = None,
     owner: Owner | None = None,
-) -> dict[str, Any]:
+) -> Draft:
     """Return the record of a run before its start: its status is ``failed``, in case nothing can be written later.
 
     It is written before the ranks start, so that every run directory has a record, even if all processes are killed
@@ -52,7 +43,7 @@ def begin(
     ``None`` if unknown, and ``owner`` the process that starts the run, ``None`` if it is not started yet.
     """
     message = "the run is still running, or was killed before it could record how it ended"
-    record: dict[str, Any] = dict.fromkeys(FIELDS) | {"config": strict(config, str)}
+    record: Draft = dict.fromkeys(FIELDS) | {"config": strict(config, str)}
     return record | {
         "status": "failed",
         "schema": schema.SCHEMA,
@@ -80,45 +71,28 @@ _BEFORE_START = (
 )  # fmt: skip
 
 
-def started(
-    record: Written, directory: Path, environment: Mapping[str, Any], owner: Owner, launcher: str
-) -> dict[str, Any]:
+def started(record: Written, directory: Path, environment: Mapping[str, object], owner: Owner, launcher: str) -> Draft:
     """Return the record of a run that a process starts; what was known of the run before its start stays."""
     known = {name: record.get(name) for name in _BEFORE_START} | {"launcher": launcher}
     return begin(configuration(record), directory, environment, owner=owner) | known
 
 
-def trains(record: Written) -> bool:
-    """Return whether a run whose specification is known trains a model."""
-    return bool(record.get("layout"))
-
-
-def configuration(record: Written) -> Mapping[str, Any]:
+def configuration(record: Written) -> Configuration:
     """Return the resolved configuration in a record; empty if there is none."""
     return record.get("config") or {}
 
 
 def option(record: Written, name: str, kind: Any) -> Any:
-    """Return an option of the recorded configuration by its dotted name; ``None`` if missing or of another type.
-
-    Types must be checked: the record of a refused run holds what was typed, and a record may come from anywhere.
-    """
-    found: Any = configuration(record)
-    for key in name.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    try:
-        msgspec.convert(found, kind)
-        return found
-    except ValueError:  # also raised for text that is not UTF-8
-        return None
+    """Return an option of the recorded configuration by its dotted name; ``None`` if missing or of another type."""
+    return run_record.option(configuration(record), name, kind)
 
 
-def failed(record: Written, failure: Failure) -> dict[str, Any]:
+def failed(record: Written, failure: Failure) -> Draft:
     """Return the record of a run with this failure."""
     return {**record, "status": status_of(failure), "error": failure.as_error()}
 
 
-def with_earlier_results(draft: Written, earlier: Written) -> dict[str, Any]:
+def with_earlier_results(draft: Written, earlier: Written) -> Draft:
     """Return the draft of a resumed run's record, with the results of its earlier starts."""
     kept = {name: earlier[name] for name in _FOUND if earlier.get(name) is not None}
     typed = draft if draft.get("overrides") is not None else earlier
@@ -135,30 +109,14 @@ _HOW_IT_GOES_ON = {
 }
 
 
-def stopped(record: Written, why: str, saved: bool | None = True) -> dict[str, Any]:
+def stopped(record: Written, why: str, saved: bool | None = True) -> Draft:
     """Return the record of a run that was asked to stop; ``saved`` as in :class:`ptdbench.job.Outcome`."""
-    message = (
-        f"stopped by {why}; {_HOW_IT_GOES_ON[saved]}: {how_started(record)} {in_shell('resume', record['directory'])}"
-    )
+    again = f"{start_command(record.get('launcher'), configuration(record))} {in_shell('resume', record['directory'])}"
+    message = f"stopped by {why}; {_HOW_IT_GOES_ON[saved]}: {again}"
     return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": "Stopped", "message": message}}
 
 
-def how_started(record: Written) -> str:
-    """Return the command that restarts a run, without its overrides; for a launcher's ranks it is only a template."""
-    launcher = record.get("launcher")
-    by_hand = launcher not in (None, "local") and not option(record, "cluster.submit", str)
-    return under(str(launcher)) if by_hand else command()
-
-
-def rerun_command(record: Written) -> str | None:
-    """Return the command line for a new run with the same options; ``None`` if the overrides are not recorded."""
-    if record.get("overrides") is None:
-        return None
-    words = [word for word in record["overrides"] if not affects(word.lstrip("+").partition("=")[0], "start")]
-    return f"{how_started(record)} {shlex.join([*(record.get('sources') or []), *words])}".rstrip()
-
-
-def requeued(record: Written, number: int, limit: int) -> dict[str, Any]:
+def requeued(record: Written, number: int, limit: int) -> Draft:
     """Return the record of a run whose job was requeued: it stays open."""
     message = f"saved and requeued ({number} of {limit}); it resumes in the same directory"
     return {**record, "status": "preempted", "error": schema.NO_ERROR | {"type": UNFINISHED, "message": message}}
@@ -167,11 +125,6 @@ def requeued(record: Written, number: int, limit: int) -> dict[str, Any]:
 def is_open(record: Written) -> bool:
     """Return whether the end of the run has not been recorded yet."""
     return schema.error(record).type == UNFINISHED
-
-
-def is_interrupted(record: Written) -> bool:
-    """Return whether the run was stopped, killed or not even submitted, or still goes on."""
-    return record["status"] == "preempted" or schema.error(record).type in _INTERRUPTED
 
 
 def is_settled(record: Written) -> bool:
@@ -184,7 +137,7 @@ def is_settled(record: Written) -> bool:
     return record["status"] == "ok" or (error.rank == -1 and error.type not in ("", UNFINISHED))
 
 
-def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def same_work(one: Configuration, other: Configuration) -> bool:
     """Return whether two resolved configurations describe the same run, possibly with other cluster resources.
 
     For example, a run that reached its time limit may be given more time.
@@ -192,7 +145,7 @@ def same_work(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return work(one) == work(other)
 
 
-def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
+def work(config: Configuration, ignored: Collection[str] = ()) -> str:
     """Return sixteen hex digits, equal for two resolved configurations if and only if they describe the same run.
 
     An empty group equals a missing one, and an unset shape option a missing one. Options with the dotted names
@@ -201,20 +154,20 @@ def work(config: Mapping[str, Any], ignored: Collection[str] = ()) -> str:
     return _digest({name: value for name, value in _asked(config).items() if name not in ignored})
 
 
-def _asked(config: Mapping[str, Any]) -> dict[str, Any]:
+def _asked(config: Configuration) -> dict[str, object]:
     """Return the options of a resolved configuration that identify its run, by their dotted names."""
     asked = {name: value for name, value in leaves(config) if not affects(name, "nothing", "queue") and value != {}}
     unset = {name for name in options_affecting("shape") if asked.get(name) is None}
     return {name: value for name, value in asked.items() if name not in unset}
 
 
-def same_where_both(was: Mapping[str, Any], now: Mapping[str, Any], ignored: Collection[str]) -> bool:
+def same_where_both(was: Configuration, now: Configuration, ignored: Collection[str]) -> bool:
     """Compare like :func:`work`, but only options of both: a later version may have added or removed some."""
     one, other = _asked(was), _asked(now)
     return all(one[name] == other[name] for name in (one.keys() & other.keys()) - {*ignored})
 
 
-def work_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def work_difference(was: Configuration, now: Configuration) -> str | None:
     """Describe the options in which two resolved configurations' runs differ: ``train.steps=5 (here 7)``.
 
     Only the first three are named, as configurations of different package versions may differ in many.
@@ -225,7 +178,7 @@ def work_difference(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     return ", ".join([*found[:3], *([f"{len(found) - 3} more"] if len(found) > 3 else [])]) or None
 
 
-def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def other_model(was: Configuration, now: Configuration) -> str | None:
     """Describe the earlier model if it differs from the current one: ``gpt_tiny``, or ``toy with width=64 (here 32)``.
 
     Both arguments are options as in ``config.model``; a different ``name`` alone does not count.
@@ -241,17 +194,17 @@ def other_model(was: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 DONE = ("ok", "diverged")
 
 
-def is_done(directory: Path, config: Mapping[str, Any], or_failed: bool = False) -> bool:
+def is_done(directory: Path, config: Configuration, or_failed: bool = False) -> bool:
     """Return whether ``directory`` holds a run of this configuration that is done, or that failed, if that counts."""
     try:
-        found = store.load_record(directory)
+        found = store.read_record(directory)
     except (FileNotFoundError, store.Damaged):
         return False
-    is_over = found["status"] in DONE or (or_failed and not is_interrupted(found))
-    return is_over and same_work(configuration(found), config)
+    is_over = found.status in DONE or (or_failed and not found.is_interrupted)
+    return is_over and same_work(found.config, config)
 
 
-def fingerprint(config: Mapping[str, Any]) -> str:
+def fingerprint(config: Configuration) -> str:
     """Return sixteen hex digits, equal for two runs if and only if their resolved configurations are equal.
 
     Options that do not affect the work are ignored, see :mod:`ptdbench.records.effects`.
@@ -259,7 +212,7 @@ def fingerprint(config: Mapping[str, Any]) -> str:
     return _digest({name: value for name, value in config.items() if not affects(name, "nothing")})
 
 
-def _digest(options: Mapping[str, Any]) -> str:
+def _digest(options: Configuration) -> str:
     canonical = json.dumps(strict(options, str), sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]
 
@@ -274,18 +227,15 @@ DIRECTIONS: dict[Objective, Literal["maximize", "minimize"]] = {
 }
 
 
-def objective_value(record: Written, objective: Objective) -> float | None:
+def objective_value(record: RunRecord, objective: Objective) -> float | None:
     """Return the value of a run's objective; ``None`` if the run is not ok or has no such figure.
 
     ``throughput`` is in tokens per second, or samples per second if samples are not token sequences. The other
     objectives are taken from the best evaluation.
     """
-    if record["status"] != "ok":
-        return None
-    if objective == "throughput":
-        metrics = part(record, Metrics)
-        return metrics.tokens_per_second or metrics.samples_per_second
-    name = {"held_out_loss": "loss", "held_out_accuracy": "top1"}[objective]
-    found = [figure for one in record.get("evaluations") or [] if (figure := one.get(name)) is not None]
+    if record.status != "ok" or objective == "throughput":
+        return record.throughput
+    is_loss = objective == "held_out_loss"
+    figures = [evaluation.loss if is_loss else evaluation.top1 for evaluation in record.evaluations]
     best = max if DIRECTIONS[objective] == "maximize" else min
-    return best(found) if found else None
+    return best((figure for figure in figures if figure is not None), default=None)

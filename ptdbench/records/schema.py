@@ -23,8 +23,14 @@ from ptdbench.parallel.dims import Dims
 T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
 
-#: A record as it is written, in JSON types; :func:`part` parses one group of its fields.
+#: A record as it is written, in JSON types; :class:`ptdbench.records.run_record.RunRecord` is for its readers.
 Written = Mapping[str, Any]
+
+#: The same, to be changed and written.
+Draft = dict[str, Any]
+
+#: A resolved configuration: options, and groups of them by name.
+Configuration = Mapping[str, Any]
 
 #: The schema version that this version writes.
 SCHEMA = 2
@@ -97,6 +103,11 @@ class Metrics(Struct):
     #: ``model_flops_per_second`` without what causal attention masks; null if unknown.
     causal_flops_per_second: Quantity | None = None
     mfu_causal: Quantity | None = None  #: The MFU from these FLOP/s.
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second, or samples per second if samples are not token sequences."""
+        return self.tokens_per_second or self.samples_per_second
 
 
 class Communication(Struct):
@@ -488,19 +499,6 @@ class Record(Identity):
 #: The maximum nesting depth of mappings and lists: deeper ones would overwhelm readers of a record.
 _DEEPEST = 50
 _TOO_DEEP = "not JSON of this program (nested too deeply)"
-
-
-def record(text: bytes) -> dict[str, Any]:
-    """Parse a record; raises ValueError if it is not one, or has another schema version."""
-    value = parse(text)
-    version = msgspec.convert(value, Identity).schema
-    if version != SCHEMA:
-        age, remedy = ("an earlier", "run it again") if version < SCHEMA else ("a later", "update ptdbench")
-        rule = f"its schema is {version}, of {age} version of ptdbench than this one, which reads {SCHEMA}"
-        raise ValueError(f"{rule}; {remedy}")
-    if not is_path(msgspec.convert(value, Record).directory):
-        raise ValueError("directory is no path")
-    return value
 
 
 #: An error without a type, of no rank.

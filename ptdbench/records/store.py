@@ -18,12 +18,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ptdbench.files import create_atomically, read_bytes, replace_bytes, strict, write_json
 from ptdbench.problems import ConfigError, Problem, in_shell
-from ptdbench.records import schema
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord, parse
+from ptdbench.records.schema import Draft, Written
 from ptdbench.terminal import echo
 
 RECORD = "record.json"
@@ -63,11 +62,11 @@ def write_record(directory: Path, record: Written, durable: bool = True) -> None
     write_json(directory / RECORD, record, durable)
 
 
-def load_record(directory: Path) -> dict[str, Any]:
-    """Return the record of the run in ``directory``; raises FileNotFoundError if there is none, and Damaged."""
+def read_record(directory: Path) -> RunRecord:
+    """Read the record of the run in ``directory``; raises FileNotFoundError if there is none, and Damaged."""
     path = directory / RECORD
     try:
-        return schema.record(read_bytes(path))
+        return parse(read_bytes(path))
     except ValueError as error:
         raise Damaged(f"{path} is damaged: {error}") from None
     except OSError as error:
@@ -76,13 +75,18 @@ def load_record(directory: Path) -> dict[str, Any]:
         raise Damaged(f"{path} is damaged: {error.strerror}") from None
 
 
-def earlier_record(directory: Path) -> dict[str, Any] | None:
-    """Return the record of an earlier start of the run; call this before replacing it.
+def load_record(directory: Path) -> Draft:
+    """Return the record of a run as it is written, to be changed and written again; see :func:`read_record`."""
+    return read_record(directory).written
 
-    A damaged record is ignored, and kept as ``record.json.damaged``.
+
+def load_or_set_aside(directory: Path) -> RunRecord | None:
+    """Return the record of an earlier start of the run, if there is one; call this before replacing it.
+
+    A damaged record is ignored, and renamed to ``record.json.damaged``.
     """
     try:
-        return load_record(directory)
+        return read_record(directory)
     except FileNotFoundError:
         return None
     except Damaged as damage:
@@ -155,7 +159,7 @@ def _last_part(name: str) -> bytes:
     return json.dumps(Path(name).name)[1:-1].encode()
 
 
-def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[dict[str, Any]]:
+def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _: None) -> list[RunRecord]:
     """Return the records of a sweep in the order in which its runs ended.
 
     If a run has several records, as earlier versions left after a resume, the last one counts. ``tell`` is called with
@@ -170,15 +174,15 @@ def read_results(sweep_directory: Path, tell: Callable[[str], object] = lambda _
     except OSError as error:
         tell(f"{path}: cannot be read: {error.strerror}")
         return []
-    records: dict[str, dict[str, Any]] = {}
+    records: dict[str, RunRecord] = {}
     for number, line in enumerate(lines, start=1):
         try:
-            record = schema.record(line)
+            record = parse(line)
         except ValueError as error:
             if line.strip() and number < len(lines):
                 tell(f"{path}: line {number} is damaged and skipped: {error}")
         else:
-            name = below(sweep_directory, record["directory"])
+            name = below(sweep_directory, record.directory)
             records.pop(name, None)
             records[name] = record
     return list(records.values())
@@ -190,12 +194,12 @@ def holding(folder: Path, *names: str) -> list[Path]:
     Short runs that try a micro-batch are left out. Directories that vanish during the search, such as an old checkpoint
     or one being created, are skipped, which :meth:`pathlib.Path.rglob` does only since Python 3.13.
     """
-    found = []
+    directories = []
     for place, folders, files in os.walk(folder):
         if not {*names}.isdisjoint([*folders, *files]):
-            found.append(Path(place))
+            directories.append(Path(place))
         folders[:] = [name for name in folders if name != TRIES]
-    return sorted(found)
+    return sorted(directories)
 
 
 def below(sweep_directory: Path, path: str) -> str:

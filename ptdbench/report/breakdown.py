@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from ptdbench.profiling.phases import KINDS, PHASES
-from ptdbench.records.schema import Communication, Memory, Phases, Written, part
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Communication
 from ptdbench.report import recorded_phases, why
 from ptdbench.report.text import MISSING, decimals, difference, drawn, figure_text, range_text, wrap
 from ptdbench.units import three_digits
@@ -34,21 +35,21 @@ class _Rank:
         return sum(self.bytes.values())
 
 
-def memory_of_runs(records: Mapping[str, Written], width: int) -> list[str]:
+def memory_of_runs(records: Mapping[str, RunRecord], width: int) -> list[str]:
     """Return a table with a row per run, for its rank with the highest peak; empty if no run has recorded memory."""
     rows = {called: rank for called, record in records.items() if (rank := _fullest(record))}
     return _table("run", rows, width)
 
 
-def memory_of_ranks(record: Written, width: int) -> list[str]:
+def memory_of_ranks(record: RunRecord, width: int) -> list[str]:
     """Return a table with a row per rank; for many ranks only those with the highest and the lowest peak."""
-    ranks, phases = _ranks(record), part(record, Phases)
+    ranks = _ranks(record)
     if len(ranks) > recorded_phases.MOST_RANKS:
         ranks = [choose(ranks, key=attrgetter("peak")) for choose in (max, min)]
-    return _table("rank", {recorded_phases.rank_name(phases, rank.number): rank for rank in ranks}, width)
+    return _table("rank", {recorded_phases.rank_name(record.phases, rank.number): rank for rank in ranks}, width)
 
 
-def compare_memory(record: Written, against: Written, called: str, reference: str) -> Iterator[str]:
+def compare_memory(record: RunRecord, against: RunRecord, called: str, reference: str) -> Iterator[str]:
     """Yield how much higher or lower one run's peak is than another's, and why, if both are recorded."""
     ours, theirs = _fullest(record), _fullest(against)
     if not (ours and theirs):
@@ -61,23 +62,23 @@ def compare_memory(record: Written, against: Written, called: str, reference: st
     yield f"memory: {difference(called, reference, 'MiB', parts, {}, digits=3)}"
 
 
-def memory_of_largest_rank(record: Written) -> Mapping[str, int] | None:
+def memory_of_largest_rank(record: RunRecord) -> Mapping[str, int] | None:
     """Return the bytes of each of :data:`KINDS` on the rank with the highest peak; ``None`` if not recorded."""
     rank = None if recorded_phases.missing(record) else _fullest(record)
     return rank.bytes if rank else None
 
 
-def _ranks(record: Written) -> list[_Rank]:
+def _ranks(record: RunRecord) -> list[_Rank]:
     """Return the ranks of a record with phases; empty if its memory is incomplete, or of other ranks."""
-    found, count = part(record, Memory), len(recorded_phases.compute_seconds(part(record, Phases)))
-    moments, kinds = found.moments or [], [(found.ranks or {}).get(kind) or [] for kind in KINDS]
+    memory, count = record.memory, len(recorded_phases.compute_seconds(record.phases))
+    moments, kinds = memory.moments or [], [(memory.ranks or {}).get(kind) or [] for kind in KINDS]
     if {len(moments), *map(len, kinds)} != {count}:
         return []
     sizes = (dict(zip(KINDS, of_rank, strict=True)) for of_rank in zip(*kinds, strict=True))
-    return [_Rank(number, *known) for number, known in enumerate(zip(sizes, moments, strict=True))]
+    return [_Rank(number, *peak) for number, peak in enumerate(zip(sizes, moments, strict=True))]
 
 
-def _fullest(record: Written) -> _Rank | None:
+def _fullest(record: RunRecord) -> _Rank | None:
     return max(_ranks(record), key=attrgetter("peak"), default=None)
 
 
@@ -115,7 +116,7 @@ _RARE = {
 _SPARED = ("other", "host", "data", "optimizer", "experts")
 
 
-def of_runs(records: Mapping[str, Written], width: int) -> str:
+def of_runs(records: Mapping[str, RunRecord], width: int) -> str:
     """Return tables with a row per run, and a row for each of its communication operations."""
     steps = {called: recorded_phases.step(record) for called, record in records.items()}
     rows = {called: [step.seconds, *step.phases.values()] for called, step in steps.items()}
@@ -125,20 +126,20 @@ def of_runs(records: Mapping[str, Written], width: int) -> str:
     return _blocks(times, records, memory_of_runs(records, width), remarks, width)
 
 
-def of_ranks(record: Written, called: str, width: int) -> str:
+def of_ranks(record: RunRecord, called: str, width: int) -> str:
     """Return tables with a row for the mean and one per rank; for many ranks only the slowest and the fastest."""
-    found, step = part(record, Phases), recorded_phases.step(record)
+    step = recorded_phases.step(record)
     rows = {"mean": [step.seconds, *step.phases.values()]}
-    for title, rank in recorded_phases.shown_ranks(found).items():
-        own = recorded_phases.of_rank(found, rank)
-        rows[title] = [sum(own), *own]
+    for title, rank in recorded_phases.shown_ranks(record.phases).items():
+        seconds = recorded_phases.of_rank(record.phases, rank)
+        rows[title] = [sum(seconds), *seconds]
     times = _times("rank", "ms of a step", rows, width)
     remarks = [why.shares(record, called), *why.remarks(record, called)]
     return _blocks(times, {called: record}, memory_of_ranks(record, width), remarks, width)
 
 
 def _blocks(
-    times: Sequence[str], records: Mapping[str, Written], memory: Sequence[str], remarks: Iterable[str], width: int
+    times: Sequence[str], records: Mapping[str, RunRecord], memory: Sequence[str], remarks: Iterable[str], width: int
 ) -> str:
     """Join the table of times, that of operations, that of memory, and remarks."""
     taken = [*times, *_profiled(records.values(), width)]
@@ -158,12 +159,12 @@ def _times(heading: str, unit: str, rows: Mapping[str, Sequence[float]], width: 
     return [drawn([heading, *kept], shown, width, [heading], _SPARED), wrap("; ".join([unit, *meant]), width)]
 
 
-def _profiled(records: Iterable[Written], width: int) -> Iterator[str]:
+def _profiled(records: Iterable[RunRecord], width: int) -> Iterator[str]:
     """Yield how many steps were profiled, and how much slower they were."""
-    found = [part(record, Phases) for record in records]
-    seconds = [(one.profiled_step_seconds, one.step_seconds) for one in found]
+    phases = [record.phases for record in records]
+    seconds = [(of_run.profiled_step_seconds, of_run.step_seconds) for of_run in phases]
     if slower := [profiled / timed for profiled, timed in seconds if profiled and timed]:
-        steps, times = range_text([one.steps or 0 for one in found], str), range_text(slower, "{:.2f}".format)
+        steps, times = range_text([of_run.steps or 0 for of_run in phases], str), range_text(slower, "{:.2f}".format)
         yield wrap(f"from {steps} profiled steps, {times} times as long as the timed ones, and rescaled to them", width)
 
 
@@ -190,7 +191,7 @@ def _figures(sent: Communication) -> dict[str, str]:
     return texts | ({"by formula": ends} if ends else {})
 
 
-def _operations(records: Mapping[str, Written], width: int) -> Iterator[str]:
+def _operations(records: Mapping[str, RunRecord], width: int) -> Iterator[str]:
     """Yield the table of each run's communication in a step."""
     rows = [
         (called, why.spoken(name), _figures(sent))

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.alternatives import Alternative, batch, sweep_of
+from ptdbench.comparison.alternatives import Alternative, sweep_of
 from ptdbench.comparison.ranking import Place, Ranking, interval_text, margin_text
-from ptdbench.records.schema import Hardware, Metrics, StepSeconds, Written, part
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks, text, virtual, why
 from ptdbench.report.labels import names, title
 from ptdbench.report.text import MISSING, figure_text
@@ -27,24 +26,14 @@ class Row:
     name: str  #: Its name, in tables, lines and figures.
 
     @property
-    def runs(self) -> Sequence[Written]:
+    def runs(self) -> Sequence[RunRecord]:
         """All runs of the row."""
         return self.place.alternative.runs
 
     @property
-    def run(self) -> Written:
+    def run(self) -> RunRecord:
         """The typical run."""
         return self.place.alternative.median_run
-
-    @cached_property
-    def metrics(self) -> Metrics:
-        """The figures of the typical run."""
-        return part(self.run, Metrics)
-
-    @property
-    def step(self) -> StepSeconds:
-        """The step times of the typical run."""
-        return self.metrics.step_seconds or StepSeconds()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +58,21 @@ class Column(text.Column[Row]):
         order = self.drop_order_with_repeats if repeats else None
         return replace(self, drop_order=-1 if is_alike else self.drop_order if order is None else order)
 
-    def on_page(self) -> dict[str, Any]:
+    def on_page(self) -> dict[str, object]:
         """Return the column's description for the page."""
-        head = self.name if self.is_text else self.heading
-        told = {"name": self.name, "head": head, "field": self.field or self.name, "scale": self.scale}
-        return told | {"higher_is_better": self.higher_is_better, "is_text": self.is_text}
+        return {
+            "name": self.name,
+            "head": self.name if self.is_text else self.heading,
+            "field": self.field or self.name,
+            "scale": self.scale,
+            "higher_is_better": self.higher_is_better,
+            "is_text": self.is_text,
+        }
 
 
 def _rate(row: Row) -> str:
     """``10,250 ±1.8%``; for a run that was stopped, its throughput until then."""
-    rate = row.place.rate or row.metrics.tokens_per_second or row.metrics.samples_per_second
-    return f"{figure_text(rate, three_digits)}{margin_text(row.place.margin)}"
+    return f"{figure_text(row.place.rate or row.run.metrics.rate, three_digits)}{margin_text(row.place.margin)}"
 
 
 def _step_time(row: Row) -> str:
@@ -87,37 +80,43 @@ def _step_time(row: Row) -> str:
 
     The mean is shown because throughput is a mean, and the phases of a step add up to it.
     """
-    mean, p5, p95 = row.step.mean, row.step.p5, row.step.p95
-    if mean is None:
+    times = row.run.step_seconds
+    if times.mean is None:
         return MISSING
-    ends = "" if p5 is None or p95 is None else f" ({three_digits(1e3 * p5)}-{three_digits(1e3 * p95)})"
-    return f"{three_digits(1e3 * mean)}{ends}"
+    ends = "" if times.p5 is None or times.p95 is None else f" ({_milliseconds(times.p5)}-{_milliseconds(times.p95)})"
+    return f"{_milliseconds(times.mean)}{ends}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return three_digits(1e3 * seconds)
 
 
 def _statuses(row: Row) -> str:
     """``ok``, or ``4 ok, 1 oom``; ``virtual ok`` for runs that are not measured; ``does not fit`` for a plan."""
-    named = (f"{run.get('kind') or ''} {run['status']}".strip() for run in row.runs)
+    named = (f"{run.kind or ''} {run.status}".strip() for run in row.runs)
     counts = Counter("does not fit" if name == "planned oom" else name for name in named)
     return ", ".join(f"{count} {status}" if len(counts) > 1 else status for status, count in counts.items())
 
 
 def _joules(row: Row) -> float | None:
     """Return the energy per sample: of the GPUs if the run used any, else of the CPUs."""
-    hardware = part(row.run, Hardware)
+    hardware = row.run.hardware
     energy = hardware.gpu if hardware.clocks else hardware.cpu
     return energy.joules_per_sample if energy else None
 
 
-def _last_evaluation(row: Row) -> tuple[str, float | None]:
-    """Return the name and value of the last evaluation's accuracy, bits per byte of text, or loss."""
-    last: Mapping[str, Any] = (row.run.get("evaluations") or [{}])[-1]
-    name = next((name for name in ("top1", "bits_per_byte") if last.get(name) is not None), "loss")
-    return name, last.get(name)
+def _held_out(row: Row) -> tuple[float | None, str]:
+    """Return the last evaluation's accuracy, bits per byte of text, or loss, and its format."""
+    if not row.run.evaluations:
+        return None, ""
+    last = row.run.evaluations[-1]
+    if last.top1 is not None:
+        return last.top1, "{:.1%}"
+    return (last.loss, "{:.3f}") if last.bits_per_byte is None else (last.bits_per_byte, "{:.3f} b/B")
 
 
 def _evaluation(row: Row) -> str:
-    name, figure = _last_evaluation(row)
-    form = {"top1": "{:.1%}", "bits_per_byte": "{:.3f} b/B", "loss": "{:.3f}"}[name]
+    figure, form = _held_out(row)
     return figure_text(figure, form.format)
 
 
@@ -131,10 +130,9 @@ def _figure(
 def planned(heading: str, size: Callable[[int], str] = memory_text) -> Column:
     """Return a column that only plans have, of :data:`ptdbench.report.virtual.PLANNED`; ``size`` formats bytes."""
     is_size, field = heading not in virtual.NO_SIZES, f"plan_{heading.replace(' ', '_')}"
-    unit: dict[str, Any] = {"name": f"{field}_mib", "scale": 2**-20} if is_size else {"name": field}
-    return _figure(heading, value=lambda row: virtual.plan_figures(row.run).get(heading), field=field,
-                   write=size if is_size else str, is_text=heading == "fits", drop_order=virtual.PLANNED[heading],
-                   **unit)  # fmt: skip
+    return _figure(heading, name=f"{field}_mib" if is_size else field, scale=2**-20 if is_size else 1.0, field=field,
+                   value=lambda row: virtual.plan_figures(row.run).get(heading), write=size if is_size else str,
+                   is_text=heading == "fits", drop_order=virtual.PLANNED[heading])  # fmt: skip
 
 
 _THREE_DECIMALS, _PERCENT = "{:.3f}".format, "{:.1%}".format
@@ -147,30 +145,30 @@ COLUMNS = (
            value=lambda row: len(row.runs), field="count"),
     _figure("parallel", "configuration", attrgetter("name"), field="name", is_text=True, always_shown=True,
             min_width=0),
-    _figure("ranks", "ranks", lambda row: row.run.get("world_size"),
+    _figure("ranks", "ranks", attrgetter("run.world_size"),
             in_title=lambda text: "1 rank" if text == "1" else f"{text} ranks"),
-    _figure("nodes", "nodes", lambda row: len(row.run.get("nodes") or []) or None, page_only=True),
-    _figure("batch", "batch", lambda row: row.run.get("global_batch"), in_title="batch {}".format),
+    _figure("nodes", "nodes", lambda row: len(row.run.nodes) or None, page_only=True),
+    _figure("batch", "batch", attrgetter("run.global_batch"), in_title="batch {}".format),
     *(planned(heading) for heading in virtual.PLANNED if heading not in ("allocated", "reserved")),  # those below
     Column("{unit}/s", name="throughput", cell=_rate, value=lambda row: row.place.rate, field="rate",
            higher_is_better=True),
     Column("vs best", name="ratio", value=lambda row: row.place.ratio, higher_is_better=True,  # 0.65x (0.63-0.67)
            cell=lambda row: figure_text(row.place.ratio, "{:.2f}x".format) + interval_text(row.place.against_best, 2),
            needs_several_rows=True, drop_order=2, drop_order_with_repeats=5),
-    Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=lambda row: row.step.mean, scale=1e3,
+    Column("step ms (p5-p95)", name="step_ms", cell=_step_time, value=attrgetter("run.step_seconds.mean"), scale=1e3,
            field="step", drop_order_with_repeats=2),
-    _figure("memory", "memory_mib", attrgetter("metrics.peak_memory_bytes"), memory_text, scale=2**-20,
+    _figure("memory", "memory_mib", attrgetter("run.metrics.peak_memory_bytes"), memory_text, scale=2**-20,
             field="memory", drop_order=3),
-    _figure("reserved", "reserved_mib", attrgetter("metrics.peak_reserved_bytes"), memory_text, scale=2**-20,
+    _figure("reserved", "reserved_mib", attrgetter("run.metrics.peak_reserved_bytes"), memory_text, scale=2**-20,
             field="reserved", drop_order=1),
-    _figure("MFU", "mfu", attrgetter("metrics.mfu"), _PERCENT, scale=100, higher_is_better=True),
-    _figure("MFU causal", "mfu_causal", attrgetter("metrics.mfu_causal"), _PERCENT, scale=100, higher_is_better=True,
-            page_only=True),
-    _figure("% of GEMM", "of_ceiling", attrgetter("metrics.share_of_ceiling"), _PERCENT, scale=100,
+    _figure("MFU", "mfu", attrgetter("run.metrics.mfu"), _PERCENT, scale=100, higher_is_better=True),
+    _figure("MFU causal", "mfu_causal", attrgetter("run.metrics.mfu_causal"), _PERCENT, scale=100,
+            higher_is_better=True, page_only=True),
+    _figure("% of GEMM", "of_ceiling", attrgetter("run.metrics.share_of_ceiling"), _PERCENT, scale=100,
             higher_is_better=True, drop_order=0),
     _figure("J/sample", "joules", _joules, three_digits, page_only=True),
-    _figure("loss", "loss", lambda row: row.run.get("final_loss"), _THREE_DECIMALS),
-    Column("val", name="held_out", cell=_evaluation, value=lambda row: _last_evaluation(row)[1], drop_order=4),
+    _figure("loss", "loss", attrgetter("run.final_loss"), _THREE_DECIMALS),
+    Column("val", name="held_out", cell=_evaluation, value=lambda row: _held_out(row)[0], drop_order=4),
     _figure("status", "status", _statuses, is_text=True, always_shown=True),
     _figure("sweep", "sweep", lambda row: str(sweep_of(row.run)), is_text=True, page_only=True),
 )  # fmt: skip
@@ -193,7 +191,7 @@ class Block:
     def title(self, moved: Iterable[str] = ()) -> str:
         """Return the title: what all runs have in common, and columns ``moved`` there."""
         run = self.rows[0].run
-        sizes = {"batch {}": batch(run), "{} tokens a sample": run.get("tokens_per_sample")}
+        sizes = {"batch {}": run.requested_batch, "{} tokens a sample": run.tokens_per_sample}
         apart = [] if self.is_only else [form.format(size) for form, size in sizes.items() if size]
         return title([run for row in self.rows for run in row.runs], dict.fromkeys([*apart, *moved]))
 
@@ -208,21 +206,21 @@ class Block:
 def blocks(found: Iterable[Alternative]) -> list[Block]:
     """Return a block for each group of comparable alternatives, in the order of their first runs; all must train."""
     made = [_block(one) for one in ranking.of_models(found)]
-    counts = Counter(one.rows[0].run["model"] for one in made)
-    return [replace(one, is_only=counts[one.rows[0].run["model"]] == 1) for one in made]
+    counts = Counter(one.rows[0].run.model for one in made)
+    return [replace(one, is_only=counts[one.rows[0].run.model] == 1) for one in made]
 
 
-def unit(records: Iterable[Written]) -> str:
+def unit(records: Iterable[RunRecord]) -> str:
     """Return the unit of throughput: ``tokens``, or ``samples`` if these are not token sequences."""
-    return "tokens" if any(part(record, Metrics).tokens_per_second for record in records) else "samples"
+    return "tokens" if any(record.metrics.tokens_per_second for record in records) else "samples"
 
 
-def _block(found: Ranking) -> Block:
-    typical = [place.alternative.median_run for place in found.places]
+def _block(ranked: Ranking) -> Block:
+    typical = [place.alternative.median_run for place in ranked.places]
     named = names(typical)
-    rows = list(map(Row, found.places, named))
+    rows = list(map(Row, ranked.places, named))
     counted = unit(run for row in rows for run in row.runs)
-    return Block(rows, counted, remarks.of_rows(found, named), _why(rows))
+    return Block(rows, counted, remarks.of_rows(ranked, named), _why(rows))
 
 
 def _why(rows: Sequence[Row]) -> list[str]:

@@ -26,7 +26,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report import labels
 from ptdbench.report.text import cropped
 from ptdbench.terminal import clear_line, echo, plain, redraws
@@ -63,9 +63,9 @@ def headed(heading: Heading) -> Iterator[None]:
         _HEADINGS.pop()
 
 
-def heading(written: Written) -> Heading:
+def heading(record: RunRecord) -> Heading:
     """Return the heading of the run that this process starts: by default, the name of the run with this record."""
-    return _HEADINGS[-1] if _HEADINGS else Heading(labels.name(written))
+    return _HEADINGS[-1] if _HEADINGS else Heading(labels.name(record))
 
 
 #: Columns left free on the right: a terminal shows Ctrl-C as ^C, and the line would wrap.
@@ -319,20 +319,20 @@ class Display:
 
     def _figures(self, now: float) -> dict[str, str]:
         """Return the texts after the step, in display order."""
-        found = {}
+        texts = {}
         if (rate := self._rate) is not None:
-            found["rate"] = f"{three_digits(rate)} {self._unit}/s"
+            texts["rate"] = f"{three_digits(rate)} {self._unit}/s"
         if self.loss:
             step, loss = self.loss
-            found["loss"] = f"loss {loss:.4f}" + (f" (step {step})" if step < self._done else "")
+            texts["loss"] = f"loss {loss:.4f}" + (f" (step {step})" if step < self._done else "")
         if self.remark:
-            found["remark"] = self.remark
+            texts["remark"] = self.remark
         if (ends := self._ends) is not None:
             left = max(0.0, ends - now)
-            found["left"] = f"{duration_text(left)} left"
+            texts["left"] = f"{duration_text(left)} left"
             if self._heading and self._heading.later_seconds:
-                found["sweep"] = f"(sweep {duration_text(left + self._heading.later_seconds)})"
-        return found
+                texts["sweep"] = f"(sweep {duration_text(left + self._heading.later_seconds)})"
+        return texts
 
     def _last_words(self, now: float) -> str:
         """Return the line that stays on a terminal after the run; empty for a run without steps outside a sweep."""

@@ -6,15 +6,14 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from msgspec import to_builtins
 
 from ptdbench.comparison import ranking
 from ptdbench.comparison.alternatives import Alternative, of_sweeps
 from ptdbench.comparison.ranking import Place, Ranking
-from ptdbench.records.load import Run, load_telling
-from ptdbench.records.schema import Written
+from ptdbench.records.load import read
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report import breakdown, labels, recorded_phases, virtual, why
 from ptdbench.report.text import wrap
 from ptdbench.terminal import plural
@@ -29,7 +28,7 @@ class Group:
     """Runs that did the same work, in the order of their table."""
 
     reference: str  #: The name of the run that others are compared with.
-    runs: dict[str, Written]  #: The typical run of each alternative, by name.
+    runs: dict[str, RunRecord]  #: The typical run of each alternative, by name.
     repeats: list[int]  #: The number of runs of each alternative.
     lines: list[str]  #: Why the others are slower or take more memory; empty for a single run.
 
@@ -40,7 +39,7 @@ class Explanation:
 
     groups: list[Group]  #: Measured runs.
     #: Runs on virtual GPUs, by name; they have no times.
-    virtual: dict[str, Run] = field(default_factory=dict)
+    virtual: dict[str, RunRecord] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)  #: Why other runs are not explained.
 
 
@@ -52,58 +51,58 @@ def explain(directory: Path, against: Path | None) -> Explanation:
     """
     if against:
         return Explanation([_pair(directory, against)])
-    loaded = load_telling(directory)
+    loaded = read(directory)
     runs = loaded if isinstance(loaded, list) else [loaded]
     imitated = [run for run in runs if virtual.has_figures(run)]
-    found = Explanation([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
+    explanation = Explanation([], virtual=dict(zip(labels.names(imitated), imitated, strict=True)))
     if not isinstance(loaded, list):
         if not imitated:
             _require_phases(loaded)
         if not recorded_phases.missing(loaded):  # a virtual run has phases in real time
             (called,) = labels.names([loaded])
-            found.groups.append(Group(called, {called: loaded}, [1], []))
-        return found
+            explanation.groups.append(Group(called, {called: loaded}, [1], []))
+        return explanation
     others = [run for run in runs if not virtual.has_figures(run)]
-    found.reasons += _without_phases(others)
-    if not imitated and len(found.reasons) == len(others):
-        raise Refused("\n".join(found.reasons))
-    measured = [run for run in others if not run.get("kind")]
-    for ranked in ranking.of_models(of_sweeps(run for run in measured if run.get("model"))):
-        found.groups += _of_model(ranked)
-    return found
+    explanation.reasons += _without_phases(others)
+    if not imitated and len(explanation.reasons) == len(others):
+        raise Refused("\n".join(explanation.reasons))
+    measured = [run for run in others if not run.kind]
+    for ranked in ranking.of_models(of_sweeps(run for run in measured if run.model)):
+        explanation.groups += _of_model(ranked)
+    return explanation
 
 
-def render(found: Explanation, width: int) -> str:
+def render(explanation: Explanation, width: int) -> str:
     """Return tables and lines; for a single run, a table of its ranks."""
-    blocks = [_text(group, width) for group in found.groups]
-    blocks += [virtual.explained(run, name, width) for name, run in found.virtual.items()]
-    return "\n\n".join([*blocks, *(["\n".join(found.reasons)] if found.reasons else [])])
+    blocks = [_text(group, width) for group in explanation.groups]
+    blocks += [virtual.explained(run, name, width) for name, run in explanation.virtual.items()]
+    return "\n\n".join([*blocks, *(["\n".join(explanation.reasons)] if explanation.reasons else [])])
 
 
-def as_json(found: Explanation) -> dict[str, Any]:
+def as_json(explanation: Explanation) -> dict[str, object]:
     """Return the explanation as printed by ``--json``; docs/results.md describes each key."""
     imitated = [
-        {"run": name, "directory": run["directory"], "virtual": run["virtual"], "memory": run.get("memory")}
-        for name, run in found.virtual.items()
+        {"run": name, "directory": run.directory, **{group: run.written.get(group) for group in ("virtual", "memory")}}
+        for name, run in explanation.virtual.items()
     ]
-    return {"groups": [*map(_as_json, found.groups)], "virtual": imitated, "not_explained": found.reasons}
+    return {"groups": [*map(_as_json, explanation.groups)], "virtual": imitated, "not_explained": explanation.reasons}
 
 
 def _text(group: Group, width: int) -> str:
     called, first = next(iter(group.runs.items()))
-    title = labels.title([first], [f"batch {first['global_batch']}"] if first.get("global_batch") else [])
+    title = labels.title([first], [f"batch {first.global_batch}"] if first.global_batch else [])
     if not group.lines:
         return f"{title}\n{breakdown.of_ranks(first, called, width)}"
     return "\n".join([title, breakdown.of_runs(group.runs, width), "", *(wrap(line, width) for line in group.lines)])
 
 
-def _as_json(group: Group) -> dict[str, Any]:
+def _as_json(group: Group) -> dict[str, object]:
     reference, runs = group.runs[group.reference], []
     for (called, run), repeats in zip(group.runs.items(), group.repeats, strict=True):
         step = recorded_phases.step(run)
         runs.append({
             "run": called,
-            "directory": run["directory"],
+            "directory": run.directory,
             "runs": repeats,
             "step_seconds": step.seconds,
             "phases": step.phases,
@@ -160,19 +159,19 @@ def _pair(directory: Path, other: Path) -> Group:
     return Group(reference, {called: run, reference: against}, [1, 1], lines)
 
 
-def _single(directory: Path) -> Run:
-    found = load_telling(directory)
-    if isinstance(found, list):
-        names = ", ".join(shlex.quote(str(run.directory)) for run in found[:3])
+def _single(directory: Path) -> RunRecord:
+    loaded = read(directory)
+    if isinstance(loaded, list):
+        names = ", ".join(shlex.quote(str(run.directory)) for run in loaded[:3])
         raise Refused(f"{directory}: --against compares two runs, and this is a folder of them; try {names}")
-    return found
+    return loaded
 
 
-def _require_phases(*runs: Run) -> None:
+def _require_phases(*runs: RunRecord) -> None:
     if reasons := _without_phases(runs):
         raise Refused("\n".join(reasons))
 
 
-def _without_phases(runs: Sequence[Run]) -> list[str]:
+def _without_phases(runs: Sequence[RunRecord]) -> list[str]:
     """Return why some of the runs are not explained."""
     return [f"{run.directory}: {reason}" for run in runs if (reason := recorded_phases.missing(run))]

@@ -6,14 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from ptdbench.comparison.alternatives import batch, name_of_sweep, sweep_of
+from ptdbench.comparison.alternatives import name_of_sweep, sweep_of
 from ptdbench.grouping import grouped
 from ptdbench.parallel.dims import Dims
 from ptdbench.records.effects import OF_CHOICE, affects, leaves
-from ptdbench.records.record import configuration, option
-from ptdbench.records.schema import Layout, Written, part
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report.text import range_text
 from ptdbench.terminal import plural
 
@@ -24,7 +22,7 @@ _REPEATING = frozenset(OF_CHOICE) - {"name"}
 _LIMIT = 40
 
 
-def differences(records: Sequence[Written]) -> list[str]:
+def differences(records: Sequence[RunRecord]) -> list[str]:
     """Return for each record the options whose values differ from the others': ``activations=recompute seed=2``.
 
     An option of :func:`varying` is called by the last part of its name if that is unique among them. For a group whose
@@ -47,7 +45,7 @@ def short_names(options: Collection[str]) -> dict[str, str]:
     return {name: _last(name) if lasts[_last(name)] == 1 else name for name in options}
 
 
-def by_option(records: Sequence[Written]) -> dict[str, list[str | None]]:
+def by_option(records: Sequence[RunRecord]) -> dict[str, list[str | None]]:
     """Return each option of any run, with its value in each run as typed; ``None`` for runs without it."""
     configs = [options(record) for record in records]
     names = dict.fromkeys(name for config in configs for name in config)
@@ -66,17 +64,17 @@ def varying(values: Mapping[str, list[str | None]]) -> dict[str, list[str | None
     return {name: texts for name, texts in differing.items() if name in kept}
 
 
-def options(record: Written) -> dict[str, Any]:
+def options(record: RunRecord) -> dict[str, object]:
     """Return the options of a run by dotted name, shallow ones first; ``optimizer.name`` becomes ``optimizer``."""
     kept = [
         (name.removesuffix(".name"), value)
-        for name, value in sorted(leaves(configuration(record)), key=lambda leaf: leaf[0].count("."))
+        for name, value in sorted(leaves(record.config), key=lambda leaf: leaf[0].count("."))
         if not affects(name, "start", "sweep") and _last(name) not in _REPEATING
     ]
     return dict(kept)
 
 
-def as_text(value: Any) -> str:
+def as_text(value: object) -> str:
     """Return a string unchanged, and anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -90,20 +88,20 @@ def _last(name: str) -> str:
 
 
 #: A function that returns more words on a run, empty if unknown; ``None`` stands for the options that differ.
-_Detail = Callable[[Written], str] | None
+_Detail = Callable[[RunRecord], str] | None
 
 
-def names(records: Sequence[Written]) -> list[str]:
+def names(records: Sequence[RunRecord]) -> list[str]:
     """Label runs by how each is parallelized, the same in tables, lines and figures; with models if there are several.
 
     ``pdp 2x4 1f1b`` is 2 replicas of 4 stages, ``hsdp 2x8`` 2 replicas in 8 shards each.
     """
-    several = len({record.get("model") for record in records}) > 1
-    first = [f"{record.get('model')} {_parallel(record)}" if several else _parallel(record) for record in records]
+    several = len({record.model for record in records}) > 1
+    first = [f"{record.model} {_parallel(record)}" if several else _parallel(record) for record in records]
     return _told_apart(records, first, [*_DETAILS, *_PLACES])
 
 
-def titles(records: Sequence[Written]) -> list[str]:
+def titles(records: Sequence[RunRecord]) -> list[str]:
     """Name each run for the display of its sweep, where it is shown alone: ``gpt_tiny pdp gpipe b16``.
 
     A name has model and preset, or the workload of a run without a model, then what differs between runs of the same
@@ -112,7 +110,7 @@ def titles(records: Sequence[Written]) -> list[str]:
     return _told_apart(records, [name(record) for record in records], _DETAILS)
 
 
-def _told_apart(records: Sequence[Written], names: list[str], details: Sequence[_Detail]) -> list[str]:
+def _told_apart(records: Sequence[RunRecord], names: list[str], details: Sequence[_Detail]) -> list[str]:
     """Add details to the names, one after another, for runs that look the same without them."""
     for detail in details:
         for places in grouped((name, place) for place, name in enumerate(names)).values():
@@ -124,60 +122,58 @@ def _told_apart(records: Sequence[Written], names: list[str], details: Sequence[
     return names
 
 
-def title(runs: Sequence[Written], more: Iterable[str] = ()) -> str:
+def title(runs: Sequence[RunRecord], more: Iterable[str] = ()) -> str:
     """Return what runs of one model have in common: ``gpt_tiny · 842,496 parameters · fp32``, then ``more``."""
-    sizes = [run["parameters"] for run in runs if run.get("parameters")]
+    sizes = [run.parameters for run in runs if run.parameters]
     parameters = f"{range_text(sizes, '{:,}'.format)} parameters" if sizes else ""
-    precisions = dict.fromkeys(str(run["precision"]) for run in runs if run.get("precision"))
-    parts = [runs[0]["model"], parameters, ", ".join(precisions), *more]
+    precisions = dict.fromkeys(run.precision for run in runs if run.precision)
+    parts = [runs[0].model, parameters, ", ".join(precisions), *more]
     return " · ".join(filter(None, parts))
 
 
-def name(record: Written) -> str:
+def name(record: RunRecord) -> str:
     """Name a run in a word or two: model and preset, or the workload if there is no model."""
-    named = " ".join(str(record[part]) for part in ("model", "parallel") if record.get(part))
-    return named or str(record.get("workload"))
+    return " ".join(filter(None, (record.model, record.parallel))) or record.workload
 
 
-def _parallel(record: Written) -> str:
+def _parallel(record: RunRecord) -> str:
     """Return the preset, with its degrees if there are several and its schedule if there is one."""
-    return " ".join(filter(None, (str(record.get("parallel")), _degrees(record), _schedule(record))))
+    return " ".join(filter(None, (str(record.parallel), _degrees(record), _schedule(record))))
 
 
-def _degrees(record: Written) -> str:
-    layout = part(record, Layout)
-    above = {name: degree for name in Dims.rows() if (degree := getattr(layout, name) or 1) > 1}
+def _degrees(record: RunRecord) -> str:
+    above = {name: degree for name in Dims.rows() if (degree := getattr(record.layout, name) or 1) > 1}
     if {*above} - {"replicate", "shard", "pipeline"}:  # too many degrees to remember their order
         return " ".join(f"{Dims.rows()[name].letter}{degree}" for name, degree in above.items())
     if "pipeline" not in above and len(above) < 2:
         # Show a degree that was set explicitly: with parallel=ddp, shard=2 shards.
-        given = [name for name in above if option(record, f"parallel.{name}", int) is not None]
+        given = [name for name in above if record.option(f"parallel.{name}", int) is not None]
         return "".join(f"{Dims.rows()[name].letter}{above[name]}" for name in given)
     return "x".join(map(str, ({"replicate": 1} | above).values()))
 
 
-def _schedule(record: Written) -> str:
-    if (part(record, Layout).pipeline or 1) == 1:
+def _schedule(record: RunRecord) -> str:
+    if (record.layout.pipeline or 1) == 1:
         return ""
-    return Path(option(record, "parallel.schedule", str) or "").name
+    return Path(record.option("parallel.schedule", str) or "").name
 
 
-def _nodes(record: Written) -> str:
+def _nodes(record: RunRecord) -> str:
     """Return the number of nodes used, or else requested; empty if neither is known."""
-    nodes = len(record.get("nodes") or []) or option(record, "cluster.nodes", int)
+    nodes = len(record.nodes) or record.option("cluster.nodes", int)
     return plural(nodes, "node") if nodes else ""
 
 
 #: Details that distinguish runs, in order of preference; a detail that a name already has distinguishes none.
 _DETAILS: tuple[_Detail, ...] = (
     _schedule,
-    lambda record: plural(record["world_size"], "rank") if record.get("world_size") else "",
+    lambda record: plural(record.world_size, "rank") if record.world_size else "",
     _degrees,
-    lambda record: f"b{size}" if (size := batch(record)) else "",
+    lambda record: f"b{size}" if (size := record.requested_batch) else "",
     _nodes,
-    lambda record: str(record.get("precision")),
-    lambda record: f"m{count}" if (count := part(record, Layout).microbatches) else "",
-    lambda record: f"acc{count}" if (count := part(record, Layout).accumulation) else "",
+    lambda record: str(record.precision),
+    lambda record: f"m{count}" if (count := record.layout.microbatches) else "",
+    lambda record: f"acc{count}" if (count := record.layout.accumulation) else "",
     None,
 )
 
@@ -185,8 +181,8 @@ _DETAILS: tuple[_Detail, ...] = (
 _PLACES: tuple[_Detail, ...] = (
     lambda record: f"[{name_of_sweep(record)}]",
     lambda record: f"[{sweep_of(record)}]",
-    lambda record: f"[{Path(record['directory']).name}]",
-    lambda record: f"[{record['directory']}]",
+    lambda record: f"[{Path(record.directory).name}]",
+    lambda record: f"[{record.directory}]",
 )
 
 
@@ -197,14 +193,14 @@ _HEAD = {"host": "", "cpu": "", "torch": "torch ", "ptdbench": "ptdbench "}
 class Environments:
     """The distinct environments of runs, in the order of the runs."""
 
-    def __init__(self, runs: Iterable[Written]) -> None:
-        known = {json.dumps(one, sort_keys=True): one for run in runs if (one := run.get("environment"))}
-        self.found: list[Mapping[str, Any]] = [*known.values()]  #: The environments, as recorded.
+    def __init__(self, runs: Iterable[RunRecord]) -> None:
+        known = {_key(run): run.written["environment"] for run in runs if run.written.get("environment")}
+        self.found = [*known.values()]  #: The environments, as recorded.
         self._numbers = {text: number for number, text in enumerate(known)}
 
-    def number(self, run: Written) -> int | None:
+    def number(self, run: RunRecord) -> int | None:
         """Return the index of a run's environment; ``None`` if it is not recorded."""
-        return self._numbers.get(json.dumps(run.get("environment"), sort_keys=True))
+        return self._numbers.get(_key(run))
 
     def titles(self) -> list[str]:
         """Return a line for each environment: machine and versions, and whatever else differs."""
@@ -219,3 +215,7 @@ class Environments:
             head = [f"{word}{one[name]}" for name, word in _HEAD.items() if name in one]
             titles.append(", ".join([*head, *(f"{name} {one.get(name, 'unknown')}" for name in differing)]))
         return titles
+
+
+def _key(run: RunRecord) -> str:
+    return json.dumps(run.written.get("environment"), sort_keys=True)

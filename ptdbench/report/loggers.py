@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -24,7 +23,8 @@ import numpy as np
 
 from ptdbench.problems import first_line
 from ptdbench.records.ledger import sweep_of
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord, typed
+from ptdbench.records.schema import Evaluation, Written
 from ptdbench.report import scalars
 from ptdbench.report.labels import short_names
 from ptdbench.report.scalars import Scalar
@@ -282,7 +282,7 @@ class Log:
         self._failure: Exception | None = None
         self._is_patient = isinstance(service, TensorBoard)  # retries at the end before it reports an error
 
-    def show(self, record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]]) -> None:
+    def show(self, record: RunRecord, first: int, rows: np.ndarray, evaluations: Sequence[Evaluation]) -> None:
         """Send new points; arguments as for :func:`ptdbench.report.scalars.advance`."""
 
         def send() -> None:
@@ -291,18 +291,22 @@ class Log:
 
         self._try(send)
         self._shown = first + len(rows)
-        self._evaluated = max((one["step"] for one in evaluations), default=self._evaluated)
+        self._evaluated = max((evaluation.step for evaluation in evaluations), default=self._evaluated)
 
-    def finish(self, record: Written) -> None:
+    def finish(self, written: Written) -> None:
         """Send the remaining points of the run with this record, and close it."""
-        first = record["segments"][-1]["first_step"] if record.get("segments") else 0
         is_patient, self._is_patient = self._is_patient, False
         if self._failure and is_patient:  # start a new file, whose steps replace those in the last one
             self._is_open, self._failure = False, None
             self._shown = self._evaluated = 0
-        left = partial(scalars.remaining, self._directory, record, self._shown, self._evaluated)
-        self._try(lambda: self._send(record, left(), first))
-        self._close(record["status"] == "ok")
+
+        def send() -> None:
+            record = typed(written)
+            points = scalars.remaining(self._directory, record, self._shown, self._evaluated)
+            self._send(record, points, record.first_step)
+
+        self._try(send)
+        self._close(written["status"] == "ok")
 
     def abort(self, tells: bool = True) -> None:
         """Close the run as one that failed; ``tells``: report an error that was to be tried again."""
@@ -320,14 +324,14 @@ class Log:
             if not self._failure:
                 self._report(error)
 
-    def _send(self, record: Written, found: Sequence[Scalar], first: int) -> None:
+    def _send(self, record: RunRecord, found: Sequence[Scalar], first: int) -> None:
         if not self._is_open:
             self._open(record, first)
             found = [*scalars.evaluated_at(record, first), *found]  # opening purges events from this step on
         summary = {tag: value for tag, value in scalars.summary(record).items() if value is not None}
-        self._service.send(found, summary, max((record.get("steps") or 0) - 1, 0))
+        self._service.send(found, summary, max((record.steps or 0) - 1, 0))
 
-    def _open(self, record: Written, first: int) -> None:
+    def _open(self, record: RunRecord, first: int) -> None:
         path = self._directory / FILE
         known = None
         with suppress(OSError, ValueError, AttributeError):  # AttributeError: it holds something else
@@ -337,7 +341,7 @@ class Log:
         swept = scalars.swept(self._directory)
         hparams, metrics = scalars.hparams(record, swept), scalars.summary(record)
         called = short_names(swept).values()
-        start = Start(self._directory, first, known, sweep, hparams, called, metrics, record.get("kind"))
+        start = Start(self._directory, first, known, sweep, hparams, called, metrics, record.kind)
         name = self._service.begin(start)
         self._is_open = True
         if name:

@@ -6,8 +6,7 @@ import html
 from collections.abc import Iterator, Sequence
 
 from ptdbench.comparison.alternatives import of_sweeps
-from ptdbench.records.load import Run
-from ptdbench.records.record import rerun_command
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report import columns, table
 from ptdbench.report.columns import Block, Column, Row
 from ptdbench.report.labels import Environments, as_text
@@ -17,12 +16,12 @@ from ptdbench.terminal import plain
 _WIDTH = 110
 
 
-def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
+def markdown(title: str, subtitle: str, runs: Sequence[RunRecord]) -> str:
     """Return the report of runs whose ``directory`` fields give their current location."""
-    blocks = columns.blocks(of_sweeps([run for run in runs if run.get("model")]))
+    blocks = columns.blocks(of_sweeps([run for run in runs if run.model]))
     parts = [f"# {_escaped(title)}", _escaped(subtitle)]
     parts += [part for one in blocks for part in _of_model(one)]
-    parts += [part for run in runs if not run.get("model") for part in _of_workload(run)]
+    parts += [part for run in runs if not run.model for part in _of_workload(run)]
     environments = Environments(runs)
     for heading, values in zip(environments.titles(), environments.found, strict=True):
         known = [f"{name}: {as_text(value)}" for name, value in values.items() if value is not None]
@@ -30,12 +29,12 @@ def markdown(title: str, subtitle: str, runs: Sequence[Run]) -> str:
     return plain("\n\n".join(parts)) + "\n"
 
 
-def _of_model(found: Block) -> Iterator[str]:
-    yield f"## {_escaped(found.title())}"
-    yield _table(found.columns(), found.rows)
-    if lines := [*found.remarks, *found.why]:
+def _of_model(block: Block) -> Iterator[str]:
+    yield f"## {_escaped(block.title())}"
+    yield _table(block.columns(), block.rows)
+    if lines := [*block.remarks, *block.why]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines)
-    typed = [(row.name, rerun_command(row.run) or "what was typed is not on record") for row in found.rows]
+    typed = [(row.name, row.run.rerun_command() or "what was typed is not on record") for row in block.rows]
     yield _folded("commands", [f"# {name}\n{command}" for name, command in typed])
 
 
@@ -45,10 +44,10 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [[column.heading for column in columns], rule, *cells])
 
 
-def _of_workload(run: Run) -> Iterator[str]:
-    yield f"## {_escaped(str(run.get('workload')))}"
+def _of_workload(run: RunRecord) -> Iterator[str]:
+    yield f"## {_escaped(run.workload)}"
     yield _fenced(table.of_workload(run, _WIDTH))
-    if typed := rerun_command(run):
+    if typed := run.rerun_command():
         yield _folded("command", [typed])
 
 

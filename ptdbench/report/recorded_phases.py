@@ -9,11 +9,10 @@ from typing import TypeVar
 
 from ptdbench.grouping import grouped
 from ptdbench.profiling.phases import PHASES
-from ptdbench.records.record import is_open, option
-from ptdbench.records.schema import Communication, Environment, Phases, Written, part
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Communication, Phases
 
 _Key = TypeVar("_Key")
-_Run = TypeVar("_Run", bound=Written)
 
 #: The phases in which a rank does the work of its layers.
 COMPUTE = ("forward", "backward")
@@ -32,20 +31,19 @@ class Step:
 
     def parts(self) -> dict[str, float]:
         """Return the phases, with ``communication`` divided by operation; they add up to the step."""
-        exposed = {name: found.exposed_seconds for name, found in self.operations.items()}
-        found: dict[str, float] = {}
+        exposed = {name: parts.exposed_seconds for name, parts in self.operations.items()}
+        parts: dict[str, float] = {}
         for phase, seconds in self.phases.items():
-            found |= exposed if phase == "communication" else {phase: seconds}
-        return found | {"other": self.seconds - sum(found.values()) + found["other"]}
+            parts |= exposed if phase == "communication" else {phase: seconds}
+        return parts | {"other": self.seconds - sum(parts.values()) + parts["other"]}
 
 
-def step(record: Written) -> Step:
+def step(record: RunRecord) -> Step:
     """Return the mean timed step of a run with phases."""
-    found = part(record, Phases)
-    seconds, ranks = found.step_seconds or 0.0, found.ranks or {}
+    seconds, ranks = record.phases.step_seconds or 0.0, record.phases.ranks or {}
     means = {phase: fmean(ranks.get(phase) or [0.0]) for phase in PHASES}
     means["other"] = seconds - sum(mean for phase, mean in means.items() if phase != "other")
-    return Step(seconds, means, found.communication or {})
+    return Step(seconds, means, record.phases.communication or {})
 
 
 def compute_seconds(phases: Phases) -> list[float]:
@@ -76,26 +74,25 @@ def rank_name(phases: Phases, rank: int) -> str:
     return f"rank {rank}{named}"
 
 
-def missing(record: Written) -> str | None:
+def missing(record: RunRecord) -> str | None:
     """Return why a record has no phases to show, and what to do; ``None`` if it has phases."""
-    phases = part(record, Phases)
-    if not record.get("model"):
-        return f"workload={record.get('workload')} does not train, so it has no phases; give a run of workload=train"
-    if phases.steps:
-        wrong = _fault(phases)
+    if not record.model:
+        return f"workload={record.workload} does not train, so it has no phases; give a run of workload=train"
+    if record.phases.steps:
+        wrong = _fault(record.phases)
         return f"its phases are damaged: {wrong}; run it again" if wrong else None
-    return f"no phases: {phases.reason or _reason(record)}"
+    return f"no phases: {record.phases.reason or _reason(record)}"
 
 
-def _reason(record: Written) -> str:
+def _reason(record: RunRecord) -> str:
     """Return why a training run has no phases."""
-    if is_open(record):
+    if record.is_open:
         return "the run has not ended"
-    if record["status"] != "ok":
-        return f"the run did not finish ({record['status']}), and they are taken after the last step"
-    profile = option(record, "profile", dict)
+    if record.status != "ok":
+        return f"the run did not finish ({record.status}), and they are taken after the last step"
+    profile = record.option("profile", dict)
     if profile is None:
-        version = part(record, Environment).ptdbench
+        version = record.environment.ptdbench
         return f"written by an earlier version{f' ({version})' if version else ''}; run it again"
     if steps := profile.get("steps"):
         return f"the {steps} profiled steps after the timed ones failed or were interrupted; run it again"
@@ -116,25 +113,26 @@ def _fault(phases: Phases) -> str | None:
     return None
 
 
-#: Fields that must be equal for the steps of two runs to be the same work, and their display formats.
-_WORK = {
-    "model": "model={}",
-    "parameters": "{} parameters",
-    "tokens_per_sample": "{} tokens a sample",
-    "global_batch": "train.global_batch={}",
-    "precision": "precision={}",
-}
+def _work(record: RunRecord) -> dict[str, object]:
+    """Return what must be equal for the steps of two runs to be the same work, by its display format."""
+    return {
+        "model={}": record.model,
+        "{} parameters": record.parameters,
+        "{} tokens a sample": record.tokens_per_sample,
+        "train.global_batch={}": record.global_batch,
+        "precision={}": record.precision,
+    }
 
 
-def work_difference(one: Written, other: Written) -> str | None:
+def work_difference(one: RunRecord, other: RunRecord) -> str | None:
     """Return how the work of two runs differs, which makes their steps incomparable; ``None`` if it does not."""
-    for field, form in _WORK.items():
-        if one.get(field) != other.get(field):
-            return " and ".join(form.format(record.get(field)) for record in (one, other))
+    for (form, value), expected in zip(_work(one).items(), _work(other).values(), strict=True):
+        if value != expected:
+            return f"{form.format(value)} and {form.format(expected)}"
     return None
 
 
-def groups(records: Mapping[_Key, _Run]) -> list[dict[_Key, _Run]]:
+def groups(records: Mapping[_Key, RunRecord]) -> list[dict[_Key, RunRecord]]:
     """Group the runs that did the same work, in order of first appearance."""
-    alike = grouped((tuple(map(record.get, _WORK)), (key, record)) for key, record in records.items())
+    alike = grouped((tuple(_work(record).values()), (key, record)) for key, record in records.items())
     return [dict(group) for group in alike.values()]

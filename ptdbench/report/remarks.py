@@ -11,15 +11,13 @@ from operator import itemgetter
 from pathlib import Path
 
 from ptdbench.comparison import ranking
-from ptdbench.comparison.alternatives import throughput
 from ptdbench.comparison.ranking import Place, Ranking
 from ptdbench.grouping import grouped
 from ptdbench.measure.results import OtherLoad
-from ptdbench.records import schema
 from ptdbench.records.effects import affects
 from ptdbench.records.failure import TRACEBACK
-from ptdbench.records.record import option
-from ptdbench.records.schema import Environment, Hardware, Layout, Metrics, MicroBatch, Remarks, Written, part
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import MicroBatch
 from ptdbench.report import virtual
 from ptdbench.report.labels import options
 from ptdbench.report.text import range_text
@@ -36,13 +34,13 @@ _ON_VIRTUAL = "virtual GPUs compute nothing, and what decides by the values of t
 _LIMIT = 1000
 
 
-def reason(record: Written) -> str:
+def reason(record: RunRecord) -> str:
     """Return status, rank and error in one line: ``failed on rank 1: RuntimeError: ... at mymodels.py:13 in forward``.
 
     A long message is truncated, except a ConfigError, which ends with its remedy. What follows the message is always
     complete: the path after :data:`OUTPUT`, the location in the user's code, and what to try.
     """
-    error = schema.error(record)
+    error = record.error
     if virtual.does_not_fit(record):
         return f"does not fit: {error.message}"
     where = f" on rank {error.rank}" if error.rank >= 0 else ""  # negative: the process that starts the ranks
@@ -50,38 +48,39 @@ def reason(record: Written) -> str:
     line = " ".join(message.split())
     line = line if error.type == "ConfigError" or len(line) <= _LIMIT else f"{line[:_LIMIT].rstrip()} ..."
     text = ": ".join(filter(None, (error.type, line)))
-    said = OUTPUT.join([f"{record['status']}{where}: {text or 'no reason on record'}", *output])
-    if frame := error.where:
-        path = Path(record["directory"]) / TRACEBACK
+    said = OUTPUT.join([f"{record.status}{where}: {text or 'no reason on record'}", *output])
+    if error.where:
+        path = Path(record.directory) / TRACEBACK
         shown = os.path.relpath(path) if Path.cwd() in path.absolute().parents else path
-        said += f" at {frame}; the whole traceback is in {shown}"
-    if record.get("precision") in ("bf16", "fp16") and "must have the same dtype" in error.message:
-        said += f"; with precision={record['precision']} a buffer stays as it is: cast it where it meets activations"
-    if record.get("kind") == "virtual" and record["status"] == "failed" and error.rank != -1:
+        said += f" at {error.where}; the whole traceback is in {shown}"
+    if record.precision in ("bf16", "fp16") and "must have the same dtype" in error.message:
+        said += f"; with precision={record.precision} a buffer stays as it is: cast it where it meets activations"
+    if record.kind == "virtual" and record.status == "failed" and error.rank != -1:
         said += f"; {_ON_VIRTUAL}"
-    remedies = ", ".join(_against_lack_of_memory(record)) if record["status"] == "oom" else ""
+    remedies = ", ".join(_against_lack_of_memory(record)) if record.status == "oom" else ""
     return f"{said}; try {remedies}" if remedies else said
 
 
-def _against_lack_of_memory(record: Written) -> Iterator[str]:
+def _against_lack_of_memory(record: RunRecord) -> Iterator[str]:
     """Yield options with which a training run needs less memory."""
-    if not record.get("model"):
+    if not record.model:
         return
-    if (part(record, Layout).micro_batch or 1) > 1 and not record.get("micro_batch"):
-        if record.get("launcher") in (None, "local") or option(record, "cluster.submit", str):
+    layout, search = record.layout, record.micro_batch
+    if (layout.micro_batch or 1) > 1 and search == MicroBatch():
+        if record.launcher in (None, "local") or record.option("cluster.submit", str):
             yield "train.micro_batch=max, which finds what fits"
         else:  # an external launcher starts ranks only once, so no search
             yield "the train.micro_batch that ptdbench plan finds"
-    if part(record, MicroBatch).found and option(record, "eval.every", int):
+    if search.found and record.option("eval.every", int):
         yield "a smaller eval.micro_batch, as a search leaves evaluation out"
-    if record.get("parallel") in ("single", "ddp"):
+    if record.parallel in ("single", "ddp"):
         yield "parallel=fsdp"
-    layout, reduces = part(record, Layout), option(record, "parallel.reduce_scatter_each_microbatch", bool)
+    reduces = record.option("parallel.reduce_scatter_each_microbatch", bool)
     if reduces is False and (layout.accumulation or 1) > 1 and (layout.shard or 1) > 1 and layout.pipeline == 1:
         yield "parallel.reduce_scatter_each_microbatch=true"
-    if option(record, "activations.name", str) == "keep":
+    if record.option("activations.name", str) == "keep":
         yield "activations=recompute"
-    if record.get("precision") == "fp32":
+    if record.precision == "fp32":
         yield "precision=bf16"
 
 
@@ -95,30 +94,28 @@ _MOST = 5e-2
 _NAMED = 5
 
 
-def training(run: Written) -> Hashable:
+def training(run: RunRecord) -> Hashable:
     """Return a key that is equal for two runs if and only if the losses of their common steps should be."""
     kept = {name: value for name, value in options(run).items() if not affects(name, "layout")}
     return _python_that_is_read(run), json.dumps(kept, sort_keys=True, default=str)
 
 
-def rounding(run: Written) -> float:
+def rounding(run: RunRecord) -> float:
     """Return the relative change of a run's last loss that rounding may cause."""
-    of_ten = _ROUNDING.get(str(run.get("precision")), _MOST)
-    return min(of_ten * math.sqrt(max(1.0, (run.get("steps") or 0) / 10)), _MOST)
+    of_ten = _ROUNDING.get(run.precision or "", _MOST)
+    return min(of_ten * math.sqrt(max(1.0, (run.steps or 0) / 10)), _MOST)
 
 
-def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | None:
+def losses_apart(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> str | None:
     """Return how far apart the last losses of a configuration are on two sides; ``None`` if rounding explains it.
 
     Runs on the same side may differ too, if the order of additions is not fixed: what counts is the gap between all
     losses of one side and all of the other.
     """
-    sides = [
-        [run for run in side if run["status"] == "ok" and run.get("final_loss") is not None] for side in (before, after)
-    ]
-    if not all(sides) or len({(run.get("steps"), _python_that_is_read(run)) for side in sides for run in side}) > 1:
+    sides = [[run for run in side if run.status == "ok" and run.final_loss is not None] for side in (before, after)]
+    if not all(sides) or len({(run.steps, _python_that_is_read(run)) for side in sides for run in side}) > 1:
         return None
-    one, other = ([run["final_loss"] for run in side] for side in sides)
+    one, other = ([run.final_loss or 0.0 for run in side] for side in sides)
     gap = max(min(one) - max(other), min(other) - max(one))
     size, most = max(map(abs, [*one, *other])), rounding(sides[0][0])
     if gap <= most * size:
@@ -128,15 +125,15 @@ def losses_apart(before: Sequence[Written], after: Sequence[Written]) -> str | N
     return f"the last loss is {was} before and {now} after: {apart}"
 
 
-def _of_losses(named: Sequence[tuple[str, Written]]) -> Iterator[str]:
+def _of_losses(named: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     """Yield the names of configurations whose last loss differs from the first one of the same training."""
     most = {name: rounding(run) for name, run in named}
-    known = [(name, run) for name, run in named if run.get("final_loss") is not None]
-    groups = grouped(((run.get("steps"), training(run)), (name, run["final_loss"])) for name, run in known)
-    for (first, expected), *others in groups.values():
-        apart = {name: abs(loss - expected) / max(abs(expected), sys.float_info.min) for name, loss in others}
+    losses = (((run.steps, training(run)), (name, run.final_loss)) for name, run in named)
+    for group in grouped(losses).values():
+        known = [(name, loss) for name, loss in group if loss is not None]
+        apart = {name: abs(loss - known[0][1]) / max(abs(known[0][1]), sys.float_info.min) for name, loss in known[1:]}
         if far := [f"{name} {share:.2g}" for name, share in apart.items() if share > most[name]]:
-            yield f"last loss differs from {first}, relative: {listed(far)}"
+            yield f"last loss differs from {known[0][0]}, relative: {listed(far)}"
 
 
 def listed(words: Sequence[str]) -> str:
@@ -145,10 +142,10 @@ def listed(words: Sequence[str]) -> str:
     return f"{', '.join(words[:_NAMED])}{most}"
 
 
-def _python_that_is_read(run: Written) -> str | None:
+def _python_that_is_read(run: RunRecord) -> str | None:
     """Return the version of Python whose standard library was the training data, if it was."""
-    data = option(run, "data", dict) or {}
-    return part(run, Environment).python if data.get("path", "") is None else None
+    data = run.option("data", dict) or {}
+    return run.environment.python if data.get("path", "") is None else None
 
 
 #: Waiting for data is mentioned if it takes at least this fraction of a run's time.
@@ -170,23 +167,23 @@ def of_rows(found: Ranking, named: Sequence[str]) -> list[str]:
         *_devices(places),
         *_out_of_turn(places),
         *_reasons(places),
-        *(f"no MFU: {reason}" for reason in _each_once(ranked, Metrics, "mfu_reason")),
+        *(f"no MFU: {reason}" for reason in _each_once(run.metrics.mfu_reason for run in ranked)),
         *_ceiling_remarks(by_name),
-        *_of_losses([(name, run) for name, run in by_name if run["status"] == "ok"]),
+        *_of_losses([(name, run) for name, run in by_name if run.status == "ok"]),
         *(
             f"{name}: {share:.0%} of the steps' time was spent waiting for data"
             for name, run in by_name
-            if (share := part(run, Metrics).data_wait_share or 0.0) >= _WAITED
+            if (share := run.metrics.data_wait_share or 0.0) >= _WAITED
         ),
         *_clock_remarks(by_name),
         *load_remarks([(name, place.alternative.runs) for name, place in places]),
-        *(f"{name}: {said}" for name, run in by_name if (said := part(run, Remarks).pipeline)),
-        *_each_once(records, Remarks, "check"),
-        *(f"{name}: took {said}" for name, run in by_name if (said := part(run, Remarks).cut_short)),
+        *(f"{name}: {said}" for name, run in by_name if (said := run.remarks.pipeline)),
+        *_each_once(run.remarks.check for run in records),
+        *(f"{name}: took {said}" for name, run in by_name if (said := run.remarks.cut_short)),
         *(
             f"{name}: checkpoints: {lines[0]}" + (f"; {len(lines) - 1} more on record" if lines[1:] else "")
             for name, place in places
-            if (lines := [line for run in place.alternative.runs for line in part(run, Remarks).checkpoints or []])
+            if (lines := [line for run in place.alternative.runs for line in run.remarks.checkpoints or []])
         ),
         *virtual.remarks(records),
     ]
@@ -196,12 +193,13 @@ def _devices(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
     """Yield which rows were measured on which devices, if these differ: the order then depends on more than layouts."""
 
     def devices(place: Place) -> str:
-        environments = [part(run, Environment) for run in place.alternative.runs if throughput(run)]
+        environments = [run.environment for run in place.alternative.runs if run.throughput]
         return ", ".join(sorted({str(name) for one in environments if (name := (one.devices or [one.cpu])[0])}))
 
-    found = grouped((used, label) for label, place in places if (used := devices(place)))
-    if len(found) > 1:
-        yield f"ranked across devices: {'; '.join(f'{listed(names)} on {device}' for device, names in found.items())}"
+    by_device = grouped((used, label) for label, place in places if (used := devices(place)))
+    if len(by_device) > 1:
+        named = "; ".join(f"{listed(names)} on {device}" for device, names in by_device.items())
+        yield f"ranked across devices: {named}"
 
 
 def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
@@ -211,8 +209,8 @@ def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
     """
     begun = []
     for label, place in places:
-        runs = [run for run in place.alternative.runs if throughput(run)]
-        if starts := [run["started"] for run in runs if run.get("started")]:  # UTC in one format: sortable as text
+        runs = [run for run in place.alternative.runs if run.throughput]
+        if starts := [run.started for run in runs if run.started]:  # UTC in one format: sortable as text
             begun.append((min(starts), max(starts), label, place.alternative.sample.keys()))
     begun.sort(key=itemgetter(0))
     for number in range(1, len(begun)):
@@ -227,37 +225,36 @@ def _out_of_turn(places: Sequence[tuple[str, Place]]) -> Iterator[str]:
 def _reasons(places: Sequence[tuple[str, Place]]) -> list[str]:
     """Return the reasons of runs that are not ok, with their names, each reason once."""
     runs = [(label, run) for label, place in places for run in place.alternative.runs]
-    failed = [(reason(run), label) for label, run in runs if not throughput(run) and not virtual.is_ok(run)]
+    failed = [(reason(run), label) for label, run in runs if not run.throughput and not virtual.is_ok(run)]
     alike = grouped(dict.fromkeys(failed))
     named = {said: [first, *([plural(len(more), "other")] if more else [])] for said, (first, *more) in alike.items()}
     return [f"{' and '.join(names)}: {said}" for said, names in named.items()]
 
 
-def _each_once(records: Iterable[Written], kind: type[Metrics | Remarks], field: str) -> list[str]:
+def _each_once(remarks: Iterable[str | None]) -> list[str]:
     """Return the recorded remarks, each once if several runs have the same."""
-    return [text for text in dict.fromkeys(getattr(part(record, kind), field) for record in records) if text]
+    return [text for text in dict.fromkeys(remarks) if text]
 
 
-def _ceiling_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
+def _ceiling_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     """Yield the names of runs that exceeded their ceiling, and ceilings that may be too low."""
     loaded: dict[str, None] = {}
     for label, record in records:
-        metrics = part(record, Metrics)
-        rate, share = metrics.ceiling_flops_per_second, metrics.share_of_ceiling
-        if remark := part(record, Remarks).ceiling:
+        rate, share = record.metrics.ceiling_flops_per_second, record.metrics.share_of_ceiling
+        if remark := record.remarks.ceiling:
             yield f"{label}: {remark}"
         elif share and rate and share > 1:
             yield f"{label}: ceiling passed: was {flops_text(rate)}; it is re-measured after a run that finishes"
-        elif share and rate and metrics.ceiling_beside_load:
+        elif share and rate and record.metrics.ceiling_beside_load:
             loaded[flops_text(rate)] = None
     for too_low in loaded:
         yield f"ceiling of {too_low}: taken beside other load, and perhaps too low"
 
 
-def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
+def _clock_remarks(records: Sequence[tuple[str, RunRecord]]) -> Iterator[str]:
     """Yield the names of runs with GPUs that were held back, and the most affected GPU of each."""
     for label, record in records:
-        clocks = part(record, Hardware).clocks or []
+        clocks = record.hardware.clocks or []
         causes = [(share, cause, of.rank) for of in clocks for cause, share in (of.held_back or {}).items()]
         if held := [one for one in causes if one[0] > _HELD_BACK]:
             share, cause, rank = max(held)
@@ -266,18 +263,18 @@ def _clock_remarks(records: Sequence[tuple[str, Written]]) -> Iterator[str]:
             yield f"{label}: rank {rank}'s GPU was held back for {share:.0%} of the time: {cause}{others}"
 
 
-def load_remarks(named: Sequence[tuple[str, Sequence[Written]]]) -> Iterator[str]:
+def load_remarks(named: Sequence[tuple[str, Sequence[RunRecord]]]) -> Iterator[str]:
     """Yield the heaviest load by other processes, and which rows were measured beside some, each with its name."""
-    found = [(label, len(runs), [load for run in runs if (load := _heaviest(run))]) for label, runs in named]
-    rows = [f"{name} ({len(loads)} of {count} runs)" if count > 1 else name for name, count, loads in found if loads]
+    by_row = [(label, len(runs), [load for run in runs if (load := _heaviest(run))]) for label, runs in named]
+    rows = [f"{name} ({len(loads)} of {count} runs)" if count > 1 else name for name, count, loads in by_row if loads]
     if rows:
-        most = max((load for *_, loads in found for load in loads), key=_weight)
+        most = max((load for *_, loads in by_row for load in loads), key=_weight)
         yield f"{most}{', at most,' if len(rows) > 1 else ''} during {listed(rows)}"
 
 
-def _heaviest(run: Written) -> OtherLoad | None:
+def _heaviest(run: RunRecord) -> OtherLoad | None:
     """Return the heaviest load on a run's nodes that may have slowed it down."""
-    return max((load for load in part(run, Hardware).other_load or [] if load.is_busy), key=_weight, default=None)
+    return max((load for load in run.hardware.other_load or [] if load.is_busy), key=_weight, default=None)
 
 
 def _weight(load: OtherLoad) -> tuple[int, float]:

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ptdbench.problems import as_typed
 from ptdbench.records import ledger, series
 from ptdbench.records.load import SERIES, Run
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Evaluation
 from ptdbench.records.store import Damaged
 from ptdbench.report.labels import options, short_names
 
@@ -35,7 +36,7 @@ class Scalar(NamedTuple):
 
 
 def advance(
-    record: Written, first: int, rows: np.ndarray, evaluations: Sequence[Mapping[str, Any]], begin: float | None
+    record: RunRecord, first: int, rows: np.ndarray, evaluations: Sequence[Evaluation], begin: float | None
 ) -> tuple[list[Scalar], float]:
     """Return the points of a running run's steps from ``first`` on, and when the last of them ended.
 
@@ -46,7 +47,7 @@ def advance(
     return _curves(record, first, columns, evaluations, _started(record) if begin is None else begin, first, first)
 
 
-def remaining(directory: Path, record: Written, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
+def remaining(directory: Path, record: RunRecord, shown: int = 0, evaluated: int = 0) -> list[Scalar]:
     """Return the curves of the run's last start, from step ``shown`` on and evaluations after step ``evaluated``.
 
     Per step: ``step/loss``, ``step/seconds`` (of the slowest rank), ``step/tokens_per_second`` or
@@ -54,17 +55,16 @@ def remaining(directory: Path, record: Written, shown: int = 0, evaluated: int =
     ``step/data_wait_share`` (of the step's time), and ``step/gradient_norm`` if gradients are clipped.
     Per evaluation: ``eval/loss``, ``eval/top1``, ``eval/top5`` and ``eval/bits_per_byte``, if available.
     """
-    run = Run(record, directory)
-    first = run["segments"][-1]["first_step"] if run.get("segments") else 0
+    run, first = Run(record, directory), record.first_step
     columns = {column: run.series(name)[first:] for name, column in SERIES.items() if column in _SHOWN}
-    return _curves(record, first, columns, record.get("evaluations") or [], _started(record), shown, evaluated)[0]
+    return _curves(record, first, columns, record.evaluations, _started(record), shown, evaluated)[0]
 
 
 def _curves(
-    record: Written,
+    record: RunRecord,
     first: int,
     columns: Mapping[str, np.ndarray],
-    evaluations: Sequence[Mapping[str, Any]],
+    evaluations: Sequence[Evaluation],
     begin: float,
     shown: int,
     evaluated: int,
@@ -83,36 +83,36 @@ def _curves(
     }
     # Use the wall times of steps: curves are written long after them.
     ends = begin + np.cumsum(np.nan_to_num(seconds))
-    found = [
+    points = [
         Scalar(tag, float(values[place]), first + int(place), float(ends[place]))
         for tag, values in curves.items()
         for place in np.flatnonzero(np.isfinite(values))
         if first + place >= shown
     ]
     for evaluation in evaluations:
-        place = evaluation["step"] - first - 1
-        if 0 <= place < len(ends) and evaluation["step"] > evaluated:
-            found += _evaluated(evaluation, float(ends[place]))
-    return found, float(ends[-1]) if len(ends) else begin
+        place = evaluation.step - first - 1
+        if 0 <= place < len(ends) and evaluation.step > evaluated:
+            points += _evaluated(evaluation, float(ends[place]))
+    return points, float(ends[-1]) if len(ends) else begin
 
 
-def evaluated_at(record: Written, step: int) -> list[Scalar]:
+def evaluated_at(record: RunRecord, step: int) -> list[Scalar]:
     """Return the evaluation after ``step`` steps, from an earlier start or before this start's steps, if any."""
-    before = [one for one in record.get("evaluations") or [] if one["step"] == step > 0]
-    return [point for one in before for point in _evaluated(one, _started(record))]
+    at_step = [evaluation for evaluation in record.evaluations if evaluation.step == step > 0]
+    return [point for evaluation in at_step for point in _evaluated(evaluation, _started(record))]
 
 
-def _evaluated(evaluation: Mapping[str, Any], time: float) -> list[Scalar]:
+def _evaluated(evaluation: Evaluation, time: float) -> list[Scalar]:
     return [
-        Scalar(f"eval/{name}", evaluation[name], evaluation["step"], time)
+        Scalar(f"eval/{name}", value, evaluation.step, time)
         for name in ("loss", "top1", "top5", "bits_per_byte")
-        if evaluation[name] is not None
+        if (value := getattr(evaluation, name)) is not None
     ]
 
 
-def _started(record: Written) -> float:
+def _started(record: RunRecord) -> float:
     """Return when a run started, in seconds since the epoch."""
-    return datetime.fromisoformat(record["started"]).timestamp()
+    return datetime.fromisoformat(record.started or "").timestamp()
 
 
 def swept(directory: Path) -> dict[str, bool]:
@@ -148,46 +148,49 @@ def _of_files(sweep: Path) -> list[str]:
     return []
 
 
-def hparams(record: Written, swept: Mapping[str, bool]) -> dict[str, str | float]:
+def hparams(record: RunRecord, swept: Mapping[str, bool]) -> dict[str, str | float]:
     """Return the hyperparameters that distinguish the runs of a sweep.
 
     Every run has all of them, because TensorBoard takes the columns from the first run that it reads. Mixed values such
     as ``auto,2`` are text, as it cannot sort a column of numbers and words.
     """
     config, called = options(record), short_names(swept)
-    found: dict[str, str | float] = {name: str(record.get(name) or "") for name in ("model", "parallel", "precision")}
-    found |= {"ranks": record.get("world_size") or 0, "batch": record.get("global_batch") or 0}
+    chosen: dict[str, str | float] = {name: getattr(record, name) or "" for name in ("model", "parallel", "precision")}
+    chosen |= {"ranks": record.world_size or 0, "batch": record.global_batch or 0}
     for name, is_number in swept.items():
         value = config.get(name)
-        found[called[name]] = value if is_number and isinstance(value, int | float) else as_typed(value)
-    return found
+        chosen[called[name]] = value if is_number and isinstance(value, int | float) else as_typed(value)
+    return chosen
 
 
-def summary(record: Written) -> dict[str, float | None]:
+def summary(record: RunRecord) -> dict[str, float | None]:
     """Return the metrics by tag, with the same tags for every run; all values are finite.
 
     Only ``summary/ok`` has a value unless the run is ok: others would be sorted among those of runs that are.
     """
-    metrics = record.get("metrics") or {}  # may be of a run that is just ending, not yet converted to JSON
-    last: Mapping[str, float | None] = next(reversed(record.get("evaluations") or [{}]))
-    sizes = ("peak_memory_bytes", "peak_reserved_bytes")
-    names = ("model_flops_per_second", "mfu", "mfu_causal", *sizes, "first_step_seconds")
-    found = {
-        "ok": float(record["status"] == "ok"),  # not a hyperparameter, as those are written before the end
-        "throughput": metrics.get(f"{_throughput_unit(record)[0]}_per_second"),  # the same tag for any kind of data
-        **{name: metrics.get(name) for name in names},
-        "step_seconds_median": (metrics.get("step_seconds") or {}).get("median"),
-        "last_loss": record.get("final_loss"),
-        **{name: last.get(name) for name in ("top1", "bits_per_byte")},
+    metrics, last = record.metrics, record.evaluations[-1] if record.evaluations else None
+    figures = {
+        "ok": float(record.status == "ok"),  # not a hyperparameter, as those are written before the end
+        "throughput": metrics.tokens_per_second if record.tokens_per_sample else metrics.samples_per_second,
+        "model_flops_per_second": metrics.model_flops_per_second,
+        "mfu": metrics.mfu,
+        "mfu_causal": metrics.mfu_causal,
+        "peak_memory_bytes": metrics.peak_memory_bytes,
+        "peak_reserved_bytes": metrics.peak_reserved_bytes,
+        "first_step_seconds": metrics.first_step_seconds,
+        "step_seconds_median": record.step_seconds.median,
+        "last_loss": record.final_loss,
+        "top1": last.top1 if last else None,
+        "bits_per_byte": last.bits_per_byte if last else None,
     }
-    shown = found if found["ok"] else {"ok"}
+    shown = figures if figures["ok"] else {"ok"}
     return {
         f"summary/{name}": value if value is not None and math.isfinite(value) and name in shown else None
-        for name, value in found.items()
+        for name, value in figures.items()
     }
 
 
-def _throughput_unit(record: Written) -> tuple[str, float]:
+def _throughput_unit(record: RunRecord) -> tuple[str, float]:
     """Return the unit of throughput, and the number of units per step."""
-    batch, tokens = record.get("global_batch") or 0, record.get("tokens_per_sample")
+    batch, tokens = record.global_batch or 0, record.tokens_per_sample
     return ("tokens", batch * tokens) if tokens else ("samples", batch)

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra.utils import get_object
+from msgspec import convert
 
 from ptdbench.comparison import alternatives
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Place
 from ptdbench.grouping import grouped
+from ptdbench.measure.results import Findings
 from ptdbench.problems import first_line
 from ptdbench.profiling import perfetto
-from ptdbench.records.record import option
-from ptdbench.records.schema import Plan, Written, part
+from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import RECORD, RESULTS
 from ptdbench.report import columns, recorded_phases, text, virtual
 from ptdbench.report.columns import Block, Row
@@ -35,16 +36,16 @@ from ptdbench.units import size_text, three_digits
 _MOST_LINES, _LONGEST = 60, 200
 
 
-def render(records: Sequence[Written], width: int = 100, typed: Collection[str] = ()) -> str:
+def render(records: Sequence[RunRecord], width: int = 100, typed: Collection[str] = ()) -> str:
     """Return the runs of each model as plain text, fastest first and unfinished ones last.
 
     Columns without a figure are omitted. If the others do not fit in ``width`` characters, the number of ranks and the
     batch move to the title if all runs have the same, the least important columns are omitted and named below, and
     words wrap; a figure is never truncated. ``typed`` is as for :func:`of_workload`.
     """
-    found = alternatives.group(record for record in records if record.get("model"))
+    found = alternatives.group(record for record in records if record.model)
     shown = [_of_model(one, width) for one in columns.blocks(found)]
-    shown += [of_workload(record, width, typed) for record in records if not record.get("model")]
+    shown += [of_workload(record, width, typed) for record in records if not record.model]
     return "\n\n".join(shown)
 
 
@@ -52,7 +53,7 @@ def render(records: Sequence[Written], width: int = 100, typed: Collection[str] 
 SEARCHED = "optimization_results.yaml"
 
 
-def closing_lines(directory: Path, records: Sequence[Written] = ()) -> str:
+def closing_lines(directory: Path, records: Sequence[RunRecord] = ()) -> str:
     """Return where the records of a run or a sweep are, and the commands for phases, curves and a report."""
     shown = shlex.quote(os.path.relpath(directory))
     is_sweep = (directory / RESULTS).exists()
@@ -77,28 +78,33 @@ def closing_lines(directory: Path, records: Sequence[Written] = ()) -> str:
     return "\n".join(lines)
 
 
-def of_workload(record: Written, width: int, typed: Collection[str] = ()) -> str:
+def of_workload(record: RunRecord, width: int, typed: Collection[str] = ()) -> str:
     """Render the result of a workload that does not train, even if it failed, or why there is none.
 
     A record is data, perhaps from someone else. ptdbench's own workloads render their results; those of third-party
     workloads are shown as recorded, without running the code that the record names, except for the classes ``typed``,
     which the user has just run.
     """
-    workload = str(record.get("workload"))
     lines = []
     try:
-        if found := record.get(workload):
-            target = option(record, "workload._target_", str) or ""
-            shows = get_object(target) if target in typed else _own_workload(target)
-            lines.append(shows.show(found, width) if shows else _as_it_is(found))
+        if results := record.written.get(record.workload):
+            lines.append(_shown(results, record, width, typed))
     except Exception as error:  # its types are not in the schema
         cause = f"{type(error).__name__}: {first_line(error)}"
-        lines = [f"{workload}: the results in {record['directory']} cannot be shown: {cause}"]
-    if record["status"] == "ok" and not lines:
-        lines.append(wrap(f"{workload}: ok, without a result to show: its outcome has no field {workload}", width))
-    elif record["status"] != "ok":
-        lines.append(wrap(f"{workload}: {reason(record)}", width))
+        lines = [f"{record.workload}: the results in {record.directory} cannot be shown: {cause}"]
+    if record.status == "ok" and not lines:
+        without = f"ok, without a result to show: its outcome has no field {record.workload}"
+        lines.append(wrap(f"{record.workload}: {without}", width))
+    elif record.status != "ok":
+        lines.append(wrap(f"{record.workload}: {reason(record)}", width))
     return "\n".join(lines)
+
+
+def _shown(results: object, record: RunRecord, width: int, typed: Collection[str]) -> str:
+    target = record.option("workload._target_", str) or ""
+    if own := _own_workload(target):
+        return own.show(getattr(convert({record.workload: results}, Findings), record.workload), width)
+    return get_object(target).show(results, width) if target in typed else _as_it_is(results)
 
 
 def _own_workload(target: str) -> Any:
@@ -107,8 +113,8 @@ def _own_workload(target: str) -> Any:
     module, _, name = target.rpartition(".")
     if module not in {f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)}:
         return None
-    found = vars(import_module(module)).get(name)
-    return found if getattr(found, "__module__", None) == module else None
+    workload = vars(import_module(module)).get(name)
+    return workload if getattr(workload, "__module__", None) == module else None
 
 
 def _as_it_is(found: object) -> str:
@@ -118,43 +124,43 @@ def _as_it_is(found: object) -> str:
     return "\n".join([*shown, *([f"… and {left_out:,} lines more in {RECORD}"] if left_out else [])])
 
 
-def _of_model(found: Block, width: int) -> str:
-    """Return title, table and remarks for the runs of one model; columns equal in all rows are omitted first."""
-    rows, known = found.rows, found.columns()
+def _of_model(block: Block, width: int) -> str:
+    """Return title, table and remarks for the runs of column model; columns equal in all rows are omitted first."""
+    rows, possible = block.rows, block.columns()
     repeats = any(len(row.runs) > 1 for row in rows)
     alike = {
-        one.heading: one.in_title(one.cell(rows[0]))
-        for one in known
-        if one.in_title and len({*map(one.cell, rows)}) == 1
+        column.heading: column.in_title(column.cell(rows[0]))
+        for column in possible
+        if column.in_title and len({*map(column.cell, rows)}) == 1
     }
-    shown = [one.in_table(repeats, one.heading in alike) for one in known]
+    shown = [column.in_table(repeats, column.heading in alike) for column in possible]
     lines, gone = text.table(shown, rows, width)
-    by_place = sorted(shown, key=lambda one: one.drop_order or 0)
-    spared = [one.heading for one in by_place if one.heading in gone and one.heading not in alike]
-    remarks = [*text.left_out(spared, width), *found.remarks, *found.why]
-    title = found.title(alike[heading] for heading in gone if heading in alike)
+    by_place = sorted(shown, key=lambda column: column.drop_order or 0)
+    spared = [column.heading for column in by_place if column.heading in gone and column.heading not in alike]
+    remarks = [*text.left_out(spared, width), *block.remarks, *block.why]
+    title = block.title(alike[heading] for heading in gone if heading in alike)
     return "\n".join([title, *lines, *(wrap(line, width) for line in remarks)])
 
 
-def of_plans(records: Sequence[Written], width: int) -> str:
+def of_plans(records: Sequence[RunRecord], width: int) -> str:
     """Return a table of the neediest rank of each plan, in GiB, with remarks below."""
     rows = [Row(Place(Alternative([record], {})), name) for record, name in zip(records, names(records), strict=True)]
-    known: list[Column[Row]] = [
+    possible: list[Column[Row]] = [
         Column("layout", attrgetter("name"), is_text=True),
-        Column("ranks", lambda row: str(row.run.get("world_size") or MISSING)),
+        Column("ranks", lambda row: str(row.run.world_size or MISSING)),
         *(columns.planned(heading, lambda size: three_digits(size / 2**30)) for heading in virtual.PLANNED),
     ]
-    shown = [one for one in known if any(one.cell(row) != MISSING for row in rows)]
+    shown = [column for column in possible if any(column.cell(row) != MISSING for row in rows)]
     lines, gone = text.table(shown, rows, width)
-    models = ", ".join(dict.fromkeys(str(record.get("model")) for record in records))
+    models = ", ".join(dict.fromkeys(str(record.model) for record in records))
     lacking = grouped((lack, row.name) for row in rows if (lack := _lack(row.run)))
     remarks = [*(f"{', '.join(whose)}: {lack}" for lack, whose in lacking.items()), *virtual.of_plans(records)]
     lines = [f"{models} · planned, GiB of the rank that needs most", *lines, *text.left_out(gone, width)]
     return "\n".join([*lines, *(wrap(line, width) for line in dict.fromkeys(remarks))])
 
 
-def _lack(plan: Written) -> str | None:
+def _lack(plan: RunRecord) -> str | None:
     """Return why a plan does not fit, or is of the training state alone; ``None`` if it is whole, and fits."""
-    if plan["status"] != "ok":
+    if plan.status != "ok":
         return reason(plan)
-    return f"only the training state is known: {why}" if (why := part(plan, Plan).reason) else None
+    return f"only the training state is known: {plan.plan.reason}" if plan.plan.reason else None

@@ -104,7 +104,7 @@ def table(
 
 def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds: bool) -> list[str]:
     """Return headings, a rule and the rows; ``columns``: cells, width, and whether the column has words."""
-    found = []
+    lines = []
     for number, row in enumerate(zip(*(texts for texts, _, _ in columns), strict=True)):
         fit = _folded if folds else lambda cell, size: [cropped(cell, size)]
         cells = [fit(cell, size) for cell, (_, size, _) in zip(row, columns, strict=True)]
@@ -114,10 +114,10 @@ def _lines(columns: Sequence[tuple[Sequence[str], int, bool]], total: int, folds
             spaces = [" " * (size - cell_len(part)) for part, (_, size, _) in zip(parts, columns, strict=True)]
             shown = zip(parts, spaces, columns, strict=True)
             padded = (part + space if words else space + part for part, space, (_, _, words) in shown)
-            found.append((" " * _GAP).join(padded).rstrip())
+            lines.append((" " * _GAP).join(padded).rstrip())
         if number == 0:
-            found.append("─" * total)
-    return found
+            lines.append("─" * total)
+    return lines
 
 
 def cropped(line: str, width: int | None) -> str:

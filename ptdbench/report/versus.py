@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
-from typing import Any, Literal
+from typing import Literal
 
 from msgspec.structs import asdict
 
@@ -17,9 +17,8 @@ from ptdbench.comparison.ranking import detectable_text, interval_text, level_of
 from ptdbench.comparison.significance import Comparison
 from ptdbench.comparison.variation import MIN_RUNS
 from ptdbench.grouping import grouped
-from ptdbench.records import record, schema
 from ptdbench.records.effects import affects, leaves
-from ptdbench.records.schema import Environment, Written, part
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report import remarks
 from ptdbench.report.columns import unit
 from ptdbench.report.labels import names
@@ -77,47 +76,43 @@ class Versus:
     sides: tuple[list[Alternative], list[Alternative]]  #: All configurations of each side.
 
 
-def match(before: Sequence[Written], after: Sequence[Written]) -> Versus:
+def match(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> Versus:
     """Pair runs of the same configuration; a single configuration on each side that did the same work is a pair too.
 
     Raises:
         Incomparable: The sets have no configuration in common, or did different work.
     """
     ignored = _new_options(before, after)
-    one = alternatives.by_identity(before, ignored, after)
+    ours = alternatives.by_identity(before, ignored, after)
     other = alternatives.by_identity(after, ignored, before)
-    common = [key for key in one if key in other]
-    found, is_same = {**other, **one}, bool(common)
-    called = dict(zip(found, names([alternative.median_run for alternative in found.values()]), strict=True))
+    common = [key for key in ours if key in other]
+    by_key, is_same = {**other, **ours}, bool(common)
+    called = dict(zip(by_key, names([alternative.median_run for alternative in by_key.values()]), strict=True))
     if common:
-        pairs = [(called[key], one[key], other[key]) for key in common]
-    elif difference := _other_work([*one.values()], [*other.values()]):
+        pairs = [(called[key], ours[key], other[key]) for key in common]
+    elif difference := _other_work([*ours.values()], [*other.values()]):
         raise Incomparable(f"they did other work, {difference}; {_REMEDY}")
-    elif len(one) == len(other) == 1:
-        (first, was), (last, now) = *one.items(), *other.items()
+    elif len(ours) == len(other) == 1:
+        (first, was), (last, now) = *ours.items(), *other.items()
         pairs, common = [(f"{called[first]} → {called[last]}", was, now)], [first, last]
     else:
-        raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, one, other, []))}; {_REMEDY}")
-    lines = [f"only {configurations}" for configurations in _alone(called, one, other, common)]
+        raise Incomparable(f"no configuration is in both: {'; '.join(_alone(called, ours, other, []))}; {_REMEDY}")
+    lines = [f"only {configurations}" for configurations in _alone(called, ours, other, common)]
     if outermost := sorted(name for name in ignored if name.rpartition(".")[0] not in ignored):  # or of a whole group
         lines.append(f"options of one version of ptdbench alone, not compared: {listed(outermost)}")
-    return Versus(_judged(pairs, is_same), lines, ([*one.values()], [*other.values()]))
+    return Versus(_judged(pairs, is_same), lines, ([*ours.values()], [*other.values()]))
 
 
-def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozenset[str]:
+def _new_options(before: Sequence[RunRecord], after: Sequence[RunRecord]) -> frozenset[str]:
     """Return options that only one version of this package has.
 
     They do not distinguish configurations, unless the version that has them was run with several values.
     """
     sides = (before, after)
-    environments = ([part(run, Environment) for run in side] for side in sides)
-    was, now = ({(one.ptdbench, one.git_commit) for one in of_side} for of_side in environments)
+    was, now = ({(run.environment.ptdbench, run.environment.git_commit) for run in side} for side in sides)
     if was == now:
         return frozenset()
-    configs = ([record.configuration(run) for run in side] for side in sides)
-    one, other = (
-        grouped((name, repr(value)) for config in of_side for name, value in leaves(config)) for of_side in configs
-    )
+    one, other = (grouped((name, repr(value)) for run in side for name, value in leaves(run.config)) for side in sides)
     alone = {name for name in one.keys() ^ other.keys() if not affects(name, "nothing")}
     return frozenset(name for name in alone if len({*(one | other)[name]}) == 1)
 
@@ -125,8 +120,8 @@ def _new_options(before: Sequence[Written], after: Sequence[Written]) -> frozens
 def _other_work(before: Sequence[Alternative], after: Sequence[Alternative]) -> str | None:
     """Return how the work of the sides differs; ``None`` if any two did the same, or all runs of a side failed."""
     ok = [[one.median_run for one in side if one.sample] for side in (before, after)]
-    found = [work_difference(one, other) for one, other in product(*ok)]
-    return found[0] if found and all(found) else None
+    differences = [work_difference(one, other) for one, other in product(*ok)]
+    return differences[0] if differences and all(differences) else None
 
 
 def _alone(
@@ -149,22 +144,22 @@ def _judged(pairs: Sequence[tuple[str, Alternative, Alternative]], is_same: bool
     differences = noise.differences([(after, before) for _, before, after in pairs])
     # Only runs of sides that took turns: a separate sweep looked only at its own runs.
     runs = [run for _, *sides in pairs for side in sides for run in side.runs]
-    level = level_of(run for run in runs if record.option(run, "repeat.series", str))
+    level = level_of(run for run in runs if run.option("repeat.series", str))
     signs = significance.differing(differences, level)
-    found = []
+    judged = []
     for (label, before, after), apart, sign in zip(pairs, differences, signs, strict=True):
         known = significance.compare(apart, level, pairs=len(pairs)) if apart else None
         verdict = _failing(before, after, level / len(pairs)) or (_SEEN[sign] if known else "not enough data")
         losses, parameters = (
             (remarks.losses_apart(before.runs, after.runs), _resized(before, after)) if is_same else (None, None)
         )
-        found.append(Pair(label, before, after, known, verdict, losses, parameters))
-    return found
+        judged.append(Pair(label, before, after, known, verdict, losses, parameters))
+    return judged
 
 
 def _resized(before: Alternative, after: Alternative) -> str | None:
     """Return how the number of parameters changed; ``None`` if it did not, or is not on record."""
-    sizes = [{run["parameters"] for run in side.runs if run.get("parameters")} for side in (before, after)]
+    sizes = [{run.parameters for run in side.runs if run.parameters} for side in (before, after)]
     if not all(sizes) or sizes[0] == sizes[1]:
         return None
     was, now = (range_text(of_side, "{:,}".format) for of_side in sizes)
@@ -183,24 +178,24 @@ def _failing(before: Alternative, after: Alternative, level: float) -> Verdict |
     return None
 
 
-def _failed(one: Alternative) -> list[Written]:
-    return [run for run in one.runs if not alternatives.throughput(run) and not _interruption(run)]
+def _failed(one: Alternative) -> list[RunRecord]:
+    return [run for run in one.runs if not run.throughput and not _interruption(run)]
 
 
 def _interrupted(one: Alternative) -> list[str]:
     return [word for run in one.runs if (word := _interruption(run))]
 
 
-def _interruption(run: Written) -> str | None:
+def _interruption(run: RunRecord) -> str | None:
     """Return why a run was interrupted or is unfinished, which says nothing about the program."""
-    if record.is_open(run):
+    if run.is_open:
         return "unfinished"
-    if schema.error(run).type == "CANCELLED":  # by scancel
+    if run.error.type == "CANCELLED":  # by scancel
         return "cancelled"
-    return "preempted" if run["status"] == "preempted" else None
+    return "preempted" if run.status == "preempted" else None
 
 
-def status(found: Versus, threshold: float | None) -> int:
+def status(comparison: Versus, threshold: float | None) -> int:
     """Return the exit status of a gate.
 
     With a threshold, a fraction, a configuration fails if it is slower by at least that much, or if its losses or its
@@ -210,19 +205,19 @@ def status(found: Versus, threshold: float | None) -> int:
     Returns:
         1: a configuration fails or is slower. 3: there are not enough data to exclude that. 0: none is.
     """
-    if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in found.pairs):
+    if any(pair.verdict in _FAILING or _is_slower(pair, threshold or 0.0) for pair in comparison.pairs):
         return 1
-    if threshold is not None and any(pair.losses or pair.parameters for pair in found.pairs):
+    if threshold is not None and any(pair.losses or pair.parameters for pair in comparison.pairs):
         return 1
-    return 3 if any(_is_open(pair, threshold) for pair in found.pairs) else 0
+    return 3 if any(_is_open(pair, threshold) for pair in comparison.pairs) else 0
 
 
-def gate(found: Versus, threshold: float) -> list[str]:
+def gate(comparison: Versus, threshold: float) -> list[str]:
     """Return why a gate with a threshold does not pass, unless the verdicts say so."""
-    other = [pair.label for pair in found.pairs if pair.losses or pair.parameters]
+    other = [pair.label for pair in comparison.pairs if pair.losses or pair.parameters]
     unsure = [
         pair.label
-        for pair in found.pairs
+        for pair in comparison.pairs
         if pair.known and pair.verdict not in _FAILING and not _is_slower(pair, threshold) and _is_open(pair, threshold)
     ]
     lines = {
@@ -243,37 +238,37 @@ def _is_open(pair: Pair, threshold: float | None) -> bool:
     return threshold is not None and pair.known.low <= 1 - threshold
 
 
-def render(found: Versus, titles: tuple[str, str], width: int) -> str:
+def render(comparison: Versus, titles: tuple[str, str], width: int) -> str:
     """Return a table with a row for each pair, and remarks."""
-    one = _unit(found)
+    one = _unit(comparison)
     rates = [f"{title} {one}/s" if one else title for title in map(_short, titles)]
     headings = ["configuration", "runs", *rates, "ratio (95%)", "verdict"]
-    rankings = chain.from_iterable(map(of_models, found.sides))
+    rankings = chain.from_iterable(map(of_models, comparison.sides))
     margins = {id(place.alternative): margin_text(place.margin) for ranking in rankings for place in ranking.places}
     rows = []
-    for pair in found.pairs:
+    for pair in comparison.pairs:
         runs = f"{len(pair.before.sample)}, {len(pair.after.sample)}"
         sides = [_rate(side, margins[id(side)] + ("" if one else f" {pair.unit}/s")) for _, side in pair.sides]
         rows.append([pair.label, runs, *sides, _ratio(pair), pair.verdict])
     table = drawn(headings, rows, width, ["configuration", "verdict"])
-    other = [f"{pair.label}: {said}" for pair in found.pairs for said in (pair.losses, pair.parameters) if said]
-    lines = [*_seen(found.pairs), *other, *_remarks(found)]
+    other = [f"{pair.label}: {said}" for pair in comparison.pairs for said in (pair.losses, pair.parameters) if said]
+    lines = [*_seen(comparison.pairs), *other, *_remarks(comparison)]
     return "\n".join([table, *(wrap(line, width) for line in lines)])
 
 
-def as_json(found: Versus, threshold: float | None) -> dict[str, Any]:
+def as_json(comparison: Versus, threshold: float | None) -> dict[str, object]:
     """Return the comparison as printed by ``compare --json``; docs/results.md describes each key."""
     return {
-        "status": status(found, threshold),
-        "unit": _unit(found),
-        "pairs": [_as_json(pair) for pair in found.pairs],
-        "remarks": _remarks(found),
+        "status": status(comparison, threshold),
+        "unit": _unit(comparison),
+        "pairs": [_as_json(pair) for pair in comparison.pairs],
+        "remarks": _remarks(comparison),
     }
 
 
-def _remarks(found: Versus) -> list[str]:
+def _remarks(comparison: Versus) -> list[str]:
     """Return remarks on failures, omitted runs, other load, and differences between the sides' environments."""
-    sides = [(f"{pair.label} {word}", side) for pair in found.pairs for word, side in pair.sides]
+    sides = [(f"{pair.label} {word}", side) for pair in comparison.pairs for word, side in pair.sides]
     lines = []
     for name, side in sides:  # each reason once
         for said, count in Counter(map(reason, _failed(side))).items():
@@ -283,10 +278,10 @@ def _remarks(found: Versus) -> list[str]:
             counts = ", ".join(f"{count} {word}" for word, count in Counter(words).items())
             lines.append(f"{name}: {len(words)} of {plural(len(side.runs), 'run')} left out: {counts}")
     load = remarks.load_remarks([(name, side.runs) for name, side in sides])
-    return [*lines, *found.remarks, *load, *_environments(found.pairs)]
+    return [*lines, *comparison.remarks, *load, *_environments(comparison.pairs)]
 
 
-def _as_json(pair: Pair) -> dict[str, Any]:
+def _as_json(pair: Pair) -> dict[str, object]:
     known = pair.known
     sides = {
         word: {
@@ -294,7 +289,7 @@ def _as_json(pair: Pair) -> dict[str, Any]:
             "runs": len(side.sample),
             "failed": len(_failed(side)),
             "interrupted": len(_interrupted(side)),
-            "directories": [str(run["directory"]) for run in side.runs],
+            "directories": [run.directory for run in side.runs],
         }
         for word, side in pair.sides
     }
@@ -312,10 +307,10 @@ def _as_json(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _unit(found: Versus) -> str | None:
+def _unit(comparison: Versus) -> str | None:
     """Return the unit of all throughputs; ``None`` if pairs have different ones."""
-    measured = [pair for pair in found.pairs if any(side.sample for _, side in pair.sides)]
-    units = {pair.unit for pair in measured or found.pairs}
+    measured = [pair for pair in comparison.pairs if any(side.sample for _, side in pair.sides)]
+    units = {pair.unit for pair in measured or comparison.pairs}
     return units.pop() if len(units) == 1 else None
 
 
@@ -357,7 +352,7 @@ def _environments(pairs: Sequence[Pair]) -> list[str]:
     for place in (0, 1):
         runs = [run for pair in pairs for run in pair.sides[place][1].runs]
         # A run that failed early may have been on a login node: it counts only without others.
-        sides.append([_environment(run) for run in [run for run in runs if alternatives.throughput(run)] or runs])
+        sides.append([_environment(run) for run in [run for run in runs if run.throughput] or runs])
     apart = {}
     for name in dict.fromkeys(name for side in sides for one in side for name in one):
         values = [", ".join(sorted({one.get(name, "none") for one in side})) for side in sides]
@@ -368,9 +363,9 @@ def _environments(pairs: Sequence[Pair]) -> list[str]:
     return [*([f"not the same GPUs: {gpus}"] if gpus else []), *([f"environment: {told}"] if told else [])]
 
 
-def _environment(run: Written) -> dict[str, str]:
+def _environment(run: RunRecord) -> dict[str, str]:
     """Return what is known of a run's environment by name: each variable by its own, each model of GPU once."""
-    known = asdict(part(run, Environment))
+    known = asdict(run.environment)
     known |= known.pop("settings") or {}
     known["GPUs"] = ", ".join(dict.fromkeys(map(str, known.pop("devices") or []))) or None
     return {name: str(value) for name, value in known.items() if value is not None}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
 from ptdbench.comparison.ranking import Place
 from ptdbench.profiling.phases import PHASES
-from ptdbench.records.record import configuration, option, work
-from ptdbench.records.schema import Communication, Experts, Metrics, Phases, Remarks, StepSeconds, Written, part
+from ptdbench.records.record import work
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import Communication, Phases
 from ptdbench.report import recorded_phases
 from ptdbench.report.text import difference
 from ptdbench.units import bytes_text, three_digits
@@ -34,7 +34,7 @@ _BALANCE, _FORCED = "model.router.balance", "forced"
 _WAITED = 0.02
 
 
-def compare(record: Written, against: Written, called: str, reference: str) -> str:
+def compare(record: RunRecord, against: RunRecord, called: str, reference: str) -> str:
     """Return how much longer or shorter one run's step is than another's, and in which phases.
 
     A difference within the noise is not divided into phases.
@@ -48,11 +48,11 @@ def compare(record: Written, against: Written, called: str, reference: str) -> s
     return _explained(record, against, called, reference)
 
 
-def _takes(record: Written) -> float:
+def _takes(record: RunRecord) -> float:
     return recorded_phases.step(record).seconds
 
 
-def _explained(record: Written, against: Written, called: str, reference: str) -> str:
+def _explained(record: RunRecord, against: RunRecord, called: str, reference: str) -> str:
     """``fsdp +44 ms vs ddp: exposed all-gather +37 (64.0 MB, 1.60 GB/s), optimizer +9, rest -2``."""
     run, other = recorded_phases.step(record), recorded_phases.step(against)
     parts = {_named(part): 1e3 * seconds for part, seconds in parts_of_difference(record, against).items()}
@@ -64,7 +64,7 @@ def _explained(record: Written, against: Written, called: str, reference: str) -
     return difference(called, reference, "ms", parts, notes, digits=2)
 
 
-def parts_of_difference(record: Written, against: Written) -> dict[str, float]:
+def parts_of_difference(record: RunRecord, against: RunRecord) -> dict[str, float]:
     """Return the seconds by which the parts of one run's step are longer than another's.
 
     Parts are phases, with exposed communication divided by operation; they add up to the difference of the steps.
@@ -73,7 +73,7 @@ def parts_of_difference(record: Written, against: Written) -> dict[str, float]:
     return {part: ours.get(part, 0.0) - theirs.get(part, 0.0) for part in dict.fromkeys([*ours, *theirs])}
 
 
-def shares(record: Written, called: str) -> str:
+def shares(record: RunRecord, called: str) -> str:
     """Return the breakdown of a step: ``ddp: forward 31%, backward 52%, exposed all-reduce 9%, other 8%``."""
     step = recorded_phases.step(record)
     percents = {part: round(100 * seconds / step.seconds) for part, seconds in step.parts().items() if part != "other"}
@@ -83,50 +83,49 @@ def shares(record: Written, called: str) -> str:
     return f"{called}: {', '.join([*said, *([f'other {rest}%'] if rest > 0 else [])])}"
 
 
-def remarks(record: Written, called: str) -> Iterator[str]:
+def remarks(record: RunRecord, called: str) -> Iterator[str]:
     """Yield what stands out in a run: traffic that deviates from its formula, the bubble, uneven ranks, a straggler."""
-    found = part(record, Phases)
+    phases = record.phases
     yield from doubt(record, called)
-    if lopsided := part(record, Remarks).pipeline:
+    if lopsided := record.remarks.pipeline:
         yield f"{called}: {lopsided}"
-    for name, sent in (found.communication or {}).items():
+    for name, sent in (phases.communication or {}).items():
         if formula := _unlike(sent):
             yield f"{called}: {spoken(name)} {bytes_text(sent.bytes)} a step, {formula} by formula"
-    if (fullest := part(record, Experts).fullest_rank or 1.0) > 1:
+    if (fullest := record.experts.fullest_rank or 1.0) > 1:
         waited = recorded_phases.step(record).phases["experts"]
-        share = f"{waited / (found.step_seconds or math.inf):.0%} of the step"
+        share = f"{waited / (phases.step_seconds or math.inf):.0%} of the step"
         yield (
             f"{called}: the fullest rank computed {fullest:.2f} times the mean tokens of experts, others waited "
             f"{three_digits(1e3 * waited)} ms, {share}"
         )
     if bubble := _bubble(record):
         yield f"{called}: bubble {bubble}"
-    if ranks := "; ".join([*_uneven(found), *_straggler(found)]):
+    if ranks := "; ".join([*_uneven(phases), *_straggler(phases)]):
         yield f"{called}: {ranks}"
 
 
-def costs_of_imbalance(records: Mapping[str, Written]) -> Iterator[str]:
+def costs_of_imbalance(records: Mapping[str, RunRecord]) -> Iterator[str]:
     """Compare runs with expert parallelism to the same runs with forced balance, if both are present."""
 
-    def same(record: Written) -> tuple[Any, ...]:
-        return record.get("world_size"), work(configuration(record), {_BALANCE})
+    def same(record: RunRecord) -> tuple[int | None, str]:
+        return record.world_size, work(record.config, {_BALANCE})
 
-    forced = [(called, record) for called, record in records.items() if option(record, _BALANCE, str) == _FORCED]
+    forced = [(called, record) for called, record in records.items() if record.option(_BALANCE, str) == _FORCED]
     for called, record in records.items():
         twin = next(((name, other) for name, other in forced if same(other) == same(record)), None)
-        if twin and twin[1] is not record and part(record, Experts).fullest_rank:
+        if twin and twin[1] is not record and record.experts.fullest_rank:
             yield f"imbalance: {compare(record, twin[1], called, twin[0])}"
 
 
-def doubt(record: Written, called: str) -> Iterator[str]:
+def doubt(record: RunRecord, called: str) -> Iterator[str]:
     """Yield a warning that phases may not apply to the timed steps, if the profiled steps were shorter."""
-    found = part(record, Phases)
-    ratio = (found.profiled_step_seconds or math.inf) / (found.step_seconds or 1.0)
+    ratio = (record.phases.profiled_step_seconds or math.inf) / (record.phases.step_seconds or 1.0)
     if ratio < _SHORTER:
         yield f"{called}: profiled steps {1 - ratio:.0%} shorter than the timed ones, phases uncertain"
 
 
-def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
+def in_order(named: Mapping[str, Place]) -> list[dict[str, RunRecord]]:
     """Group the typical runs of alternatives that did the same work: the first, and those known to be slower.
 
     Runs without phases are omitted. ``named`` has the alternatives of one model in the order of their table, by name.
@@ -140,7 +139,7 @@ def in_order(named: Mapping[str, Place]) -> list[dict[str, Written]]:
     ]
 
 
-def against_first(groups: Sequence[Mapping[str, Written]]) -> list[str]:
+def against_first(groups: Sequence[Mapping[str, RunRecord]]) -> list[str]:
     """Compare each run with the first of its group, from :func:`in_order`; give the breakdown of a run without others.
 
     A run whose steps were not slower in these typical runs is omitted, as they cannot explain it.
@@ -163,51 +162,51 @@ def _unlike(sent: Communication) -> str:
     return ""
 
 
-def _bubble(record: Written) -> str:
+def _bubble(record: RunRecord) -> str:
     """``21% of the step, 20% by formula``; empty if no formula is known."""
-    if (formula := part(record, Phases).bubble_formula) is None:
+    if (formula := record.phases.bubble_formula) is None:
         return ""
     step = recorded_phases.step(record)
     return f"{step.phases['bubble'] / step.seconds:.0%} of the step, {formula:.0%} by formula"
 
 
-def _uneven(found: Phases) -> Iterator[str]:
+def _uneven(phases: Phases) -> Iterator[str]:
     """``forward + backward +9% on rank 1, -9% on rank 0``: the slowest and the fastest rank, if they differ."""
-    seconds = recorded_phases.compute_seconds(found)
+    seconds = recorded_phases.compute_seconds(phases)
     mean = fmean(seconds)
     relative = [one / mean - 1 if mean else 0.0 for one in seconds]
     ends = [relative.index(choose(relative)) for choose in (max, min)]
     if apart := [rank for rank in ends if abs(relative[rank]) >= _EVEN]:
-        said = [f"{relative[rank]:+.0%} on {_with_parts(found, rank)}" for rank in apart]
+        said = [f"{relative[rank]:+.0%} on {_with_parts(phases, rank)}" for rank in apart]
         yield f"forward + backward {', '.join(said)}"
 
 
-def _with_parts(found: Phases, rank: int) -> str:
+def _with_parts(phases: Phases, rank: int) -> str:
     """Return a rank's name and the parts of its stages besides repeated layers: ``rank 3 (stage 3) with head``."""
-    stages, parts = found.stages[rank] if found.stages else [], found.stage_parts or []
+    stages, parts = phases.stages[rank] if phases.stages else [], phases.stage_parts or []
     held = [name for stage in stages if stage < len(parts) for name in parts[stage]]
-    return recorded_phases.rank_name(found, rank) + (f" with {' and '.join(held)}" if held else "")
+    return recorded_phases.rank_name(phases, rank) + (f" with {' and '.join(held)}" if held else "")
 
 
-def _straggler(found: Phases) -> Iterator[str]:
+def _straggler(phases: Phases) -> Iterator[str]:
     """``straggler rank 1, 2.42 ms a step, longest in 4 of 5 steps``: the rank that others wait for, if any."""
-    waited, most = found.waited_for or [0.0], found.waited_for_most or []
+    waited, most = phases.waited_for or [0.0], phases.waited_for_most or []
     longest = max(waited)
-    if longest >= _WAITED * (found.step_seconds or 0.0):
+    if longest >= _WAITED * (phases.step_seconds or 0.0):
         rank = waited.index(longest)
         often = f", longest in {most.count(rank)} of {len(most)} steps" if len(most) > 1 else ""
-        yield f"straggler {recorded_phases.rank_name(found, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
+        yield f"straggler {recorded_phases.rank_name(phases, rank)}, {three_digits(1e3 * longest)} ms a step{often}"
 
 
-def _median(record: Written) -> float:
+def _median(record: RunRecord) -> float:
     """Return the seconds of the median step, or of the mean step if the median is not recorded."""
-    return (part(record, Metrics).step_seconds or StepSeconds()).median or _takes(record)
+    return record.step_seconds.median or _takes(record)
 
 
-def _spread(*records: Written) -> float:
+def _spread(*records: RunRecord) -> float:
     """Return half the 95 % interval of the difference between the medians of runs; 0 if none has an interval."""
-    statistics = [part(record, Metrics).step_seconds or StepSeconds() for record in records]
-    return math.hypot(*((one.ci95[1] - one.ci95[0]) / 2 for one in statistics if one.ci95 and len(one.ci95) == 2))
+    intervals = [record.step_seconds.ci95 or [] for record in records]
+    return math.hypot(*((ends[1] - ends[0]) / 2 for ends in intervals if len(ends) == 2))
 
 
 def _named(part: str) -> str:
@@ -220,11 +219,11 @@ def spoken(operation: str) -> str:
     return "unknown communication" if operation == "unknown" else operation.replace("_", "-")
 
 
-def _traffic(found: Communication | None) -> str:
+def _traffic(sent: Communication | None) -> str:
     """``49.0 MB, 1.60 GB/s, 30.6 ms, 21.0 by fit``: the traffic of an operation in a step; no times without a fit."""
-    if not found or not found.bytes:
+    if not sent or not sent.bytes:
         return ""
-    size, seconds, fit = found.bytes, found.seconds, found.fit_seconds
+    size, seconds, fit = sent.bytes, sent.seconds, sent.fit_seconds
     rate = [f"{bytes_text(size / seconds)}/s"] if seconds else []
     times = [f"{three_digits(1e3 * seconds)} ms", f"{three_digits(1e3 * fit)} by fit"] if seconds and fit else []
     return ", ".join([bytes_text(size), *rate, *times])

@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any
+from operator import attrgetter
 
 from ptdbench.grouping import grouped
+from ptdbench.launch.world import Peer
+from ptdbench.measure.results import (
+    P2P,
+    BothWays,
+    Ceiling,
+    Check,
+    CollectiveFit,
+    CollectiveResult,
+    Collectives,
+    Copy,
+    Cut,
+    Hello,
+    Matmul,
+    Overlap,
+    Pair,
+    Product,
+    RankProducts,
+)
 from ptdbench.report.text import MISSING, drawn, figure_text, wrap
 from ptdbench.terminal import plural
 from ptdbench.units import size_text, three_digits, time_text
 
 
-def hello_table(hello: Mapping[str, Any], width: int) -> str:
+def hello_table(hello: Hello, width: int) -> str:
     """Return the ranks of one run as plain text."""
-    ranks = hello["ranks"]
-    nodes = len({rank["node"] for rank in ranks})
+    nodes = len({rank.node for rank in hello.ranks})
     title = (
-        f"{plural(len(ranks), 'rank')} on {plural(nodes, 'node')}, "
-        f"started by {hello['launcher']}, over {hello['backend']} at {hello['address']}:{hello['port']}"
+        f"{plural(len(hello.ranks), 'rank')} on {plural(nodes, 'node')}, "
+        f"started by {hello.launcher}, over {hello.backend} at {hello.address}:{hello.port}"
     )
     words = ("node", "host", "device", "cores")
     rows = [
         [
-            str(rank["rank"]), str(rank["local_rank"]), str(rank["local_size"]), rank["node"], rank["host"],
-            rank["device"], ranges(rank["cores"]), str(rank["threads"]),
+            str(rank.rank), str(rank.local_rank), str(rank.local_size), rank.node, rank.host, rank.device,
+            ranges(rank.cores), str(rank.threads),
         ]
-        for rank in ranks
+        for rank in hello.ranks
     ]  # fmt: skip
     table = drawn(["rank", "local", "of", *words, "threads"], rows, width, words=words)
-    return "\n".join([title, table, *_settings(ranks)])
+    return "\n".join([title, table, *_settings(hello.ranks)])
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -40,10 +57,10 @@ def ranges(numbers: Sequence[int]) -> str:
     return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _settings(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _settings(ranks: Sequence[Peer]) -> Iterator[str]:
     """Yield a line for each variable, or one for each of its values if they differ between ranks."""
-    for name in sorted({name for rank in ranks for name in rank["settings"]}):
-        by_value = grouped((rank["settings"].get(name, "(not set)"), rank["rank"]) for rank in ranks)
+    for name in sorted({name for rank in ranks for name in rank.settings}):
+        by_value = grouped((rank.settings.get(name, "(not set)"), rank.rank) for rank in ranks)
         for value, having in by_value.items():
             where = "" if len(by_value) == 1 else f"  (rank{'s' * (len(having) > 1)} {ranges(having)})"
             yield f"{name}={value}{where}"
@@ -53,58 +70,56 @@ def _settings(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 _FIGURES = ("mean", "median", "maximum", "slowest rank", "repeated")
 
 
-def matmul_tables(matmul: Mapping[str, Any], width: int) -> str:
+def matmul_tables(matmul: Matmul, width: int) -> str:
     """Render the simultaneous measurements of all ranks, as plain text."""
-    ranks = matmul["ranks"]
-    names = ", ".join(dict.fromkeys(rank["device"] for rank in ranks))
+    ranks = matmul.ranks
+    names = ", ".join(dict.fromkeys(rank.device for rank in ranks))
     count = plural(len(ranks), "rank")
     blocks = [
         f"matrix products on {count} at once ({names}): TFLOP/s of a rank",
-        _products(ranks, matmul["ceilings"], width),
+        _products(ranks, matmul.ceilings, width),
     ]
-    if ranks[0]["copies"]:
+    if ranks[0].copies:
         blocks += [f"copies of memory on {count} at once: GB/s of a rank", _copies(ranks, width)]
-    return "\n".join([*blocks, *_ceilings(matmul["ceilings"]), *filter(None, [matmul.get("kept")])])
+    return "\n".join([*blocks, *_ceilings(matmul.ceilings), *filter(None, [matmul.kept])])
 
 
-def _products(ranks: Sequence[Mapping[str, Any]], ceilings: Sequence[Mapping[str, Any]], width: int) -> str:
-    best = {(ceiling["dtype"], ceiling["shape"]) for ceiling in ceilings}
+def _products(ranks: Sequence[RankProducts], ceilings: Sequence[Ceiling], width: int) -> str:
+    best = {(ceiling.dtype, ceiling.shape) for ceiling in ceilings}
     rows = []
-    for of_ranks in zip(*(rank["products"] for rank in ranks), strict=True):
-        dtype, shape = of_ranks[0]["dtype"], of_ranks[0]["shape"]
+    for of_ranks in zip(*(rank.products for rank in ranks), strict=True):
+        dtype, shape = of_ranks[0].dtype, of_ranks[0].shape
         rows.append([dtype, shape + " (best)" * ((dtype, shape) in best), *_cells(of_ranks, 1e12)])
     return drawn(["dtype", "shape", *_FIGURES], rows, width, words=["dtype", "shape"])
 
 
-def _copies(ranks: Sequence[Mapping[str, Any]], width: int) -> str:
+def _copies(ranks: Sequence[RankProducts], width: int) -> str:
     rows = [
-        [of_ranks[0]["kind"], f"{of_ranks[0]['bytes'] / 2**20:,.0f} MiB", *_cells(of_ranks, 1e9)]
-        for of_ranks in zip(*(rank["copies"] for rank in ranks), strict=True)
+        [of_ranks[0].kind, f"{of_ranks[0].bytes / 2**20:,.0f} MiB", *_cells(of_ranks, 1e9)]
+        for of_ranks in zip(*(rank.copies for rank in ranks), strict=True)
     ]
     return drawn(["copy", "size", *_FIGURES], rows, width, words=["copy", "size"])
 
 
-def _cells(of_ranks: Sequence[Mapping[str, Any]], unit: float) -> list[str]:
+def _cells(of_ranks: Sequence[Product] | Sequence[Copy], unit: float) -> list[str]:
     """Return medians over ranks of each rank's mean, median and maximum, and the rank with the lowest median."""
-    over_ranks = [statistics.median(rank[name] for rank in of_ranks) for name in ("mean", "median", "maximum")]
-    slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank]["median"])
-    least = min(rank["repetitions"] for rank in of_ranks)
+    over_ranks = [statistics.median(map(attrgetter(name), of_ranks)) for name in ("mean", "median", "maximum")]
+    slowest = min(range(len(of_ranks)), key=lambda rank: of_ranks[rank].median)
     return [
         *(three_digits(rate / unit) for rate in over_ranks),
-        f"{three_digits(of_ranks[slowest]['median'] / unit)} (rank {slowest})",
-        f"{least}x",
+        f"{three_digits(of_ranks[slowest].median / unit)} (rank {slowest})",
+        f"{min(rank.repetitions for rank in of_ranks)}x",
     ]
 
 
-def _ceilings(ceilings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _ceilings(ceilings: Sequence[Ceiling]) -> Iterator[str]:
     for ceiling in ceilings:
-        share = ceiling["share_of_peak"]
-        of_peak = f"no share of a peak: {ceiling['peak_reason']}" if share is None else f"{share:.1%} of the peak"
-        beside = ", taken beside other load" if ceiling.get("beside_load") else ""
-        threads = ceiling["threads"]
-        where = ceiling["device"] + ("" if threads is None else f", {plural(threads, 'thread')}")
-        rate = three_digits(ceiling["flops_per_second"] / 1e12)
-        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling['dtype']} ({ceiling['shape']}){beside}, {of_peak}"
+        share = ceiling.share_of_peak
+        of_peak = f"no share of a peak: {ceiling.peak_reason}" if share is None else f"{share:.1%} of the peak"
+        beside = ", taken beside other load" if ceiling.beside_load else ""
+        where = ceiling.device + ("" if ceiling.threads is None else f", {plural(ceiling.threads, 'thread')}")
+        rate = three_digits(ceiling.flops_per_second / 1e12)
+        yield f"ceiling of {where}: {rate} TFLOP/s in {ceiling.dtype} ({ceiling.shape}){beside}, {of_peak}"
 
 
 #: Maximum number of readable rows; with more, only some sizes are shown.
@@ -115,11 +130,11 @@ _MATRIX = 8
 _SLOWEST = 10
 
 
-def p2p_tables(p2p: Mapping[str, Any], width: int) -> str:
+def p2p_tables(p2p: P2P, width: int) -> str:
     """Render latency and bandwidth by pair, both directions at once, and overlap with compute."""
-    pairs = p2p["pairs"]
-    ranks = 1 + max(max(pair["source"], pair["target"]) for pair in pairs)
-    largest = max((size["bytes"] for pair in pairs for size in pair["sizes"]), default=0)
+    pairs = p2p.pairs
+    ranks = 1 + max(max(pair.source, pair.target) for pair in pairs)
+    largest = max((size.bytes or 0 for pair in pairs for size in pair.sizes), default=0)
     bandwidth = f"bandwidth at {size_text(largest)} in GB/s"
     if ranks <= _MATRIX:
         blocks = [
@@ -128,23 +143,24 @@ def p2p_tables(p2p: Mapping[str, Any], width: int) -> str:
         ]
     else:
         blocks = [_slowest(f"the {_SLOWEST} slowest of {len(pairs)} pairs, {bandwidth}", pairs, width)]
-    blocks += [_exchanges(p2p["both"], width)] if any(pair["sizes"] for pair in p2p["both"]) else []
-    blocks += [_overlap(p2p["overlap"], width)] if p2p["overlap"] else []
-    return "\n\n".join([*blocks, *_cut(p2p["cut"], width)])
+    blocks += [_exchanges(p2p.both, width)] if any(pair.sizes for pair in p2p.both) else []
+    blocks += [_overlap(p2p.overlap, width)] if p2p.overlap else []
+    return "\n\n".join([*blocks, *_cut(p2p.cut, width)])
 
 
-def collectives_tables(collectives: Mapping[str, Any], width: int) -> str:
+def collectives_tables(collectives: Collectives, width: int) -> str:
     """Render times and bandwidths by size, the fits, and what the bandwidths mean."""
-    groups = collectives["groups"]
+    groups = collectives.groups
     title = f"{plural(len(groups), 'group')} of {plural(len(groups[0]), 'rank')}"
     if len(groups) > 1:
-        title += f" ({collectives['group']}), at the same time"
-    blocks = [f"{title}; every result was checked\n{_sizes(collectives['results'], width)}"]
-    blocks += [_fits(collectives["fits"], width)] if collectives["fits"] else []
-    remarks = [*_definitions(collectives, width), *_cut(collectives["cut"], width)]
-    if collectives["left_out"]:
-        remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives['left_out'])}", width))
-    remarks += [wrap(kept, width)] if (kept := collectives.get("kept")) else []
+        title += f" ({collectives.group}), at the same time"
+    blocks = [f"{title}; every result was checked\n{_sizes(collectives.results, width)}"]
+    blocks += [_fits(collectives.fits, width)] if collectives.fits else []
+    remarks = [*_definitions(collectives, width), *_cut(collectives.cut, width)]
+    if collectives.left_out:
+        remarks.append(wrap(f"left out, not in this backend: {', '.join(collectives.left_out)}", width))
+    if collectives.kept:
+        remarks.append(wrap(collectives.kept, width))
     return "\n\n".join([*blocks, "\n".join(remarks)])
 
 
@@ -152,43 +168,43 @@ def _rate(bytes_per_second: float | None) -> str:
     return figure_text(bytes_per_second, lambda rate: three_digits(rate / 1e9))
 
 
-def _matrix(title: str, pairs: Iterable[Mapping[str, Any]], name: str, scale: float, ranks: int, width: int) -> str:
-    figures = {(pair["source"], pair["target"]): scale * pair[name] for pair in pairs if pair[name] is not None}
-    numbers = [str(rank) for rank in range(ranks)]
+def _matrix(title: str, pairs: Iterable[Pair], name: str, scale: float, ranks: int, width: int) -> str:
+    known = [pair for pair in pairs if getattr(pair, name) is not None]
+    figures = {(pair.source, pair.target): scale * getattr(pair, name) for pair in known}
     rows = [
         [str(source), *(figure_text(figures.get((source, target)), three_digits) for target in range(ranks))]
         for source in range(ranks)
     ]
-    return f"{title}\n{drawn(['rank', *numbers], rows, width, words=['rank'])}"
+    return f"{title}\n{drawn(['rank', *map(str, range(ranks))], rows, width, words=['rank'])}"
 
 
-def _slowest(title: str, pairs: Iterable[Mapping[str, Any]], width: int) -> str:
-    measured = sorted((pair for pair in pairs if pair["bandwidth"]), key=lambda pair: pair["bandwidth"])
+def _slowest(title: str, pairs: Iterable[Pair], width: int) -> str:
+    measured = sorted((pair for pair in pairs if pair.bandwidth), key=attrgetter("bandwidth"))
     rows = [
-        [str(pair["source"]), str(pair["target"]), three_digits(1e6 * pair["latency"]), _rate(pair["bandwidth"])]
+        [str(pair.source), str(pair.target), three_digits(1e6 * (pair.latency or 0.0)), _rate(pair.bandwidth)]
         for pair in measured[:_SLOWEST]
     ]
     return f"{title}\n{drawn(['from', 'to', 'latency µs', 'GB/s'], rows, width)}"
 
 
-def _exchanges(both: Sequence[Mapping[str, Any]], width: int) -> str:
+def _exchanges(both: Sequence[BothWays], width: int) -> str:
     """Return a table with the largest size of each pair; for many pairs, of the slowest ones."""
-    last = [(pair["ranks"], pair["sizes"][-1]) for pair in both if pair["sizes"]]
-    rows = [
-        [_pair(ranks), size_text(size["bytes"]), time_text(size["seconds"]["median"]), _rate(size["bandwidth"])]
-        for ranks, size in sorted(last, key=lambda one: one[1]["bandwidth"])[:_SLOWEST]
-    ]
+    last = [(_pair(pair.ranks), pair.sizes[-1]) for pair in both if pair.sizes]
+    rows = []
+    for ranks, size in sorted(last, key=lambda pair: pair[1].bandwidth or 0.0)[:_SLOWEST]:
+        median = size.seconds and size.seconds.median
+        rows.append([ranks, size_text(size.bytes or 0), time_text(median or 0.0), _rate(size.bandwidth)])
     shown = drawn(["ranks", "size", "time", "GB/s"], rows, width, words=["ranks"])
     of_many = f", the {_SLOWEST} slowest of {len(last)} pairs" if len(last) > _SLOWEST else ""
     return f"both directions at once{of_many}\n{shown}"
 
 
-def _overlap(overlap: Sequence[Mapping[str, Any]], width: int) -> str:
+def _overlap(overlap: Sequence[Overlap], width: int) -> str:
     headings = ["ranks", "size", "exchange", "computation", "together", "hidden"]
     rows = []
-    for row in sorted(overlap, key=lambda row: row["hidden"])[: 2 * _SLOWEST]:
-        times = (time_text(row[name]) for name in ("communication", "computation", "together"))
-        rows.append([_pair(row["ranks"]), size_text(row["bytes"]), *times, f"{100 * row['hidden']:.0f}%"])
+    for row in sorted(overlap, key=attrgetter("hidden"))[: 2 * _SLOWEST]:
+        times = map(time_text, (row.communication, row.computation, row.together))
+        rows.append([_pair(row.ranks), size_text(row.bytes), *times, f"{100 * row.hidden:.0f}%"])
     shown = drawn(headings, rows, width, words=["ranks"])
     return f"exchange with computation between post and wait, the least hidden first\n{shown}"
 
@@ -197,7 +213,7 @@ def _pair(ranks: Sequence[int]) -> str:
     return f"{ranks[0]} and {ranks[1]}"
 
 
-def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
+def _sizes(results: Sequence[CollectiveResult], width: int) -> str:
     """Return a table with a row for each operation and size; if too many, for every n-th size and the last."""
     every = max(1, -(-len(results) // _ROWS))
     headings = ["operation", "size", "time", "p5", "p95", "algbw GB/s", "busbw GB/s"]
@@ -207,89 +223,83 @@ def _sizes(results: Sequence[Mapping[str, Any]], width: int) -> str:
         for number, row in enumerate(of_series):
             if number % every and row is not of_series[-1]:
                 continue
-            times = (time_text(row["seconds"][which]) for which in ("median", "p5", "p95"))
-            size = size_text(row["bytes"]) if row["bytes"] else MISSING
-            shown.append(["" if number else name, size, *times, _rate(row["algbw"]), _rate(row["busbw"])])
+            times = (time_text(seconds or 0.0) for seconds in (row.seconds.median, row.seconds.p5, row.seconds.p95))
+            size = size_text(row.bytes) if row.bytes else MISSING
+            shown.append(["" if number else name, size, *times, _rate(row.algbw), _rate(row.busbw)])
     thinned = f"\n{len(results)} figures, not all of them shown: the record has the rest" if every > 1 else ""
     return f"{drawn(headings, shown, width, words=['operation'])}{thinned}"
 
 
-def _fits(fits: Sequence[Mapping[str, Any]], width: int) -> str:
+def _fits(fits: Sequence[CollectiveFit], width: int) -> str:
     headings = ["operation", "alpha µs", "±", "1/beta GB/s", "R2", "worst", "sizes"]
     rows = []
     for fit in fits:
-        alphas = (three_digits(1e6 * fit[name]) for name in ("alpha", "alpha_error"))
-        bandwidth = _rate(1 / beta if (beta := fit["beta"]) > 0 else None)
-        doubts = f"{fit['r2']:.3f}", f"{100 * fit['max_relative_error']:.0f}%", str(fit["points"])
-        rows.append([name_of_series(fit), *alphas, bandwidth, *doubts])
+        alphas = (three_digits(1e6 * seconds) for seconds in (fit.alpha, fit.alpha_error))
+        doubts = f"{fit.r2:.3f}", f"{100 * fit.max_relative_error:.0f}%", str(fit.points)
+        rows.append([name_of_series(fit), *alphas, _rate(1 / fit.beta if fit.beta > 0 else None), *doubts])
     shown = drawn(headings, rows, width, words=["operation"])
     return f"fitted: time = alpha + beta * bytes; worst: how far the line was off at one size\n{shown}"
 
 
-def _definitions(collectives: Mapping[str, Any], width: int) -> Iterator[str]:
+def _definitions(collectives: Collectives, width: int) -> Iterator[str]:
     """Yield how the bandwidths are computed, grouping operations with the same formula."""
-    definitions = collectives["definitions"]
-    shown = dict.fromkeys(row["op"] for row in collectives["results"] if row["algbw"] is not None)
+    definitions = collectives.definitions
+    shown = dict.fromkeys(result.op for result in collectives.results if result.algbw is not None)
     if shown:
-        ranks = len(collectives["groups"][0])
+        ranks = len(collectives.groups[0])
         yield f"algbw = {definitions['algbw']}, after {definitions['source']}; n = {plural(ranks, 'rank')}"
     for formula, ops in grouped((definitions["busbw"][op], op) for op in shown).items():
         yield wrap(f"busbw = {formula}: {', '.join(ops)}", width)
 
 
-def _cut(cut: Sequence[Mapping[str, Any]], width: int) -> Iterator[str]:
-    for row in cut:
-        if row.get("source") is not None:
-            what = f"rank {row['source']} to rank {row['target']}"
+def _cut(cut: Sequence[Cut], width: int) -> Iterator[str]:
+    for series in cut:
+        if series.source is not None:
+            what = f"rank {series.source} to rank {series.target}"
         else:
-            what = f"ranks {_pair(row['ranks'])}" if row.get("ranks") else name_of_series(row)
-        yield wrap(f"{what}: not from {size_text(row['from_bytes'])} on: {row['reason']}", width)
+            what = f"ranks {_pair(series.ranks)}" if series.ranks else name_of_series(series)
+        yield wrap(f"{what}: not from {size_text(series.from_bytes or 0)} on: {series.reason}", width)
 
 
-def name_of_series(row: Mapping[str, Any]) -> str:
+def name_of_series(series: CollectiveResult | CollectiveFit | Cut) -> str:
     """Name a series of collectives: ``all_reduce fp32 sum async``."""
-    return " ".join(str(row[part]) for part in ("op", "dtype", "reduction", "mode") if row[part])
+    return " ".join(filter(None, (series.op, series.dtype, series.reduction, series.mode)))
 
 
-def check_verdict(check: Mapping[str, Any], width: int) -> str:
+def check_verdict(check: Check, width: int) -> str:
     """Render the ranks, the measurements, and last the verdict, as plain text."""
-    tables = [hello_table(check["hello"], width), matmul_tables(check["matmul"], width)]
+    tables = [hello_table(check.hello, width), matmul_tables(check.matmul, width)]
     return "\n\n".join(filter(None, [*tables, "\n".join(_figures(check)), "\n".join(_verdict(check, width))]))
 
 
-def check_remark(check: Mapping[str, Any]) -> str:
-    """Return the verdict in a few words."""
-    if check.get("busy"):
-        return f"busy: {check['busy']}"
-    return "sound" if check["sound"] else f"unsound, {plural(len(check['findings']), 'finding')}"
-
-
-def _figures(check: Mapping[str, Any]) -> Iterator[str]:
+def _figures(check: Check) -> Iterator[str]:
     """Yield links and collectives in a line each; their workloads show more."""
-    pairs = [pair for pair in (check["p2p"] or {}).get("pairs", []) if pair["bandwidth"]]
+    pairs = [pair for pair in (check.p2p.pairs if check.p2p else []) if pair.bandwidth]
     if pairs:
-        slowest, fastest = (choose(pairs, key=lambda pair: pair["bandwidth"]) for choose in (min, max))
-        least, most = (1e6 * choose(pair["latency"] for pair in pairs) for choose in (min, max))
+        slowest, fastest = (choose(pairs, key=lambda pair: pair.bandwidth or 0.0) for choose in (min, max))
+        least, most = (1e6 * choose(pair.latency or 0.0 for pair in pairs) for choose in (min, max))
         yield (
-            f"links         {fastest['bandwidth'] / 1e9:.3g} GB/s at most, rank {slowest['source']} to rank "
-            f"{slowest['target']} least with {slowest['bandwidth'] / 1e9:.3g} GB/s; latency {least:,.0f} to "
+            f"links         {(fastest.bandwidth or 0.0) / 1e9:.3g} GB/s at most, rank {slowest.source} to rank "
+            f"{slowest.target} least with {(slowest.bandwidth or 0.0) / 1e9:.3g} GB/s; latency {least:,.0f} to "
             f"{most:,.0f} µs"
         )
-    for row in (check["collectives"] or {}).get("results", []):
-        size, seconds = size_text(row["bytes"]), row["seconds"]["median"]
-        yield f"{row['op']:<13} {size}: {seconds * 1e6:,.0f} µs, its result checked"
+    for result in check.collectives.results if check.collectives else []:
+        microseconds = (result.seconds.median or 0.0) * 1e6
+        yield f"{result.op:<13} {size_text(result.bytes)}: {microseconds:,.0f} µs, its result checked"
 
 
-def _verdict(check: Mapping[str, Any], width: int) -> Iterator[str]:
+def _verdict(check: Check, width: int) -> Iterator[str]:
     """Yield versions, notes, the verdict, and the findings."""
-    attempts = max(check["attempts"].values())
+    attempts = max(check.attempts.values())
     again = f"; what looked slow was measured {attempts} times, and the best counts" if attempts > 1 else ""
-    known = {name: str(version)[:20] for name, version in check["versions"].items() if version is not None}
+    versions = {name: str(version)[:20] for name, version in check.versions.items() if version is not None}
+    verdict = "sound" if check.sound else f"unsound, {plural(len(check.findings), 'finding')}"
+    verdict = f"busy: {check.busy}" if check.busy else verdict
     for title, text in (
-        ("versions", ", ".join(f"{name} {version}" for name, version in known.items())),
-        *(("note", remark) for remark in check["remarks"]),
-        ("verdict", f"{check_remark(check)} (tolerance {check['tolerance']:.0%}{again})"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        *(("note", remark) for remark in check.remarks),
+        ("verdict", f"{verdict} (tolerance {check.tolerance:.0%}{again})"),
     ):
         yield wrap(f"{title:14}{text}", width, " " * 14)
-    for finding in check["findings"]:
-        yield wrap(f"  - {finding['text']}", width, "    ")
+    for finding in check.findings:
+        yield wrap(f"  - {finding.text}", width, "    ")

@@ -47,10 +47,10 @@ def run(directory: Path) -> None:
         Stopped: A signal asked this process to stop; the record is written.
         Damaged: The record is damaged.
     """
-    written, sweep = store.load_record(directory), ledger.sweep_of(directory)
+    variables, sweep = store.read_record(directory).variables, ledger.sweep_of(directory)
     try:
         try:
-            with settings.added(written.get("variables") or {}):
+            with settings.added(variables or {}):
                 _run(directory, discover(os.environ))
         finally:
             if sweep and is_first_rank(os.environ):
@@ -71,10 +71,10 @@ def find_micro_batch(directory: Path, steps: JobSteps) -> bool:
         Stopped: A signal asked this process to stop; the record is written.
     """
     attempt = claimed(Attempt(directory, uuid.uuid4().hex), "srun")
-    written = attempt.draft or {}
+    opened = store.read_record(directory)
     try:
-        with settings.added(written.get("variables") or {}):
-            return micro_batch.find(of_record(written), attempt, display.heading(written), steps, run)
+        with settings.added(opened.variables or {}):
+            return micro_batch.find(of_record(opened.written), attempt, display.heading(opened), steps, run)
     finally:
         if sweep := ledger.sweep_of(directory):
             add_result(sweep, directory)
@@ -97,13 +97,14 @@ def _run(directory: Path, world: World | None) -> None:
     watch = Stopwatch(psutil.Process().create_time() if world and is_first else time.time())
     if world is None or world.is_first:
         attempt = claimed(attempt, world.launcher if world else "local")
-    heading = display.heading(store.load_record(directory))
+    opened = store.read_record(directory)
+    heading = display.heading(opened)
     if world:
         rank.of_launcher(world, attempt, watch, heading)
         return
-    config = of_record(attempt.draft or {})
+    config = of_record(opened.written)
     try:  # an OSError comes from the data: no record is written in this block
-        if record.trains(attempt.draft or {}):  # so that bad data is reported before any rank starts
+        if opened.layout.data:  # it trains: so that bad data is reported before any rank starts
             _prepare_data(config, heading)
     except BaseException as error:
         ending.fail(attempt, failure.describe(error, rank=-1))

@@ -35,7 +35,8 @@ from ptdbench.planning.tries import (
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.records import failure, record, schema, store
 from ptdbench.records.ownership import Attempt
-from ptdbench.records.schema import Metrics, MicroBatch, Try, part
+from ptdbench.records.run_record import typed
+from ptdbench.records.schema import Metrics, Try, part
 from ptdbench.report import display
 from ptdbench.report.display import Heading
 from ptdbench.report.remarks import reason
@@ -92,7 +93,7 @@ def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | N
 
     start = partial(_in_step, steps) if steps else carry_out
     finder = Finder(attempt.directory, config, heading, start, note, steps)
-    earlier = part(attempt.draft or {}, MicroBatch).found
+    earlier = store.read_record(attempt.directory).micro_batch.found
     try:
         fields = (finder.given(earlier) if earlier else None) or finder.find()
     except (ConfigError, MemoryError, RuntimeError) as error:
@@ -109,8 +110,7 @@ def find(config: Config, attempt: Attempt, heading: Heading, steps: JobSteps | N
 
 def _in_step(steps: JobSteps, directory: Path) -> None:
     """Execute a run as a step of the job; if the step ends without a result, record that as the failure."""
-    written = store.load_record(directory)
-    echo(str(display.heading(written)), sys.stderr)
+    echo(str(display.heading(store.read_record(directory))), sys.stderr)
     status = steps.start(directory)
     written = store.load_record(directory)
     if record.is_open(written):
@@ -251,7 +251,7 @@ class Finder:
         record = store.load_record(directory)
         is_told = record["status"] != "oom" or not self._spec.virtual or failure.is_of_gpu(schema.error(record))
         if record["status"] not in _TELLING or not is_told:  # with virtual GPUs, host memory may have run out instead
-            raise Broken(f"the trial run of micro-batch {micro_batch} ended without a result: {reason(record)}")
+            raise Broken(f"the trial run of micro-batch {micro_batch} ended without a result: {reason(typed(record))}")
         return record
 
     def _fastest(self, fitting: list[int]) -> int:

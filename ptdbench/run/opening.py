@@ -27,16 +27,16 @@ def reopen(directory: Path, world: World | None) -> bool:
     Raises:
         SystemExit: An earlier start is still in progress.
     """
-    written = store.load_record(directory)
-    if world and not written.get("owner") and written.get("world_size") == world.size:
+    earlier = store.read_record(directory)
+    if world and not earlier.owner and earlier.world_size == world.size:
         return True
-    config = of_record(written)
-    variables = written.get("variables") or hydra_output.recorded_environment(directory)
+    config = of_record(earlier.written)
+    variables = earlier.variables or hydra_output.recorded_environment(directory)
     draft = record.begin(config.resolved, directory, {}) | {"variables": variables}
     refused = None
     try:
         with settings.added(variables):
-            summary = run_spec.summarize(with_found_micro_batch(config, written), world)
+            summary = run_spec.summarize(with_found_micro_batch(config, earlier), world)
         draft |= summary.fields
         if summary.warning and world is None:  # ranks warn by themselves
             echo(summary.warning, sys.stderr)

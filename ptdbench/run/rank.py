@@ -90,8 +90,8 @@ def _report(world: World, attempt: Attempt, error: BaseException) -> NoReturn:
 def _specify(attempt: Attempt, world: World, watch: Stopwatch) -> RunSpec:
     """Return the specification of the run, from its record; raises ConfigError if this rank cannot execute it."""
     watch.lap("import")
-    written = store.load_record(attempt.directory)
-    config = tries.with_found_micro_batch(of_record(written), written)
+    record = store.read_record(attempt.directory)
+    config = tries.with_found_micro_batch(of_record(record.written), record)
     if not world.started_by.has_parent:
         devices.check(world, str(config.resolved.get("device")), str(config.resolved.get("backend")))
     devices.select(world, str(config.resolved.get("device")))

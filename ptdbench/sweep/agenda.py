@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.files import create_atomically, write_json
 from ptdbench.problems import ConfigError, Problem, require
 from ptdbench.records import failure, ownership, record, store
 from ptdbench.records.effects import options_affecting
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord, typed
+from ptdbench.records.schema import Draft, Written
 from ptdbench.report.display import Heading
 from ptdbench.report.labels import titles
 from ptdbench.setup import hydra_output, run_spec
@@ -37,9 +37,9 @@ class SweepEta:
         self._seconds: dict[int, float] = {}
         self._titles: dict[int, str] = {}
 
-    def ended(self, number: int, seconds: float, written: Written) -> None:
+    def ended(self, number: int, seconds: float, record: RunRecord) -> None:
         """Note the duration and the record of a run."""
-        if written["status"] == "ok":
+        if record.status == "ok":
             self._seconds[number] = seconds
 
     def heading(self, number: int) -> Heading:
@@ -47,7 +47,7 @@ class SweepEta:
         run = self._runs[number]
         if run.alternative not in self._titles:  # a search adds some
             distinct = {run.alternative: run for run in self._runs}  # shared by repeats
-            drafts = [draft(run, Path()) for run in distinct.values()]
+            drafts = [typed(draft(run, Path())) for run in distinct.values()]
             self._titles = dict(zip(distinct, titles(drafts), strict=True))
         later = sum(following > number for following in self.to_come)
         return Heading(
@@ -58,7 +58,7 @@ class SweepEta:
         )
 
 
-def draft(run: Run, directory: Path) -> dict[str, Any]:
+def draft(run: Run, directory: Path) -> Draft:
     """Return the record of a run before its start, with its summary and the variables of its environment."""
     written = record.begin(run.config.resolved, directory, {}, run.overrides)
     written |= {"variables": dict(run.environment), **(run.summary.fields if run.summary else {})}
@@ -181,34 +181,34 @@ class Agenda:
     def _counted(self) -> set[tuple[str, str]]:
         """The runs that already had a result when this process started, each with its status."""
         results = store.read_results(self.directory)
-        return {(store.below(self.directory, one["directory"]), one["status"]) for one in results}
+        return {(store.below(self.directory, result.directory), result.status) for result in results}
 
     def _write(self, run: Run) -> None:
         directory = self.place(run)
         written = draft(run, directory)
-        again, earlier = (directory / store.RECORD).exists(), store.earlier_record(directory)
+        again, earlier = (directory / store.RECORD).exists(), store.load_or_set_aside(directory)
         if earlier and self.is_sweep:
             self._compare(directory, earlier, written)
         if not create_atomically(directory, lambda folder, _: write_json(folder / store.RECORD, written)):
             ownership.open_record(directory, written)
-        had_ended = again and not (earlier and record.is_open(earlier))
+        had_ended = again and not (earlier and earlier.is_open)
         if self.is_sweep and (run.refused or had_ended):  # it will be repeated: its earlier result no longer counts
             store.append_result(self.directory, written)
 
-    def _compare(self, directory: Path, earlier: Written, draft: Written) -> None:
+    def _compare(self, directory: Path, earlier: RunRecord, draft: Written) -> None:
         """Report that a run was done with other options.
 
         Raises ConfigError if it would resume from their checkpoint, or replace a result that a search went by.
         """
-        was, now = record.configuration(earlier), record.configuration(draft)
+        was, now = earlier.config, record.configuration(draft)
         if (other := record.work_difference(was, now)) is None:
             return
-        if self.searches and not record.is_interrupted(earlier):
+        if self.searches and not earlier.is_interrupted:
             rule = f"was done with other options, {other}, and the sweeper chooses other values now"
             require(Problem("directory", directory, rule, "start another search"))
         shape = options_affecting("shape")  # that of a checkpoint is compared by itself
         if checkpoint_dir.latest_manifest(directory) and not record.same_where_both(was, now, shape):
             rule = f"has checkpoints of other options, {other}"
             require(Problem("directory", directory, rule, "remove them, or start another sweep"))
-        if earlier["status"] == "ok" or earlier.get("steps"):
+        if earlier.status == "ok" or earlier.steps:
             echo(f"{directory.name}: was done with other options, {other}; done again", sys.stderr)

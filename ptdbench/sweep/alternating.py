@@ -195,7 +195,7 @@ def run(sides: Sequence[Side], overrides: Sequence[str], repeat: Repeat, directo
 def _has_only_failed(sides: Sequence[Side], directory: Path, block: int) -> bool:
     """Return whether all runs of the block failed; an interrupted run does not count as failed."""
     runs = [run for side in sides for run in store.read_results(directory / side.name / str(block))]
-    return bool(runs) and all(run["status"] not in ("ok", "preempted") for run in runs)
+    return bool(runs) and all(run.status not in ("ok", "preempted") for run in runs)
 
 
 def _both_sides(directory: Path, count: int) -> list[Compared]:
@@ -205,7 +205,7 @@ def _both_sides(directory: Path, count: int) -> list[Compared]:
         for side in ("before", "after")
     ]
     try:
-        found = versus.match(*([run for run in of_side if run.get("model")] for of_side in runs))
+        found = versus.match(*([run for run in of_side if run.model] for of_side in runs))
     except versus.Incomparable:  # explained when the results are shown
         return []
     return [

@@ -13,7 +13,7 @@ from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.variation import Difference
 from ptdbench.launch.world import World
 from ptdbench.problems import Problem, require
-from ptdbench.records import record, store
+from ptdbench.records import store
 from ptdbench.report.labels import names
 from ptdbench.setup import runs
 from ptdbench.setup.commandline import SWEEPER
@@ -40,10 +40,10 @@ def _reordered(sweep: Path, repeat: Repeat) -> Problem | None:
     """Find a resumed sweep whose directories would be assigned to other runs."""
     for directory in store.holding(sweep, store.RECORD):
         try:
-            written = store.load_record(directory)
+            record = store.read_record(directory)
         except (OSError, store.Damaged):
             continue
-        was = record.option(written, "repeat.runs", int | str) not in (None, 1)
+        was = record.option("repeat.runs", int | str) not in (None, 1)
         if was == (repeat.runs != 1):
             return None
         rule = f"was begun {'with' if was else 'without'} repeats, and its runs would have another order now"
@@ -97,7 +97,7 @@ class Compared:
 
 def all_of_sweep(directory: Path, blocks: int) -> list[Compared]:
     """Return every pair of a sweep's comparable alternatives, from its first ``blocks`` blocks only."""
-    earlier = [run for run in store.read_results(directory) if (record.option(run, "repeat.block", int) or 0) < blocks]
+    earlier = [run for run in store.read_results(directory) if (run.option("repeat.block", int) or 0) < blocks]
     found = [one for one in alternatives.group(earlier) if one.sample]
     return [Compared(*pair) for group in alternatives.comparable(found) for pair in combinations(group, 2)]
 

@@ -86,10 +86,10 @@ def _here(agenda: Agenda, runs: Iterable[Run]) -> None:
         heading = agenda.eta.heading(run.number)
         with headed(heading):
             carry_out(directory)
-        written = store.load_record(directory)
-        agenda.eta.ended(run.number, time.monotonic() - started, written)
-        if written["status"] != "ok":
-            echo(f"{heading}: {reason(written)}", sys.stderr)
+        ended = store.read_record(directory)
+        agenda.eta.ended(run.number, time.monotonic() - started, ended)
+        if ended.status != "ok":
+            echo(f"{heading}: {reason(ended)}", sys.stderr)
 
 
 def _in_processes(agenda: Agenda, runs: Sequence[Run]) -> None:
@@ -117,7 +117,8 @@ def _in_processes(agenda: Agenda, runs: Sequence[Run]) -> None:
             passed_on = 0
             while not submitted.done():
                 # Until it has opened its record, the run may not hear it yet.
-                if len(noted) > passed_on or (noted and not (store.earlier_record(place) or {}).get("owner")):
+                opened = store.load_or_set_aside(place) if noted else None
+                if len(noted) > passed_on or (noted and not (opened and opened.owner)):
                     passed_on = len(noted)
                     _terminate(int(submitted.job_id))
                 time.sleep(1.0 if noted else 0.1)
@@ -215,9 +216,9 @@ def search(agenda: Agenda, composed: Composed) -> None:
 def _outcome(agenda: Agenda, number: int) -> JobReturn:
     """Return, for the sweeper, the objective in a run's record, or why it has none."""
     words, directory = agenda.runs[number].overrides, agenda.place(agenda.runs[number])
-    written = store.load_record(directory)
-    wanted = record.option(written, "objective", str)
-    if (value := record.objective_value(written, wanted)) is not None:
+    ended = store.read_record(directory)
+    wanted = ended.option("objective", str)
+    if (value := record.objective_value(ended, wanted)) is not None:
         return JobReturn(words, status=JobStatus.COMPLETED, _return_value=value)
-    error = NoObjective(f"{directory.name}: {written['status']}, so that it has no {wanted}")
+    error = NoObjective(f"{directory.name}: {ended.status}, so that it has no {wanted}")
     return JobReturn(words, status=JobStatus.FAILED, _return_value=error)

@@ -9,19 +9,15 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-from msgspec import convert
 
 from ptdbench.launch import slurm
 from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.records import ledger, ownership, schema, store
 from ptdbench.records.failure import Failure, of_launcher, read_failures, root_cause, write_traceback
 from ptdbench.records.ownership import Attempt, Progress, read_progress
-from ptdbench.records.record import failed, is_open, option
-from ptdbench.records.schema import Record, Written
+from ptdbench.records.record import failed
+from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.report.remarks import OUTPUT
 
 #: Errors of another user's sweep, or of a read-only file system.
@@ -56,15 +52,10 @@ class Run:
     directory: str  #: The run's directory, as its record names it.
     job: ledger.Job | None  #: Its job, or ``None`` if it was not submitted.
     queue: JobState | None  #: SLURM's state of the job; ``None`` if SLURM no longer knows it.
-    record: Written  #: Its current record.
+    record: RunRecord  #: Its current record.
     is_over: bool  #: Whether it has ended and its result is among the sweep's.
     progress: Progress | None = None  #: The progress of a run that has not ended.
     sweep: str = ""  #: Its sweep, if several are shown together; empty for a single run.
-
-    @cached_property
-    def typed(self) -> Record:
-        """The record, with an attribute for each field."""
-        return convert(self.record, Record)
 
 
 @dataclass(frozen=True)
@@ -84,11 +75,11 @@ class Sweep:
         return not self.goes_on and all(run.is_over for run in self.runs)
 
 
-def look(directory: Path) -> Sweep:
-    """Return the status of a sweep's runs, of a single run, or of all runs in a folder.
+def settle(directory: Path) -> Sweep:
+    """Record how jobs ended that could not do so; return the status of a sweep, a run, or all runs in a folder.
 
-    If a job has ended without recording a result, this records its end, with SLURM's state as the reason: the first
-    process to look does so. A run whose record is damaged or gone is listed as :data:`DAMAGED`.
+    A job's end is recorded by the first process that comes here, with SLURM's state as the reason. A run whose record
+    is damaged or gone is listed as :data:`DAMAGED`.
 
     Raises:
         FileNotFoundError: There is no run.
@@ -120,7 +111,7 @@ def _one(directory: Path) -> Sweep:
     gone = [job for job in found.values() if job.id and _is_gone(queue.get(job.id))]
     if gone:
         try:
-            _settle(directory, gone, queue)
+            _record_ends(directory, gone, queue)
         except OSError as error:
             if error.errno not in _READ_ONLY:
                 raise
@@ -137,7 +128,7 @@ def _one(directory: Path) -> Sweep:
     goes_on = store.is_locked(directory)
     is_one = store.is_sweep(directory) or (directory / store.RECORD).exists()
     killed = {
-        directory if is_one else directory / run.directory: run.record.get("sources") or []
+        directory if is_one else directory / run.directory: run.record.sources or []
         for run in runs
         if not goes_on and _was_killed(run)
     }
@@ -146,13 +137,12 @@ def _one(directory: Path) -> Sweep:
 
 def _was_killed(run: Run) -> bool:
     """Return whether the process of a run here was killed; those of a comparison do not count, as it cannot resume."""
-    owner, series = run.record.get("owner"), option(run.record, "repeat.series", str)
-    is_here = run.record.get("launcher") in (None, "local")  # others resume under their launcher
-    is_open = not (run.job or run.is_over or series)
-    return owner is not None and is_here and is_open and ownership.is_alive(owner) is False
+    is_here = run.record.launcher in (None, "local")  # others resume under their launcher
+    is_open = not (run.job or run.is_over or run.record.option("repeat.series", str))
+    return is_here and is_open and run.record.owner is not None and ownership.is_alive(run.record.owner) is False
 
 
-def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted: Collection[str]) -> Iterator[Run]:
+def _of_this_machine(directory: Path, results: Mapping[str, RunRecord], submitted: Collection[str]) -> Iterator[Run]:
     """Yield the runs without a job; an open result is ignored, as the record of a repeated run is more recent."""
     paths = store.holding(directory, store.RECORD) if store.is_sweep(directory) else [directory, *directory.glob("*")]
     found, places = dict(results), {}
@@ -160,10 +150,10 @@ def _of_this_machine(directory: Path, results: Mapping[str, Written], submitted:
         name = path.resolve().name if path == directory else str(path.relative_to(directory))
         if name not in submitted:
             places[name] = path
-            if name not in found or is_open(found[name]):
-                found[name] = written(path)
-    for name, told in found.items():
-        yield Run(name, None, None, told, not is_open(told), read_progress(places.get(name, directory / name)))
+            if name not in found or found[name].is_open:
+                found[name] = record_of(path)
+    for name, record in found.items():
+        yield Run(name, None, None, record, not record.is_open, read_progress(places.get(name, directory / name)))
 
 
 def _together(directory: Path, sweeps: Sequence[Path]) -> Sweep:
@@ -204,16 +194,17 @@ def _is_below(job: ledger.Job) -> bool:
     return all(map(schema.is_path, (job.directory, job.log))) and not (path.is_absolute() or ".." in path.parts)
 
 
-def written(directory: Path) -> Written:
+def record_of(directory: Path) -> RunRecord:
     """Return the record of a run; if it cannot be read, a stand-in with status :data:`DAMAGED` and the reason."""
     try:
-        return store.load_record(directory)
+        return store.read_record(directory)
     except store.Damaged as damage:
         why = str(damage)
     except FileNotFoundError:
         why = f"{directory / store.RECORD} is gone"
-    error = {"rank": -1, "type": "Damaged", "message": why, "traceback": ""}
-    return {"status": DAMAGED, "workload": "-", "fingerprint": "", "directory": str(directory), "error": error}
+    error = schema.NO_ERROR | {"type": "Damaged", "message": why}
+    unknown = {"status": DAMAGED, "workload": "-", "fingerprint": "", "directory": str(directory)}
+    return typed({**unknown, "error": error})
 
 
 def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, JobState]]:
@@ -231,66 +222,65 @@ def _ask(jobs: Sequence[ledger.Job]) -> tuple[dict[str, ledger.Job], dict[str, J
     return found, queue
 
 
-def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> dict[str, Any]:
+def conclude(sweep: Path, subdirectory: str, cause: Failure, status: str | None = None) -> RunRecord:
     """Record the end of a run that could not do so itself; return its record. ``status`` defaults to the cause's."""
     written = failed(store.load_record(sweep / subdirectory), cause)
     done = {**written, "status": status or written["status"]}
     store.write_record(sweep / subdirectory, done)
     store.append_result(sweep, done)
-    return done
+    return typed(done)
 
 
-def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, Written]:
+def _results(directory: Path, tell: Callable[[str], object] = lambda _: None) -> dict[str, RunRecord]:
     """Return the results of a sweep, by the runs' directories relative to it, as it may have been moved."""
-    return {store.below(directory, record["directory"]): record for record in store.read_results(directory, tell)}
+    return {store.below(directory, record.directory): record for record in store.read_results(directory, tell)}
 
 
 def _submitted(
-    directory: Path, job: ledger.Job, state: JobState | None, result: Written | None, has_ended: bool
+    directory: Path, job: ledger.Job, state: JobState | None, result: RunRecord | None, has_ended: bool
 ) -> Run:
     """Return the status of a submitted run; while its job is in the queue the run is not over, whatever its result."""
     # Except in a job with several runs: it stays in the queue for the others, and is never requeued.
     if result and (_is_gone(state) or (job.step is not None and _is_final(result))):
         return Run(job.directory, job, None, result, is_over=True)
     path = directory / job.directory
-    return Run(job.directory, job, state, written(path), has_ended, read_progress(path))
+    return Run(job.directory, job, state, record_of(path), has_ended, read_progress(path))
 
 
-def _settle(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
+def _record_ends(directory: Path, gone: Sequence[ledger.Job], queue: Mapping[str, JobState]) -> None:
     """Record the end of jobs that could not do so themselves, or only noted a signal."""
-    if any(is_open(written(directory / job.directory)) for job in gone):
+    if any(record_of(directory / job.directory).is_open for job in gone):
         time.sleep(GRACE)
     results = _results(directory)
     for job in gone:
-        state, result = queue.get(job.id or ""), results.get(job.directory)
-        if result is not None and is_open(result):  # the run was restarted, and has not recorded its end
+        path, state, result = directory / job.directory, queue.get(job.id or ""), results.get(job.directory)
+        if result and result.is_open:  # the run was restarted, and has not recorded its end
             result = None
-        known = result or written(directory / job.directory)
-        owner = known["owner"]["job"] if known.get("owner") else None
-        if known["status"] == DAMAGED or (is_open(known) and owner not in (None, job.id)):
+        record = result or record_of(path)
+        owner = record.owner and record.owner.job
+        if record.status == DAMAGED or (record.is_open and owner not in (None, job.id)):
             continue  # nothing more can be known; or another job owns the run, and refused this one
-        crash = _crash(directory / job.directory, known) if is_open(known) and not _says_more(state) else None
+        crash = _crash(path, record) if record.is_open and not _says_more(state) else None
         if crash:
-            write_traceback(directory / job.directory, crash)
+            write_traceback(path, crash)
             conclude(directory, job.directory, crash)
-        elif is_open(known) or (_was_signaled(known) and _says_more(state)):
+        elif record.is_open or (_was_signaled(record) and _says_more(state)):
             kind, message = _end(job, state, begun=owner is not None)
-            cause = of_launcher(kind, message + _saved(known))
+            cause = of_launcher(kind, message + _saved(record))
             conclude(directory, job.directory, cause, STATUS_OF.get(kind, "failed"))
-        elif _was_signaled(known) and _reached_its_limit(known, _seconds(directory / job.directory, known, state)):
-            minutes = option(known, "cluster.time_minutes", float)
+        elif _was_signaled(record) and _reached_its_limit(record, _seconds(path, record, state)):
+            minutes = record.option("cluster.time_minutes", float)
             limit = f"job {job.id} was about to reach its limit, cluster.time_minutes={minutes}"
-            cause = of_launcher("TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(known)}")
+            cause = of_launcher("TIMEOUT", f"{limit}{OUTPUT}{job.log}{_saved(record)}")
             conclude(directory, job.directory, cause, "timeout")
         elif result is None:
-            store.append_result(directory, known)  # the job was killed between its record and the sweep's results
+            store.append_result(directory, record.written)  # the job was killed between its record and the results
 
 
-def _crash(directory: Path, known: Written) -> Failure | None:
+def _crash(directory: Path, record: RunRecord) -> Failure | None:
     """Return the cause of failure from the reports of ranks, if all crashed at once and none could record it."""
-    owner = known.get("owner")
-    reports = read_failures(Attempt(directory, owner["launch"]).failures) if owner else []
-    return root_cause(reports, known.get("world_size") or 1) if reports else None
+    reports = read_failures(Attempt(directory, record.owner.launch).failures) if record.owner else []
+    return root_cause(reports, record.world_size or 1) if reports else None
 
 
 def _is_gone(state: JobState | None) -> bool:
@@ -298,14 +288,14 @@ def _is_gone(state: JobState | None) -> bool:
     return state is None or state.is_over
 
 
-def _is_final(result: Written | None) -> bool:
+def _is_final(result: RunRecord | None) -> bool:
     """Return whether a result is final, so that SLURM cannot add to it."""
-    return result is not None and not is_open(result) and not _was_signaled(result)
+    return result is not None and not result.is_open and not _was_signaled(result)
 
 
-def _was_signaled(written: Written) -> bool:
+def _was_signaled(record: RunRecord) -> bool:
     """Return whether a signal ended a run, which cannot know why: ``scancel`` and preemption send the same one."""
-    return written["status"] == "preempted" and schema.error(written).type not in slurm.OVER
+    return record.status == "preempted" and record.error.type not in slurm.OVER
 
 
 def _end(job: ledger.Job, state: JobState | None, *, begun: bool) -> tuple[str, str]:
@@ -332,29 +322,27 @@ def _says_more(state: JobState | None) -> bool:
     return state is not None and state.state not in ("COMPLETED", "FAILED")
 
 
-def _seconds(directory: Path, known: Written, state: JobState | None) -> float:
+def _seconds(directory: Path, record: RunRecord, state: JobState | None) -> float:
     """Return how long a job has run, 0 if SLURM does not say; if SLURM has forgotten it, how long the run has."""
     if state is not None:
         return state.elapsed or 0
-    path, owner = directory / store.RECORD, known.get("owner")
-    return path.stat().st_mtime - owner["started"] if owner and path.exists() else -math.inf
+    path = directory / store.RECORD
+    return path.stat().st_mtime - record.owner.started if record.owner and path.exists() else -math.inf
 
 
-def _reached_its_limit(written: Written, elapsed: float) -> bool:
+def _reached_its_limit(record: RunRecord, elapsed: float) -> bool:
     """Return whether the warning ahead of the time limit ended a run, for which SLURM only reports FAILED.
 
     The warning is requested at most a tenth of the limit ahead (:meth:`ptdbench.sweep.submission.Array.script`), and
     arrives up to a minute earlier than that (sbatch(1), ``--signal``).
     """
-    minutes = option(written, "cluster.time_minutes", float)
-    was_warned = WARNING in schema.error(written).message
-    return was_warned and minutes is not None and elapsed >= 0.9 * 60 * minutes - 60
+    minutes = record.option("cluster.time_minutes", float)
+    return WARNING in record.error.message and minutes is not None and elapsed >= 0.9 * 60 * minutes - 60
 
 
-def _saved(written: Written) -> str:
+def _saved(record: RunRecord) -> str:
     """Return a saved run's message on how to resume; empty if it has not saved."""
-    message = schema.error(written).message
-    return f"; {message}" if "it has saved" in message else ""
+    return f"; {record.error.message}" if "it has saved" in record.error.message else ""
 
 
 def _number(run: Run) -> tuple[int, str]:

@@ -21,8 +21,9 @@ from ptdbench.launch import local, slurm
 from ptdbench.launch.slurm import SlurmError
 from ptdbench.planning.tries import needs_search
 from ptdbench.problems import ConfigError, Problem, as_typed, differing, require
-from ptdbench.records import failure, ledger, record, store
+from ptdbench.records import failure, ledger, store
 from ptdbench.records.effects import leaves
+from ptdbench.records.run_record import NOT_SUBMITTED
 from ptdbench.setup.config import Slurm
 from ptdbench.setup.hydra_options import OPTIONS
 from ptdbench.setup.runs import Run, Shape
@@ -325,7 +326,7 @@ def _take_back(names: Sequence[str]) -> None:
 def _write_off(sweep: Path, runs: Sequence[Run], error: BaseException) -> None:
     """Record the failed submission in the records of its runs."""
     words = str(error).strip().splitlines() or [type(error).__name__]
-    cause = failure.of_launcher(record.NOT_SUBMITTED, f"nothing was submitted: {words[-1]}")
+    cause = failure.of_launcher(NOT_SUBMITTED, f"nothing was submitted: {words[-1]}")
     for run in runs:
         with suppress(OSError, store.Damaged):  # on a full disk the records stay open, which is still true
             status.conclude(sweep, run.subdirectory, cause)

@@ -9,17 +9,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from ptdbench.grouping import grouped
-from ptdbench.records import ledger, record
+from ptdbench.records import ledger
 from ptdbench.records.failure import of_launcher
-from ptdbench.records.record import option
-from ptdbench.records.schema import Metrics, Record, part
 from ptdbench.report import text
 from ptdbench.report.labels import titles
 from ptdbench.report.remarks import OUTPUT, reason
@@ -44,7 +41,7 @@ def numbered(sweep: Sweep) -> list[tuple[int, str, Run]]:
     return [(run.job.number if run.job else place, names[run.directory], run) for place, run in enumerate(sweep.runs)]
 
 
-def as_json(sweep: Sweep) -> dict[str, Any]:
+def as_json(sweep: Sweep) -> dict[str, object]:
     """Return the sweep as ``status --json`` prints it; docs/results.md describes the keys."""
     return {
         "is_over": sweep.is_over,
@@ -55,9 +52,9 @@ def as_json(sweep: Sweep) -> dict[str, Any]:
     }
 
 
-def _as_json(number: int, name: str, run: Run) -> dict[str, Any]:
-    told, job, going_on = run.record, run.job, None if run.is_over else run.progress
-    metrics = part(told, Metrics)
+def _as_json(number: int, name: str, run: Run) -> dict[str, object]:
+    record, job, going_on = run.record, run.job, None if run.is_over else run.progress
+    metrics = record.metrics
     rates = {"samples_per_second": metrics.samples_per_second, "tokens_per_second": metrics.tokens_per_second}
     if going_on:
         rates[f"{going_on.unit}_per_second"] = going_on.per_second
@@ -67,23 +64,23 @@ def _as_json(number: int, name: str, run: Run) -> dict[str, Any]:
         "run": name,
         "job": job.id if job else None,
         "queue": run.queue.state if run.queue else None,
-        "nodes": told.get("nodes"),
-        "world_size": told.get("world_size"),
-        "kind": told.get("kind"),
-        "status": "unfinished" if record.is_open(told) and not run.is_over else told["status"],
+        "nodes": record.nodes or None,
+        "world_size": record.world_size,
+        "kind": record.kind,
+        "status": "unfinished" if record.is_open and not run.is_over else record.status,
         "is_over": run.is_over,
-        "step": going_on.step if going_on else told.get("steps"),
-        "steps": going_on.steps if going_on else option(told, "train.steps", int),
+        "step": going_on.step if going_on else record.steps,
+        "steps": going_on.steps if going_on else record.option("train.steps", int),
         **rates,
         "startup_seconds": metrics.startup_seconds,
-        "error": told.get("error"),
+        "error": record.written.get("error"),
     }
 
 
 def reasons(sweep: Sweep) -> Iterator[str]:
     """Yield why runs failed, which results are damaged, and why the queue is not shown."""
     for run in sweep.runs:
-        if run.is_over and run.typed.error:
+        if run.is_over and run.record.error.type:
             yield f"{run.directory}: {reason(run.record)}"
     yield from sweep.damage
     if sweep.silence:
@@ -92,48 +89,47 @@ def reasons(sweep: Sweep) -> Iterator[str]:
 
 def state_text(run: Run) -> str:
     """Return the state of a run in a few words: while it is in the queue, the queue's, then the record's."""
+    record, queue, job = run.record, run.queue, run.job
     if run.is_over:
-        kind = run.typed.error.type if run.typed.error else ""
-        status = " ".join(filter(None, (run.record.get("kind"), run.typed.status)))
-        return f"{status} ({kind})" if kind.isupper() else status
-    if run.queue is None:
-        return "not submitted" if run.job and not run.job.id else "unfinished"
-    if run.queue.state in ("PENDING", "SUSPENDED"):
-        why = run.queue.reason
-        return f"{run.queue.state} ({why})" if why not in ("", "None") else run.queue.state
-    if run.job and run.job.step is not None and run.job.step > 0 and not run.typed.owner:
+        status = " ".join(filter(None, (record.kind, record.status)))
+        return f"{status} ({record.error.type})" if record.error.type.isupper() else status
+    if queue is None:
+        return "not submitted" if job and not job.id else "unfinished"
+    if queue.state in ("PENDING", "SUSPENDED"):
+        return f"{queue.state} ({queue.reason})" if queue.reason not in ("", "None") else queue.state
+    if job and job.step is not None and job.step > 0 and not record.owner:
         return "waits in its job"
-    return f"{run.queue.state} {run.queue.nodes}".rstrip()
+    return f"{queue.state} {queue.nodes}".rstrip()
 
 
-def _shape(record: Record) -> str:
-    if not record.nodes or not record.world_size:
-        return MISSING
-    return f"{plural(len(record.nodes), 'node')}, {plural(record.world_size, 'rank')}"
+def _shape(run: Run) -> str:
+    if run.job:
+        return run.job.shape
+    nodes, ranks = run.record.nodes, run.record.world_size
+    return f"{plural(len(nodes), 'node')}, {plural(ranks, 'rank')}" if nodes and ranks else MISSING
 
 
 def _step(run: Run) -> str:
     if run.is_over:
-        return str(run.typed.steps or MISSING)
+        return str(run.record.steps or MISSING)
     if run.progress:
         return f"{run.progress.step}/{run.progress.steps}"
-    wanted = option(run.record, "train.steps", int)
-    return f"{run.typed.steps}/{wanted}" if run.typed.steps and wanted else MISSING
+    wanted = run.record.option("train.steps", int)
+    return f"{run.record.steps}/{wanted}" if run.record.steps and wanted else MISSING
 
 
 def _rate(run: Run) -> str:
     if run.is_over or not run.progress:  # what ranks of this machine note in their record is as recent
-        metrics = run.typed.metrics or Metrics()
-        tokens, samples = metrics.tokens_per_second, metrics.samples_per_second
+        tokens, samples = run.record.metrics.tokens_per_second, run.record.metrics.samples_per_second
         return f"{tokens:,.0f}" if tokens else f"{samples:,.1f} samples" if samples else MISSING
     if not run.progress.per_second:
         return MISSING
     return f"{run.progress.per_second:,.0f}" + (" samples" if run.progress.unit == "samples" else "")
 
 
-def _startup(record: Record) -> str:
+def _startup(run: Run) -> str:
     """Return ``9.1 = 4.2 + 0.3 + 0.1 + 0.5 + 4.0``: the parts in the order of :data:`STARTUP`."""
-    spent = record.metrics and record.metrics.startup_seconds
+    spent = run.record.metrics.startup_seconds
     if not spent:
         return MISSING
     return f"{sum(spent.values()):.1f} = " + " + ".join(f"{spent.get(name, 0):.1f}" for name in STARTUP)
@@ -153,11 +149,11 @@ COLUMNS: Sequence[Column[tuple[int, str, Run]]] = (
     Column("#", lambda row: str(row[0])),
     Column("job", _of(lambda run: (run.job.id or "?") if run.job else MISSING), is_text=True, drop_order=3),
     Column("run", lambda row: _in_one_line(row[1]), is_text=True, min_width=12),
-    Column("shape", _of(lambda run: run.job.shape if run.job else _shape(run.typed)), is_text=True, drop_order=1),
+    Column("shape", _of(_shape), is_text=True, drop_order=1),
     Column("state", _of(state_text), is_text=True, min_width=12),
     Column("step", _of(_step), drop_order=4),
     Column("tokens/s", _of(_rate), drop_order=2),
-    Column("startup s", _of(lambda run: _startup(run.typed)), drop_order=0),
+    Column("startup s", _of(_startup), drop_order=0),
 )
 
 
@@ -177,7 +173,7 @@ def table_lines(sweep: Sweep, width: int | None = None, most: int | None = None)
 def table_text(sweep: Sweep, width: int | None = None) -> str:
     """Return the table as plain text, then omitted columns, reasons and how to resume; see :func:`table_lines`."""
     lines, gone = table_lines(sweep, width)
-    is_timed = "startup s" not in gone and any(_startup(run.typed) != MISSING for run in sweep.runs)
+    is_timed = "startup s" not in gone and any(_startup(run) != MISSING for run in sweep.runs)
     meant = [f"startup s: {' + '.join(STARTUP).replace('_', ' ')}"] if is_timed else []
     below = [wrap(line, width) for line in (*text.left_out(gone, width), *meant, *reasons(sweep))]
     return "\n".join([*lines, *below, *(f"killed; resume with {resume.command(*one)}" for one in sweep.killed.items())])
@@ -216,7 +212,7 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
     try:
         with show:
             while True:
-                sweep = status.look(sweep_directory)
+                sweep = status.settle(sweep_directory)
                 sweep = replace(sweep, runs=[run for run in sweep.runs if run.directory not in told])
                 show(sweep)
                 if all(run.is_over or (run.queue is None and not sweep.silence) for run in sweep.runs):
@@ -237,21 +233,21 @@ def follow(sweep_directory: Path, told: Collection[str] = ()) -> set[str]:
 
 def settle(sweep_directory: Path, subdirectory: str, log: str) -> None:
     """After a job on this machine: if it left no result, record that."""
-    written = status.written(sweep_directory / subdirectory)
-    if record.is_open(written):
+    record = status.record_of(sweep_directory / subdirectory)
+    if record.is_open:
         message = f"the job's process ended without a result{OUTPUT}{log}"
-        written = status.conclude(sweep_directory, subdirectory, of_launcher("Gone", message), "failed")
-    echo(f"{Path(subdirectory).name}: {written['status']}", sys.stderr)
-    _show_failure(Run(subdirectory, None, None, written, is_over=True))
+        record = status.conclude(sweep_directory, subdirectory, of_launcher("Gone", message), "failed")
+    echo(f"{Path(subdirectory).name}: {record.status}", sys.stderr)
+    _show_failure(Run(subdirectory, None, None, record, is_over=True))
 
 
 def _show_failure(run: Run) -> None:
     """Print the traceback of a failed run, or the end of its output if there is none."""
-    error = run.typed.error
-    if run.typed.status == "ok" or not error:
+    error, status_of_run = run.record.error, run.record.status
+    if status_of_run == "ok" or not error.type:
         return
     name = Path(run.directory).name
-    if error.traceback and run.typed.status != "preempted":  # the traceback of a signal is ptdbench's
+    if error.traceback and status_of_run != "preempted":  # the traceback of a signal is ptdbench's
         echo(f"\n{name}, rank {error.rank}:\n{error.traceback.rstrip()}", sys.stderr)
     elif run.job and (tail := status.log_tail(run.job)):
         echo(f"\n{name}, the end of its output:\n{tail}", sys.stderr)

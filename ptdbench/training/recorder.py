@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from msgspec import convert, to_builtins
+from msgspec import convert
 
 from ptdbench.job import Job, Results
 from ptdbench.launch.collect import barrier, gather, most, total
@@ -135,10 +135,9 @@ class Recorder:
         if self._unshown:
             rows = np.concatenate(self._unshown)
             with suppress(OSError, store.Damaged):  # training continues if the record cannot be read
-                written = store.load_record(self._job.directory)
+                known = store.read_record(self._job.directory)
                 for log in self.logs:
-                    news = to_builtins(evaluations[self._shown_evaluations :])
-                    log.show(written, self._loop.done - len(rows), rows, news)
+                    log.show(known, self._loop.done - len(rows), rows, evaluations[self._shown_evaluations :])
                 self._unshown, self._shown_evaluations = [], len(evaluations)
 
     def figures(self, if_quick: bool = False) -> Results:

@@ -23,11 +23,10 @@ def judge(tmp_path, monkeypatch, capsys):
         draw, lines = random.Random(3), []
         for slower in slownesses:
             rates = [1000 * (1 - slower) * (1 + draw.gauss(0, deviation)) for _ in range(blocks)]
-            for block, one in enumerate(
-                repeated("ddp", rates, "outputs/sweep", f"_{slower}", fingerprint="f", workload="train")
-            ):
-                config = {**one["config"], "model": {"name": "gpt_tiny", "slower": slower}}
-                lines.append(json.dumps({**one, "config": config, "directory": str(tmp_path / f"{block}_{slower}")}))
+            for block, one in enumerate(repeated("ddp", rates, name=f"_{slower}")):
+                config = {**one.config, "model": {"name": "gpt_tiny", "slower": slower}}
+                place = str(tmp_path / f"{block}_{slower}")
+                lines.append(json.dumps({**one.written, "config": config, "directory": place}))
         (tmp_path / store.RESULTS).write_text("\n".join(lines) + "\n")
         monkeypatch.setattr("sys.argv", ["compare_truth.py", "--sweep", str(tmp_path), *options])
         monkeypatch.setattr(compare_truth, "TRIES", 20)
@@ -86,6 +85,6 @@ def test_a_sweep_with_too_little_is_one_line(judge, tmp_path, blocks, slownesses
 
 
 def test_a_run_takes_from_its_start_to_the_next(tmp_path):
-    for second, one in zip((30, 0, 4, 8), repeated("ddp", [1.0] * 4, fingerprint="f", workload="train"), strict=True):
-        store.append_result(tmp_path, {**one, "started": f"2026-01-01T00:00:{second:02d}+00:00"})
+    for second, one in zip((30, 0, 4, 8), repeated("ddp", [1.0] * 4), strict=True):
+        store.append_result(tmp_path, {**one.written, "started": f"2026-01-01T00:00:{second:02d}+00:00"})
     assert compare_truth._seconds_a_run(tmp_path) == 4

@@ -62,8 +62,8 @@ def test_make_bench_is_judged_by_its_table(tmp_path, monkeypatch):
         directory = cwd / command[-1].partition("hydra.sweep.dir=")[2]
         directory.mkdir(parents=True)
         for name, rates in zip(("ddp", "pdp", "fsdp"), tables.pop(0), strict=True):
-            for one in repeated(name, rates, str(directory), fingerprint="f", workload="train"):
-                store.append_result(directory, one)
+            for one in repeated(name, rates, str(directory)):
+                store.append_result(directory, one.written)
 
     monkeypatch.setattr(ranks_truth, "ROOT", tmp_path)
     monkeypatch.setattr(ranks_truth.subprocess, "run", made)

@@ -19,7 +19,7 @@ from ptdbench.problems import ConfigError, Problem
 from ptdbench.records.store import RECORD, RESULTS
 from tests.conftest import ROOT
 from tests.programs import call
-from tests.report.made import DDP, keep, repeated, run
+from tests.report.made import DDP, Made, keep, repeated, run
 
 STEADY = [1000.0, 1010.0, 990.0, 1005.0, 995.0]
 
@@ -29,10 +29,10 @@ def compare(ptdbench):
     return partial(ptdbench, "compare")
 
 
-def kept(sweep: Path, *runs: dict) -> Path:
+def kept(sweep: Path, *runs: Made) -> Path:
     """A sweep that ran in a folder of another name, as in CI, where it is moved away after each."""
     for one in runs:
-        keep(sweep.parent / "moved", Path(one["directory"]).name, one)
+        keep(sweep.parent / "moved", Path(one.directory).name, one)
     return (sweep.parent / "moved").rename(sweep)
 
 
@@ -242,7 +242,7 @@ def test_where_both_took_turns_it_ends_as_a_sweep_does(in_turns):
         for side in ("before", "after"):
             for block in range(3):
                 options = {"series": directory.name, "block": block}
-                one = {**DDP, "config": {**DDP["config"], "repeat": options}}
+                one = DDP | {"config": {**DDP.config, "repeat": options}}
                 keep(directory / side / str(block), "0_ddp", one)
 
     _, out, err = in_turns(run_both)

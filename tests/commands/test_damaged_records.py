@@ -14,10 +14,10 @@ import pytest
 from ptdbench.profiling.phases import KINDS
 from ptdbench.records import series
 from ptdbench.records.store import RECORD, RESULTS
-from tests.report.made import DDP, FSDP, keep
+from tests.report.made import DDP, FSDP, keep, made
 
 #: A run that has a bit of everything that commands read.
-WHOLE = DDP | {
+WHOLE = DDP.written | {
     "steps": 3, "nodes": ["n1"], "overrides": ["parallel=ddp"], "started": "2026-01-01T00:00:00+00:00",
     "memory": {
         "ranks": {kind: [2**20, 2**21] for kind in KINDS},
@@ -68,7 +68,7 @@ def damaged(at: tuple[Any, ...], value: Any) -> dict[str, Any]:
 
 def lay(sweep: Path, records: list[dict[str, Any]]) -> Path:
     """A sweep of two runs as they should be, and of these, with the series of three steps."""
-    for number, one in enumerate((WHOLE, FSDP)):
+    for number, one in enumerate((made(WHOLE), FSDP)):
         keep(sweep, f"{number}_whole", one)
     for number, one in enumerate(records, start=2):
         (sweep / f"{number}_damaged").mkdir()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.report.made import DDP, FSDP, PDP, failed, keep, repeated, run
 
-TOY = DDP | {"model": "toy", "config": DDP["config"] | {"model": "toy"}}
+TOY = DDP | {"model": "toy", "config": DDP.config | {"model": "toy"}}
 
 
 @pytest.fixture
@@ -19,17 +19,17 @@ def explain(ptdbench):
 def sweep(tmp_path):
     """Three runs with phases."""
     for number, record in enumerate((FSDP, DDP, PDP)):
-        keep(tmp_path / "sweep", f"{number}_gpt_tiny_{record['parallel']}", record)
+        keep(tmp_path / "sweep", f"{number}_gpt_tiny_{record.parallel}", record)
     return tmp_path / "sweep"
 
 
 def keep_repeats(sweep, record, rates):
     """The run in several blocks, with these throughputs and steps that fit them."""
-    for block, (rate, one) in enumerate(zip(rates, repeated(record["parallel"], rates), strict=True)):
+    for block, (rate, one) in enumerate(zip(rates, repeated(record.parallel, rates), strict=True)):
         metrics = record["metrics"] | {"tokens_per_second": rate}
         phases = record["phases"] | {"step_seconds": 1 / rate}
-        found = record | {"metrics": metrics, "phases": phases, "config": one["config"]}
-        keep(sweep, f"{block}_{record['parallel']}", found)
+        found = record | {"metrics": metrics, "phases": phases, "config": one.config}
+        keep(sweep, f"{block}_{record.parallel}", found)
 
 
 class TestSweep:

@@ -28,7 +28,7 @@ def report(ptdbench):
 def sweep(tmp_path):
     """Two runs that are ok, and one that is not."""
     for number, record in enumerate((FSDP, DDP, failed("tp", "no room", "oom"))):
-        keep(tmp_path / "sweep", f"{number}_gpt_tiny_{record['parallel']}", record)
+        keep(tmp_path / "sweep", f"{number}_gpt_tiny_{record.parallel}", record)
     return tmp_path / "sweep"
 
 
@@ -47,7 +47,7 @@ class TestForms:
         with (sweep / "report.csv").open() as file:
             found = list(csv.DictReader(file))
         assert [row["status"] for row in found] == ["ok", "ok", "oom"]
-        assert float(found[1]["metrics.tokens_per_second"]) == DDP["metrics"]["tokens_per_second"]
+        assert float(found[1]["metrics.tokens_per_second"]) == DDP.metrics.tokens_per_second
         assert found[0]["directory"] == str(sweep / "0_gpt_tiny_fsdp")
 
     def test_no_cell_is_a_formula_and_none_has_control_characters(self, report, tmp_path):
@@ -151,7 +151,7 @@ class TestRefused:
         assert list(tmp_path.iterdir()) == []
 
     def test_records_of_a_later_version(self, report, tmp_path):
-        path = keep(tmp_path / "sweep", "0", run(schema=3, world_size={"another": "form"}))
+        path = keep(tmp_path / "sweep", "0", run(schema=3))
         status, out, (line,) = report(path)
         assert (status, out) == (1, [])
         assert line.endswith("of a later version of ptdbench than this one, which reads 2; update ptdbench")

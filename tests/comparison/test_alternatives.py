@@ -57,9 +57,9 @@ def test_each_sweep_has_its_own_alternatives_and_blocks():
 def test_single_runs_in_one_folder_are_no_repeats_and_those_of_a_sweep_are(tmp_path):
     runs = [run("ddp", rate) for rate in (1.0, 2.0)]
     for number, one in enumerate(runs):
-        one["directory"] = str(tmp_path / str(number))
+        one.directory = str(tmp_path / str(number))
         (tmp_path / str(number)).mkdir()
-        store.write_record(tmp_path / str(number), one)
+        store.write_record(tmp_path / str(number), one.written)
     assert [len(one.runs) for one in of_sweeps(runs)] == [1, 1]
     (tmp_path / "multirun.yaml").touch()
     assert [len(one.runs) for one in of_sweeps(runs)] == [2]
@@ -69,13 +69,13 @@ def test_runs_of_a_sweep_in_nested_folders_share_their_blocks(tmp_path):
     """``hydra.sweep.subdir='${parallel.name}/${repeat.block}'``."""
     ledger.begin(tmp_path, ["parallel=ddp,fsdp"])
     runs = [
-        {**one, "directory": str(tmp_path / name / str(block))}
+        one | {"directory": str(tmp_path / name / str(block))}
         for name in ("ddp", "fsdp")
         for block, one in enumerate(repeated(name, [1.0, 2.0, 3.0]))
     ]
     for one in runs:
-        Path(one["directory"]).mkdir(parents=True)
-        store.write_record(Path(one["directory"]), one)
+        Path(one.directory).mkdir(parents=True)
+        store.write_record(Path(one.directory), one.written)
     ddp, fsdp = of_sweeps(runs)
     assert ddp.sample.keys() == fsdp.sample.keys()
     assert len(ddp.runs) == len(fsdp.runs) == 3
@@ -84,7 +84,7 @@ def test_runs_of_a_sweep_in_nested_folders_share_their_blocks(tmp_path):
 def test_every_run_counts_that_has_no_block_or_shares_one():
     """``parallel=ddp,ddp repeat=2``, and a run of the same sweep from before there were repeats."""
     runs = [*repeated("ddp", [1.0, 2.0]), *repeated("ddp", [3.0, 4.0], name="again"), run("ddp", 5.0)]
-    runs[-1]["config"] = {**runs[0]["config"], "repeat": {"runs": 1}}
+    runs[-1].config = {**runs[0].config, "repeat": {"runs": 1}}
     (one,) = alternatives.group(runs)
     assert sorted(one.sample.values()) == [1.0, 2.0, 3.0, 4.0, 5.0]
 
@@ -96,13 +96,13 @@ def test_every_run_counts_that_has_no_block_or_shares_one():
 def test_other_work_is_another_alternative(changes):
     one = run("ddp", nodes=["a"])
     assert len(alternatives.group([one, one])) == 1
-    assert len(alternatives.group([one, {**one, **changes}])) == 2
+    assert len(alternatives.group([one, one | changes])) == 2
 
 
 def test_how_often_it_is_repeated_and_other_nodes_or_unknown_ones_make_no_other_alternative():
     one, other = repeated("ddp", [1.0, 2.0])
-    more = {**other, "config": {**other["config"], "repeat": {"runs": 9, "block": 1}}, "nodes": ["b"]}
-    assert len(alternatives.group([{**one, "nodes": ["a"]}, {**one, "nodes": None}, more])) == 1
+    more = other | {"config": {**other.config, "repeat": {"runs": 9, "block": 1}}, "nodes": ["b"]}
+    assert len(alternatives.group([one | {"nodes": ["a"]}, one | {"nodes": None}, more])) == 1
 
 
 @pytest.mark.parametrize("side", [[], ["others"]])
@@ -114,14 +114,14 @@ def test_one_that_never_knew_its_world_belongs_to_those_that_asked_for_the_same(
     ((identity, found),) = alternatives.by_identity([*lost, *own], others=others).items()
     assert len(found.runs) == 3 + len(own)
     assert identity in alternatives.by_identity([known])
-    other = {**known["config"], "cluster": {"nodes": 4, "ranks_per_node": 4}}
-    assert len(alternatives.group([{**lost[0], "config": other}, known])) == 2
+    other = {**known.config, "cluster": {"nodes": 4, "ranks_per_node": 4}}
+    assert len(alternatives.group([lost[0] | {"config": other}, known])) == 2
 
 
 def test_options_that_are_ignored_tell_nothing_apart():
     old, new = run("ddp"), run("ddp")
-    new["config"] = {**new["config"], "parallel": {**new["config"]["parallel"], "new": 1}, "group": {"option": 2}}
-    ignored = dict(leaves(new["config"])).keys() - dict(leaves(old["config"])).keys()
+    new.config = {**new.config, "parallel": {**new.config["parallel"], "new": 1}, "group": {"option": 2}}
+    ignored = dict(leaves(new.config)).keys() - dict(leaves(old.config)).keys()
     assert ignored == {"parallel.new", "group.option"}
     assert len(alternatives.group([old, new])) == 2
     assert len(alternatives.by_identity([old, new], ignored)) == 1
@@ -133,21 +133,21 @@ def test_options_that_are_ignored_tell_nothing_apart():
 )
 def test_the_typical_run_is_the_median_one_of_two_the_slower(rates, typical):
     (one,) = alternatives.group(repeated("ddp", rates))
-    assert alternatives.throughput(one.median_run) == typical
+    assert one.median_run.throughput == typical
 
 
 def test_of_failed_runs_the_first_is_the_typical_one_and_of_others_none():
     broken = [failed("ddp", "first"), failed("ddp", "second")]
     assert alternatives.group(broken)[0].median_run is broken[0]
     (one,) = alternatives.group([*broken, run("ddp", None), run("ddp", 9.0, status="diverged")])
-    assert alternatives.throughput(one.median_run) == 250.0  # samples, where they are not tokens
+    assert one.median_run.throughput == 250.0  # samples, where they are not tokens
     assert [*one.sample.values()] == [250.0]
 
 
 def test_each_side_of_a_comparison_has_its_own_alternatives_with_all_its_blocks():
     """Each block of a side is a sweep in a folder of its own, and is compared with that of the other side."""
     runs = [
-        {**one, "directory": f"outputs/compare/{side}/{block}/0_ddp"}
+        one | {"directory": f"outputs/compare/{side}/{block}/0_ddp"}
         for side, factor in (("before", 1.0), ("after", 0.9))
         for block, one in enumerate(
             repeated("ddp", [factor * rate for rate in (10.0, 20.0, 40.0, 41.0)], options={"series": "compare"})

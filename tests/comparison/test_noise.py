@@ -32,12 +32,12 @@ def sweep(blocks=3, names=("ddp", "fsdp")):
 
 def started(day):
     """The same as of this day."""
-    return [{**one, "started": f"2026-11-{day}T12:00:{place:02}"} for place, one in enumerate(sweep())]
+    return [one | {"started": f"2026-11-{day}T12:00:{place:02}"} for place, one in enumerate(sweep())]
 
 
 def on(machine, one, nodes=("n1",), steps=100):
-    config = {**one["config"], "train": {"steps": steps}}
-    return {**one, "environment": machine, "nodes": list(nodes), "config": config}
+    config = {**one.config, "train": {"steps": steps}}
+    return one | {"environment": machine, "nodes": list(nodes), "config": config}
 
 
 def noisy(name, deviation, runs=3, steps=100, **changes):
@@ -58,7 +58,7 @@ def deviation(runs):
 
 
 def elsewhere(runs, directory):
-    return [{**one, "directory": f"{directory}/{one['directory'].rpartition('/')[2]}"} for one in runs]
+    return [one | {"directory": f"{directory}/{one.directory.rpartition('/')[2]}"} for one in runs]
 
 
 def test_sweeps_add_up_and_of_the_same_one_the_latest_table_counts():

@@ -138,7 +138,7 @@ def test_commands_that_are_shown_compose(command):
         del words[words.index("--cfg") :]
     overrides = [word for word in words if not word.startswith("-")]
     found = compose_all(overrides, multirun="-m" in words)
-    assert found.jobs
+    assert found.wholes
     if not re.search(r"my_package|\bmy/|/data/", command):  # examples of what only the reader has
         for job in found.jobs:
             if is_refused(command):

@@ -112,7 +112,7 @@ def test_a_record_that_cannot_be_read_today_is_left_out_with_a_warning(tmp_path,
     monkeypatch.setattr(store, "read_bytes", read)
     the_sound_one(tmp_path, r"record\.json: cannot be read: Permission denied")
     with pytest.raises(PermissionError):
-        store.earlier_record(away.parent)
+        store.load_or_set_aside(away.parent)
 
 
 @pytest.mark.parametrize("directory", ["a\0b", "\ud800", "9" * 5000, "x/" * 3000])

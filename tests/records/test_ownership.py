@@ -16,8 +16,7 @@ from ptdbench.launch.slurm import JobState, SlurmError
 from ptdbench.problems import ConfigError
 from ptdbench.records import ownership, record, store
 from ptdbench.records.ownership import Attempt, Progress, ProgressFile, read_progress, this_process
-from tests.conftest import composed
-from tests.shared_ranks import carry_out
+from ptdbench.run import door
 from tests.sweep.made import CONFIG
 
 
@@ -156,7 +155,7 @@ def test_a_second_start_of_a_run_trains_nothing(tmp_path, process, capsys):
     ownership.open_record(tmp_path, draft(tmp_path, "first", pid=process.pid, started=started))
     before = (tmp_path / "record.json").read_bytes()
     with pytest.raises(SystemExit):
-        carry_out(composed("model=toy", "device=cpu", "train.steps=2"), tmp_path)
+        door.run(tmp_path)
     assert (tmp_path / "record.json").read_bytes() == before
     assert "is writing its results there" in capsys.readouterr().err
 

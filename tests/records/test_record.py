@@ -4,11 +4,14 @@ import copy
 import json
 import math
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ptdbench.records import record, schema, store
-from tests.report.made import run
+from ptdbench.records.run_record import parse, typed
+from tests.report.made import made, run
 from tests.sweep.made import CONFIG
 
 
@@ -33,27 +36,26 @@ def test_what_is_refused_leaves_a_record_that_can_be_read(tmp_path, option, valu
         node = node[group]
     node[last] = value
     written = json.dumps(record.begin(typed, tmp_path, {})).encode()
-    assert schema.record(written)["config"] == typed
+    assert parse(written).config == typed
 
 
 def test_an_option_is_there_and_of_its_type_or_it_is_none():
-    written = {"config": {"repeat": {"block": [1], "series": "a"}, "train": None}}
-    assert record.option(written, "repeat.series", str) == "a"
+    one = made({"config": {"repeat": {"block": [1], "series": "a"}, "train": None}})
+    assert one.option("repeat.series", str) == record.option(one.written, "repeat.series", str) == "a"
     for name in ("repeat.block", "train.steps", "repeat.series.more", "nothing"):
-        assert record.option(written, name, int) is None
-    assert record.option({"config": None}, "repeat.block", int) is None
+        assert one.option(name, int) is None
+    assert made({"config": None}).option("repeat.block", int) is None
 
 
 def test_what_is_typed_has_no_repeats_and_is_quoted():
     of_start = ["repeat.block=3", "+repeat.runs=5", "resume=a", "sweep.resume=b"]
-    typed = record.rerun_command(run(overrides=["model=a b", *of_start, "+x='1'"]))
+    typed = run(overrides=["model=a b", *of_start, "+x='1'"]).rerun_command()
     assert typed.endswith(" 'model=a b' '+x='\"'\"'1'\"'\"''")
-    assert record.rerun_command(run(overrides=[])) == record.rerun_command(run(overrides=["repeat.runs=5"]))
-    assert record.rerun_command(run(overrides=["a=1"], launcher="torchrun")).startswith("torchrun ... ")
-    typed = record.rerun_command(run(overrides=["a=1"], sources=["--config-dir", "my own"]))
+    assert run(overrides=[]).rerun_command() == run(overrides=["repeat.runs=5"]).rerun_command()
+    assert run(overrides=["a=1"], launcher="torchrun").rerun_command().startswith("torchrun ... ")
+    typed = run(overrides=["a=1"], sources=["--config-dir", "my own"]).rerun_command()
     assert typed.endswith(" --config-dir 'my own' a=1")
-    assert record.rerun_command(run(overrides=None)) is None
-    assert record.rerun_command(run()) is None
+    assert run().rerun_command() is None
 
 
 def test_where_choices_come_from_is_on_record_and_stays_there(tmp_path, monkeypatch):
@@ -64,7 +66,9 @@ def test_where_choices_come_from_is_on_record_and_stays_there(tmp_path, monkeypa
     assert record.with_earlier_results(record.begin({}, tmp_path, {}), typed)["sources"] == typed["sources"]
 
 
-def test_a_group_of_fields_is_read_by_its_type():
-    written = {"micro_batch": {"found": 4}, "metrics": None}
-    assert schema.part(written, schema.MicroBatch).found == 4
-    assert schema.part(written, schema.Metrics) == schema.Metrics()
+def test_what_a_record_lacks_is_empty_for_its_readers_and_stays_as_it_is_written():
+    written = record.begin(CONFIG, Path(), {}) | {"micro_batch": {"found": np.int64(4)}, "metrics": None, "mine": 1}
+    read = typed(written)
+    assert (read.micro_batch.found, read.metrics, read.nodes, read.is_open) == (4, schema.Metrics(), [], True)
+    assert (read.written["metrics"], read.written["mine"]) == (None, 1)
+    assert typed({**written, "error": None}).error.type == ""

@@ -25,6 +25,10 @@ def lines(sweep: Path) -> list[dict]:
     return [schema.parse(line) for line in (sweep / "results.jsonl").read_bytes().splitlines()]
 
 
+def results(sweep: Path, *tell: Callable[[str], object]) -> list[dict]:
+    return [record.written for record in read_results(sweep, *tell)]
+
+
 def test_a_record_is_strict_json_whatever_it_holds(tmp_path):
     text = 'quote " newline \n lone surrogate \udcff'
     record = {
@@ -77,26 +81,26 @@ def test_results_of_writers_at_the_same_time_are_all_whole(tmp_path):
 
 
 def test_a_torn_last_line_is_passed_over_and_repaired(tmp_path):
-    assert read_results(tmp_path) == []
+    assert results(tmp_path) == []
     (tmp_path / "results.jsonl").write_text('{"ru')
     append_result(tmp_path, result(1))
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"run": 2, "losses": [1.0, 2')
     told = []
-    assert read_results(tmp_path, told.append) == [result(1)]
+    assert results(tmp_path, told.append) == [result(1)]
     assert told == []  # the run that was killed there has a record of its own
     append_result(tmp_path, result(3))
-    assert lines(tmp_path) == read_results(tmp_path) == [result(1), result(3)]
+    assert lines(tmp_path) == results(tmp_path) == [result(1), result(3)]
 
 
 def test_of_a_run_that_was_done_again_the_last_line_counts_and_is_the_only_one(tmp_path):
     failed = result(2) | {"status": "failed"}
     by_earlier_version = "".join(f"{json.dumps(record)}\n" for record in (result(1), result(2), result(12), failed))
     (tmp_path / "results.jsonl").write_text(by_earlier_version)
-    assert read_results(tmp_path) == [result(1), result(12), failed]
+    assert results(tmp_path) == [result(1), result(12), failed]
     again = result(2) | {"directory": f"elsewhere/{tmp_path.name}/2"}
     append_result(tmp_path, again)  # also after the sweep was moved
-    assert lines(tmp_path) == read_results(tmp_path) == [result(1), result(12), again]
+    assert lines(tmp_path) == results(tmp_path) == [result(1), result(12), again]
     assert [entry.name for entry in tmp_path.iterdir()] == ["results.jsonl"]
 
 
@@ -168,7 +172,7 @@ def test_a_full_disk_leaves_the_results_as_they_were(tmp_path, monkeypatch, fill
 def test_results_survive_a_file_system_without_locks(tmp_path, monkeypatch):
     monkeypatch.setattr(store.fcntl, "flock", Mock(side_effect=OSError(38, "Function not implemented")))
     append_result(tmp_path, result(1))
-    assert read_results(tmp_path) == [result(1)]
+    assert results(tmp_path) == [result(1)]
 
 
 def first_file(folder: Path, directory: Path) -> None:

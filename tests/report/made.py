@@ -1,17 +1,49 @@
 """Records as runs leave them, with phases and without, made by hand."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ptdbench.profiling.phases import PHASES
-from ptdbench.records.load import Run
+from ptdbench.records.run_record import RunRecord
+from ptdbench.records.schema import NO_ERROR
 from ptdbench.records.store import append_result, write_record
+
+
+class Made(RunRecord):
+    """A record as it is read, which ``|`` changes as a mapping."""
+
+    def __or__(self, changes: Mapping[str, Any]) -> Made:
+        return made({**self.written, **changes})
+
+    def __getitem__(self, field: str) -> Any:
+        return self.written[field]
+
+
+#: What an evaluation has that a test does not name.
+EVALUATION = {"step": 0, "samples": 1, "loss": None, "top1": None, "top5": None, "bits_per_byte": None, "seconds": 0.0}
+
+#: What a start of a run has that a test does not name.
+SEGMENT = {"layout": {}, "startup_seconds": {}, "warmup_steps": 0}
+
+
+def made(written: Mapping[str, Any]) -> Made:
+    """A record with these fields, and what every record has."""
+    whole = {"status": "ok", "schema": 2, "workload": "train", "fingerprint": "", "directory": "outputs/a", **written}
+    whole |= {
+        name: [{**least, **one} for one in whole[name]]
+        for name, least in (("evaluations", EVALUATION), ("segments", SEGMENT))
+        if whole.get(name)
+    }
+    if whole.get("error"):
+        whole["error"] = {**NO_ERROR, **whole["error"]}
+    return Made.of(whole)
 
 
 def run(parallel="ddp", tokens_per_second=1000.0, **changes):
     record = {
-        "status": "ok",
-        "schema": 2,
         "model": "gpt_tiny",
         "parallel": parallel,
         "world_size": 2,
@@ -32,8 +64,8 @@ def run(parallel="ddp", tokens_per_second=1000.0, **changes):
         "directory": f"outputs/sweep/{parallel}",
     }
     record |= changes
-    told = {name: record[name] for name in ("model", "layout", "precision", "global_batch")}
-    return {"config": {**told, "parallel": {"name": parallel, "schedule": "1f1b"}}, **record}
+    options = {name: record[name] for name in ("model", "layout", "precision", "global_batch")}
+    return made({"config": {**options, "parallel": {"name": parallel, "schedule": "1f1b"}}, **record})
 
 
 def repeated(parallel, rates, sweep="outputs/sweep", name="", options=None, **changes):
@@ -42,12 +74,12 @@ def repeated(parallel, rates, sweep="outputs/sweep", name="", options=None, **ch
     for block, rate in enumerate(rates):
         one = run(parallel, rate, directory=f"{sweep}/{block}_{parallel}{name}", **changes)
         repeat = {"runs": len(rates), "max": 20, "block": block, **(options or {})}
-        runs.append({**one, "config": {**one["config"], "repeat": repeat}})
+        runs.append(one | {"config": {**one.config, "repeat": repeat}})
     return runs
 
 
 def failed(parallel, message, status="failed", rank=1):
-    error = {"rank": rank, "type": "RuntimeError", "message": message, "traceback": ""}
+    error = {"rank": rank, "type": "RuntimeError", "message": message}
     return run(parallel, status=status, metrics=None, final_loss=None, error=error)
 
 
@@ -56,7 +88,7 @@ def operation(exposed: float, seconds: float, size: float = 4e6, calls: float = 
     return {"calls": calls, "bytes": size, "seconds": seconds / 1e3, "exposed_seconds": exposed / 1e3, **more}
 
 
-def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes: Any) -> dict[str, Any]:
+def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes: Any) -> Made:
     """A run with phases.
 
     Args:
@@ -83,7 +115,7 @@ def phased(parallel: str, step: float, ranks: dict[str, list[float]], **changes:
     }
     found |= {name: changes.pop(name) for name in list(changes) if name in found}
     metrics = run(tokens_per_second=1e6 / step)["metrics"]
-    return run(parallel, metrics=metrics, world_size=size, phases=found, workload="train", fingerprint="", **changes)
+    return run(parallel, metrics=metrics, world_size=size, phases=found, **changes)
 
 
 DDP = phased(
@@ -117,18 +149,14 @@ PDP = phased(
 
 
 def loaded(*records, sweep="outputs/sweep"):
-    """Records as they are loaded; each has a directory of its own."""
-    made = []
-    for number, record in enumerate(records):
-        directory = Path(sweep, f"{number}_{record.get('parallel')}")
-        made.append(Run({"workload": "train", **record, "directory": str(directory)}, directory))
-    return made
+    """The records with a directory of their own each."""
+    return [one | {"directory": f"{sweep}/{number}_{one.parallel}"} for number, one in enumerate(records)]
 
 
-def keep(sweep, name, record):
+def keep(sweep: Path, name: str, record: Made) -> Path:
     """A run as it lies in a sweep's directory."""
     (sweep / name).mkdir(parents=True)
-    record = {"schema": 2, "workload": "train", "fingerprint": ""} | record | {"directory": str(sweep / name)}
-    write_record(sweep / name, record)
-    append_result(sweep, record)
+    written = (record | {"directory": str(sweep / name)}).written
+    write_record(sweep / name, written)
+    append_result(sweep, written)
     return sweep / name

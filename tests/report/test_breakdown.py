@@ -15,7 +15,7 @@ MIB = 2**20
 def taking(record, moments=("backward", "backward"), **kinds):
     """The record with the memory of two ranks, in MiB by kind; what is not given is zero."""
     ranks = {kind: [int(one * MIB) for one in kinds.get(kind, (0, 0))] for kind in KINDS}
-    return {**record, "memory": {"ranks": ranks, "moments": list(moments), "pass_seconds": 0.5}}
+    return record | {"memory": {"ranks": ranks, "moments": list(moments), "pass_seconds": 0.5}}
 
 
 SMALL = taking(FSDP, weights=(10, 10), gradients=(10, 10), optimizer=(20, 20), activations=(30, 31))
@@ -44,7 +44,7 @@ def test_of_many_ranks_the_ends_are_shown():
     many = phased("ddp", 10, {"forward": [5] * 20})
     kinds = {kind: [MIB] * 20 for kind in KINDS}
     kinds["activations"] = [(rank + 1) * MIB for rank in range(20)]
-    many["memory"] = {"ranks": kinds, "moments": ["forward"] * 20}
+    many |= {"memory": {"ranks": kinds, "moments": ["forward"] * 20}}
     table, _ = breakdown.memory_of_ranks(many, 120)
     assert [line.split()[:3] for line in table.splitlines()[2:]] == [["rank", "19", "25.00"], ["rank", "0", "6.00"]]
 
@@ -68,7 +68,7 @@ OF_OTHER_RANKS = {"ranks": {kind: [MIB] * 3 for kind in KINDS}, "moments": ["for
 
 @pytest.mark.parametrize("damage", [None, {}, {"moments": ["forward"]}, {"moments": ["forward"] * 3}, OF_OTHER_RANKS])
 def test_without_memory_of_the_ranks_on_record_nothing_is_said(damage):
-    broken = {**SMALL, "memory": damage and {**SMALL["memory"], **damage}}
+    broken = SMALL | {"memory": damage and {**SMALL["memory"], **damage}}
     assert breakdown.memory_of_runs({"fsdp": broken}, 100) == breakdown.memory_of_ranks(broken, 100) == []
     for pair in ((broken, LARGE), (LARGE, broken)):
         assert list(breakdown.compare_memory(*pair, "a", "b")) == []
@@ -172,7 +172,7 @@ def test_many_ranks_are_few_rows():
 @pytest.mark.parametrize("width", [80, 90, 100])
 def test_lines_fit(width):
     every = taking(PDP, **dict.fromkeys(KINDS, (1000.5, 900.25)))
-    every["phases"] = PDP["phases"] | {"ranks": {phase: [0.0123, 0.0111] for phase in PHASES if phase != "other"}}
+    every.phases.ranks = {phase: [0.0123, 0.0111] for phase in PHASES if phase != "other"}
     text = of_runs({"ddp": LARGE, "pdp 1x2 zbv m8": every, "fsdp": FSDP}, width)
     assert ("left out in 80 columns: rank, in" in text) == (width == 80)
     assert width - 20 < max(map(len, text.splitlines())) <= width

@@ -3,7 +3,7 @@
 import pytest
 
 from ptdbench.report.labels import Environments, differences, names, title, titles
-from tests.report.made import run
+from tests.report.made import made, run
 
 
 def pdp(schedule="1f1b", microbatches=4, **changes):
@@ -127,22 +127,22 @@ def changed(**groups):
     ],
 )  # fmt: skip
 def test_options_that_differ_are_named_and_no_others(configs, expected):
-    assert differences([{"config": config} for config in configs]) == expected
+    assert differences([made({"config": config}) for config in configs]) == expected
 
 
 ONE = {"host": "n1", "cpu": "a CPU", "torch": "2.11.0", "ptdbench": "1.0", "cores": 2, "cuda": None, "settings": {}}
 
 
 def of(*environments):
-    return Environments([{"environment": one} for one in environments])
+    return Environments([made({"environment": one}) for one in environments])
 
 
 def test_each_environment_has_one_number_whatever_the_order_of_its_fields():
     other = ONE | {"cores": 4}
     found = of(ONE, other, dict(reversed(ONE.items())), None)
     assert found.found == [ONE, other]
-    runs = [{"environment": one} for one in (dict(reversed(ONE.items())), other, None)]
-    assert [found.number(run) for run in [*runs, {}]] == [0, 1, None, None]
+    runs = [made({"environment": one}) for one in (dict(reversed(ONE.items())), other, None)]
+    assert [found.number(run) for run in [*runs, made({})]] == [0, 1, None, None]
 
 
 @pytest.mark.parametrize(

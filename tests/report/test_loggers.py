@@ -13,6 +13,7 @@ from unittest.mock import patch
 import pytest
 
 from ptdbench.records import ledger, record, series
+from ptdbench.records.run_record import RunRecord, typed
 from ptdbench.report import loggers, scalars
 from ptdbench.report.loggers import Log, Service, Start
 from ptdbench.report.scalars import Scalar
@@ -71,7 +72,7 @@ class TestLog:
         log = shown(service, tmp_path)
         if not left:
             log.show(RECORD, 2, rows()[2:], [])
-        log.finish(RECORD)
+        log.finish(RECORD.written)
         assert service.calls == ["begin", *["send"] * (4 - left), "end True"]
         whole = scalars.remaining(tmp_path, RECORD)
         assert len(service.points) == len(whole)
@@ -91,7 +92,7 @@ class TestLog:
         self, tmp_path, capsys, fails_at
     ):
         service = Kept(fails_at)
-        shown(service, tmp_path).finish(RECORD)
+        shown(service, tmp_path).finish(RECORD.written)
         assert service.calls[fails_at + 1 :] == (["end True"] if 0 < fails_at < 4 else [])
         rest = "the run goes on without it; TensorBoard and the record have everything"
         assert capsys.readouterr().err == f"logger: kept failed: ConnectionError: gone; {rest}\n"
@@ -114,7 +115,7 @@ class TestLog:
         (logged,) = MlflowClient(uri).search_runs([MlflowClient(uri).get_experiment_by_name("any").experiment_id])
         assert logged.info.status == "FAILED"
 
-    @pytest.mark.parametrize("end", [lambda log: log.finish(RECORD), Log.abort], ids=["finish", "abort"])
+    @pytest.mark.parametrize("end", [lambda log: log.finish(RECORD.written), Log.abort], ids=["finish", "abort"])
     def test_where_tensorboard_fails_only_the_record_has_everything(self, tmp_path, capsys, end):
         (tmp_path / "no folder").touch()
         log = Log(loggers.TensorBoard(), tmp_path / "no folder")
@@ -137,7 +138,7 @@ class TestLog:
 
         uri = f"file:{tmp_path}/mlruns"
         series.write(tmp_path / series.NAME, [rows()])
-        killed_at = {**RECORD, "steps": 2}  # the first of which was saved
+        killed_at = RECORD | {"steps": 2}  # the first of which was saved
         Log(loggers.MLflow("any", uri), tmp_path).show(killed_at, 0, rows()[:2], LOOKS[:1])
         client = MlflowClient(uri)
         (killed,) = client.search_runs([client.get_experiment_by_name("any").experiment_id])
@@ -146,7 +147,8 @@ class TestLog:
             return [point.step for point in client.get_metric_history(killed.info.run_id, tag)]
 
         assert (steps("step/loss"), steps("eval/loss")) == ([0, 1], [1])
-        Log(loggers.MLflow("any", uri), tmp_path).finish({**RECORD, "segments": [{"first_step": 1}]})
+        again = RECORD | {"segments": [{"first_step": 1, "steps": 2}]}
+        Log(loggers.MLflow("any", uri), tmp_path).finish(again.written)
         assert (steps("step/loss"), steps("eval/loss")) == ([0, 1, 2], [1, 3])
         assert client.get_run(killed.info.run_id).data.metrics["summary/ok"] == 1.0
         for _ in range(2):  # it is done again, is killed, and begins again
@@ -179,7 +181,7 @@ class TestLog:
         ledger.begin(tmp_path / "my_sweep", ["optimizer.lr=0.1,0.2"])
         series.write(directory / series.NAME, [rows()])
         service = Kept()
-        Log(service, directory).finish({**RECORD, "config": {"optimizer": {"lr": 0.2}}})
+        Log(service, directory).finish((RECORD | {"config": {"optimizer": {"lr": 0.2}}}).written)
         (start,) = service.opened
         assert start.sweep == "my_sweep"
         assert [start.hparams[name] for name in ("lr", "parallel", "ranks")] == [0.2, "pdp", 2]
@@ -207,7 +209,7 @@ def test_none_is_the_default_and_no_choice_changes_the_identity_of_a_run():
     assert record.fingerprint(config.resolve(plain)) == record.fingerprint(config.resolve(logged))
 
 
-def curves_of(directory: Path, found: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+def curves_of(directory: Path, found: RunRecord) -> dict[str, dict[int, float]]:
     """What a service should have of a run, by its record and its series: each tag by its steps."""
     curves: dict[str, dict[int, float]] = defaultdict(dict)
     for tag, value, step, _ in scalars.remaining(directory, found):
@@ -215,7 +217,7 @@ def curves_of(directory: Path, found: Mapping[str, Any]) -> dict[str, dict[int, 
     return curves
 
 
-def summary_of(found: Mapping[str, Any]) -> dict[str, float]:
+def summary_of(found: RunRecord) -> dict[str, float]:
     return {tag: value for tag, value in scalars.summary(found).items() if value is not None}
 
 
@@ -253,7 +255,7 @@ def test_wandb_gets_a_run_of_its_own_where_an_earlier_one_of_this_process_is_ope
 def test_wandb_offline_has_the_series_of_the_record(tmp_path):
     import wandb
 
-    shown(loggers.WandB("any", mode="offline"), tmp_path).finish(RECORD)
+    shown(loggers.WandB("any", mode="offline"), tmp_path).finish(RECORD.written)
     wandb.teardown()  # which ends the process that writes the file
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     curves: dict[str, dict[int, float]] = defaultdict(dict)
@@ -287,6 +289,7 @@ def test_mlflow_has_the_series_of_the_record(run, tmp_path, monkeypatch):
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("ptdbench")
     (logged,) = client.search_runs([experiment.experiment_id])
+    found = typed(found)
     expected = curves_of(directory, found)
     for tag, curve in expected.items():
         history = client.get_metric_history(logged.info.run_id, tag)

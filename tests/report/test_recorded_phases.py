@@ -3,7 +3,6 @@
 import pytest
 
 from ptdbench.profiling.phases import PHASES
-from ptdbench.records.schema import Phases, part
 from ptdbench.report.recorded_phases import groups, missing, of_rank, step, work_difference
 from tests.report.made import DDP, FSDP, PDP, failed, phased, run
 
@@ -16,19 +15,19 @@ def test_the_phases_of_a_step_are_means_over_ranks_and_add_up_to_it():
     assert sum(found.phases.values()) == pytest.approx(found.seconds)
 
 
-@pytest.mark.parametrize("record", [DDP, FSDP, PDP], ids=lambda record: record["parallel"])
+@pytest.mark.parametrize("record", [DDP, FSDP, PDP], ids=lambda record: record.parallel)
 def test_operations_take_the_place_of_communication(record):
     parts = step(record).parts()
-    assert sum(parts.values()) == pytest.approx(record["phases"]["step_seconds"])
+    assert sum(parts.values()) == pytest.approx(record.phases.step_seconds)
     assert "communication" not in parts
-    assert set(record["phases"]["communication"]) <= set(parts)
+    assert set(record.phases.communication) <= set(parts)
 
 
 def test_a_phase_that_a_record_lacks_is_zero():
     record = phased("ddp", 100, {"forward": [100]})
-    del record["phases"]["ranks"]["bubble"]
+    del record.phases.ranks["bubble"]
     assert step(record).phases["bubble"] == 0
-    assert of_rank(part(record, Phases), 0) == [0, 0.1, *[0] * (len(PHASES) - 2)]
+    assert of_rank(record.phases, 0) == [0, 0.1, *[0] * (len(PHASES) - 2)]
 
 
 def without(phases=None, **changes):

@@ -72,7 +72,7 @@ def test_a_long_message_is_cut_and_what_stands_behind_it_is_whole():
         "; its output is in /a/" + "long" * 30,
     )
     record = failed("ddp", message + output, "timeout")
-    record["error"]["where"] = "mymodels.py:13 in forward"
+    record.error.where = "mymodels.py:13 in forward"
     said = reason(record)
     assert said.startswith(f"timeout on rank 1: RuntimeError: {' '.join(message.split())[:900]}")
     where = "mymodels.py:13 in forward; the whole traceback is in outputs/sweep/ddp/traceback.txt"
@@ -82,7 +82,7 @@ def test_a_long_message_is_cut_and_what_stands_behind_it_is_whole():
 def test_a_refusal_is_whole_and_has_no_rank_to_blame():
     message = "; ".join(f"model.heads={heads}: must divide width=128; try 2, 4, 8" for heads in range(99))
     record = failed("ddp", message, rank=-1)
-    record["error"]["type"] = "ConfigError"
+    record.error.type = "ConfigError"
     assert reason(record) == f"failed: ConfigError: {message}"
 
 
@@ -109,8 +109,8 @@ FRUGAL = {"parallel": "fsdp", "precision": "bf16", "layout": {"micro_batch": 1}}
     ],
 )  # fmt: skip
 def test_out_of_memory_says_what_to_try(fields, tried):
-    record = failed("ddp", "no room", "oom") | {"layout": {"micro_batch": 8}}
-    record |= {"config": {"activations": {"name": "keep"}}} | fields
+    least = {"layout": {"micro_batch": 8}, "config": {"activations": {"name": "keep"}}}
+    record = failed("ddp", "no room", "oom") | least | fields
     assert reason(record) == f"oom on rank 1: RuntimeError: no room{tried}"
 
 
@@ -146,8 +146,8 @@ class TestRepeats:
         assert re.fullmatch(r"0\.80x \(0\.\d\d-0\.\d\d\)", second[6])
 
     def test_failed_runs_are_counted_and_the_reason_of_one_stands_below(self):
-        broken = {**self.DDP[2], "status": "oom", "metrics": None}
-        broken["error"] = failed("ddp", "CUDA out of memory")["error"]
+        error = failed("ddp", "CUDA out of memory")["error"]
+        broken = self.DDP[2] | {"status": "oom", "metrics": None, "error": error}
         text = render([*self.DDP[:2], broken, *self.FSDP], 200)
         (row,) = [row for row in cells(text) if row[2] == "ddp"]
         assert (row[1], row[-1]) == ("3", "2 ok, 1 oom")
@@ -248,7 +248,7 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
         "trace        'out puts/0'/trace.json.gz (2 KiB), for https://ui.perfetto.dev",
         "TensorBoard  tensorboard --logdir 'out puts/0'",
     ]
-    append_result(sweep, run())
+    append_result(sweep, run().written)
     assert closing_lines(sweep, [run(), DDP]).splitlines() == [
         "records      'out puts'/results.jsonl",
         f"phases       {command('explain')} 'out puts'",
@@ -267,7 +267,7 @@ def test_closing_lines_can_be_pasted(tmp_path, monkeypatch):
 
 def test_the_share_of_the_ceiling_is_a_column_where_any_run_has_one():
     known = run("fsdp", 500.0)
-    known["metrics"] = {**known["metrics"], "share_of_ceiling": 0.5249}
+    known.metrics.share_of_ceiling = 0.5249
     assert "% of GEMM" not in render([run("ddp")])
     text = render([run("ddp", 1000.0), known], 120)
     assert "MFU  % of GEMM   loss" in text
@@ -342,9 +342,9 @@ def test_what_else_is_to_be_known_of_a_run_is_said_below(changes, said):
 
 def test_other_load_is_told_once_for_all_rows():
     ddp, fsdp = (repeated(name, [1000.0, 1010.0, 990.0]) for name in ("ddp", "fsdp"))
-    for record, fields in zip([*ddp, *fsdp], [beside(0.5), {}, beside(0.2), beside(0.7), {}, {}], strict=True):
-        record.update(fields)
-    said = [line for line in render([*ddp, *fsdp], 300).splitlines() if "processes" in line]
+    loads = [beside(0.5), {}, beside(0.2), beside(0.7), {}, {}]
+    runs = [one | fields for one, fields in zip([*ddp, *fsdp], loads, strict=True)]
+    said = [line for line in render(runs, 300).splitlines() if "processes" in line]
     assert said == ["other processes took 0.7 of 2 cores, at most, during ddp (2 of 3 runs), fsdp (1 of 3 runs)"]
 
 
@@ -353,12 +353,12 @@ def test_what_was_not_measured_in_turns_is_told():
     ddp, fsdp, pdp = (repeated(name, [1000.0, 1010.0, 990.0]) for name in ("ddp", "fsdp", "pdp"))
     for one, hours in ((ddp, (1, 4, 5)), (fsdp, (2, 3, 6)), (pdp, (20, 21, 22))):
         for record, hour in zip(one, hours, strict=True):
-            record["started"] = f"2026-11-26T{hour:02}:00:00+00:00"
+            record.started = f"2026-11-26T{hour:02}:00:00+00:00"
     said = "pdp: measured after ddp, fsdp, not in turns: a machine that has changed since counts"
     assert [line for line in render([*ddp, *fsdp, *pdp], 300).splitlines() if "turns" in line] == [said]
-    ddp[0]["started"] = "at noon"  # a record is anybody's text, and here no reason to fail
+    ddp[0].started = "at noon"  # a record is anybody's text, and here no reason to fail
     assert "turns" not in render([*ddp, *fsdp, *pdp], 300)
-    single = [run(name, started=one[0]["started"]) for name, one in (("ddp", ddp), ("pdp", pdp))]
+    single = [run(name, started=one[0].started) for name, one in (("ddp", ddp), ("pdp", pdp))]
     assert "turns" not in render([*ddp, *fsdp], 300) + render(single, 300)
 
 
@@ -387,7 +387,7 @@ class TestWhy:
         """The mean of both, as throughput is; the medians are in another order."""
         times = {"ddp": {"mean": 0.076, "median": 0.149}, "fsdp": {"mean": 0.12, "median": 0.126}}
         runs = [
-            one | {"metrics": one["metrics"] | {"step_seconds": {"p5": 0.07, "p95": 0.2, **times[one["parallel"]]}}}
+            one | {"metrics": one["metrics"] | {"step_seconds": {"p5": 0.07, "p95": 0.2, **times[one.parallel]}}}
             for one in (DDP, FSDP)
         ]
         text = render(runs, 300)

@@ -22,8 +22,8 @@ RECORD = run(
         for step in (1, 3)
     ],
 )
-LOOKS = RECORD["evaluations"]
-FAILED = {**RECORD, "status": "failed", "steps": None, "final_loss": None, "metrics": None, "evaluations": None}
+LOOKS = RECORD.evaluations
+FAILED = RECORD | {"status": "failed", "steps": None, "final_loss": None, "metrics": None, "evaluations": None}
 
 
 def rows(losses=(5.0, 4.0, 3.5)) -> np.ndarray:
@@ -52,9 +52,9 @@ def shown(directory) -> EventAccumulator:
 
 def written(directory, record, steps=None) -> EventAccumulator:
     directory.mkdir(parents=True, exist_ok=True)
-    if record["steps"]:
+    if record.steps:
         series.write(directory / series.NAME, [rows() if steps is None else steps])
-    log(directory).finish(record)
+    log(directory).finish(record.written)
     return shown(directory)
 
 
@@ -93,7 +93,7 @@ def test_curves_over_the_steps_and_evaluations_at_their_own_wall_times(tmp_path)
 
 def test_images_are_counted_in_samples(tmp_path):
     metrics = {**RECORD["metrics"], "tokens_per_second": None, "samples_per_second": 5.0}
-    events = written(tmp_path, {**RECORD, "tokens_per_sample": None, "metrics": metrics})
+    events = written(tmp_path, RECORD | {"tokens_per_sample": None, "metrics": metrics})
     assert values(events, "step/samples_per_second") == [(0, 8.0), (1, 32.0), (2, 32.0)]
     assert values(events, "summary/throughput") == [(2, 5.0)]
     assert "step/tokens_per_second" not in events.Tags()["scalars"]
@@ -125,8 +125,8 @@ def test_a_failed_run_is_not_ok_and_has_no_success(tmp_path):
     events = written(tmp_path, FAILED)
     assert events.Tags()["scalars"] == ["summary/ok"]
     live = log(tmp_path / "diverged")  # what it had before counts neither: sorted by it, it might be the first
-    live.show({**RECORD, "status": "unfinished"}, 0, rows()[:2], [])
-    live.finish({**RECORD, "status": "diverged", "steps": 2})
+    live.show(RECORD | {"status": "unfinished"}, 0, rows()[:2], [])
+    live.finish((RECORD | {"status": "diverged", "steps": 2}).written)
     tags = shown(tmp_path / "diverged").Tags()["scalars"]
     assert [tag for tag in tags if tag.startswith("summary/")] == ["summary/ok"]
     assert values(events, "summary/ok") == [(0, 0.0)]
@@ -139,7 +139,7 @@ def test_every_option_that_was_swept_is_a_column_and_the_first(tmp_path):
     lists = ["optimizer.betas=[0.9,0.99]", "data.path='a,b'", "optimizer.milestones=[1,2],[3,4]"]  # of these one swept
     ledger.begin(tmp_path, [*typed, *lists, "+b.seed=range(3)", "train.steps=9"])
     config = {"parallel": {"name": "pdp", "schedule": "gpipe"}, "optimizer": {"lr": 0.2}, "a": {"seed": 1}}
-    events = written(tmp_path / "0_toy_pdp", {**RECORD, "config": config})
+    events = written(tmp_path / "0_toy_pdp", RECORD | {"config": config})
     found = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
     assert (found["parallel"].string_value, found["schedule"].string_value) == ("pdp", "gpipe")
     assert (found["lr"].number_value, found["a.seed"].number_value, found["b.seed"].string_value) == (0.2, 1, "null")
@@ -160,7 +160,7 @@ def test_a_column_of_numbers_and_words_has_words_alone(tmp_path):
     """TensorBoard cannot sort any other."""
     ledger.begin(tmp_path, ["train.micro_batch=auto,2", "optimizer.lr=1,0.5", "seed=range(3)"])
     config = {"train": {"micro_batch": 2}, "optimizer": {"lr": 1}, "seed": 1}
-    events = written(tmp_path / "0", {**RECORD, "config": config})
+    events = written(tmp_path / "0", RECORD | {"config": config})
     found = plugin_data(events, metadata.SESSION_START_INFO_TAG).session_start_info.hparams
     assert (found["micro_batch"].string_value, found["lr"].number_value, found["seed"].number_value) == ("2", 1, 1)
 
@@ -195,7 +195,7 @@ def test_what_was_written_before_the_disk_was_full_is_there_once(tmp_path, monke
     live = log(tmp_path)
     live.show(RECORD, 0, rows()[:1], LOOKS[:1])
     live.show(RECORD, 1, rows()[1:2], [])
-    live.finish(RECORD)
+    live.finish(RECORD.written)
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(0, 5.0), (1, 4.0), (2, 3.5)]
     assert values(events, "eval/top1") == [(1, 0.25), (3, 0.75)]
@@ -221,7 +221,7 @@ def test_a_run_that_was_resumed_shows_the_steps_of_its_last_start(tmp_path):
     one_rank["step_seconds"] = 7.0
     series.write(tmp_path / series.NAME, [one_rank, rows()[1:]])
     segments = [{"first_step": 0, "steps": 1}, {"first_step": 1, "steps": 2}]
-    log(tmp_path).finish({**RECORD, "segments": segments})
+    log(tmp_path).finish((RECORD | {"segments": segments}).written)
     events = shown(tmp_path)
     assert values(events, "step/loss") == [(1, 4.0), (2, 3.5)]
     assert np.diff([event.wall_time for event in events.Scalars("step/loss")]) == [0.5]

@@ -22,12 +22,12 @@ def after(parallel="ddp", factor=1.0, rates=STEADY, **changes):
 
 
 def with_option(runs, **options):
-    return [{**one, "config": {**one["config"], **options}} for one in runs]
+    return [one | {"config": {**one.config, **options}} for one in runs]
 
 
 def of(runs, **environment):
     """These runs in an environment."""
-    return [{**one, "environment": environment} for one in runs]
+    return [one | {"environment": environment} for one in runs]
 
 
 def shown(found, width=200):
@@ -135,10 +135,10 @@ class TestStatus:
 
     @pytest.mark.parametrize("threshold", [None, 0.03])
     def test_a_configuration_that_fails_now_and_then(self, threshold):
-        broken = {**failed("ddp", "broken"), "directory": "outputs/after/9"}
+        broken = failed("ddp", "broken") | {"directory": "outputs/after/9"}
         found = match(before(), [*after("ddp", 1.1), broken])
         assert (found.pairs[0].verdict, status(found, threshold)) == ("fails at times", 1)
-        found = match([*before(), {**broken, "directory": "outputs/before/9"}], [*after("ddp", 1.1), broken])
+        found = match([*before(), broken | {"directory": "outputs/before/9"}], [*after("ddp", 1.1), broken])
         assert (found.pairs[0].verdict, status(found, threshold)) == ("faster", 0)
 
     @pytest.mark.parametrize(("was", "now", "verdict"), [(1, 17, "fails at times"), (1, 4, "no difference seen")])
@@ -147,7 +147,7 @@ class TestStatus:
 
         def side(of, count):
             runs = of(rates=4 * STEADY)
-            return [*runs[count:], *({**failed("ddp", "broken"), "directory": f"x/{n}"} for n in range(count))]
+            return [*runs[count:], *(failed("ddp", "broken") | {"directory": f"x/{n}"} for n in range(count))]
 
         found = match(side(before, was), side(after, now))
         assert (found.pairs[0].verdict, status(found, None)) == (verdict, int(now == 17))
@@ -174,7 +174,7 @@ class TestStatus:
     def test_what_no_longer_begins_fails(self):
         """Jobs whose nodes fail never know how many ranks they have."""
         lost = failed("ddp", "SLURM ended job 7: NODE_FAIL", rank=-1)
-        gone = [{**lost, "world_size": None, "nodes": None, "directory": f"outputs/after/{n}"} for n in range(3)]
+        gone = [lost | {"world_size": None, "nodes": None, "directory": f"outputs/after/{n}"} for n in range(3)]
         found = match([*before(nodes=["a"]), *before("fsdp")], [*after("fsdp"), *gone])
         verdicts = {pair.label: pair.verdict for pair in found.pairs}
         assert (verdicts, status(found, 0.03)) == ({"ddp": "fails", "fsdp": "no difference seen"}, 1)
@@ -197,7 +197,7 @@ class TestStatus:
 def with_losses(runs, *losses, **changes):
     """Runs whose last losses are these, in turn."""
     cycled = itertools.cycle(losses)
-    return [{**one, "final_loss": next(cycled), "steps": 60, **changes} for one in runs]
+    return [one | {"final_loss": next(cycled), "steps": 60, **changes} for one in runs]
 
 
 class TestLosses:
@@ -285,7 +285,7 @@ class TestText:
         text = shown(match(before(rates=STEADY[:2]), after("ddp", 0.5, STEADY[:2])))
         assert text.splitlines()[-1] == "ddp: it takes 3 runs of each that are ok; try repeat=5"
         assert " 0.500 " in text
-        text = shown(match([failed("ddp", "broken")], [{**failed("ddp", "broken"), "directory": "outputs/after/0"}]))
+        text = shown(match([failed("ddp", "broken")], [failed("ddp", "broken") | {"directory": "outputs/after/0"}]))
         assert "ddp: no run is ok on either side" in text.splitlines()
         assert "repeat" not in text
 
@@ -297,7 +297,7 @@ class TestText:
     def test_the_environments_are_compared(self):
         sides = of(before(), torch="2.7.0", python="3.12"), of(after(), torch="2.8.0", python="3.12")
         assert shown(match(*sides)).splitlines()[-1] == "environment: torch 2.7.0 → 2.8.0"
-        assert "environment" not in shown(match(sides[0], [{**one, "directory": "x"} for one in sides[0]]))
+        assert "environment" not in shown(match(sides[0], [one | {"directory": "x"} for one in sides[0]]))
         one, other = of(before(rates=[1000.0]), host="n1"), of(before(rates=[1010.0], name="_b"), host="n2")
         early = of([failed("ddp", "gone")], host="login")
         assert "environment" not in shown(match([*one, *other], [*other, *one, *early]))
@@ -321,7 +321,7 @@ class TestText:
     def test_a_throughput_has_the_interval_that_the_table_of_its_side_has(self):
         side = [*before(rates=STEADY[:3]), *before("fsdp", rates=[1000.0, 1100.0, 900.0]), *before("pdp", 0.5)]
         rows = [place for ranking in of_models(group(side)) for place in ranking.places]
-        expected = {place.alternative.median_run["parallel"]: f"±{place.margin:.1%}" for place in rows}
+        expected = {place.alternative.median_run.parallel: f"±{place.margin:.1%}" for place in rows}
         text = shown(match(side, after(rates=STEADY[:3])))
         assert re.search(r"^ddp .*?(±\S*)", text, re.MULTILINE)[1] == expected["ddp"]
 

@@ -6,10 +6,10 @@ from ptdbench.report.markdown import markdown
 from ptdbench.report.page.document import content
 from ptdbench.report.remarks import reason
 from ptdbench.report.table import of_plans, render
-from tests.report.made import loaded, run
+from tests.report.made import loaded, made, run
 
 GIB = 2**30
-RUN = {
+FIELDS = {
     "kind": "virtual",
     "status": "ok",
     "world_size": 256,
@@ -30,6 +30,7 @@ RUN = {
     },
     "memory": {"ranks": {"weights": [GIB, GIB], "activations": [2 * GIB, GIB]}},
 }
+RUN = made(FIELDS)
 
 
 def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
@@ -43,15 +44,15 @@ def test_one_run_is_explained_by_its_ranks_kernels_and_messages():
 
 
 def test_a_plan_of_some_passes_has_the_kernels_and_messages_of_these():
-    made = {**RUN, "kind": "planned", "plan": {"accumulation": 2}}
-    told = virtual.explained({**made, "layout": {"accumulation": 8}}, "fsdp", 140)
+    plan = RUN | {"kind": "planned", "plan": {"accumulation": 2}}
+    told = virtual.explained(plan | {"layout": {"accumulation": 8}}, "fsdp", 140)
     for words in ("kernels in ", "messages of ", "the host launched "):
         assert f"{words}2 of 8 passes of a step" in told
-        assert f"{words}a step" in virtual.explained({**made, "layout": {"accumulation": 2}}, "fsdp", 140)
+        assert f"{words}a step" in virtual.explained(plan | {"layout": {"accumulation": 2}}, "fsdp", 140)
 
 
 def test_experts_in_turn_are_told():
-    of_experts = {**RUN, "config": {"model": {"router": {"balance": "loss"}}}}
+    of_experts = RUN | {"config": {"model": {"router": {"balance": "loss"}}}}
     told = "experts take turns by position, as with model.router.balance=forced"
     assert told in virtual.explained(of_experts, "ep", 140)
     assert sum(told in line for line in virtual.remarks([of_experts, of_experts, RUN])) == 1
@@ -59,10 +60,10 @@ def test_experts_in_turn_are_told():
 
 
 def test_convolutions_need_more_than_is_known():
-    of_images = {**RUN, "virtual": {**RUN["virtual"], "kernels": {"convolution": [0, 3]}}}
+    of_images = RUN | {"virtual": {**RUN["virtual"], "kernels": {"convolution": [0, 3]}}}
     told = "convolutions have no workspaces"
     assert told in virtual.explained(of_images, "ddp", 140)
-    assert told in of_plans([{**run(), **of_images, "kind": "planned", "plan": {"fits": True}}], 200)
+    assert told in of_plans([run() | of_images.written | {"kind": "planned", "plan": {"fits": True}}], 200)
     assert told not in virtual.explained(RUN, "ddp", 140)
 
 
@@ -73,20 +74,20 @@ def test_what_came_to_its_end_without_a_throughput_gives_no_reason():
 
 
 def test_why_kernels_are_not_known_stands_in_their_place():
-    found = virtual.explained({**RUN, "virtual": {**RUN["virtual"], "reason": "profile.steps=0"}}, "fsdp", 140)
+    found = virtual.explained(RUN | {"virtual": {**RUN["virtual"], "reason": "profile.steps=0"}}, "fsdp", 140)
     assert "no kernels and no messages: profile.steps=0" in found
     assert "all_gather" not in found
 
 
 def test_a_rank_that_fails_may_have_decided_by_values():
     error = {"rank": 1, "type": "AssertionError", "message": "no expert was chosen", "traceback": ""}
-    failed = {"status": "failed", "directory": "outputs/a", "error": error}
+    failed = made({"status": "failed", "error": error})
     assert reason(failed) == "failed on rank 1: AssertionError: no expert was chosen"
-    assert reason({**failed, "kind": "virtual"}).endswith(
+    assert reason(failed | {"kind": "virtual"}).endswith(
         "; virtual GPUs compute nothing, and what decides by the values of tensors fails there"
     )
     refused = {**error, "rank": -1, "type": "ConfigError", "message": "precision=fp8: no"}
-    assert reason({**failed, "kind": "virtual", "error": refused}) == "failed: ConfigError: precision=fp8: no"
+    assert reason(failed | {"kind": "virtual", "error": refused}) == "failed: ConfigError: precision=fp8: no"
 
 
 def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
@@ -96,23 +97,11 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
         "room_bytes": 9 * GIB, "capacity_bytes": 10 * GIB, "capacity_of": "an H200",
     }  # fmt: skip
     memory = {"ranks": {"weights": [GIB, 2 * GIB], "communication": [0, GIB]}}
-    planned = {
-        **RUN,
-        "kind": "planned",
-        "model": "gpt",
-        "parallel": "fsdp",
-        "memory": memory,
-        "plan": found,
-        "directory": "a/0",
-    }
+    of_plan = {"kind": "planned", "model": "gpt", "parallel": "fsdp", "memory": memory, "plan": found}
+    planned = RUN | of_plan | {"directory": "a/0"}
     state = {"weights": 3 * GIB, "gradients": GIB, "optimizer": 6 * GIB}
-    unknown = {
-        **planned,
-        "virtual": None,
-        "parallel": "ddp",
-        "plan": {"state": [state], "reason": "no GPU"},
-        "directory": "a/1",
-    }
+    plan = {"state": [state], "reason": "no GPU"}
+    unknown = planned | {"virtual": None, "parallel": "ddp", "plan": plan, "directory": "a/1"}
     title, headings, _, fsdp, ddp, *told = of_plans([planned, unknown], 300).splitlines()
     assert title == "gpt · planned, GiB of the rank that needs most"
     assert headings.split("  ")[-1] == "max mb"
@@ -121,19 +110,19 @@ def test_a_plan_is_the_rank_that_needs_most_by_kind_of_memory():
     assert told[0] == "ddp: only the training state is known: no GPU"
     assert told[1].startswith("left: of 9.0 GiB of 10.0 GiB (an H200), after what torch reserves")
     assert told[2].endswith("simulated: rank 0 (stands for 128 ranks) and rank 131 (stands for 128 ranks)")
-    one_more = {**planned, "plan": {**found, "stands_for": [255, 1]}}
+    one_more = planned | {"plan": {**found, "stands_for": [255, 1]}}
     assert "simulated: rank 0 (stands for 255 ranks) and rank 131\n" in of_plans([one_more], 300) + "\n"
     assert "evaluation" not in "".join(told)
-    evaluates = {**planned, "config": {"eval": {"every": 100}}}
+    evaluates = planned | {"config": {"eval": {"every": 100}}}
     assert "evaluation (eval.every) is left out" in of_plans([evaluates], 300)
     assert ", samples that wait for their pass, the CUDA" not in "".join(told)
-    waits = {**planned, "plan": {**found, "outside": {"samples": GIB}}}
+    waits = planned | {"plan": {**found, "outside": {"samples": GIB}}}
     assert "what torch reserves, samples that wait for their pass, the CUDA" in of_plans([waits], 300)
 
 
 def test_a_report_of_plans_has_their_columns_and_what_does_not_fit_is_no_failed_run():
     found = {"room_bytes": 9 * GIB, "needed_bytes": 6 * GIB, "fits": True, "largest_micro_batch": 8}
-    fits = {**RUN, "kind": "planned", "metrics": None, "plan": found, "layout": {"micro_batch": 4}}
+    fits = {**FIELDS, "kind": "planned", "metrics": None, "plan": found, "layout": {"micro_batch": 4}}
     lack = {"rank": -1, "type": "DoesNotFit", "message": "micro-batch 4 needs 12.0 GiB", "traceback": ""}
     too_large = {**fits, "plan": {**found, "needed_bytes": 12 * GIB, "fits": False, "largest_micro_batch": 0}}
     plans = loaded(run(**fits), run("fsdp", **{**too_large, "status": "oom", "error": lack}))

@@ -202,7 +202,7 @@ class TestRanks:
     def test_profiled_steps_that_were_shorter_cast_doubt(self):
         record = phased("ddp", 100, {"forward": [30], "backward": [70]}, profiled_step_seconds=0.076)
         assert list(remarks(record, "ddp")) == ["ddp: profiled steps 24% shorter than the timed ones, phases uncertain"]
-        record["phases"]["profiled_step_seconds"] = 0.096
+        record.phases.profiled_step_seconds = 0.096
         assert list(remarks(record, "ddp")) == []
 
     def test_even_ranks_and_a_record_without_waiting_leave_nothing_to_say(self):

@@ -3,7 +3,9 @@
 import re
 
 import pytest
+from msgspec import convert
 
+from ptdbench.measure.results import P2P, Check, Collectives, Hello, Matmul
 from ptdbench.report import table
 from ptdbench.report.workload_tables import (
     check_verdict,
@@ -14,6 +16,7 @@ from ptdbench.report.workload_tables import (
     ranges,
 )
 from ptdbench.workloads.collectives import definitions
+from tests.report.made import made
 
 
 def cells(text, beginning):
@@ -44,7 +47,7 @@ class TestHello:
     def test_every_rank_has_a_row_and_what_all_share_is_said_once(self):
         name = "a-node-with-a-name-as-long-as-clouds-give-them.internal"  # which is not cut
         ranks = rank(0), rank(1, cores=[2, 3, 8], threads=3), rank(2, device="cuda:0 H200", node=name)
-        title, _, _, *rows, setting = hello_table(hello(*ranks), 110).splitlines()
+        title, _, _, *rows, setting = hello_table(convert(hello(*ranks), Hello), 110).splitlines()
         assert title == "3 ranks on 2 nodes, started by srun, over gloo at n1:29400"
         assert [line.split() for line in rows] == [
             ["0", "0", "2", "n1", "vm", "cpu", "0-1", "1"],
@@ -56,7 +59,7 @@ class TestHello:
     def test_settings_that_differ_are_said_with_their_ranks(self):
         one, other = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "4"}
         ranks = [rank(number, settings=settings) for number, settings in enumerate((one, other, one, one))]
-        assert hello_table(hello(*ranks), 100).splitlines()[7:] == [
+        assert hello_table(convert(hello(*ranks), Hello), 100).splitlines()[7:] == [
             "NCCL_DEBUG=INFO  (ranks 0,2-3)",
             "NCCL_DEBUG=(not set)  (rank 1)",
             "OMP_NUM_THREADS=1  (ranks 0,2-3)",
@@ -64,7 +67,7 @@ class TestHello:
         ]
 
 
-def rate(median, **names):
+def product(median, **names):
     return {**names, "repetitions": 10, "mean": 0.9 * median, "median": median, "maximum": 1.1 * median}
 
 
@@ -73,21 +76,22 @@ def matmul(*medians, **ceiling):
         {
             "rank": number,
             "device": "NVIDIA H200",
-            "products": [rate(median, dtype="bf16", shape="8x8x8"), rate(1e12, dtype="bf16", shape="4x4x4")],
-            "copies": [rate(4e12, kind="within the device", bytes=2**30)],
+            "products": [product(median, dtype="bf16", shape="8x8x8"), product(1e12, dtype="bf16", shape="4x4x4")],
+            "copies": [product(4e12, kind="within the device", bytes=2**30)],
         }
         for number, median in enumerate(medians)
     ]
     best = {
         "device": "NVIDIA H200", "driver": "550", "torch": "2.15", "dtype": "bf16", "threads": None, "ranks": 2,
         "shape": "8x8x8", "flops_per_second": 7.5e14, "share_of_peak": 0.758, "peak_reason": None,
+        "beside_load": False,
     }  # fmt: skip
-    return {"ranks": ranks, "ceilings": [best | ceiling], "kept": None}
+    return {"ranks": ranks, "ceilings": [best | ceiling], "other_load": [], "kept": None}
 
 
 class TestMatmul:
     def test_figures_are_medians_over_the_ranks_and_the_slowest_is_named(self):
-        text = matmul_tables(matmul(800e12, 600e12, 700e12), 100)
+        text = matmul_tables(convert(matmul(800e12, 600e12, 700e12), Matmul), 100)
         (row,) = [line.split() for line in text.splitlines() if line.startswith("bf16") and "best" in line]
         assert row == ["bf16", "8x8x8", "(best)", "630", "700", "770", "600", "(rank", "1)", "10x"]
         assert "matrix products on 3 ranks at once (NVIDIA H200): TFLOP/s of a rank" in text
@@ -107,17 +111,17 @@ class TestMatmul:
         ],
     )  # fmt: skip
     def test_the_ceiling_beside_the_peak(self, ceiling, said):
-        assert matmul_tables(matmul(800e12, **ceiling), 100).splitlines()[-1] == f"ceiling of {said}"
+        assert matmul_tables(convert(matmul(800e12, **ceiling), Matmul), 100).splitlines()[-1] == f"ceiling of {said}"
 
     def test_without_copies_there_is_no_table_of_them_and_what_was_not_kept_is_said(self):
         found = {**matmul(1e12), "kept": "not kept for later runs: no room"}
         found["ranks"][0]["copies"] = []
-        text = matmul_tables(found, 100)
+        text = matmul_tables(convert(found, Matmul), 100)
         assert "copies" not in text
         assert text.endswith("later runs: no room")
 
 
-def row(op="all_reduce", size=2**20, mode="blocking", **changes):
+def collective(op="all_reduce", size=2**20, mode="blocking", **changes):
     moves = op != "barrier"
     return {
         "op": op,
@@ -125,7 +129,9 @@ def row(op="all_reduce", size=2**20, mode="blocking", **changes):
         "reduction": "sum" if op == "all_reduce" else None,
         "mode": mode,
         "bytes": size if moves else 0,
+        "ranks": 4,
         "repetitions": 10,
+        "post_seconds": None,
         "seconds": {"median": 1e-3, "p5": 9e-4, "p95": 2e-3},
         "algbw": 2e9 if moves else None,
         "busbw": 3e9 if moves else None,
@@ -134,12 +140,13 @@ def row(op="all_reduce", size=2**20, mode="blocking", **changes):
 
 def collectives(*results, **changes):
     found = {"group": "all", "groups": [[0, 1, 2, 3]], "definitions": definitions(), "results": list(results)}
-    return collectives_tables(found | {"fits": [], "cut": [], "left_out": []} | changes, 100)
+    found |= {"fits": [], "cut": [], "left_out": []} | changes
+    return collectives_tables(convert(found, Collectives), 100)
 
 
 class TestCollectives:
     def test_the_figures_of_a_size(self):
-        text = collectives(row(), row("barrier"))
+        text = collectives(collective(), collective("barrier"))
         assert text.startswith("1 group of 4 ranks; every result was checked\n")
         assert cells(text, "all_reduce fp32 sum blocking") == [
             "all_reduce fp32 sum blocking", "1 MiB", "1.00 ms", "900 µs", "2.00 ms", "2.00", "3.00",
@@ -147,7 +154,7 @@ class TestCollectives:
         assert cells(text, "barrier blocking") == ["barrier blocking", "-", "1.00 ms", "900 µs", "2.00 ms", "-", "-"]
 
     def test_definitions_stand_beside_the_figures(self):
-        text = collectives(row(), row("gather"), row("all_gather"))
+        text = collectives(collective(), collective("gather"), collective("all_gather"))
         assert "algbw = bytes / median seconds, after nccl-tests, doc/PERFORMANCE.md; n = 4 ranks" in text
         assert "busbw = algbw * 2(n-1)/n: all_reduce" in text
         assert "busbw = algbw * (n-1)/n: gather, all_gather" in text
@@ -155,7 +162,7 @@ class TestCollectives:
 
     def test_of_many_sizes_the_first_and_the_last_are_shown_and_the_rest_is_admitted(self):
         ops = ("broadcast", "reduce", "gather", "scatter", "all_gather")
-        text = collectives(*(row(op, 8 * 2**power) for op in ops for power in range(26)))
+        text = collectives(*(collective(op, 8 * 2**power) for op in ops for power in range(26)))
         for op in ops:
             assert cells(text, f"{op} fp32")[1] == "8 B"
         assert text.count("256 MiB") == len(ops)
@@ -169,29 +176,30 @@ class TestCollectives:
         assert cells(collectives(fits=[fit]), "all_reduce")[1:] == ["20.0", "1.00", "2.00", "0.988", "12%", "26"]
 
     def test_several_groups_what_was_cut_and_what_was_left_out_are_said(self):
-        cut = row("gather", mode="async", from_bytes=2**28, reason="too long")
+        series = {"op": "gather", "dtype": "fp32", "mode": "async"}
+        cut = {**series, "from_bytes": 2**28, "reason": "too long"}
         groups = {"group": "data", "groups": [[0, 2], [1, 3]]}
-        text = collectives(row(), cut=[cut], left_out=["reduce", "scatter"], **groups)
+        text = collectives(collective(), cut=[cut], left_out=["reduce", "scatter"], **groups)
         assert text.startswith("2 groups of 2 ranks (data), at the same time; ")
         assert "gather fp32 async: not from 256 MiB on: too long" in text
         assert "left out, not in this backend: reduce, scatter" in text
 
 
-def pair(source, target, latency=2e-5, bandwidth=1.5e9):
+def link(source, target, latency=2e-5, bandwidth=1.5e9):
     sizes = [{"bytes": 2**26, "seconds": {"median": 0.04}, "bandwidth": bandwidth}]
-    return {"source": source, "target": target, "latency": latency, "bandwidth": bandwidth, "sizes": sizes}
+    return {"source": source, "target": target, "latency": latency, "bandwidth": bandwidth, "fit": None, "sizes": sizes}
 
 
 def p2p(ranks, **changes):
-    pairs = [pair(a, b) for a in range(ranks) for b in range(ranks) if a != b]
-    both = [{"ranks": [a, b], "sizes": pair(a, b)["sizes"]} for a in range(ranks) for b in range(a + 1, ranks)]
+    pairs = [link(a, b) for a in range(ranks) for b in range(ranks) if a != b]
+    both = [{"ranks": [a, b], "sizes": link(a, b)["sizes"]} for a in range(ranks) for b in range(a + 1, ranks)]
     return {"pairs": pairs, "both": both, "overlap": [], "cut": []} | changes
 
 
 class TestLinks:
     def test_a_matrix_by_pair(self):
-        figures = p2p(2, pairs=[pair(0, 1, 2e-5, 1.5e9), pair(1, 0, 3e-5, None)])
-        latency, bandwidth, both = p2p_tables(figures, 100).split("\n\n")
+        figures = p2p(2, pairs=[link(0, 1, 2e-5, 1.5e9), link(1, 0, 3e-5, None)])
+        latency, bandwidth, both = p2p_tables(convert(figures, P2P), 100).split("\n\n")
         assert latency.splitlines()[0] == "latency in µs, from row to column"
         assert [line.split() for line in latency.splitlines()[3:]] == [["0", "-", "20.0"], ["1", "30.0", "-"]]
         assert bandwidth.splitlines()[0] == "bandwidth at 64 MiB in GB/s, from row to column"
@@ -200,8 +208,8 @@ class TestLinks:
 
     def test_of_many_pairs_the_slowest_are_shown(self):
         many = p2p(12)
-        many["pairs"][50] = pair(4, 7, bandwidth=1e8)
-        text = p2p_tables(many, 100)
+        many["pairs"][50] = link(4, 7, bandwidth=1e8)
+        text = p2p_tables(convert(many, P2P), 100)
         first = text.split("\n\n")[0].splitlines()
         assert first[0] == "the 10 slowest of 132 pairs, bandwidth at 64 MiB in GB/s"
         assert first[3].split() == ["4", "7", "20.0", "0.100"]
@@ -210,42 +218,51 @@ class TestLinks:
 
     def test_overlap_says_what_is_hidden(self):
         times = {"communication": 1e-3, "computation": 1e-3, "together": 1.5e-3, "hidden": 0.5}
-        text = p2p_tables(p2p(2, overlap=[{"ranks": [0, 1], "bytes": 2**20, **times}]), 100)
+        found = p2p(2, overlap=[{"ranks": [0, 1], "bytes": 2**20, **times}])
+        text = p2p_tables(convert(found, P2P), 100)
         assert cells(text.split("\n\n")[-1], "0 and 1") == ["0 and 1", "1 MiB", "1.00 ms", "1.00 ms", "1.50 ms", "50%"]
 
     def test_nothing_measured_is_no_error(self):
-        nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "sizes": []}
+        nothing = {"source": 0, "target": 1, "latency": None, "bandwidth": None, "fit": None, "sizes": []}
         cut = [{"source": 0, "target": 1, "from_bytes": 8, "reason": "too long"}]
         found = {"pairs": [nothing], "both": [{"ranks": [0, 1], "sizes": []}], "overlap": [], "cut": cut}
-        assert "rank 0 to rank 1: not from 8 B on: too long" in p2p_tables(found, 100)
+        assert "rank 0 to rank 1: not from 8 B on: too long" in p2p_tables(convert(found, P2P), 100)
 
 
 def check(*texts, attempts=1, **changes):
-    pairs = [
-        {"source": 0, "target": 1, "bandwidth": 12e9, "latency": 2e-6},
-        {"source": 1, "target": 0, "bandwidth": 9e9, "latency": 3e-6},
-    ]
     found = {
         "sound": not texts,
+        "verdict": "unsound" if texts else "sound",
+        "busy": None,
         "findings": [{"kind": "slow rank", "ranks": [1], "text": text} for text in texts],
         "remarks": [],
         "tolerance": 0.05,
         "attempts": {"matmul": attempts, "p2p": 1},
+        "other_load": {},
         "hello": hello(rank(0), rank(1)),
         "versions": {"torch": "2.15.0", "nccl": None},
+        "gpus": [],
+        "links": {},
         "matmul": matmul(7e14, 7e14),
-        "p2p": {"pairs": pairs},
-        "collectives": {"results": [{"op": "all_reduce", "bytes": 2**20, "seconds": {"median": 0.0012}}]},
-    }
+        "p2p": p2p(2, pairs=[link(0, 1, 2e-6, 12e9), link(1, 0, 3e-6, 9e9)]),
+        "collectives": {
+            "group": "all", "groups": [[0, 1]], "definitions": definitions(), "results": [collective()], "fits": [],
+            "cut": [], "left_out": [],
+        },
+    }  # fmt: skip
     return found | changes
+
+
+def verdict(*texts, width=120, **changes):
+    return check_verdict(convert(check(*texts, **changes), Check), width).splitlines()
 
 
 class TestCheck:
     def test_a_sound_cluster(self):
-        lines = check_verdict(check(remarks=["the fabric is shared"]), 100).splitlines()
+        lines = verdict(remarks=["the fabric is shared"], width=100)
         assert lines[0] == "2 ranks on 1 node, started by srun, over gloo at n1:29400"
         assert "links         12 GB/s at most, rank 1 to rank 0 least with 9 GB/s; latency 2 to 3 µs" in lines
-        assert "all_reduce    1 MiB: 1,200 µs, its result checked" in lines
+        assert "all_reduce    1 MiB: 1,000 µs, its result checked" in lines
         assert lines[-3:] == [
             "versions      torch 2.15.0",
             "note          the fabric is shared",
@@ -253,7 +270,7 @@ class TestCheck:
         ]
 
     def test_every_finding_has_a_line_after_the_verdict(self):
-        lines = check_verdict(check("rank 1 is slow", "torch differs", attempts=5), 120).splitlines()
+        lines = verdict("rank 1 is slow", "torch differs", attempts=5)
         again = "what looked slow was measured 5 times, and the best counts"
         assert lines[-3:] == [
             f"verdict       unsound, 2 findings (tolerance 5%; {again})",
@@ -263,24 +280,22 @@ class TestCheck:
 
     def test_a_busy_machine_is_called_so(self):
         busy = "other processes took 1.1 of 2 cores; measure again on a quiet machine"
-        lines = check_verdict(check("rank 1 is slow", verdict="busy", busy=busy), 120).splitlines()
+        lines = verdict("rank 1 is slow", verdict="busy", busy=busy)
         assert lines[-2:] == [f"verdict       busy: {busy} (tolerance 5%)", "  - rank 1 is slow"]
 
     def test_long_findings_fold_and_lose_nothing(self):
-        text = check_verdict(check("a word " * 60), 80)
+        text = "\n".join(verdict("a word " * 60, width=80))
         assert text.count("word") == 60
         assert max(len(line) for line in text.partition("verdict")[2].splitlines()) <= 80
 
-    @pytest.mark.parametrize("changes", [{"p2p": None, "collectives": None}, {"p2p": {"pairs": []}}])
+    @pytest.mark.parametrize("changes", [{"p2p": None, "collectives": None}, {"p2p": p2p(2, pairs=[])}])
     def test_one_rank_has_no_links_to_show(self, changes):
-        assert "links " not in check_verdict(check(**changes), 100)
+        assert not [line for line in verdict(**changes) if line.startswith("links ")]
 
     def test_a_run_that_failed_shows_its_figures_if_it_has_any_and_why(self):
         error = {"rank": 0, "type": "Unsound", "message": "rank 1 is slow", "traceback": ""}
-        record = {
-            "workload": "check", "model": None, "status": "failed", "error": error,
-            "config": {"workload": {"_target_": "ptdbench.workloads.check.Check"}},
-        }  # fmt: skip
+        config = {"workload": {"_target_": "ptdbench.workloads.check.Check"}}
+        record = made({"workload": "check", "status": "failed", "error": error, "config": config})
         said = "check: failed on rank 0: Unsound: rank 1 is slow"
         assert table.render([record]) == said
         lines = table.render([record | {"check": check("rank 1 is slow")}]).splitlines()

@@ -67,8 +67,12 @@ def test_from_the_command_line_to_the_work_a_run_passes_few_functions(tmp_path, 
     raised = json.loads((tmp_path / "run" / "record.json").read_text())["error"]["traceback"]
     in_rank = ours(re.findall(r'File "(.*)", line \d+, in (\w+)', raised))
     assert in_rank[0][1] == "take_part"
-    path = [*before_the_ranks(tmp_path, monkeypatch), (str(PACKAGE / "launch/local.py"), "start"),
-            (str(PACKAGE / "launch/local.py"), "_begin"), (str(PACKAGE / "run/ranks.py"), "_as_rank"), *in_rank]  # fmt: skip
+    between = [("launch/local.py", "start"), ("launch/local.py", "_begin"), ("run/ranks.py", "_as_rank")]
+    path = [
+        *before_the_ranks(tmp_path, monkeypatch),
+        *((str(PACKAGE / file), name) for file, name in between),
+        *in_rank,
+    ]
     assert len(path) <= 20, path
     assert len({file for file, _ in path}) <= 12
 

@@ -119,7 +119,7 @@ def test_whatever_the_data_raise_is_the_end_of_this_run_alone_unless_it_is_asked
     with nullcontext() if isinstance(error, Exception) else pytest.raises(Stopped):
         carry_out(composed("model=toy", "device=cpu"), run)
     (row,) = store.read_results(directory)
-    assert (row["status"], row["error"]["type"], row["error"]["message"]) == (status, type(error).__name__, str(error))
+    assert (row.status, row.error.type, row.error.message) == (status, type(error).__name__, str(error))
     assert "cannot be written" not in capsys.readouterr().err
 
 

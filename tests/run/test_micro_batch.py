@@ -19,6 +19,7 @@ from ptdbench.run.micro_batch import Broken, Finder
 from ptdbench.setup import config, run_spec
 from ptdbench.setup.config import Config
 from tests.conftest import composed, read
+from tests.report.made import made
 from tests.shared_ranks import carry_out
 
 ANYWHERE = (
@@ -189,10 +190,10 @@ def test_a_number_found_for_other_ranks_is_not_taken_over(tmp_path):
 
 def test_ranks_of_a_job_go_on_with_what_its_script_has_found():
     asked = read(*TOY, "train.micro_batch=max")
-    assert with_found_micro_batch(asked, {"micro_batch": {"found": 4}}).train.micro_batch == 4
-    assert with_found_micro_batch(asked, {"micro_batch": {"found": None}}) is asked
+    assert with_found_micro_batch(asked, made({"micro_batch": {"found": 4}})).train.micro_batch == 4
+    assert with_found_micro_batch(asked, made({"micro_batch": {"found": None}})) is asked
     typed = asked.changed({"train.micro_batch": 2})
-    assert with_found_micro_batch(typed, {"micro_batch": {"found": 4}}) is typed
+    assert with_found_micro_batch(typed, made({"micro_batch": {"found": 4}})) is typed
 
 
 def of_job(directory: Path, command: Sequence[str], *words: str) -> JobSteps:

@@ -136,7 +136,7 @@ class Directory:
 
     def results(self) -> list[Mapping[str, Any]]:
         """The results of the sweep."""
-        return store.read_results(self.path)
+        return [record.written for record in store.read_results(self.path)]
 
 
 def state(identity: str, words: str, elapsed: int | None = None) -> JobState:

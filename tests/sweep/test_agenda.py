@@ -14,6 +14,7 @@ from ptdbench.setup.compose import compose_all
 from ptdbench.sweep import blocks
 from ptdbench.sweep.agenda import Agenda, SweepEta
 from tests.refusals import Abridged, refusal_of
+from tests.report.made import made
 
 
 def test_repeats_share_a_title_that_is_made_once(asked, monkeypatch):
@@ -41,11 +42,11 @@ def test_runs_to_come_take_the_mean_of_those_that_ended_well(asked):
     def later():
         return [eta.heading(number).later_seconds for number in range(3)]
 
-    eta.ended(0, 90.0, {"status": "oom"})
+    eta.ended(0, 90.0, made({"status": "oom"}))
     assert later() == [None] * 3
-    eta.ended(0, 20.0, {"status": "ok"})
+    eta.ended(0, 20.0, made({"status": "ok"}))
     assert later() == [40.0, 20.0, None]
-    eta.ended(1, 30.0, {"status": "ok"})
+    eta.ended(1, 30.0, made({"status": "ok"}))
     assert later() == [50.0, 25.0, None]
     eta.to_come = [0, 2]  # one is in the queue
     assert later() == [25.0, 25.0, None]
@@ -165,7 +166,7 @@ def test_a_run_that_was_ok_when_its_sweep_was_killed_gets_its_result(asked, tmp_
     before = (tmp_path / store.RESULTS).read_bytes()
     agenda = Agenda(tmp_path, runs)
     assert [agenda.open(number) for number in range(2)] == [None, None]
-    assert [Path(row["directory"]).name for row in store.read_results(tmp_path)] == ["1_toy_ddp", "0_toy_ddp"]
+    assert [Path(row.directory).name for row in store.read_results(tmp_path)] == ["1_toy_ddp", "0_toy_ddp"]
     assert (tmp_path / store.RESULTS).read_bytes().startswith(before)
 
 
@@ -223,7 +224,7 @@ class TestRepeats:
         found = agenda("train.global_batch=15,16", "repeat.runs=3")
         assert sum(found.open(number) is not None for number in range(6)) == 3
         (row,) = store.read_results(tmp_path)
-        assert (row["error"]["type"], row["config"]["repeat"]["block"]) == ("ConfigError", 0)
+        assert (row.error.type, row.config["repeat"]["block"]) == ("ConfigError", 0)
         assert len(list(tmp_path.glob("*/record.json"))) == 4
 
     def test_a_block_that_was_typed_is_kept_and_typed_once_and_may_be_refused(self, agenda, tmp_path):
@@ -231,4 +232,4 @@ class TestRepeats:
         assert [run.overrides.count("repeat.block=1") for run in found.runs] == [1, 1]
         assert found.open(0) is None
         (row,) = store.read_results(tmp_path)
-        assert (row["status"], row["config"]["repeat"]["block"]) == ("failed", 1)
+        assert (row.status, row.config["repeat"]["block"]) == ("failed", 1)

@@ -84,7 +84,7 @@ def carried_out(tmp_path, monkeypatch):
 
         def start(side, overrides, folder, one):
             seen.append((side.name, one.block))
-            written = run(directory=str(folder / "0_gpt_tiny_ddp"), workload="train", fingerprint="")
+            written = run(directory=str(folder / "0_gpt_tiny_ddp")).written
             written |= ends(*seen[-1])
             folder.mkdir(parents=True)
             append_result(folder, written | {"config": written["config"] | {"repeat": asdict(one)}})

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from docs.record_tables import parts
+from ptdbench.files import strict
 from ptdbench.launch import slurm
 from ptdbench.records import ledger, record, schema, store
 from ptdbench.records.ownership import PROGRESS
@@ -62,7 +63,7 @@ def records(draw: Any) -> Any:
 
 def shown(directory: Path) -> str:
     """What a person sees of a sweep, in the status and in the table at its end."""
-    seen = status.look(directory)
+    seen = status.settle(directory)
     for width in (None, 40):
         assert all("\n" not in line for line in watch.table_lines(seen, width)[0])
     watch.table_text(seen, 80)
@@ -135,20 +136,20 @@ def test_a_record_as_it_is_written_is_not_damaged():
     msgspec.convert(WHOLE | {"something": "of a later version"}, schema.Record)
     measured = replace(MEASURED, step_seconds=[0.5 + step % 7 for step in range(60)])
     figures = metrics(measured)
-    assert figures["step_seconds"]["ci95"]
-    msgspec.convert(WHOLE | {"metrics": figures}, schema.Record)
+    assert figures.step_seconds.ci95
+    msgspec.convert(WHOLE | {"metrics": strict(figures)}, schema.Record)
 
 
 def test_a_damaged_record_is_kept_aside_and_counts_for_nothing(sweep, capsys):
     path = sweep.begin(0)
     config = sweep.end(0)["config"]
     assert record.is_done(path, config)
-    assert store.earlier_record(path)["status"] == "ok"
+    assert store.load_or_set_aside(path).status == "ok"
     for number in ("", "-2"):
         (path / store.RECORD).write_bytes(b"\x00garbage")
         assert not record.is_done(path, config)
-        assert store.earlier_record(path) is None
+        assert store.load_or_set_aside(path) is None
         assert (path / f"record.json.damaged{number}").read_bytes() == b"\x00garbage"
         end = f"it is kept as record.json.damaged{number}, and the run is repeated\n"
         assert capsys.readouterr().err == Abridged(f"{path / store.RECORD} is damaged: not JSON…; {end}")
-        assert store.earlier_record(path) is None  # there is none any more
+        assert store.load_or_set_aside(path) is None  # there is none any more

@@ -24,7 +24,7 @@ HEARD = failure(rank=0, kind="Stopped", message="stopped by SIGTERM") | {"status
 
 def states(sweep):
     """Of every run: its directory, whether it is over, and its record's status."""
-    return [(run.directory, run.is_over, run.record["status"]) for run in status.look(sweep.path).runs]
+    return [(run.directory, run.is_over, run.record.status) for run in status.settle(sweep.path).runs]
 
 
 class TestOnThisMachine:
@@ -33,7 +33,7 @@ class TestOnThisMachine:
             sweep.begin(number)
         for number in (10, 0, 2):
             sweep.end(number)
-        seen = status.look(sweep.path)
+        seen = status.settle(sweep.path)
         assert [run.directory for run in seen.runs] == [f"{number}_toy_ddp" for number in (0, 1, 2, 10)]
         assert [run.is_over for run in seen.runs] == [True, False, True, True]
         assert (seen.is_over, seen.silence) == (False, "")
@@ -43,10 +43,10 @@ class TestOnThisMachine:
     def test_it_is_not_over_between_two_of_its_runs(self, sweep):
         sweep.begin(0)
         sweep.end(0)
-        assert status.look(sweep.path).is_over
+        assert status.settle(sweep.path).is_over
         store.lock(sweep.path, "hydra.sweep.dir")  # by the process that carries it out
-        assert not status.look(sweep.path).is_over
-        assert not watch.as_json(status.look(sweep.path.parent))["is_over"]
+        assert not status.settle(sweep.path).is_over
+        assert not watch.as_json(status.settle(sweep.path.parent))["is_over"]
 
     def test_runs_in_folders_of_folders(self, sweep):
         """By ``hydra.sweep.subdir=${model.name}/${parallel.name}``; what only tries a micro-batch is no run."""
@@ -61,13 +61,13 @@ class TestOnThisMachine:
     def test_a_single_run(self, sweep, monkeypatch):
         path = sweep.begin(0)
         sweep.tell(0, PROGRESS)
-        (run,) = status.look(path).runs
+        (run,) = status.settle(path).runs
         assert (run.progress, run.is_over) == (Progress(**PROGRESS), False)
         monkeypatch.chdir(path)
-        assert status.look(Path()).runs[0].directory == path.name
+        assert status.settle(Path()).runs[0].directory == path.name
         sweep.end(0, told=False)
-        (run,) = status.look(path).runs
-        assert (run.is_over, run.record["status"]) == (True, "ok")
+        (run,) = status.settle(path).runs
+        assert (run.is_over, run.record.status) == (True, "ok")
 
     @pytest.mark.parametrize("name", ["../mine", "/mine", "a/../../mine", "a\0b"])
     def test_a_list_of_jobs_reaches_no_run_of_another_folder(self, sweep, name):
@@ -79,7 +79,7 @@ class TestOnThisMachine:
         (job,) = sweep.submit(1)
         directory = str(mine) if name == "/mine" else name
         ledger.write(sweep.path, ledger.Ledger([], [job, replace(job, number=1, directory=directory)]))
-        seen = status.look(sweep.path)
+        seen = status.settle(sweep.path)
         assert [run.directory for run in seen.runs] == [job.directory]
         assert seen.damage == [f"{sweep.path}/sweep.json: not below the sweep, and left out: the runs of jobs 1"]
         assert (mine / store.RECORD).read_bytes() == before
@@ -91,7 +91,7 @@ class TestOnThisMachine:
         sweep.end(1, **failure())
         (tmp_path / "elsewhere").mkdir()
         moved = sweep.path.rename(tmp_path / "elsewhere" / name)
-        assert [(run.job.number, run.record["status"]) for run in status.look(moved).runs] == [(0, "ok"), (1, "failed")]
+        assert [(run.job.number, run.record.status) for run in status.settle(moved).runs] == [(0, "ok"), (1, "failed")]
         assert sweep.asked == []
 
 
@@ -118,7 +118,7 @@ def test_a_killed_run_of_this_machine_says_how_to_resume_its_sweep(sweep, job, s
         (sweep.path, below),
         (path, below.replace(f"sweep.resume={sweep.path}", f"resume={path}")),
     ):
-        seen = status.look(folder)
+        seen = status.settle(folder)
         last = watch.table_text(seen).splitlines()[-1]
         assert last == expected if is_killed else "killed" not in last
         assert watch.as_json(seen)["killed"] == ([expected.removeprefix("killed; resume with ")] if is_killed else [])
@@ -128,7 +128,7 @@ def test_a_run_on_a_virtual_gpu_says_so(sweep):
     sweep.submit(1)
     sweep.end(0, kind="virtual")
     assert shown(sweep) == ["virtual ok"]
-    assert watch.as_json(status.look(sweep.path))["runs"][0]["kind"] == "virtual"
+    assert watch.as_json(status.settle(sweep.path))["runs"][0]["kind"] == "virtual"
 
 
 class TestSharedJob:
@@ -143,7 +143,7 @@ class TestSharedJob:
         begin(sweep, 2)
         sweep.says(**{"": "RUNNING n1"})
         assert shown(sweep) == ["ok", "failed", "RUNNING n1", "waits in its job"]
-        assert [run.queue is not None for run in status.look(sweep.path).runs] == [False, False, True, True]
+        assert [run.queue is not None for run in status.settle(sweep.path).runs] == [False, False, True, True]
 
     def test_what_the_end_of_the_job_leaves_open_is_concluded(self, sweep):
         jobs = sweep.submit_together(3)
@@ -159,7 +159,7 @@ class TestSharedJob:
         sweep.log(replace(first, log=str(Path(first.log).parent)), 0, "srun: error: n1: task 0: Out Of Memory\n")
         sweep.says(**{"": "FAILED n1"})
         assert [found for *_, found in states(sweep)] == ["oom", "failed"]
-        message = status.look(sweep.path).runs[1].record["error"]["message"]
+        message = status.settle(sweep.path).runs[1].record.error.message
         assert message.startswith("SLURM ended job 7 on n1: FAILED, before this run had begun; ")
         assert status.log_tail(second) == "srun: error: n1: task 0: Out Of Memory"
 
@@ -181,7 +181,7 @@ def begin(sweep, number, job="7", launch="l"):
 
 
 def shown(sweep):
-    return [watch.state_text(run) for run in status.look(sweep.path).runs]
+    return [watch.state_text(run) for run in status.settle(sweep.path).runs]
 
 
 class TestSubmitted:
@@ -189,7 +189,7 @@ class TestSubmitted:
         jobs = sweep.submit(2)
         sweep.says(_0="RUNNING n[1-2]", _1="PENDING (Priority)")
         sweep.tell(0, PROGRESS)
-        going, waiting = status.look(sweep.path).runs
+        going, waiting = status.settle(sweep.path).runs
         assert (going.job, waiting.job) == tuple(jobs)
         assert (going.queue.state, going.queue.nodes, going.progress) == ("RUNNING", "n[1-2]", Progress(**PROGRESS))
         assert (waiting.queue.state, waiting.queue.reason, waiting.progress) == ("PENDING", "Priority", None)
@@ -203,7 +203,7 @@ class TestSubmitted:
         assert [run[1:] for run in states(sweep)] == [(False, "failed"), (True, "ok"), (False, "failed")]
         assert sweep.asked == [["7_0", "7_2"]]
         sweep.says(_1="COMPLETING n1")  # still leaving its nodes
-        assert status.look(sweep.path).runs[1].is_over
+        assert status.settle(sweep.path).runs[1].is_over
 
     @pytest.mark.parametrize(
         ("said", "changes"),
@@ -215,17 +215,17 @@ class TestSubmitted:
         written = sweep.end(0, told=False, **changes)
         sweep.says(**said)
         for _ in range(2):  # whoever looks again does not write again
-            (run,) = status.look(sweep.path).runs
-            assert (run.record, run.is_over) == (written, True)
+            (run,) = status.settle(sweep.path).runs
+            assert (run.record.written, run.is_over) == (written, True)
             assert (sweep.path / store.RESULTS).read_text().splitlines() == [json.dumps(written)]
 
     def test_a_job_whose_id_nobody_wrote_down_is_found_by_its_name(self, sweep):
         sweep.submit(2, known=False)
         sweep.says(_0="RUNNING n1", _1="FAILED")
-        going, ended = status.look(sweep.path).runs
+        going, ended = status.settle(sweep.path).runs
         assert (going.job.id, going.queue.state, going.is_over) == ("7_0", "RUNNING", False)
         assert (ended.job.id, ended.is_over) == ("7_1", True)
-        assert ended.record["error"]["message"].startswith("SLURM ended job 7_1: FAILED")
+        assert ended.record.error.message.startswith("SLURM ended job 7_1: FAILED")
 
     @pytest.mark.parametrize(("owner", "concluded"), [("7_0", True), (None, True), ("6", False)])
     def test_a_job_that_was_refused_a_run_says_nothing_of_how_it_ends(self, sweep, owner, concluded):
@@ -233,13 +233,13 @@ class TestSubmitted:
         sweep.submit(1)
         path = begin(sweep, 0, job=owner)
         sweep.says(_0="FAILED")
-        status.look(sweep.path)
+        status.settle(sweep.path)
         assert record.is_open(store.load_record(path)) is not concluded
 
     def test_a_job_that_slurm_does_not_know_by_its_name_was_not_submitted(self, sweep):
         sweep.submit(1, known=False)
         sweep.says()
-        (run,) = status.look(sweep.path).runs
+        (run,) = status.settle(sweep.path).runs
         assert (run.job.id, run.queue, run.is_over) == (None, None, False)
         assert watch.state_text(run) == "not submitted"
         assert sweep.results() == []  # it may be on its way
@@ -249,9 +249,9 @@ class TestSubmitted:
         ledger.write(sweep.path, ledger.Ledger([], jobs))
         sweep.end(0, **failure(rank=-1, kind="ConfigError"))
         sweep.says(_1="PENDING", _2="PENDING")
-        seen = status.look(sweep.path).runs
+        seen = status.settle(sweep.path).runs
         assert [run.job for run in seen] == [None, *jobs]
-        assert seen[0].record["directory"].endswith(refused.directory)
+        assert seen[0].record.directory.endswith(refused.directory)
 
 
 class TestEndedByTheCluster:
@@ -268,17 +268,17 @@ class TestEndedByTheCluster:
     def test_a_run_without_a_word_gets_slurms_reason(self, sweep, words, expected):
         (job,) = sweep.submit(1)
         sweep.says(**({"_0": words} if words else {}))
-        seen = status.look(sweep.path)
+        seen = status.settle(sweep.path)
         (run,) = seen.runs
         name, _, rest = words.partition(" ")
-        error = run.record["error"]
-        assert (run.record["status"], error["rank"], error["type"]) == (expected, -1, name or "Gone")
+        error = run.record.error
+        assert (run.record.status, error.rank, error.type) == (expected, -1, name or "Gone")
         why, where = (f" {rest}", "") if "(" in rest else ("", rest and f" on {rest}")
         gone = "job 7_0 is not in the queue any more and left no result"
         told = f"SLURM ended job 7_0{where}: {name}{why}" if words else gone
-        assert error["message"] == f"{told}; its output is in {job.log}"
+        assert error.message == f"{told}; its output is in {job.log}"
         assert seen.is_over
-        assert store.load_record(sweep.path / job.directory) == run.record == sweep.results()[0]
+        assert store.load_record(sweep.path / job.directory) == run.record.written == sweep.results()[0]
 
     @pytest.mark.parametrize(
         ("written", "expected"),
@@ -295,17 +295,17 @@ class TestEndedByTheCluster:
         (job,) = sweep.submit(1)
         sweep.says(_0="FAILED n1")
         sweep.log(job, 0, written)
-        (run,) = status.look(sweep.path).runs
-        assert expected in run.record["error"]["message"].split("; its output")[0]
-        assert "srun" not in run.record["error"]["message"]
+        (run,) = status.settle(sweep.path).runs
+        assert expected in run.record.error.message.split("; its output")[0]
+        assert "srun" not in run.record.error.message
 
     def test_what_slurm_says_of_a_job_before_its_folder_is_there(self, sweep):
         sweep.submit(1)
         sweep.says(_0="FAILED n1")
         (sweep.path / "logs").mkdir()
         (sweep.path / "logs" / "7_0_slurm.log").write_text("slurmstepd-n1: error: cannot change to /gone\n")
-        (run,) = status.look(sweep.path).runs
-        assert run.record["error"]["message"].startswith("SLURM ended job 7_0 on n1: FAILED: cannot change to /gone; ")
+        (run,) = status.settle(sweep.path).runs
+        assert run.record.error.message.startswith("SLURM ended job 7_0 on n1: FAILED: cannot change to /gone; ")
 
     @pytest.mark.parametrize(("words", "expected"), [("FAILED (NonZeroExitCode)", "SIGSEGV"), ("TIMEOUT", "TIMEOUT")])
     def test_ranks_that_native_code_ended_all_at_once_are_told_by_what_they_left(self, sweep, words, expected):
@@ -318,11 +318,11 @@ class TestEndedByTheCluster:
             left.parent.mkdir(parents=True, exist_ok=True)
             left.write_text(stacks)
         sweep.says(_0=words)
-        (run,) = status.look(sweep.path).runs
-        error = run.record["error"]
-        assert (error["type"], error.get("where", "")) == (expected, "m.py:3 in forward" if "SIG" in expected else "")
+        (run,) = status.settle(sweep.path).runs
+        error = run.record.error
+        assert (error.type, error.where or "") == (expected, "m.py:3 in forward" if "SIG" in expected else "")
         assert run.is_over
-        assert store.load_record(path) == run.record == sweep.results()[0]
+        assert store.load_record(path) == run.record.written == sweep.results()[0]
 
     @pytest.mark.parametrize(
         ("said", "words", "expected"),
@@ -344,13 +344,13 @@ class TestEndedByTheCluster:
         sweep.log(job, 1, f"before\n{said}\nafter\n")
         sweep.log(replace(job, id="7_1"), 0, "srun: error: n1: task 0: Out Of Memory\n")  # one folder, another job
         sweep.says(_0=words)
-        (run,) = status.look(sweep.path).runs
-        assert run.record["status"] == expected
-        error = run.record["error"]
-        assert error["message"].endswith(f"; its output is in {job.log}")
+        (run,) = status.settle(sweep.path).runs
+        assert run.record.status == expected
+        error = run.record.error
+        assert error.message.endswith(f"; its output is in {job.log}")
         if expected == "oom":
-            assert error["type"] == "OUT_OF_MEMORY"
-            assert f"SLURM ended job 7_0: {words}; SLURM said: {said}; its output" in error["message"]
+            assert error.type == "OUT_OF_MEMORY"
+            assert f"SLURM ended job 7_0: {words}; SLURM said: {said}; its output" in error.message
 
     @pytest.mark.parametrize("told", [True, False], ids=["its result is there", "its record only"])
     def test_a_signal_that_the_run_heard_is_told_in_slurms_words(self, sweep, told):
@@ -360,7 +360,7 @@ class TestEndedByTheCluster:
             sweep.end(number, told=told, **HEARD)
         sweep.says(_0="TIMEOUT n1", _1="CANCELLED n1", _2="PREEMPTED n1", _3="FAILED n1")
         for _ in range(2):
-            seen = [(run.record["status"], run.record["error"]["type"]) for run in status.look(sweep.path).runs]
+            seen = [(run.record.status, run.record.error.type) for run in status.settle(sweep.path).runs]
             told_by_slurm = [("timeout", "TIMEOUT"), ("failed", "CANCELLED"), ("preempted", "PREEMPTED")]
             assert seen == [*told_by_slurm, ("preempted", "Stopped")]
         assert sweep.asked == [["7_0", "7_1", "7_2", "7_3"], ["7_3"]]
@@ -382,10 +382,10 @@ class TestEndedByTheCluster:
         sweep.end(0, **failure(kind="Stopped", message=f"stopped by {name}") | {"status": "preempted"})
         sweep.queue = {job.id: state(job.id, words, elapsed)}
         for _ in range(2):
-            (run,) = status.look(sweep.path).runs
-            assert (run.record["status"], run.record["error"]["type"]) == expected
+            (run,) = status.settle(sweep.path).runs
+            assert (run.record.status, run.record.error.type) == expected
         if expected[0] == "timeout":
-            assert run.record["error"]["message"] == (
+            assert run.record.error.message == (
                 f"job 7_0 was about to reach its limit, cluster.time_minutes=60; its output is in {job.log}"
             )
 
@@ -403,7 +403,7 @@ class TestEndedByTheCluster:
         for number in range(2):
             sweep.end(number, **HEARD)
         sweep.says(_0="COMPLETING n1", _1="PENDING (BeginTime)")  # the second is queued again
-        seen = status.look(sweep.path)
+        seen = status.settle(sweep.path)
         assert [(run.is_over, run.queue.state) for run in seen.runs] == [(False, "COMPLETING"), (False, "PENDING")]
 
     @pytest.mark.parametrize("silent", [True, False], ids=["no answer", "forgotten"])
@@ -421,7 +421,7 @@ class TestEndedByTheCluster:
         read = store.read_results
         monkeypatch.setattr(time, "sleep", waits.append)
         monkeypatch.setattr(store, "read_results", lambda *words: reads.append(words) or read(*words))
-        assert status.look(sweep.path).is_over
+        assert status.settle(sweep.path).is_over
         assert (waits, len(reads)) == ([status.GRACE], 3)
         assert len(sweep.results()) == 50
 
@@ -439,7 +439,7 @@ class TestEndedByTheCluster:
         sweep.says(_0="CANCELLED")
         refused = PermissionError(errno.EACCES, "Permission denied", "results.jsonl")
         monkeypatch.setattr(status, "conclude", Mock(side_effect=refused))
-        seen = status.look(sweep.path)
+        seen = status.settle(sweep.path)
         assert seen.is_over
         assert [run.directory for run in seen.runs] == ["0_toy_ddp"]
         assert seen.damage == ["results.jsonl: Permission denied; how jobs ended is not written down"]
@@ -455,9 +455,9 @@ class TestDamaged:
         path = sweep.path / "1_toy_ddp" / store.RECORD
         path.write_bytes(b"{}")
         assert [run[1:] for run in states(sweep)] == [(True, "ok"), (True, "damaged"), (False, "failed")]
-        (single,) = status.look(path.parent).runs
-        assert single.record["error"]["message"].startswith(f"{path} is damaged: ")
-        assert "\n" not in single.record["error"]["message"]
+        (single,) = status.settle(path.parent).runs
+        assert single.record.error.message.startswith(f"{path} is damaged: ")
+        assert "\n" not in single.record.error.message
 
     @pytest.mark.parametrize("text", [b"{}", None], ids=["damaged", "gone"])
     def test_one_that_was_submitted_is_over_when_its_job_is_and_is_left_as_it_is(self, sweep, text):
@@ -478,8 +478,8 @@ class TestDamaged:
         whole = json.dumps(sweep.end(0, told=False)).encode()
         lines = [b"5", b"{}", b'{"directory": null}', b"\xff", b"", whole, b"torn"]
         (sweep.path / store.RESULTS).write_bytes(b"\n".join(lines))
-        seen = status.look(sweep.path)
-        assert [run.record["status"] for run in seen.runs] == ["ok"]
+        seen = status.settle(sweep.path)
+        assert [run.record.status for run in seen.runs] == ["ok"]
         places = [line.partition(" is damaged and skipped: ")[0] for line in seen.damage]
         assert places == [f"{sweep.path / store.RESULTS}: line {number}" for number in (1, 2, 3, 4)]
 
@@ -488,7 +488,7 @@ class TestDamaged:
         sweep.submit(2)
         sweep.end(0)
         (sweep.path / ledger.LEDGER).write_bytes(said)
-        seen = status.look(sweep.path)
+        seen = status.settle(sweep.path)
         assert [(run.is_over, run.job) for run in seen.runs] == [(True, None), (False, None)]
         (line,) = seen.damage
         assert line.startswith(f"{sweep.path / 'sweep.json'} is damaged: ")
@@ -499,24 +499,24 @@ def test_nothing_is_concluded_where_slurm_does_not_answer(sweep):
     sweep.end(0)
     sweep.end(1, told=False)
     sweep.queue = SlurmError("Unable to contact slurm controller")
-    seen = status.look(sweep.path)
+    seen = status.settle(sweep.path)
     assert seen.silence == "Unable to contact slurm controller"
     assert [(run.is_over, run.queue) for run in seen.runs] == [(True, None), (False, None), (False, None)]
     assert len(sweep.results()) == 1
     assert store.load_record(sweep.path / jobs[2].directory)["error"]["type"] == "Unfinished"
     sweep.says(_2="RUNNING n1")  # it answers again
-    assert [run.is_over for run in status.look(sweep.path).runs] == [True, True, False]
+    assert [run.is_over for run in status.settle(sweep.path).runs] == [True, True, False]
 
 
 def test_nor_where_another_cluster_has_the_jobs(sweep, monkeypatch):
     (job,) = sweep.submit(1)
     ledger.add(sweep.path, [replace(job, cluster="there")])
     monkeypatch.setattr(slurm, "clusters", lambda: ["here"])
-    seen = status.look(sweep.path)
+    seen = status.settle(sweep.path)
     assert seen.silence == "its jobs are on cluster there, and this is here"
     assert (seen.is_over, sweep.results()) == (False, [])
     monkeypatch.setattr(slurm, "clusters", lambda: ["here", "there"])
-    assert status.look(sweep.path).is_over
+    assert status.settle(sweep.path).is_over
 
 
 def begin_again(sweep, number):
@@ -532,7 +532,7 @@ def test_a_run_of_this_machine_that_is_done_once_more_goes_on(sweep):
     sweep.end(0, **failure())
     begin_again(sweep, 0)
     sweep.tell(0, PROGRESS)
-    looked = status.look(sweep.path)
+    looked = status.settle(sweep.path)
     assert not looked.is_over
     (told,) = watch.as_json(looked)["runs"]
     assert (told["status"], told["is_over"], told["step"]) == ("unfinished", False, PROGRESS["step"])
@@ -547,9 +547,9 @@ def test_a_run_that_is_done_once_more_is_not_over_with_its_earlier_result(sweep,
     sweep.end(0, status="failed", error=failure())
     begin_again(sweep, 0)
     sweep.says(_0="PENDING (Priority)")
-    assert not status.look(sweep.path).is_over
+    assert not status.settle(sweep.path).is_over
     sweep.end(0, told=told)
     sweep.says(_0="COMPLETED")
-    looked = status.look(sweep.path)
+    looked = status.settle(sweep.path)
     assert looked.is_over
-    assert [run.record["status"] for run in looked.runs] == ["ok"]
+    assert [run.record.status for run in looked.runs] == ["ok"]

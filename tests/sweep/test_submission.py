@@ -237,7 +237,7 @@ class TestSubmission:
         assert {row["error"]["type"] for row in rows} == {"NotSubmitted"}
         assert len(rows) == 3
         assert (tmp_path / "thesis.txt").read_text() == "mine"
-        told = [*watch.reasons(status.look(tmp_path))]
+        told = [*watch.reasons(status.settle(tmp_path))]
         assert [line.partition(": ")[2] for line in told] == [
             "failed: NotSubmitted: nothing was submitted: Job violates accounting/QOS policy"
         ] * 3

@@ -22,7 +22,7 @@ from tests.sweep.made import DONE, PROGRESS, failure
 
 def cells(sweep):
     """The row of each run, by heading."""
-    seen = status.look(sweep.path)
+    seen = status.settle(sweep.path)
     return [{column.heading: column.cell(row) for column in watch.COLUMNS} for row in watch.numbered(seen)]
 
 
@@ -49,21 +49,21 @@ def test_the_blocks_of_both_sides_of_a_comparison_stand_below_each_other(sweep):
             config = {"repeat": {"series": "compare", "block": block}}
             keep(folder / side / str(block), "0_toy_ddp", one | {"model": "toy", "config": config})
     (folder / "before" / "11").mkdir()  # which has just begun
-    seen = status.look(folder)
+    seen = status.settle(folder)
     assert [row["run"] for row in cells(sweep)] == [
         f"toy ddp [{side}/{block}]" for block in (0, 2, 10) for side in ("before", "after")
     ]
     assert seen.is_over
     assert watch.table_text(seen).splitlines()[-1].startswith("after/2/0_toy_ddp: failed on rank 1: ")
     with pytest.raises(FileNotFoundError):
-        status.look(folder / "before" / "11")
+        status.settle(folder / "before" / "11")
 
 
 def test_the_sweeps_of_a_folder_stand_below_its_single_runs(sweep):
     for name in ("b/sweep", "a"):
         keep(sweep.path / name, "0_toy_ddp", run("ddp"))
     sweep.begin(7)
-    seen = watch.as_json(status.look(sweep.path))["runs"]
+    seen = watch.as_json(status.settle(sweep.path))["runs"]
     assert [(one["run"], one["directory"]) for one in seen] == [
         ("toy ddp", "7_toy_ddp"), ("gpt_tiny ddp [a]", "a/0_toy_ddp"), ("gpt_tiny ddp [b/sweep]", "b/sweep/0_toy_ddp"),
     ]  # fmt: skip
@@ -79,14 +79,15 @@ def test_runs_of_a_sweep_are_named_by_what_differs_whether_or_not_they_have_begu
     (sweep.path / "3_toy_ddp" / store.RECORD).write_text("{")
     names = ["toy ddp lr=0.1", "toy ddp lr=1e+30", "toy ddp lr=0.2", "-"]
     assert [row["run"] for row in cells(sweep)] == names
-    assert [one["run"] for one in watch.as_json(status.look(sweep.path))["runs"]] == names
+    assert [one["run"] for one in watch.as_json(status.settle(sweep.path))["runs"]] == names
 
 
 def test_a_slurm_that_does_not_answer(sweep):
     sweep.submit(1)
     sweep.queue = SlurmError("Unable to contact slurm controller")
     assert cells(sweep)[0]["state"] == "unfinished"
-    assert list(watch.reasons(status.look(sweep.path))) == ["SLURM does not answer: Unable to contact slurm controller"]
+    (reason,) = watch.reasons(status.settle(sweep.path))
+    assert reason == "SLURM does not answer: Unable to contact slurm controller"
 
 
 def test_a_run_that_ended_well(sweep):
@@ -102,9 +103,9 @@ def test_a_failure_and_one_outside_of_the_ranks_which_names_no_rank(sweep):
     sweep.end(0, **failure(rank=3))
     (row,) = cells(sweep)
     assert (row["state"], row["step"], row["tokens/s"], row["startup s"]) == ("failed", "-", "-", "-")
-    assert list(watch.reasons(status.look(sweep.path))) == ["0_toy_ddp: failed on rank 3: RuntimeError: on purpose"]
+    assert list(watch.reasons(status.settle(sweep.path))) == ["0_toy_ddp: failed on rank 3: RuntimeError: on purpose"]
     sweep.end(0, **failure(rank=-1, kind="LaunchError", message="rank 0 did not start\n" * 100))
-    (line,) = watch.reasons(status.look(sweep.path))
+    (line,) = watch.reasons(status.settle(sweep.path))
     assert line == Abridged("0_toy_ddp: failed: LaunchError: rank 0 did not start rank 0 did not start… ...")
     assert 1000 < len(line) < 1100
 
@@ -155,7 +156,7 @@ def test_columns_stand_under_each_other_and_reasons_below(sweep):
     sweep.end(3)
     sweep.end(7, **failure())
     sweep.says(**{f"_{number}": "PENDING (Resources)" for number in range(12)})
-    heading, rule, *rows, meant, reason = watch.table_text(status.look(sweep.path)).splitlines()
+    heading, rule, *rows, meant, reason = watch.table_text(status.settle(sweep.path)).splitlines()
     assert reason == "7_toy_ddp: failed on rank 1: RuntimeError: on purpose"
     assert [row.split()[:2] for row in rows] == [[str(number), f"7_{number}"] for number in range(12)]
     assert meant == "startup s: import + config + rendezvous + build + first step"
@@ -182,13 +183,13 @@ class TestWidths:
 
     @pytest.mark.parametrize("width", [200, 120, 80, 60, 40, 20, 5])
     def test_a_run_is_one_line_that_fits(self, wide, width):
-        drawn, _ = watch.table_lines(status.look(wide.path), width)
+        drawn, _ = watch.table_lines(status.settle(wide.path), width)
         assert len(drawn) == 2 + 4
         assert max(map(cell_len, drawn)) <= width
         assert [line.split()[0] for line in drawn[2:]] == ["0", "1", "2", "3"]
 
     def test_what_matters_least_goes_first_and_the_state_stays(self, wide):
-        sweep = status.look(wide.path)
+        sweep = status.settle(wide.path)
         headings = {width: watch.table_lines(sweep, width)[0][0].split() for width in (200, 100, 80, 60, 40, 25)}
         assert headings == {
             200: " ".join(column.heading for column in watch.COLUMNS).split(),
@@ -201,7 +202,7 @@ class TestWidths:
         assert "  RUNNING n[1-16,21-36…  " in watch.table_lines(sweep, 60)[0][2]
 
     def test_what_was_left_out_is_said_and_the_path_of_a_log_is_whole(self, wide):
-        text = watch.table_text(status.look(wide.path), 40)
+        text = watch.table_text(status.settle(wide.path), 40)
         assert "\nleft out in 40 columns: shape, tokens/s,\n  startup s\n" in text
         assert f"{wide.path}/logs/7_2" in text
         assert all(len(line) <= 40 or str(wide.path) in line for line in text.splitlines())
@@ -209,16 +210,16 @@ class TestWidths:
     def test_the_path_of_a_log_never_falls_to_the_length_of_a_message(self, sweep):
         (job,) = sweep.submit(1)
         sweep.end(0, **failure(message="word " * 5000 + f"; its output is in {job.log}"))
-        (line,) = watch.reasons(status.look(sweep.path))
+        (line,) = watch.reasons(status.settle(sweep.path))
         assert len(line) < 1200 + len(job.log)
         assert line.endswith(f"; its output is in {job.log}")
 
     def test_wide_characters_count_twice_and_control_characters_are_shown(self, sweep):
         sweep.begin(0)
         sweep.end(0, model="模型模型模型模型模型模型")
-        assert cell_len(watch.table_lines(status.look(sweep.path), 40)[0][2]) <= 40
+        assert cell_len(watch.table_lines(status.settle(sweep.path), 40)[0][2]) <= 40
         sweep.end(0, model="\x1b[31mred\nline")
-        assert watch.table_lines(status.look(sweep.path))[0][2].split()[2:5] == ["\\x1b[31mred", "line", "ddp"]
+        assert watch.table_lines(status.settle(sweep.path))[0][2].split()[2:5] == ["\\x1b[31mred", "line", "ddp"]
 
 
 @pytest.fixture
@@ -358,12 +359,12 @@ def drawn(sweep, width, height, *sets_in):
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
     table = watch._Table(console)
     with table:
-        table(status.look(sweep.path))
+        table(status.settle(sweep.path))
         for change in sets_in:
             change()
             console.file.seek(0)
             console.file.truncate()
-            table(status.look(sweep.path))
+            table(status.settle(sweep.path))
         return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\r", "", line) for line in console.file.getvalue().split("\n")]
 
 

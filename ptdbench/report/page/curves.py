@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import prod
-from operator import itemgetter
+from operator import attrgetter
+from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Literal, NamedTuple
 
 import numpy as np
+from msgspec import Struct, convert
 
+from ptdbench.comparison.alternatives import sweep_of
 from ptdbench.grouping import grouped
+from ptdbench.measure.results import P2P, Collectives, Matmul
 from ptdbench.records.effects import affects, options_affecting
 from ptdbench.records.load import MOST_LOST, Run
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord
 from ptdbench.records.store import Damaged
 from ptdbench.report import columns
 from ptdbench.report.remarks import listed, rounding, training
@@ -28,7 +31,7 @@ _ROWS = 40
 _POINTS = 400
 
 
-def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, Any]:
+def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, object]:
     """Return the curves of the first measured rows, and remarks on the losses of all; ``rows`` are keyed by number.
 
     Returns:
@@ -36,7 +39,7 @@ def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, Any]:
         1), ``seconds`` of the slowest rank and ``loss``; null: unknown. ``losses``: lines on whether losses agree.
         ``drawn``: the maximum number of rows with curves.
     """
-    rows = {number: row for number, row in rows.items() if not row.run.get("kind")}  # others have no times or losses
+    rows = {number: row for number, row in rows.items() if not row.run.kind}  # others have no times or losses
     drawn = [curve for number in list(rows)[:_ROWS] if (curve := _curve(number, rows[number].run))]
     alike = grouped((training(row.run), (row.name, row.run)) for row in rows.values())
     said = [line for group in alike.values() if len(group) > 1 for line in _agreement(dict(group))]
@@ -44,7 +47,7 @@ def of_steps(rows: Mapping[int, columns.Row]) -> dict[str, Any]:
     return {"steps": drawn, "losses": said, "drawn": _ROWS}
 
 
-def _curve(number: int, run: Written) -> dict[str, Any] | None:
+def _curve(number: int, run: RunRecord) -> dict[str, object] | None:
     """Return the curve of a run; ``None`` if it has done no step, or its series is gone."""
     losses = _series(run, "losses")
     if not len(losses):
@@ -54,20 +57,21 @@ def _curve(number: int, run: Written) -> dict[str, Any] | None:
     return {"number": number, "step": (kept + 1).tolist(), "seconds": _json(seconds[kept]), "loss": _json(losses[kept])}
 
 
-def _series(run: Written, name: str) -> np.ndarray:
+def _series(run: RunRecord, name: str) -> np.ndarray:
     """Return a series of a run; empty if only the results of the sweep were kept, or the file is damaged."""
     try:
-        return cast("Run", run).series(name)
+        return Run(run, Path(run.directory)).series(name)
     except (FileNotFoundError, Damaged):
         return np.empty(0)
 
 
-def _damage(run: Written) -> str | None:
+def _damage(run: RunRecord) -> str | None:
     """Return what is wrong with the series of a run, if it is damaged."""
-    with suppress(FileNotFoundError):
+    if (run.steps or 0) > MOST_LOST:  # otherwise it cannot be damaged: do not read the file again
         try:
-            if (run.get("steps") or 0) > MOST_LOST:  # otherwise it cannot be damaged: do not read the file again
-                cast("Run", run).series("losses")
+            Run(run, Path(run.directory)).series("losses")
+        except FileNotFoundError:
+            pass
         except Damaged as damage:
             return str(damage)
     return None
@@ -92,7 +96,7 @@ def _json(values: np.ndarray) -> list[float | None]:
     return [float(f"{value:.7g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
-def _agreement(runs: Mapping[str, Written]) -> Iterator[str]:
+def _agreement(runs: Mapping[str, RunRecord]) -> Iterator[str]:
     """Yield how far the losses of the same training, by name, are from the first, over their common steps."""
     losses = {name: found for name, run in runs.items() if len(found := _series(run, "losses"))}
     broken = {
@@ -135,75 +139,87 @@ _LINKS = 12
 #: Bytes per element.
 _BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}
 
-#: A figure: ``title``, the axes ``x`` and ``y``, and ``lines`` with the points of each.
-Figure = dict[str, Any]
+
+class Line(Struct):
+    """A line of a figure."""
+
+    name: str
+    x: list[float]
+    y: list[float]
+    text: list[str] | None = None  #: A label for each point.
 
 
-def workload_curves(record: Mapping[str, Any]) -> list[Figure]:
+class Figure(Struct):
+    """A figure of the page."""
+
+    title: str
+    x: str  #: The title of this axis.
+    y: str  #: The title of the other axis.
+    lines: list[Line]
+    bounds: list[Line]  #: Bounds that the lines are below.
+
+
+def workload_curves(record: RunRecord) -> list[Figure]:
     """Return the figures of a run; empty if its workload has none, or its results are malformed."""
-    draw = _OF.get(str(record.get("workload")))
-    found = record.get(str(record.get("workload")))
+    draw, results = _OF.get(record.workload), record.written.get(record.workload)
     try:
-        return draw(found) if draw and found else []
+        return draw(results) if draw and results else []
     except (LookupError, TypeError, ValueError, ArithmeticError):  # their types are not in the schema
         return []
 
 
-def _collectives(found: Mapping[str, Any]) -> list[Figure]:
+def _collectives(written: object) -> list[Figure]:
     """Plot bus bandwidth by size."""
-    results = ((name_of_series(one), (one["bytes"], one["busbw"])) for one in found["results"] if one["busbw"])
-    return _by_size("Collectives", "bus bandwidth", grouped(results))
+    results = convert(written, Collectives).results
+    points = grouped((name_of_series(result), (result.bytes, result.busbw)) for result in results if result.busbw)
+    return _by_size("Collectives", "bus bandwidth", points)
 
 
-def _p2p(found: Mapping[str, Any]) -> list[Figure]:
+def _p2p(written: object) -> list[Figure]:
     """Plot the bandwidth of links by size."""
-    pairs = sorted((pair for pair in found["pairs"] if pair["sizes"]), key=lambda pair: -(pair["bandwidth"] or 0.0))
+    pairs = [pair for pair in convert(written, P2P).pairs if pair.sizes]
+    pairs.sort(key=lambda pair: -(pair.bandwidth or 0.0))
     if len(pairs) > _LINKS:
         pairs = pairs[: _LINKS // 2] + pairs[-_LINKS // 2 :]
     links = {
-        f"rank {pair['source']} to {pair['target']}": [(size["bytes"], size["bandwidth"]) for size in pair["sizes"]]
+        f"rank {pair.source} to {pair.target}": [(size.bytes or 0, size.bandwidth or 0.0) for size in pair.sizes]
         for pair in pairs
     }
     return _by_size("Links between ranks", "bandwidth", links)
 
 
-def _by_size(title: str, y: str, lines: Mapping[str, Sequence[tuple[float, float]]]) -> list[Figure]:
-    drawn = [
-        {"name": name, "x": [x for x, _ in points], "y": [y / 1e9 for _, y in points], "text": None}
-        for name, points in lines.items()
-    ]
-    return [{"title": title, "x": "bytes", "y": f"{y} (GB/s)", "lines": drawn, "bounds": []}] if drawn else []
+def _by_size(title: str, y: str, points: Mapping[str, Sequence[tuple[float, float]]]) -> list[Figure]:
+    lines = [Line(name, [x for x, _ in line], [y / 1e9 for _, y in line]) for name, line in points.items()]
+    return [Figure(title, "bytes", f"{y} (GB/s)", lines, [])] if lines else []
 
 
-def _matmul(found: Mapping[str, Any]) -> list[Figure]:
+def _matmul(written: object) -> list[Figure]:
     """Plot a roofline: rates of products, below the bounds of memory and of the fastest product.
 
     After S. Williams, A. Waterman and D. Patterson, "Roofline: an insightful visual performance model for multicore
     architectures", Communications of the ACM 52, 2009. The traffic of a product is that of its three matrices, once.
     """
-    products = [product for rank in found["ranks"] for product in rank["products"]]
-    rates = grouped(((one["dtype"], one["shape"]), one["median"]) for one in products)
-    lines = grouped(
+    ranks = convert(written, Matmul).ranks
+    rates = grouped(((of.dtype, of.shape), of.median) for rank in ranks for of in rank.products)
+    points = grouped(
         (dtype, (_intensity(shape, dtype), median(of_ranks), shape)) for (dtype, shape), of_ranks in rates.items()
     )
-    drawn = [
-        {"name": dtype, **dict(zip(("x", "y", "text"), map(list, zip(*sorted(points), strict=True)), strict=True))}
-        for dtype, points in lines.items()
-    ]
-    copies = [c["median"] for rank in found["ranks"] for c in rank["copies"] if c["kind"] == "within the device"]
-    bounds = [_roof(line, median(copies)) for line in drawn if copies]
-    for line in drawn:
-        line["y"] = [rate / 1e9 for rate in line["y"]]
-    axes = {"x": "FLOP per byte of memory traffic", "y": "GFLOP/s of a rank"}
-    return [{"title": "Matrix products: roofline", **axes, "lines": drawn, "bounds": bounds}] if drawn else []
+    copies = [copy.median for rank in ranks for copy in rank.copies if copy.kind == "within the device"]
+    lines, bounds = [], []
+    for dtype, of_dtype in points.items():
+        x, y, shapes = map(list, zip(*sorted(of_dtype), strict=True))
+        lines.append(Line(dtype, x, [rate / 1e9 for rate in y], shapes))
+        if copies:
+            bounds.append(_roof(f"{dtype} roof", x, max(y), median(copies)))
+    axes = ("FLOP per byte of memory traffic", "GFLOP/s of a rank")
+    return [Figure("Matrix products: roofline", *axes, lines, bounds)] if lines else []
 
 
-def _roof(line: Mapping[str, Any], bandwidth: float) -> Figure:
+def _roof(name: str, intensities: Sequence[float], fastest: float, bandwidth: float) -> Line:
     """Return the roof: memory bandwidth times intensity, up to the fastest product of the dtype."""
-    fastest = max(line["y"])
     ridge = fastest / bandwidth
-    x = sorted({min(*line["x"], ridge / 4), ridge, max(*line["x"], ridge)})
-    return {"name": f"{line['name']} roof", "x": x, "y": [min(bandwidth * one, fastest) / 1e9 for one in x]}
+    x = sorted({min(*intensities, ridge / 4), ridge, max(*intensities, ridge)})
+    return Line(name, x, [min(bandwidth * one, fastest) / 1e9 for one in x])
 
 
 def _intensity(shape: str, dtype: str) -> float:
@@ -211,76 +227,94 @@ def _intensity(shape: str, dtype: str) -> float:
     return 2 * prod((m, n, k)) / (_BYTES[dtype] * (m * k + k * n + m * n))
 
 
-_OF: dict[str, Callable[[Mapping[str, Any]], list[Figure]]]
 _OF = {"collectives": _collectives, "p2p": _p2p, "matmul": _matmul}
 
 
-Row = Mapping[str, Any]
+class Point(NamedTuple):
+    """A row of a table as a point of a scaling curve."""
+
+    number: int  #: The number of the row.
+    rate: float  #: Its throughput.
+    ranks: int  #: Its number of ranks.
+    batch: int  #: Its global batch.
+    parallel: str | None  #: Its choice of ``parallel``.
+    nodes: int  #: Its number of nodes; 0 if unknown.
+    sweep: Path  #: Its sweep.
 
 
-def scaling_curves(rows: Iterable[Row], options: Mapping[str, Sequence[str | None]]) -> list[dict[str, Any]]:
-    """Return curves of strong scaling, where the global batch is constant, and weak scaling, where that per rank is.
+class Curve(Struct):
+    """A curve of scaling."""
 
-    ``rows`` are of one model, and those without throughput are ignored; ``options``: those that vary, with a value for
-    each row.
+    kind: Literal["strong", "weak"]  #: Whether the global batch is constant, or that per rank.
+    name: str  #: Its name.
+    rows: list[int]  #: Its rows by their numbers, from the fewest ranks to the most.
+    efficiency: list[float]  #: The throughput per rank of each row relative to the first row.
 
-    Returns:
-        ``kind`` (``strong`` or ``weak``), ``name``, ``rows`` by their numbers, from the fewest ranks to the most, and
-        ``efficiency``: for each row the throughput per rank relative to the first row. For each kind the curve with the
-        highest throughput comes first.
+
+def points(rows: Mapping[int, columns.Row]) -> list[Point]:
+    """Return the points of rows, by their numbers; rows without throughput have none."""
+    return [
+        Point(number, row.place.rate, run.world_size, run.global_batch, run.parallel, len(run.nodes), sweep_of(run))
+        for number, row in rows.items()
+        if (run := row.run) and row.place.rate and run.world_size and run.global_batch
+    ]
+
+
+def scaling_curves(points: Sequence[Point], options: Mapping[str, Sequence[str | None]]) -> list[Curve]:
+    """Return the curves of strong and of weak scaling, of each the one with the highest throughput first.
+
+    ``points`` are of one model; ``options``: those that vary, with a value for each row.
     """
-    measured = [row for row in rows if row["rate"] and row["ranks"] and row["batch"]]
     options = {  # the others differ between models only
-        name: texts for name, texts in options.items() if len({texts[row["number"]] for row in measured}) > 1
+        name: texts for name, texts in options.items() if len({texts[point.number] for point in points}) > 1
     }
     kept = [name for name in options if not affects(name, "degree", "ranks", "batch")]  # not about a size
-    found = []
-    for kind, size in (("strong", itemgetter("batch")), ("weak", lambda row: row["batch"] / row["ranks"])):
+    kinds: tuple[tuple[Literal["strong", "weak"], Callable[[Point], float], str], ...] = (
+        ("strong", lambda point: point.batch, "batch {:g}"),
+        ("weak", lambda point: point.batch / point.ranks, "{:g} a rank"),
+    )
+    drawn = []
+    for kind, size, form in kinds:
         alike = grouped(
-            ((size(row), row["parallel"], *(options[name][row["number"]] for name in kept)), row) for row in measured
+            ((size(point), point.parallel, *(options[name][point.number] for name in kept)), point) for point in points
         )
-        curves = [curve for group in alike.values() for curve in _divided(group, options)]
-        curves = sorted((one for one in curves if len(one) > 1), key=lambda one: -max(row["rate"] for row in one))
-        for curve in curves:
+        curves = [curve for group in alike.values() for curve in _divided(group, options) if len(curve) > 1]
+        for curve in sorted(curves, key=lambda curve: -max(point.rate for point in curve)):
             first = curve[0]
-            known = {name: options[name][first["number"]] for name in kept if name != "parallel"}
-            words = [f"{name.rpartition('.')[2]}={text}" for name, text in known.items() if text]
-            batch = f"batch {size(first):g}" if kind == "strong" else f"{size(first):g} a rank"
-            found.append({
-                "kind": kind,
-                "name": ", ".join([" ".join([str(first["parallel"]), *words]), batch]),
-                "rows": [row["number"] for row in curve],
-                "efficiency": [row["rate"] / row["ranks"] / (first["rate"] / first["ranks"]) for row in curve],
-            })  # fmt: skip
-    return found
+            values = {name: options[name][first.number] for name in kept if name != "parallel"}
+            words = [f"{name.rpartition('.')[2]}={text}" for name, text in values.items() if text]
+            name = ", ".join([" ".join([str(first.parallel), *words]), form.format(size(first))])
+            efficiency = [point.rate / point.ranks / (first.rate / first.ranks) for point in curve]
+            drawn.append(Curve(kind, name, [point.number for point in curve], efficiency))
+    return drawn
 
 
-def _divided(group: Sequence[Row], options: Mapping[str, Sequence[str | None]]) -> Iterable[Sequence[Row]]:
-    """Divide rows into as few curves as possible, with one row for each number of ranks.
+def _divided(group: Sequence[Point], options: Mapping[str, Sequence[str | None]]) -> Iterator[Sequence[Point]]:
+    """Divide points into as few curves as possible, with one point for each number of ranks.
 
-    They are divided by degrees, micro-batches, nodes and sweeps, in this order, as long as a curve has two rows for a
-    number of ranks; of rows that still have the same number, the fastest counts.
+    They are divided by degrees, micro-batches, nodes and sweeps, in this order, as long as a curve has two points for a
+    number of ranks; of points that still have the same number, the fastest counts.
     """
 
-    def values(*names: str) -> Callable[[Row], Hashable]:
-        return lambda row: tuple(options[name][row["number"]] for name in names if name in options)
+    def values(*names: str) -> Callable[[Point], Hashable]:
+        return lambda point: tuple(options[name][point.number] for name in names if name in options)
 
-    waiting = [list(group)]
+    parts: list[Sequence[Point]] = [group]
     for key in (
         values(*options_affecting("degree")),
         values(*options_affecting("batch")),
-        itemgetter("nodes"),
-        itemgetter("sweep"),
+        attrgetter("nodes"),
+        attrgetter("sweep"),
     ):
-        waiting = [part for rows in waiting for part in _parts(rows, key)]
-    for one in waiting:
-        fastest = {row["ranks"]: row for row in sorted(one, key=lambda row: row["rate"])}
+        parts = [part for points in parts for part in _parts(points, key)]
+    for points in parts:
+        fastest = {point.ranks: point for point in sorted(points, key=attrgetter("rate"))}
         yield [fastest[ranks] for ranks in sorted(fastest)]
 
 
-def _parts(rows: list[Row], key: Callable[[Row], Hashable]) -> list[list[Row]]:
-    """Divide rows that are not a curve yet, unless no part would have two numbers of ranks, and so be a curve."""
-    if len({row["ranks"] for row in rows}) == len(rows):
-        return [rows]
-    parts = [*grouped((key(row), row) for row in rows).values()]
-    return parts if any(len({row["ranks"] for row in part}) > 1 for part in parts) else [rows]
+def _parts(points: Sequence[Point], key: Callable[[Point], Hashable]) -> Sequence[Sequence[Point]]:
+    """Divide points that are not a curve yet, unless no part would have two numbers of ranks, and so be a curve."""
+    if len({point.ranks for point in points}) == len(points):
+        return [points]
+    parts = [*grouped((key(point), point) for point in points).values()]
+    return parts if any(len({point.ranks for point in part}) > 1 for part in parts) else [points]

@@ -8,18 +8,15 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from itertools import accumulate
 from string import Template
-from typing import Any
 
-from ptdbench.comparison.alternatives import of_sweeps, throughput
+from ptdbench.comparison.alternatives import of_sweeps
 from ptdbench.files import strict
 from ptdbench.grouping import grouped
 from ptdbench.profiling.phases import KINDS, PHASES
 from ptdbench.records.effects import options_affecting
-from ptdbench.records.load import Run
-from ptdbench.records.record import option, rerun_command
-from ptdbench.records.schema import Written
+from ptdbench.records.run_record import RunRecord
 from ptdbench.report import breakdown, columns, recorded_phases, table, virtual
-from ptdbench.report.columns import Block
+from ptdbench.report.columns import Block, Row
 from ptdbench.report.labels import Environments, by_option, titles, varying
 from ptdbench.report.page import curves
 from ptdbench.report.remarks import reason
@@ -30,7 +27,7 @@ from ptdbench.terminal import ESCAPED, plain
 _WIDTH = 120
 
 
-def content(runs: Sequence[Run]) -> dict[str, Any]:
+def content(runs: Sequence[RunRecord]) -> dict[str, object]:
     """Return the data of a report of runs whose ``directory`` fields give their current location.
 
     Returns:
@@ -39,17 +36,18 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
         that all rows share; ``others``: results of other workloads; ``environments``: those of the runs, by the numbers
         in ``rows``. Rates are in tokens or samples per second, times in seconds, sizes in bytes.
     """
-    trained = [run for run in runs if run.get("model")]
-    blocks = columns.blocks(of_sweeps(trained))
-    values = by_option([row.run for one in blocks for row in one.rows])
+    blocks = columns.blocks(of_sweeps(run for run in runs if run.model))
+    values = by_option([row.run for block in blocks for row in block.rows])
     differing = varying(values)
     environments = Environments(runs)
-    firsts = accumulate((len(one.rows) for one in blocks), initial=0)
-    models = [_model(one, first, environments) for one, first in zip(blocks, firsts, strict=False)]
-    _add_scaling(models, differing)
-    others = [run for run in runs if not run.get("model")]
+    firsts = accumulate((len(block.rows) for block in blocks), initial=0)
+    sections = [(block, dict(enumerate(block.rows, first))) for block, first in zip(blocks, firsts, strict=False)]
+    # Curves of weak scaling go on in sections of other batches, and are in that in which they begin.
+    by_model = grouped((block.rows[0].run.model, point) for block, rows in sections for point in curves.points(rows))
+    scaling = [curve for points in by_model.values() for curve in curves.scaling_curves(points, differing)]
+    others = [run for run in runs if not run.model]
     return {
-        "models": models,
+        "models": [_model(block, rows, scaling, environments) for block, rows in sections],
         "columns": [column.on_page() for column in columns.COLUMNS],
         "options": differing,
         "told": options_affecting("told"),
@@ -64,80 +62,72 @@ def content(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _add_scaling(models: Sequence[dict[str, Any]], options: Mapping[str, Sequence[str | None]]) -> None:
-    """Add to each section the curves that begin in it: those of weak scaling go on in sections of other batches."""
-    for alike in grouped((model["model"], model) for model in models).values():
-        found = curves.scaling_curves([row for model in alike for row in model["rows"]], options)
-        for model in alike:
-            numbers = {row["number"] for row in model["rows"]}
-            model["scaling"] = [curve for curve in found if curve["rows"][0] in numbers]
-
-
-def _model(found: Block, first: int, environments: Environments) -> dict[str, Any]:
-    numbered = dict(enumerate(found.rows, start=first))
-    ranks = [row.place.rank for row in found.rows if row.place.rank]
-    rows = [
-        {
-            "number": number,
-            # No other row is known to be faster, and at least one is known to be slower.
-            "best": row.place.rank is not None and row.place.rank[0] == 1 and row.place.rank[1] < len(ranks),
-            **_row(row, environments),
-        }
-        for number, row in numbered.items()
-    ]
+def _model(
+    block: Block, rows: Mapping[int, Row], scaling: Sequence[curves.Curve], environments: Environments
+) -> dict[str, object]:
+    ranks = [row.place.rank for row in rows.values() if row.place.rank]
     return {
-        "title": found.title(),
-        "unit": found.unit,
-        "rows": rows,
-        "remarks": found.remarks,
-        "why": found.why,
-        "model": found.rows[0].run["model"],
-        **curves.of_steps(numbered),
+        "title": block.title(),
+        "unit": block.unit,
+        "rows": [
+            {
+                "number": number,
+                # No other row is known to be faster, and at least one is known to be slower.
+                "best": row.place.rank is not None and row.place.rank[0] == 1 and row.place.rank[1] < len(ranks),
+                **_row(row, environments),
+            }
+            for number, row in rows.items()
+        ],
+        "remarks": block.remarks,
+        "why": block.why,
+        "model": block.rows[0].run.model,
+        **curves.of_steps(rows),
+        "scaling": [curve for curve in scaling if curve.rows[0] in rows],
     }
 
 
-def _row(row: columns.Row, environments: Environments) -> dict[str, Any]:
+def _row(row: Row, environments: Environments) -> dict[str, object]:
     """Return the figures of all columns and plots, in the units of records."""
     place, record = row.place, row.run
     against, rate, margin = place.against_best, place.rate, place.margin
-    has_phases = not record.get("kind") and not recorded_phases.missing(record)
+    has_phases = not record.kind and not recorded_phases.missing(record)
     return {
         **{one.field or one.name: one.value(row) for one in columns.COLUMNS},
         "texts": {one.name: text for one in columns.COLUMNS if (text := one.cell(row)) != MISSING},
-        "parallel": record.get("parallel"),
+        "parallel": record.parallel,
         "low": None if rate is None or margin is None else rate / (1 + margin),
         "high": None if rate is None or margin is None else rate * (1 + margin),
         "ratio_low": against and against.low,
         "ratio_high": against and against.high,
-        "step_p5": row.step.p5,
-        "step_p95": row.step.p95,
+        "step_p5": record.step_seconds.p5,
+        "step_p95": record.step_seconds.p95,
         "phases": [*recorded_phases.step(record).phases.values()] if has_phases else None,
         "kinds": (kinds := breakdown.memory_of_largest_rank(record)) and list(kinds.values()),
-        "command": rerun_command(record),
+        "command": record.rerun_command(),
         "runs": [_run(run, environments) for run in row.runs],
     }
 
 
-def _run(run: Written, environments: Environments) -> dict[str, Any]:
+def _run(run: RunRecord, environments: Environments) -> dict[str, object]:
     return {
-        "directory": run["directory"],
-        "status": run["status"],
-        "started": run.get("started"),
-        "block": option(run, "repeat.block", int),
-        "rate": throughput(run),
-        "reason": None if run["status"] == "ok" else reason(run),
-        "failed": run["status"] != "ok" and not virtual.does_not_fit(run),
+        "directory": run.directory,
+        "status": run.status,
+        "started": run.started,
+        "block": run.option("repeat.block", int),
+        "rate": run.throughput,
+        "reason": None if run.status == "ok" else reason(run),
+        "failed": run.status != "ok" and not virtual.does_not_fit(run),
         "environment": environments.number(run),
     }
 
 
-def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
+def _other(run: RunRecord, title: str, environments: Environments) -> dict[str, object]:
     """Return a run that does not train, as rendered by its workload, with its curves, if any."""
     return {
         "title": title,
         "text": table.of_workload(run, _WIDTH),
         "curves": curves.workload_curves(run),
-        "command": rerun_command(run),
+        "command": run.rerun_command(),
         "runs": [_run(run, environments)],
     }
 
@@ -146,7 +136,7 @@ def _other(run: Run, title: str, environments: Environments) -> dict[str, Any]:
 _SCRIPTS = ("words.js", "tables.js", "drawings.js", "figures.js", "main.js")
 
 
-def document(title: str, subtitle: str, content: Mapping[str, Any]) -> str:
+def document(title: str, subtitle: str, content: Mapping[str, object]) -> str:
     """Return the page for the data from :func:`content`."""
     from plotly.offline import get_plotlyjs
 

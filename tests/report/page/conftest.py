@@ -25,7 +25,7 @@ def sweep(tmp_path_factory):
     """Three configurations with three runs each, one that failed, one of another model, and two of other workloads."""
     directory = tmp_path_factory.mktemp("results") / "sweep"
     for one in (DDP, FSDP, PDP):
-        parallel = one["parallel"]
+        parallel = one.parallel
         made = repeated(parallel, RATES[parallel])
         for block, (rate, repeat) in enumerate(zip(RATES[parallel], made, strict=True)):
             metrics = one["metrics"] | {"tokens_per_second": rate, "peak_memory_bytes": 2**28 * len(parallel)}
@@ -38,7 +38,7 @@ def sweep(tmp_path_factory):
             }
             record = one | {
                 "metrics": metrics,
-                "config": repeat["config"] | options,
+                "config": repeat.config | options,
                 "overrides": [f"parallel={parallel}", "model.name='a b'", f"repeat.block={block}"],
                 "steps": 3,
                 "environment": {"host": "n1", "torch": "2.15.0", "settings": {"OMP_NUM_THREADS": "1"}},

@@ -8,9 +8,10 @@ import pytest
 from ptdbench.comparison.alternatives import Alternative
 from ptdbench.comparison.ranking import Place
 from ptdbench.records import series
-from ptdbench.records.load import Run
 from ptdbench.report.columns import Row
-from ptdbench.report.page.curves import of_steps, scaling_curves, workload_curves
+from ptdbench.report.page.curves import Point, of_steps, scaling_curves, workload_curves
+from tests.report.made import made
+from tests.report.test_workload_tables import collective, link, product
 
 
 def shown(*runs):
@@ -31,8 +32,8 @@ def trained(tmp_path):
             rows["step_seconds"][:, 0] = 0.1 if seconds is None else seconds
             series.write(directory / series.NAME, [rows])
             config = {name: of_runs[number] for name, of_runs in (options or {}).items()}
-            record = {"schema": 2, "status": "ok", "steps": len(values), "precision": "fp32", "config": config}
-            runs.append(Run({**record, **fields}, directory))
+            record = {"steps": len(values), "precision": "fp32", "config": config}
+            runs.append(made({**record, **fields, "directory": str(directory)}))
         return shown(*runs)
 
     return write
@@ -99,79 +100,78 @@ def test_virtual_runs_have_neither_times_nor_losses(trained):
 
 
 def test_rows_without_their_series_have_no_curves(tmp_path):
-    runs = (Run({"schema": 2, "status": "ok", "steps": steps}, tmp_path / "gone") for steps in (5, None))
+    runs = (made({"steps": steps, "directory": str(tmp_path / "gone")}) for steps in (5, None))
     assert shown(*runs) == {"steps": [], "losses": [], "drawn": 40}
 
 
-def result(op, size, busbw, dtype="fp32", mode="blocking"):
-    return {"op": op, "dtype": dtype, "reduction": None, "mode": mode, "bytes": size, "busbw": busbw}
+def figures(workload, found):
+    return workload_curves(made({"workload": workload, workload: found}))
 
 
 def test_collectives_have_a_line_for_each_operation_and_mode():
-    blocking = [result("all_gather", 8, 1e9), result("all_gather", 16, 2e9)]
-    results = [*blocking, result("all_gather", 8, 3e9, mode="async"), result("barrier", 0, None, dtype=None)]
-    (figure,) = workload_curves({"workload": "collectives", "collectives": {"results": results}})
-    assert (figure["x"], figure["y"]) == ("bytes", "bus bandwidth (GB/s)")
-    assert [(line["name"], line["x"], line["y"]) for line in figure["lines"]] == [
+    results = [collective("all_gather", 8, busbw=1e9), collective("all_gather", 16, busbw=2e9)]
+    results += [collective("all_gather", 8, "async", busbw=3e9), collective("barrier")]
+    found = {"group": "all", "groups": [], "definitions": {}, "results": results, "fits": [], "cut": [], "left_out": []}
+    (figure,) = figures("collectives", found)
+    assert (figure.x, figure.y) == ("bytes", "bus bandwidth (GB/s)")
+    assert [(line.name, line.x, line.y) for line in figure.lines] == [
         ("all_gather fp32 blocking", [8, 16], [1.0, 2.0]),
         ("all_gather fp32 async", [8], [3.0]),
     ]
 
 
-def pair(source, target, bandwidth):
-    sizes = [{"bytes": 8, "bandwidth": bandwidth / 2}, {"bytes": 16, "bandwidth": bandwidth}]
-    return {"source": source, "target": target, "bandwidth": bandwidth, "sizes": sizes}
-
-
 def test_of_many_links_the_fastest_and_the_slowest_are_drawn():
-    pairs = [pair(0, rank, 1e9 * rank) for rank in range(1, 31)]
-    (figure,) = workload_curves({"workload": "p2p", "p2p": {"pairs": pairs}})
-    ranks = [int(line["name"].rpartition(" ")[2]) for line in figure["lines"]]
+    pairs = [link(0, rank, bandwidth=1e9 * rank) for rank in range(1, 31)]
+    (figure,) = figures("p2p", {"pairs": pairs, "both": [], "overlap": [], "cut": []})
+    ranks = [int(line.name.rpartition(" ")[2]) for line in figure.lines]
     assert ranks == [30, 29, 28, 27, 26, 25, 6, 5, 4, 3, 2, 1]
-    assert figure["lines"][0]["y"] == [15.0, 30.0]
+    assert (figure.lines[0].x, figure.lines[0].y) == ([2**26], [30.0])
 
 
-def rank(rates):
-    products = [{"dtype": dtype, "shape": shape, "median": rate} for dtype, shape, rate in rates]
-    return {"products": products, "copies": [{"kind": "within the device", "median": 10e9}]}
+def rank(rates, copies=True):
+    products = [product(rate, dtype=dtype, shape=shape) for dtype, shape, rate in rates]
+    copy = product(10e9, kind="within the device", bytes=2**30)
+    return {"rank": 0, "device": "cpu", "products": products, "copies": [copy] * copies}
 
 
 def of_matmul(*ranks):
-    return workload_curves({"workload": "matmul", "matmul": {"ranks": ranks}})
+    return figures("matmul", {"ranks": ranks, "ceilings": [], "other_load": []})
 
 
 def test_the_roofline_of_products_is_that_of_the_median_rank():
     shape = "100x100x100"  # 2e6 FLOPs over 3 * 100 * 100 numbers
-    ranks = [rank([("fp32", shape, rate), ("bf16", "1x1x1", 1e9)]) for rate in (2e11, 4e11, 3e11)]
-    (figure,) = of_matmul(*ranks)
-    fp32, bf16 = figure["lines"]
-    assert (fp32["x"], fp32["y"], fp32["text"]) == (pytest.approx([2e6 / 12e4]), [300.0], [shape])
-    assert bf16["x"] == pytest.approx([2 / 6])
-    roof, _ = figure["bounds"]
-    assert roof["x"] == pytest.approx([7.5, 30.0])  # 3e11 FLOP/s at 1e10 bytes/s is 30 FLOP a byte
-    assert roof["y"] == pytest.approx([75.0, 300.0])
-    assert of_matmul(*({**one, "copies": []} for one in ranks))[0]["bounds"] == []
+    rates = [[("fp32", shape, rate), ("bf16", "1x1x1", 1e9)] for rate in (2e11, 4e11, 3e11)]
+    (figure,) = of_matmul(*map(rank, rates))
+    fp32, bf16 = figure.lines
+    assert (fp32.x, fp32.y, fp32.text) == (pytest.approx([2e6 / 12e4]), [300.0], [shape])
+    assert bf16.x == pytest.approx([2 / 6])
+    roof, _ = figure.bounds
+    assert roof.x == pytest.approx([7.5, 30.0])  # 3e11 FLOP/s at 1e10 bytes/s is 30 FLOP a byte
+    assert roof.y == pytest.approx([75.0, 300.0])
+    assert of_matmul(*(rank(of_rank, copies=False) for of_rank in rates))[0].bounds == []
+
+
+@pytest.mark.parametrize("rates", [[("fp8", "2x2x2", 1e9)], [("fp32", "square", 1e9)]])
+def test_products_of_unknown_types_and_shapes_have_no_figure(rates):
+    assert of_matmul(rank(rates)) == []
 
 
 @pytest.mark.parametrize(
-    "record",
+    ("workload", "found"),
     [
-        {"workload": "matmul", "matmul": {"ranks": [rank([("fp8", "2x2x2", 1e9)])]}},
-        {"workload": "matmul", "matmul": {"ranks": [rank([("fp32", "square", 1e9)])]}},
-        {"workload": "matmul", "matmul": {"ranks": []}},
-        {"workload": "collectives", "collectives": {"results": [{"op": "x"}]}},
-        {"workload": "collectives", "collectives": []},
-        {"workload": "p2p", "p2p": None},
-        {"workload": "mine", "mine": {"anything": 1}},
+        ("matmul", {"ranks": [], "ceilings": [], "other_load": []}),
+        ("collectives", {"results": [{"op": "x"}]}),
+        ("collectives", []),
+        ("p2p", None),
+        ("mine", {"anything": 1}),
     ],
 )
-def test_what_is_not_as_it_should_be_has_no_figure(record):
-    assert workload_curves(record) == []
+def test_what_is_not_as_it_should_be_has_no_figure(workload, found):
+    assert figures(workload, found) == []
 
 
 def row(number, ranks, rate, batch=16, parallel="ddp", sweep="a", nodes=1):
-    found = {"number": number, "ranks": ranks, "rate": rate, "batch": batch}
-    return found | {"parallel": parallel, "sweep": sweep, "nodes": nodes}
+    return Point(number, rate, ranks, batch, parallel, nodes, sweep)
 
 
 def series_of(*ranks, parallel="ddp", **changes):
@@ -197,13 +197,12 @@ def series_of(*ranks, parallel="ddp", **changes):
          {"cluster.nodes": list("1112"), "cluster.ranks_per_node": list("1242")}, [[0, 1, 2]]),
         ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b")], {}, [[0, 1]]),
         ([row(0, 1, 1.0, sweep="a"), row(1, 2, 2.0, sweep="b"), row(2, 2, 3.0, sweep="a")], {}, [[0, 2]]),
-        # what has no throughput is on none, and of the same the faster counts
-        ([row(0, 1, None), row(1, 2, 2.0)], {}, []),
+        # of the same the faster counts
         ([row(0, 1, 1.0), row(1, 2, 1.5), row(2, 2, 1.8)], {}, [[0, 2]]),
     ],
 )  # fmt: skip
 def test_rows_stand_on_as_few_curves_as_will_do(rows, options, curves):
-    assert sorted(curve["rows"] for curve in scaling_curves(rows, options)) == curves
+    assert sorted(curve.rows for curve in scaling_curves(rows, options)) == curves
 
 
 @pytest.mark.parametrize(
@@ -222,4 +221,4 @@ def test_rows_stand_on_as_few_curves_as_will_do(rows, options, curves):
 )  # fmt: skip
 def test_curves_have_names_ranks_in_order_and_efficiencies(rows, options, curves):
     found = scaling_curves(rows, options)
-    assert [(curve["kind"], curve["name"], curve["rows"], curve["efficiency"]) for curve in found] == curves
+    assert [(curve.kind, curve.name, curve.rows, curve.efficiency) for curve in found] == curves

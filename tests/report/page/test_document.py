@@ -30,7 +30,7 @@ def test_rows_are_numbered_over_all_models_and_options_have_a_value_for_each():
 def test_a_row_has_the_figures_of_its_typical_run_and_all_its_runs():
     one, *others = repeated("ddp", [1000.0, 1300.0, 1100.0])
     odd = {**one["metrics"], "step_seconds": {"mean": 0.25, "median": 0.2}, "peak_memory_bytes": 7}
-    (row,) = rows(content(loaded(one, others[0], {**others[1], "metrics": {**odd, "tokens_per_second": 1100.0}})))
+    (row,) = rows(content(loaded(one, others[0], others[1] | {"metrics": {**odd, "tokens_per_second": 1100.0}})))
     assert row["rate"] == pytest.approx((1000.0 * 1300 * 1100) ** (1 / 3))
     assert (row["step"], row["step_p5"], row["memory"]) == (0.25, None, 7)
     assert [(one["rate"], one["block"]) for one in row["runs"]] == [(1000.0, 0), (1300.0, 1), (1100.0, 2)]
@@ -60,7 +60,7 @@ def test_weak_scaling_goes_on_in_the_section_of_another_batch():
     runs = [run(world_size=n, global_batch=n, config={"train": {"global_batch": n}}) for n in (1, 2)]
     models = content(loaded(*runs))["models"]
     assert [[row["ratio"] for row in model["rows"]] for model in models] == [[1.0], [1.0]]
-    assert [[(curve["kind"], curve["rows"]) for curve in model["scaling"]] for model in models] == [
+    assert [[(curve.kind, curve.rows) for curve in model["scaling"]] for model in models] == [
         [("weak", [0, 1])],
         [],
     ]
