@@ -234,7 +234,7 @@ class TestSubmission:
         assert len(launch.canceled) == 3  # by name: SLURM may have taken one without an answer
         assert "canceled what SLURM had taken already: 101" in capsys.readouterr().err
         rows = store.read_results(tmp_path)
-        assert {row["error"]["type"] for row in rows} == {"NotSubmitted"}
+        assert {row.error.type for row in rows} == {"NotSubmitted"}
         assert len(rows) == 3
         assert (tmp_path / "thesis.txt").read_text() == "mine"
         told = [*watch.reasons(status.settle(tmp_path))]
@@ -255,7 +255,7 @@ class TestSubmission:
             launch(answer)
         assert ledger.read(tmp_path).jobs[0].id == "101"
         assert len(launch.canceled) == 3
-        assert {row["error"]["type"] for row in store.read_results(tmp_path)} == {"NotSubmitted"}
+        assert {row.error.type for row in store.read_results(tmp_path)} == {"NotSubmitted"}
 
 
 def test_a_job_gets_the_directory_of_its_run_whose_record_has_the_rest(asked, tmp_path, monkeypatch):
