@@ -7,7 +7,7 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,10 +93,7 @@ def read(typed: Sequence[str], multirun: bool, world: World | None, config_name:
 
 def _run(directory: Path, others: list[str], multirun: bool, world: World | None) -> Line:
     """Resume in the run's directory if nothing changes; elsewhere or with other options it becomes a new run."""
-    written: Written = {}
-    # If the record cannot be read, Hydra's file also contains the overrides.
-    with suppress(FileNotFoundError, NotADirectoryError, store.Damaged):
-        written = store.load_record(directory)
+    written = _record(RUN, directory)
     place = [override for override in others if _is_place(override)]
     moves = world is None and any(_moves(override, written) for override in place)
     moves |= any(option(override) == "hydra.run.dir" and not _names(override, directory) for override in place)
@@ -162,13 +159,10 @@ def _may_change(name: str, swept: set[str]) -> bool:
 
 
 def _asked_of_sweep(directory: Path) -> list[str]:
-    if noted := _ledger(directory).overrides:
-        return list(noted)
-    path = directory / "multirun.yaml"
-    if not path.exists():
-        rule = f"there is no sweep (no {ledger.LEDGER} and no multirun.yaml)"
-        raise ConfigError([Problem(SWEEP, directory, rule, "give the directory of a sweep below outputs")])
-    return _words(path, SWEEP, directory, lambda saved: saved["hydra"]["overrides"]["task"])
+    if overrides := _ledger(directory).overrides:
+        return overrides
+    rule = f"there is no sweep (no {ledger.LEDGER})"
+    raise ConfigError([Problem(SWEEP, directory, rule, "give the directory of a sweep below outputs")])
 
 
 def _ledger(directory: Path) -> ledger.Ledger:
@@ -183,32 +177,21 @@ def _ledger(directory: Path) -> ledger.Ledger:
 def _earlier(directory: Path, written: Written) -> list[str]:
     """Return the overrides of a run, as they were typed, without those that set the repeats of its sweep."""
     if (typed := written.get("overrides")) is None:
-        path = directory / ".hydra" / "overrides.yaml"
-        if not path.exists():
-            raise _no_run(RUN, directory)
-        typed = _words(path, RUN, directory, lambda saved: saved)
+        raise ConfigError([Problem(RUN, directory, "its record has no overrides", "type them, in a new directory")])
     return [override for override in typed if not affects(option(override), "blocks")]
 
 
-def _no_run(asked: str, directory: Path) -> ConfigError:
-    rule, remedy = f"there is no run (no {store.RECORD})", "give the directory of a run below outputs"
-    if store.is_sweep(directory):
-        rule, remedy = "is a sweep", f"try {command(directory)}, or give the directory of one of its runs"
-    return ConfigError([Problem(asked, directory, rule, remedy)])
-
-
-def _words(path: Path, option: str, directory: Path, find: Callable[[Any], Any]) -> list[str]:
-    """Return the overrides that ``find`` extracts from one of Hydra's files, as they were typed."""
-    found, reason = None, "there are no overrides in it"
+def _record(asked: str, directory: Path) -> Written:
+    """Return the record of a run that is to continue; raises ConfigError if there is none, or it is damaged."""
     try:
-        with suppress(LookupError, TypeError):
-            found = find(OmegaConf.to_container(OmegaConf.load(path)))
-    except Exception as error:  # YAML parsers raise more types than they document
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-    if isinstance(found, list) and all(isinstance(word, str) for word in found):
-        return found
-    rule = f"{path.relative_to(directory)} is damaged ({reason})"
-    raise ConfigError([Problem(option, directory, rule, "type the overrides again, in a new directory")])
+        return store.load_record(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        rule, remedy = f"there is no run (no {store.RECORD})", "give the directory of a run below outputs"
+        if store.is_sweep(directory):
+            rule, remedy = "is a sweep", f"try {command(directory)}, or give the directory of one of its runs"
+    except store.Damaged as damage:
+        rule, remedy = str(damage), "type the overrides again, in a new directory"
+    raise ConfigError([Problem(asked, directory, rule, remedy)])
 
 
 def _is_place(override: str) -> bool:
@@ -267,10 +250,7 @@ def _submitted_by(directory: Path) -> Path | None:
 
 def startable(directory: Path, world: World | None) -> Config:
     """Return the configuration of a directory's run; raises ConfigError if it is complete or must run elsewhere."""
-    try:
-        written = store.load_record(directory)
-    except (FileNotFoundError, NotADirectoryError):
-        raise _no_run("run", directory) from None
+    written = _record("run", directory)
     _refuse_complete(directory, written, "run")
     if world is None:
         if record.option(written, "cluster.submit", str):

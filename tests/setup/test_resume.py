@@ -21,29 +21,11 @@ from tests import forked
 from tests.refusals import Abridged, refusal_of
 from tests.sweep.made import CONFIG
 
-GARBAGE = [
-    b"", b"\x00\xff", b"garbage", b"[1, 2", b"- 1", b"a: b", b"hydra: 5", b"hydra: {overrides: {task: [1]}}",
-    b"hydra: {overrides: {task: {a: b}}}", b"? [1]\n: 2", b"2001-99-99", b"a: &a [*a]",
-]  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    ("option", "name"), [("sweep.resume", "multirun.yaml"), ("resume", ".hydra/overrides.yaml")], ids=["sweep", "run"]
-)
-class TestWhatHydraWrote:
-    @pytest.mark.parametrize("text", GARBAGE, ids=repr)
-    def test_garbage_is_one_line(self, tmp_path, option, name, text):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(text)
-        (line,) = refusal_of(resume.read, [f"{option}={tmp_path}"], multirun=False, world=None).splitlines()
-        assert line.startswith(f"{option}={tmp_path}: {name} is damaged (")
-
-    def test_overrides_are_taken_as_they_were_typed(self, tmp_path, option, name):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        text = "['data.seed=${seed}', model=toy]"
-        (tmp_path / name).write_text(text if option == "resume" else f"hydra: {{overrides: {{task: {text}}}}}")
-        line = resume.read([f"{option}={tmp_path}"], multirun=False, world=None)
-        assert line.overrides[:2] == ["data.seed=${seed}", "model=toy"]
+def test_a_damaged_record_is_one_line_and_its_run_starts_over(tmp_path):
+    (tmp_path / "record.json").write_text("{")
+    told = f"resume={tmp_path}: {tmp_path / 'record.json'} is damaged: …; type the overrides again, in a new directory"
+    assert refusal_of(resume.read, [f"resume={tmp_path}"], multirun=False, world=None) == Abridged(told)
 
 
 class TestLine:
@@ -103,6 +85,7 @@ class TestLine:
     def test_what_was_composed_from_another_file_is_refused(self, tmp_path, option, file):
         run = self.begun(tmp_path / "run", ["model=toy"])
         (run / ".hydra").mkdir()
+        ledger.begin(run, ["model=toy"])
         (run / file).write_text("hydra: {job: {config_name: mine}, overrides: {task: []}}")
         with pytest.raises(ConfigError, match=rf"^{option}={run}: .* from mine\.yaml, .* add --config-name mine$"):
             self.line([f"{option}={run}"])
@@ -230,15 +213,6 @@ class TestLine:
         assert self.line([f"resume={run}"]) == resume.Line(in_place, run)
         another = self.line([f"resume={run}", "train.steps=20"])
         assert another.overrides == ["model=toy", "train.steps=20", f"resume='{run}'"]
-
-    def test_what_was_typed_is_known_without_a_record(self, tmp_path):
-        run = self.begun(tmp_path / "run", ["model=toy"])
-        (run / "record.json").write_text("{")
-        (run / ".hydra").mkdir()
-        typed = ("model=toy", "cluster.ranks_per_node=4", "cluster=site", "repeat.runs=auto", "repeat.block=1")
-        (run / ".hydra" / "overrides.yaml").write_text("".join(f"- {word}\n" for word in typed))
-        kept = ["model=toy", "repeat.block=1", "cluster.ranks_per_node=4", f"hydra.run.dir='{run}'"]
-        assert self.line([f"resume={run}"]) == resume.Line(kept, run)
 
     def test_a_sweep_may_get_more_blocks_of_repeats_in_the_same_order(self, tmp_path):
         self.submitted(tmp_path, "repeat.runs=2", "repeat.seed=3")
