@@ -9,13 +9,13 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, UnsetType
 
 from ptdbench.files import strict
 from ptdbench.launch.watchdog import Watchdog
 from ptdbench.launch.world import Peer, World
-from ptdbench.measure import results
 from ptdbench.measure.clock import Stopwatch
+from ptdbench.measure.results import Findings
 from ptdbench.records import schema
 from ptdbench.report.display import Display
 from ptdbench.report.loggers import Log
@@ -69,17 +69,12 @@ class Job:
         return self.spec.training
 
 
-class Results(Struct, kw_only=True):
+class Results(Findings, kw_only=True):
     """Results of a workload, named as their fields of the record; those that are not given stay as they are there.
 
     Only the first rank needs all of them.
     """
 
-    hello: results.Hello | None = None
-    matmul: results.Matmul | None = None
-    p2p: results.P2P | None = None
-    collectives: results.Collectives | None = None
-    check: results.Check | None = None
     warmup_steps: int | None = None
     metrics: schema.Metrics | None = None
     steps: int | UnsetType | None = UNSET

@@ -294,7 +294,7 @@ class Check(Struct):
     collectives: Collectives | None  #: A few collectives; null for one rank.
 
 
-class Findings(Struct):
+class Findings(Struct, kw_only=True):
     """Fields of a record that only some workloads have."""
 
     hello: Hello | None = None  #: The ranks.

@@ -157,15 +157,10 @@ def _recorded(state: Sequence[Footprint]) -> list[schema.Footprint]:
 
 def _as_planned(layout: BatchPlan, planned: Plan, lack: str) -> dict[str, object]:
     """Return the fields of every plan; ``lack`` says why it does not fit, and is empty if it does."""
-    error = schema.NO_ERROR | {"type": "DoesNotFit", "message": lack}
-    status = {"status": "oom", "error": error} if lack else {"status": "ok", "error": None}
-    return {
-        "layout": layout.as_dict(),
-        "global_batch": layout.global_batch,
-        "kind": "planned",
-        "plan": planned,
-        **status,
-    }
+    fields = {"layout": layout.as_dict(), "global_batch": layout.global_batch, "kind": "planned", "plan": planned}
+    if not lack:
+        return fields | {"status": "ok", "error": None}
+    return fields | {"status": "oom", "error": schema.NO_ERROR | {"type": "DoesNotFit", "message": lack}}
 
 
 class _Virtual:
@@ -274,10 +269,8 @@ class _Virtual:
             most = account.reserved_bytes.index(max(account.reserved_bytes))
             planned.rank = account.ranks[most]
             planned.stands_for = [self._classes[rank] for rank in account.ranks]
-            planned.allocated_bytes, planned.reserved_bytes = (
-                account.allocated_bytes[most],
-                account.reserved_bytes[most],
-            )
+            planned.allocated_bytes = account.allocated_bytes[most]
+            planned.reserved_bytes = account.reserved_bytes[most]
             planned.needed_bytes = self._most(shown, account.reserved_bytes)
             planned.accumulation = stand_in(self._training, layout).accumulation
             fields = {name: getattr(record, name) for name in _OF_RUN}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from msgspec import to_builtins
+from msgspec import convert, to_builtins
 
 from ptdbench.checkpoints import checkpoint_dir
 from ptdbench.checkpoints.checkpoint_dir import Found
@@ -18,6 +18,7 @@ from ptdbench.job import Job
 from ptdbench.launch import rendezvous
 from ptdbench.launch.collect import barrier, gather
 from ptdbench.problems import ConfigError, Problem, require
+from ptdbench.records.schema import Evaluation
 from ptdbench.setup import run_spec
 from ptdbench.terminal import echo
 from ptdbench.training.evaluation import Evaluator
@@ -162,7 +163,7 @@ class Checkpointing:
             if self._job.world.is_first:
                 echo(f"{found.path}: continues with {reshaped}", sys.stderr)
         self._recorder.begin(step, source, facts)
-        self._evaluator.resume(facts.get("evaluations", []))
+        self._evaluator.done = convert(facts.get("evaluations", []), list[Evaluation])
         if self._saver and self._saved >= 0:
             self._saver.saved.append(self._saved)
             self._saver.best = best.step if (best := self._evaluator.best) else None

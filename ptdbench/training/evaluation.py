@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from msgspec import convert
 from torch import Tensor, nn
 
 from ptdbench.data.protocol import HeldOut, read
@@ -46,10 +44,6 @@ class Evaluator:
     def best(self) -> Evaluation | None:
         """The best evaluation so far; of equal ones the earliest."""
         return reduce(lambda best, one: one if one.better_than(best) else best, self.done) if self.done else None
-
-    def resume(self, done: Sequence[Mapping[str, Any]]) -> None:
-        """Continue after the evaluations stored in a checkpoint, in the format of a record."""
-        self.done = convert(list(done), list[Evaluation])
 
     def due(self, at_end: bool = False) -> bool:
         """Return whether an evaluation is due: every ``eval.every`` steps and after the last step."""

@@ -78,15 +78,14 @@ def _joined(lists: Iterable[list[T] | None]) -> list[T] | None:
 
 def _mean(operation: str, accounts: Sequence[Virtual], counts: Sequence[int]) -> Messages:
     """Average an operation over all ranks: an account stands for as many as ``counts`` says."""
-    known = [(account.messages or {}).get(operation) for account in accounts]
-    sent = [(messages, count) for messages, count in zip(known, counts, strict=True) if messages]
+    of_accounts = [(account.messages or {}).get(operation) for account in accounts]
+    sent = [(messages, count) for messages, count in zip(of_accounts, counts, strict=True) if messages]
     sizes = [messages.bytes * count for messages, count in sent if messages.bytes is not None]
+    formulas = [messages.formula_bytes for messages, _ in sent if messages.formula_bytes is not None]
     return Messages(
         calls=sum(messages.calls * count for messages, count in sent) / sum(counts),
         bytes=sum(sizes) / sum(counts) if len(sizes) == len(sent) else None,
-        formula_bytes=next(
-            (messages.formula_bytes for messages, _ in sent if messages.formula_bytes is not None), None
-        ),
+        formula_bytes=formulas[0] if formulas else None,
     )
 
 

@@ -264,10 +264,9 @@ def _loaded(facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> set[int]:
 
 
 def _why_busy(load: Sequence[OtherLoad]) -> str:
-    texts = [
-        f"{of_node} of node {of_node.node}" if len(load) > 1 else str(of_node) for of_node in load if of_node.is_busy
-    ]
-    return "; ".join([*texts, "measure again on a quiet machine"])
+    names = {of_node.node: f" of node {of_node.node}" if len(load) > 1 else "" for of_node in load}
+    busy = [f"{of_node}{names[of_node.node]}" for of_node in load if of_node.is_busy]
+    return "; ".join([*busy, "measure again on a quiet machine"])
 
 
 def _remarks(job: Job, facts: Sequence[_Facts], load: Sequence[OtherLoad]) -> list[str]:

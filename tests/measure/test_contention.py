@@ -71,6 +71,22 @@ def test_on_gpus_the_gpus_count_and_the_cores_do_not():
     assert str(load(taken=1.14)) == "other processes took 1.1 of 2 cores"
 
 
+@pytest.fixture
+def observed(monkeypatch):
+    """A watch of one rank on cores 0 and 1, whose own CPU time stands still, by given counters and times."""
+
+    def watch(texts, times):
+        clock = iter(times)
+        monkeypatch.setattr(contention, "STAT", SimpleNamespace(read_text=mock.Mock(side_effect=texts)))
+        monkeypatch.setattr(contention, "gather", lambda value: [value])
+        monkeypatch.setattr(contention, "node", lambda environ: "n1")
+        monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
+        monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
+        return contention.Watch(torch.device("cpu"))
+
+    return watch
+
+
 TEN = 10 * HERTZ
 BEGAN = "cpu0 5 0 0 7\ncpu1 0 0 0 0\n"
 
@@ -83,28 +99,16 @@ BEGAN = "cpu0 5 0 0 7\ncpu1 0 0 0 0\n"
         (FileNotFoundError, None),
     ],
 )
-def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between(monkeypatch, texts, taken):
-    """One rank on cores 0 and 1, whose own CPU time stands still."""
-    monkeypatch.setattr(contention, "STAT", SimpleNamespace(read_text=mock.Mock(side_effect=texts)))
-    monkeypatch.setattr(contention, "gather", lambda value: [value])
-    monkeypatch.setattr(contention, "node", lambda environ: "n1")
-    monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
-    clock = iter([100.0, 110.0])
-    monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
-    assert contention.Watch(torch.device("cpu")).stop() == [OtherLoad("n1", 2, taken, [], False)]
+def test_what_others_took_is_the_difference_of_counters_over_the_seconds_between(observed, texts, taken):
+    assert observed(texts, [100.0, 110.0]).stop() == [OtherLoad("n1", 2, taken, [], False)]
 
 
-def test_what_happens_between_stretches_does_not_count(monkeypatch):
-    """Cores 0 and 1: two stretches of 10 s, with 1 and 2 busy cores, and a pause in which all were busy."""
+def test_what_happens_between_stretches_does_not_count(observed):
+    """Two stretches of 10 s, with 1 and 2 busy cores, and a pause in which all were busy."""
     stats = [f"cpu0 {zero} 0 0 {idle}\ncpu1 {one} 0 0 {idle}\n" for zero, one, idle in [
         (0, 0, 0), (0, 0, 1), (TEN, 0, TEN), (9 * TEN, 8 * TEN, TEN + 1), (10 * TEN, 9 * TEN, 2 * TEN),
     ]]  # fmt: skip
-    monkeypatch.setattr(contention, "STAT", SimpleNamespace(read_text=mock.Mock(side_effect=stats)))
-    monkeypatch.setattr(contention, "gather", lambda value: [value])
-    monkeypatch.setattr(contention.settings, "own_cores", lambda: frozenset({0, 1}))
-    clock = iter([0.0, 1.0, 11.0, 91.0, 101.0])
-    monkeypatch.setattr(contention, "time", SimpleNamespace(perf_counter=lambda: next(clock), process_time=float))
-    watch = contention.Watch(torch.device("cpu"))
+    watch = observed(stats, [0.0, 1.0, 11.0, 91.0, 101.0])
     for _ in range(2):
         watch.begin()
         watch.end()

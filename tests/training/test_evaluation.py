@@ -212,16 +212,9 @@ def test_a_model_is_judged_by_its_own_loss_and_by_an_accuracy_if_it_tells_classe
             assert (found["top1"], found["top5"]) == (None, None)
 
 
-@pytest.mark.ranks
-def test_data_that_keep_nothing_are_refused(shared_run):
-    record = shared_run(*TASK, "+data.keeps=false", "train.steps=5", "eval.every=2")
-    assert record["status"] == "failed"
-    assert "eval.every=2: data=synthetic_vectors has no held-out samples" in record["error"]["message"]
-
-
-def test_a_held_out_part_without_samples_is_refused(monkeypatch):
-    nothing = HeldOutPart(0, lambda start, stop: made_task.Kept().samples(start, stop))
-    monkeypatch.setattr(made_task.Largest, "held_out", nothing)
+@pytest.mark.parametrize("held_out", [None, HeldOutPart(0, lambda start, stop: made_task.Kept().samples(start, stop))])
+def test_data_that_keep_nothing_are_refused(monkeypatch, held_out):
+    monkeypatch.setattr(made_task.Largest, "held_out", held_out)
     with pytest.raises(ConfigError, match=r"^eval.every=2: data=synthetic_vectors has no held-out samples; try null"):
         prepare_data(read(*TASK, "eval.every=2"))
 

@@ -33,15 +33,14 @@ class Largest(Data):
 
     tokens_per_sample = None
 
-    def __init__(self, *, seed: int, workers: int = 0, edition: str = "first", keeps: bool = True) -> None:
+    def __init__(self, *, seed: int, workers: int = 0, edition: str = "first") -> None:
         self.seed = seed
         self.workers = workers
         self._edition = edition
-        self._keeps = keeps
 
     @property
     def held_out(self) -> HeldOut | None:
-        return Kept() if self._keeps else None
+        return Kept()
 
     @property
     def identity(self) -> str:
