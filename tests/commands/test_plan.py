@@ -21,6 +21,7 @@ from ptdbench.planning import memory_plan, plans
 from ptdbench.problems import ConfigError
 from ptdbench.profiling.events import NCCL_BUFFERS
 from ptdbench.records import record, store
+from ptdbench.records.run_record import typed
 from ptdbench.report import table
 from ptdbench.setup.config import Config
 from tests.conftest import ROOT, outputs
@@ -78,7 +79,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def records_of(folder: Path) -> list[dict[str, Any]]:
     (directory,) = outputs(folder)
-    return store.read_results(directory)
+    return [one.written for one in store.read_results(directory)]
 
 
 @pytest.mark.ranks
@@ -260,7 +261,7 @@ def test_training_state_in_the_memory_of_hosts_is_carried_out_only_where_this_on
     made = planned(asked)
     assert (made["status"], made["plan"]["fits"], made["plan"].get("capacity_bytes")) == ("ok", None, None)
     assert "and this machine has 0.0 GiB to carry one out" in made["plan"]["reason"]
-    shown = table.of_plans([record.begin(asked.resolved, Path(), {}) | made], 200)
+    shown = table.of_plans([typed(record.begin(asked.resolved, Path(), {}) | made)], 200)
     assert "of a rank are in host memory, which is compared with nothing" in shown
 
 

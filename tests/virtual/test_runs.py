@@ -8,6 +8,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from ptdbench.records.run_record import typed
 from ptdbench.report import table
 from tests.conftest import ROOT, outputs, records
 from tests.parallel.setters import needs_setters
@@ -90,7 +91,7 @@ def test_what_was_sent_is_let_go_between_steps(swept):
 
 def test_a_table_says_that_they_are_virtual_and_ranks_none(swept):
     runs = records(swept)
-    shown = table.render(runs, 160)
+    shown = table.render([*map(typed, runs)], 160)
     rows = [line for line in shown.splitlines() if "virtual ok" in line]
     assert len(rows) == 4
     assert all(row.startswith("-") for row in rows)
