@@ -33,7 +33,7 @@ ROOMS = """
     virtual
     cache
     files
-    terminal units grouping search_path
+    terminal units grouping peaks search_path
     problems
 """
 LEVEL = {room: level for level, line in enumerate(ROOMS.splitlines()) for room in line.split()}

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.script import ROOT
-from ptdbench.measure.hardware import dense_peak
+from ptdbench.peaks import dense_peak
 from ptdbench.records.run_record import typed
 from ptdbench.report.remarks import reason
 

@@ -23,9 +23,10 @@ from ptdbench.launch.collect import gather
 from ptdbench.launch.peers import node
 from ptdbench.launch.world import World
 from ptdbench.measure import contention, products, timing
-from ptdbench.measure.hardware import dense_peak, environment
+from ptdbench.measure.hardware import environment
 from ptdbench.measure.products import Shape
 from ptdbench.measure.results import Ceiling, Copy, Key, Matmul, OtherLoad, Product, RankProducts
+from ptdbench.peaks import dense_peak
 from ptdbench.terminal import command
 from ptdbench.units import flops_text
 from ptdbench.virtual.machine import is_virtual

@@ -1,8 +1,7 @@
-"""The hardware and software of a run: peaks of its devices, versions, names and commit."""
+"""The hardware and software of a run: versions, names and commit."""
 
 from __future__ import annotations
 
-import csv
 import os
 import platform
 import re
@@ -14,31 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ptdbench.launch import settings
-
-#: Dense peak in TFLOP/s by the exact name that ``torch.cuda.get_device_name`` reports; ``peaks.csv`` names the sources.
-#:
-#: ``fp32`` is without tensor cores, ``tf32`` is fp32 tensors on the tensor cores; 16-bit and 8-bit products accumulate
-#: in fp32. Data sheets often print the figure with 2:4 sparsity, twice what dense matrices can reach.
-DENSE_PEAKS: dict[str, dict[str, float]] = {
-    row["name"]: {dtype: float(row[dtype]) for dtype in ("fp32", "tf32", "bf16", "fp16", "fp8") if row[dtype]}
-    for row in csv.DictReader(Path(__file__).with_name("peaks.csv").read_text().splitlines())
-}
-
-
-def dense_peak(device_name: str, dtype: str) -> tuple[float | None, str | None]:
-    """Return the data sheet's dense peak of a device in FLOP/s, which is never guessed from a similar name.
-
-    The name is that of ``torch.cuda.get_device_name``, or ``cpu``; the dtype is a key of :data:`DENSE_PEAKS`.
-
-    Returns:
-        ``(FLOP/s, None)``, or ``(None, reason)`` if no figure is on record.
-    """
-    if device_name == "cpu":
-        return None, "a CPU has no data-sheet peak"
-    peak = DENSE_PEAKS.get(device_name, {}).get(dtype)
-    if peak is None:
-        return None, f"no data-sheet peak on record for {device_name} in {dtype}"
-    return peak * 1e12, None
 
 
 def environment(device_type: str) -> dict[str, Any]:
@@ -70,10 +44,10 @@ def environment(device_type: str) -> dict[str, Any]:
 def this_package() -> str:
     """Return the installed version of ptdbench; in a checkout, whose files may be newer, also the commit."""
     git = _git(Path(__file__).parents[2])
-    found = f"ptdbench {_version('ptdbench') or '(not installed)'}"
+    package = f"ptdbench {_version('ptdbench') or '(not installed)'}"
     if git["git_commit"]:
-        found += f", checkout at {git['git_commit'][:10]}{' with changes' * git['git_dirty']}"
-    return found
+        package += f", checkout at {git['git_commit'][:10]}{' with changes' * git['git_dirty']}"
+    return package
 
 
 def _version(package: str) -> str | None:
@@ -89,7 +63,6 @@ def _gpus() -> dict[str, Any]:
 
     # The version of RCCL in a ROCm build; builds without either lack the function too.
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
-
     return {
         "tf32": is_tf32_allowed(),
         "cudnn": torch.backends.cudnn.version(),
@@ -105,8 +78,8 @@ def _driver() -> str | None:
         return Path("/sys/module/amdgpu/version").read_text().strip()
     with suppress(OSError):
         text = Path("/proc/driver/nvidia/version").read_text()
-        found = re.search(r"Module .*?(\d+\.\d+(?:\.\d+)?) ", text)
-        return found[1] if found else None
+        if match := re.search(r"Module .*?(\d+\.\d+(?:\.\d+)?) ", text):
+            return match[1]
     return None
 
 
@@ -122,18 +95,17 @@ def _git(root: Path) -> dict[str, Any]:
         )
     except (OSError, subprocess.SubprocessError):
         return unknown
-    lines = status.stdout.splitlines()
-    commit = lines[0].removeprefix("# branch.oid ") if lines else "(initial)"
-    if commit == "(initial)":
+    oid, *lines = status.stdout.splitlines() or [""]
+    commit = oid.removeprefix("# branch.oid ")
+    if commit in ("", "(initial)"):
         return unknown
     return {"git_commit": commit, "git_dirty": any(not line.startswith("#") for line in lines)}
 
 
 def _cpu_model() -> str:
     with suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-        if found:
-            return found[1]
+        if match := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return match[1]
     return platform.processor() or platform.machine()
 
 

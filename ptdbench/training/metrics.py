@@ -18,9 +18,9 @@ from ptdbench.job import Job, Outcome, Results
 from ptdbench.launch.collect import gather
 from ptdbench.measure import ceiling
 from ptdbench.measure.ceiling import Measured, known_ceiling
-from ptdbench.measure.hardware import dense_peak
 from ptdbench.measure.timing import summary, warmup_ends
 from ptdbench.parallel import precision
+from ptdbench.peaks import dense_peak
 from ptdbench.problems import ConfigError
 from ptdbench.records import series
 from ptdbench.records.schema import Experts, Metrics, Segment

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ptdbench.peaks import DENSE_PEAKS
 from ptdbench.problems import Problem, at_least, nearest, require, try_these
 
 #: The keys that :attr:`Device.peaks` may have.
@@ -34,7 +35,8 @@ class Device:
     clock: float  #: Highest clock of the multiprocessors in Hz.
     l2: int  #: Bytes of the L2 cache.
     shared_memory: int  #: Maximum bytes of shared memory per thread block.
-    #: FLOP/s of dense matrix products by dtype, any of :data:`DTYPES`; other dtypes compute at the rate of fp32.
+    #: FLOP/s of dense matrix products by dtype, any of :data:`DTYPES`; other dtypes compute at the rate of fp32. Those
+    #: given here replace those on record for the name, see :mod:`ptdbench.peaks`.
     peaks: Mapping[str, float] = field(default_factory=dict)
     #: Bytes/s to other devices of the machine, in one direction; 0: no NVLink, and the rate of PCIe.
     link: float = 0.0
@@ -44,25 +46,26 @@ class Device:
     allocatable: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "peaks", {**DENSE_PEAKS.get(self.name, {}), **self.peaks})
         whole = ("memory", "context", "multiprocessors", "bus_width", "l2", "shared_memory")
-        rates = {f"peaks.{name}": rate for name, rate in self.peaks.items()}
-        above = {name: getattr(self, name) for name in ("bandwidth", "memory_clock", "clock")} | rates
         allocatable = 1 if self.allocatable is None else self.allocatable
-        found = at_least(1, **{name: getattr(self, name) for name in whole}, allocatable=allocatable)
+        problems = at_least(1, **{name: getattr(self, name) for name in whole}, allocatable=allocatable)
         if not self.name.strip():
-            found.append(Problem("name", self.name, "must be a name"))
-        is_rate = {name: isinstance(rate, int | float) and rate > 0 for name, rate in above.items()}
-        found += [Problem(name, above[name], "must be above 0") for name, fits in is_rate.items() if not fits]
+            problems.append(Problem("name", self.name, "must be a name"))
+        rates = {name: getattr(self, name) for name in ("bandwidth", "memory_clock", "clock")}
+        rates |= {f"peaks.{dtype}": rate for dtype, rate in self.peaks.items()}
+        is_rate = {name: isinstance(rate, int | float) and rate > 0 for name, rate in rates.items()}
+        problems += [Problem(name, rates[name], "must be above 0") for name, fits in is_rate.items() if not fits]
         negative = [name for name in ("link", "power") if getattr(self, name) < 0]
-        found += [Problem(name, getattr(self, name), "must be at least 0") for name in negative]
+        problems += [Problem(name, getattr(self, name), "must be at least 0") for name in negative]
         if not re.fullmatch(r"\d+\.\d+", str(self.capability)):
-            found.append(Problem("capability", self.capability, "must be two numbers", 'try "9.0"'))
+            problems.append(Problem("capability", self.capability, "must be two numbers", 'try "9.0"'))
         if self.context >= self.memory >= 1:
-            found.append(Problem("context", self.context, f"must be less than the memory, {self.memory} bytes"))
-        for name in (name for name in self.peaks if name not in DTYPES):
-            remedy = try_these(nearest(name, DTYPES) or DTYPES)
-            found.append(Problem(f"peaks.{name}", self.peaks[name], "no such dtype", remedy))
-        require(*found)
+            problems.append(Problem("context", self.context, f"must be less than the memory, {self.memory} bytes"))
+        for dtype in (dtype for dtype in self.peaks if dtype not in DTYPES):
+            remedy = try_these(nearest(dtype, DTYPES) or DTYPES)
+            problems.append(Problem(f"peaks.{dtype}", self.peaks[dtype], "no such dtype", remedy))
+        require(*problems)
 
     def settings(self) -> str:
         """Return the device in the format of ``device.c``: ``key=value`` separated by ``;``, the name last."""

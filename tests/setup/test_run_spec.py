@@ -10,11 +10,10 @@ import torch
 from torch import nn
 
 from ptdbench.launch.world import THIS_MACHINE, World
-from ptdbench.measure import hardware
 from ptdbench.models.toy import Toy
 from ptdbench.parallel.dims import Dims
 from ptdbench.problems import ConfigError
-from ptdbench.setup import choices, run_spec
+from ptdbench.setup import run_spec
 from tests.conftest import read
 from tests.models.assembled import assembled
 from tests.refusals import Abridged, refusal_of
@@ -530,11 +529,3 @@ class TestVirtual:
         told = "virtual=h100: …, and torchrun has started these; run it without torchrun"
         assert refused("virtual=h100", device="auto", world=rank_of(2)) == [Abridged(told)]
         assert self.made("virtual=h100", world=replace(rank_of(2), launcher="local")).world_size == 2
-
-
-@pytest.mark.parametrize("name", ["a100", "b200", "h100", "h200", "v100"])
-def test_the_peaks_of_a_virtual_gpu_are_those_on_record(name):
-    gpu = choices.virtual(read(f"virtual={name}")).gpu
-    assert dict(gpu.peaks) == {
-        dtype: pytest.approx(1e12 * peak) for dtype, peak in hardware.DENSE_PEAKS[gpu.name].items()
-    }

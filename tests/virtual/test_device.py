@@ -17,6 +17,11 @@ def test_settings_are_what_the_library_reads():
     assert ";allocatable=7;" in replace(DEVICE, allocatable=7).settings()
 
 
+def test_peaks_are_those_on_record_unless_given():
+    peaks = replace(DEVICE, name="Tesla V100-SXM2-32GB", peaks={"fp16": 1e14}).peaks
+    assert peaks == {"fp32": pytest.approx(15.7e12), "fp16": 1e14}
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -31,5 +36,5 @@ def test_settings_are_what_the_library_reads():
         ({"peaks": {"bf15": 1e12}}, "peaks.bf15=1000000000000.0: no such dtype; try bf16"),
     ],
 )
-def test_a_figure_that_cannot_be_is_refused(changed, message):
+def test_impossible_figure_is_refused(changed, message):
     assert refusal_of(replace, DEVICE, **changed) == message
