@@ -140,7 +140,7 @@ def test_commands_that_are_shown_compose(command):
     found = compose_all(overrides, multirun="-m" in words)
     assert found.wholes
     if not re.search(r"my_package|\bmy/|/data/", command):  # examples of what only the reader has
-        for job in found.jobs:
+        for job in found.wholes:
             if is_refused(command):
                 with pytest.raises(ConfigError, match=rf"parallel\.schedule=\w+: needs torch {SPLITS_SINCE}"):
                     spec(job)
