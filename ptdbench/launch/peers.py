@@ -16,13 +16,20 @@ from ptdbench.launch.collect import gather
 from ptdbench.launch.world import Peer, World
 
 
-def meet(world: World, device: torch.device, wanted: Any) -> list[Peer]:
-    """Bind this rank to its share of the node's cores, and return the description of every rank, in order."""
+def bind_to_share(world: World, cores_per_rank: Any) -> None:
+    """Bind this rank to its share of the node's cores; called in all ranks, and before :func:`gather_peers`.
+
+    ``cores_per_rank`` is a number, or ``auto`` for an equal share.
+    """
     here = node(os.environ), boot_id()  # several virtual machines may be called localhost
-    on_node: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
-    neighbors = [rank for rank, (where, _) in enumerate(on_node) if where == here]
-    of_ranks, place = [on_node[rank][1] for rank in neighbors], neighbors.index(world.rank)
-    settings.bind_cores(*settings.share_cores(of_ranks, place, wanted, cgroups.cpus()))
+    of_all: list[tuple[tuple[str, str], settings.Cores]] = gather((here, settings.own_cores()))
+    neighbors = [rank for rank, (machine, _) in enumerate(of_all) if machine == here]
+    of_neighbors, place = [of_all[rank][1] for rank in neighbors], neighbors.index(world.rank)
+    settings.bind_cores(*settings.share_cores(of_neighbors, place, cores_per_rank, cgroups.cpus()))
+
+
+def gather_peers(world: World, device: torch.device) -> list[Peer]:
+    """Return the description of every rank, in order; called in all ranks."""
     return gather(
         Peer(
             rank=world.rank,

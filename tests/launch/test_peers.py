@@ -23,12 +23,13 @@ def meet() -> list[list[Peer]]:
     for name, kernel, wanted in (("localhost", own, "auto"), (own, "the same", "auto"), (own, "the same", 1)):
         os.environ["SLURMD_NODENAME"] = name
         peers.boot_id = lambda kernel=kernel: kernel
-        found.append(peers.meet(world, torch.device("cpu"), wanted))
+        peers.bind_to_share(world, wanted)
+        found.append(peers.gather_peers(world, torch.device("cpu")))
     return found
 
 
 @pytest.mark.ranks
-def test_every_rank_learns_the_same_of_every_rank_and_shares_the_cores_of_its_node(monkeypatch):
+def test_ranks_share_cores_and_describe_themselves_to_all(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     seen = on_ranks(3, meet)
     assert seen == [seen[0]] * 3
