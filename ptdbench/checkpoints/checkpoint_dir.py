@@ -13,8 +13,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Container, Mapping
-from contextlib import suppress
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -33,7 +33,7 @@ MANIFEST = "manifest.json"
 _BLOCK = 4 << 20
 
 
-class Broken(Exception):
+class BrokenCheckpoint(Exception):
     """A checkpoint is broken; the message names the file and the fault."""
 
 
@@ -87,44 +87,52 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of the checkpoint in ``directory``; raises Broken if it is missing or damaged."""
+    """Return the manifest of the checkpoint in ``directory``; raises BrokenCheckpoint if it is missing or damaged."""
     try:
         body = json.loads((directory / MANIFEST).read_text())
-        given = body.pop("sha256")
-        if given != _digest(body):
-            raise Broken(f"{MANIFEST} does not match its checksum")
+        if body.pop("sha256") != _digest(body):
+            raise BrokenCheckpoint(f"{MANIFEST} does not match its checksum")
         convert(body.get("facts"), _Facts)
         return convert(body, Manifest)
     except FileNotFoundError:
-        raise Broken(f"{MANIFEST} is missing") from None
+        raise BrokenCheckpoint(f"{MANIFEST} is missing") from None
     except OSError as error:
-        raise Broken(f"{MANIFEST} cannot be read ({error.strerror})") from None
+        raise BrokenCheckpoint(f"{MANIFEST} cannot be read ({error.strerror})") from None
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise Broken(f"{MANIFEST} is not a manifest") from None
+        raise BrokenCheckpoint(f"{MANIFEST} is not a manifest") from None
 
 
-def check_sizes(directory: Path, manifest: Manifest) -> None:
-    """Raise Broken unless every file exists and has the expected size."""
-    for name, wanted in manifest.files.items():
+def verify(directory: Path, share: int = 0, shares: int = 1) -> Manifest:
+    """Return the manifest of a checkpoint whose files have the expected sizes and checksums.
+
+    The checksums, which take long, are verified for part ``share`` of ``shares`` parts of the files; for none if 0.
+
+    Raises:
+        BrokenCheckpoint: A file is missing, or is not what the saver wrote.
+    """
+    manifest = read_manifest(directory)
+    for name, expected in manifest.files.items():
         if PurePath(name).name != name:
-            raise Broken(f"{name} is not a file name")
-        try:
+            raise BrokenCheckpoint(f"{name} is not a file name")
+        with _readable(name):
             size = (directory / name).stat().st_size
-        except OSError as error:
-            raise Broken(f"{name} cannot be read ({error.strerror})") from None
-        if size != wanted.bytes:
-            raise Broken(f"{name} has {size} bytes instead of {wanted.bytes}")
+        if size != expected.bytes:
+            raise BrokenCheckpoint(f"{name} has {size} bytes instead of {expected.bytes}")
+    for name in sorted(manifest.files)[share::shares] if shares else ():
+        with _readable(name):
+            matches = stamp(directory / name) == manifest.files[name]
+        if not matches:
+            raise BrokenCheckpoint(f"{name} does not match its checksum")
+    return manifest
 
 
-def check_contents(directory: Path, manifest: Manifest, share: int, shares: int) -> None:
-    """Raise Broken unless the checksums match, for part ``share`` of ``shares`` parts of the files."""
-    for name in sorted(manifest.files)[share::shares]:
-        try:
-            found = stamp(directory / name)
-        except OSError as error:
-            raise Broken(f"{name} cannot be read ({error.strerror})") from None
-        if found != manifest.files[name]:
-            raise Broken(f"{name} does not match its checksum")
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    """Within the context, an OSError is the fault of a file of a checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        raise BrokenCheckpoint(f"{name} cannot be read ({error.strerror})") from None
 
 
 def _digest(body: Mapping[str, Any]) -> str:
@@ -143,7 +151,7 @@ _FILE = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|manifest\.json|\.manif
 
 
 @dataclass(frozen=True)
-class Found:
+class Checkpoint:
     """A complete checkpoint: its directory, and its manifest."""
 
     path: Path
@@ -151,10 +159,10 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Search:
+class NewestCheckpoint:
     """The result of a search for the newest checkpoint."""
 
-    found: Found | None  #: The newest complete checkpoint, if there is one.
+    checkpoint: Checkpoint | None  #: The newest complete checkpoint, if there is one.
     broken: Mapping[Path, str]  #: Newer checkpoints that are skipped, with the broken file and its fault.
 
     @property
@@ -163,7 +171,7 @@ class Search:
         return [f"{path} is skipped: {fault}" for path, fault in self.broken.items()]
 
 
-def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Search:
+def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> NewestCheckpoint:
     """Find the newest checkpoint that is complete and matches its checksums; called in all ranks, like :func:`gather`.
 
     Every rank checks names and sizes; reading the files is divided among the ranks. All get the same result.
@@ -171,13 +179,17 @@ def newest(run_directory: Path, group: dist.ProcessGroup | None = None) -> Searc
     broken: dict[Path, str] = {}
     # Rank 0's list: a network file system may show an older one to other hosts.
     for name in gather([path.name for path in _published(run_directory)], group)[0]:
-        path = run_directory / FOLDER / name
-        found, fault = _examine(path, dist.get_rank(group), dist.get_world_size(group))
-        faults = list(dict.fromkeys(of_rank for of_rank in gather(fault, group) if of_rank))
-        if found and not faults:
-            return Search(Found(path, found), broken)
+        path, fault = run_directory / FOLDER / name, ""
+        manifest: Manifest | None = None
+        try:
+            manifest = verify(path, dist.get_rank(group), dist.get_world_size(group))
+        except BrokenCheckpoint as error:
+            fault = str(error)
+        faults = dict.fromkeys(filter(None, gather(fault, group)))
+        if manifest and not faults:
+            return NewestCheckpoint(Checkpoint(path, manifest), broken)
         broken[path] = "; ".join(faults)
-    return Search(None, broken)
+    return NewestCheckpoint(None, broken)
 
 
 def latest_manifest(run_directory: Path) -> Manifest | None:
@@ -209,7 +221,7 @@ def publish(partial: Path) -> Path:
     Raises:
         OSError: It cannot be renamed, or the older one contains anything not from the saver.
     """
-    final = partial.with_name(partial.name.removesuffix(_PARTIAL))
+    final = partial.with_suffix("")
     _sync(partial)
     replaced = _set_aside(final) if os.path.lexists(final) else None
     partial.rename(final)  # if killed before this, both remain, and remove_partial() renames
@@ -223,13 +235,11 @@ def prune(run_directory: Path, keep: int, best: int | None = None, broken: Conta
     """Delete all complete checkpoints except the newest ``keep`` and the one of step ``best``.
 
     Broken checkpoints are neither counted nor deleted: those that a search has found ``broken``, and any with files of
-    the wrong size. Nor are checkpoints deleted that contain foreign files, or tensors not named in the manifest.
-
-    Raises:
-        OSError: A checkpoint cannot be deleted.
+    the wrong size. Nor are checkpoints deleted that contain foreign files, or tensors not named in the manifest. Raises
+    OSError.
     """
-    manifests = ((path, _manifest_if_complete(path)) for path in _published(run_directory) if path not in broken)
-    for path, manifest in [(path, manifest) for path, manifest in manifests if manifest][keep:]:
+    candidates = [(path, _manifest_if_complete(path)) for path in _published(run_directory) if path not in broken]
+    for path, manifest in [(path, manifest) for path, manifest in candidates if manifest][keep:]:
         tensors = {file.name for file in path.glob("*.distcp")}
         is_alone = tensors <= manifest.files.keys() and not first_foreign_entry(path, _is_ours)
         if is_alone and path.name != _name(best):
@@ -237,12 +247,12 @@ def prune(run_directory: Path, keep: int, best: int | None = None, broken: Conta
 
 
 def amend(run_directory: Path, step: int, facts: Mapping[str, Any]) -> bool:
-    """Replace some facts of the checkpoint after ``step`` steps; return whether it exists. Raises Broken or OSError."""
+    """Replace facts of the checkpoint after ``step`` steps; return if it exists. Raises BrokenCheckpoint, OSError."""
     path = run_directory / FOLDER / _name(step)
     if not path.exists():
         return False
-    written = read_manifest(path)
-    write_manifest(path, replace(written, facts={**written.facts, **facts}))
+    manifest = read_manifest(path)
+    write_manifest(path, replace(manifest, facts={**manifest.facts, **facts}))
     return True
 
 
@@ -263,18 +273,17 @@ def mark_best(run_directory: Path, step: int | None) -> None:
 def remove_partial(run_directory: Path) -> None:
     """Clean up after a killed run; called in one process, before the run starts.
 
-    A checkpoint that lacks only its final name gets it. A directory with foreign files is left unchanged.
-
-    Raises:
-        OSError: Something cannot be removed.
+    A checkpoint that lacks only its final name gets it. One with foreign files is left unchanged. Raises OSError.
     """
-    for path in _leftovers(run_directory, _PARTIAL):
-        if _manifest_if_complete(path) and not os.path.lexists(path.with_name(path.name.removesuffix(_PARTIAL))):
+    for path in sorted((run_directory / FOLDER).glob("step-*"), reverse=True):  # partial before deleted
+        named = _STEP.fullmatch(path.stem) and path.suffix in (_PARTIAL, _DELETED)
+        if not named or first_foreign_entry(path, _is_ours):
+            continue
+        final = path.with_suffix("")
+        if path.suffix == _PARTIAL and not os.path.lexists(final) and _manifest_if_complete(path):
             publish(path)
         else:
             remove(path, _is_ours)
-    for path in _leftovers(run_directory, _DELETED):
-        remove(path, _is_ours)
 
 
 def _name(step: int | None) -> str:
@@ -285,36 +294,16 @@ def _is_ours(name: str) -> bool:
     return bool(_FILE.fullmatch(name))
 
 
-def _leftovers(run_directory: Path, suffix: str) -> list[Path]:
-    """List directories with this suffix that contain only the saver's files."""
-    named = sorted((run_directory / FOLDER).glob(f"step-*{suffix}"))
-    steps = [path for path in named if _STEP.fullmatch(path.name.removesuffix(suffix))]
-    return [path for path in steps if not first_foreign_entry(path, _is_ours)]
-
-
 def _published(run_directory: Path) -> list[Path]:
     """List directories with a final name, newest first."""
     named = (path for path in (run_directory / FOLDER).glob("step-*") if _STEP.fullmatch(path.name) and path.is_dir())
     return sorted(named, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
 
 
-def _examine(path: Path, rank: int, size: int) -> tuple[Manifest | None, str | None]:
-    """Return the manifest of a checkpoint, or its fault, from this rank's share of the check."""
-    try:
-        found = read_manifest(path)
-        check_sizes(path, found)
-        check_contents(path, found, rank, size)
-    except Broken as fault:
-        return None, str(fault)
-    return found, None
-
-
 def _manifest_if_complete(path: Path) -> Manifest | None:
     """Return the manifest if all files exist with the expected sizes; reading them would take too long."""
-    with suppress(Broken):
-        manifest = read_manifest(path)
-        check_sizes(path, manifest)
-        return manifest
+    with suppress(BrokenCheckpoint):
+        return verify(path, shares=0)
     return None
 
 

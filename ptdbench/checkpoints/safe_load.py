@@ -31,8 +31,8 @@ class _Properties(TensorProperties):
     """Properties of a tensor, perhaps written by a newer torch, which adds strides that loading does not need."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        known = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
-        super().__setstate__(state[:known])  # type: ignore[no-untyped-call]
+        count = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
+        super().__setstate__(state[:count])  # type: ignore[no-untyped-call]
         self.__class__ = TensorProperties  # type: ignore[assignment]
 
 
@@ -72,9 +72,9 @@ def load(path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
         )
     except CheckpointException as failure:
         reason = why(failure)
-        asked = re.search(r"GLOBAL (\S+)", reason)
-        if asked and "UnpicklingError" in reason:  # torch's own message advises loading without checks
-            raise _refusal(path, f"would run code: a tensor's file asks for {asked[1]}") from None
+        needed = re.search(r"GLOBAL (\S+)", reason)
+        if needed and "UnpicklingError" in reason:  # torch's own message advises loading without checks
+            raise _refusal(path, f"would run code: a tensor's file asks for {needed[1]}") from None
         raise _refusal(path, f"cannot be read: {reason.partition(chr(10))[0]}") from None
 
 
@@ -114,9 +114,9 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _ALLOWED:
             return _ALLOWED[module, name]
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
         raise _Forbidden(f"{METADATA} asks for {module}.{name}")
 
 

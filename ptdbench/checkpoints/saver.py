@@ -35,8 +35,8 @@ from ptdbench.launch import rendezvous, settings
 from ptdbench.launch.collect import gather
 from ptdbench.local_part import local_part
 
-#: A shard: the tensor's name, and the shard's offset in the whole tensor.
-Part = tuple[str, tuple[int, ...]]
+#: The tensor's name, and the shard's offset in the whole tensor.
+Shard = tuple[str, tuple[int, ...]]
 
 
 class Shares:
@@ -44,39 +44,35 @@ class Shares:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._held: dict[Part, int] | None = None
+        self._sizes: dict[Shard, int] | None = None
         self._names: set[str] = set()
 
     def select(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return this rank's share of ``tensors``; called in all ranks, each with all its tensors."""
-        held = _parts(tensors)
-        if any(gather(held != self._held, self._group)):  # true at the first save, rarely later
-            self._held = held
-            mine = assign_shares(gather(held, self._group))[dist.get_rank(self._group)]
+        # Divided as torch writes them.
+        items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
+        sizes = {(i.index.fqn, tuple(i.index.offset or ())): i.tensor_storage_size() or 0 for i in items}
+        if any(gather(sizes != self._sizes, self._group)):  # true at the first save, rarely later
+            self._sizes = sizes
+            mine = assign_shares(gather(sizes, self._group))[dist.get_rank(self._group)]
             self._names = {name for name, _ in mine}
         return {name: tensor for name, tensor in tensors.items() if name in self._names}
 
 
-def assign_shares(held: Sequence[Mapping[Part, int]]) -> list[set[Part]]:
-    """Assign each shard to one of the ranks that hold it; ``held`` gives the bytes of each rank's shards."""
-    holders = grouped((part, rank) for rank, parts in enumerate(held) for part in parts)
-    shares: list[set[Part]] = [set() for _ in held]
-    bytes_of = [0] * len(held)
+def assign_shares(sizes: Sequence[Mapping[Shard, int]]) -> list[set[Shard]]:
+    """Assign each shard to one of the ranks that hold it; ``sizes`` gives the bytes of each rank's shards."""
+    holders = grouped((shard, rank) for rank, shards in enumerate(sizes) for shard in shards)
+    shares: list[set[Shard]] = [set() for _ in sizes]
+    bytes_of = [0] * len(sizes)
 
-    def least_choice_first(part: Part) -> tuple[int, int, Part]:
-        return len(holders[part]), -held[holders[part][0]][part], part
+    def least_choice_first(shard: Shard) -> tuple[int, int, Shard]:
+        return len(holders[shard]), -sizes[holders[shard][0]][shard], shard
 
-    for part in sorted(holders, key=least_choice_first):
-        rank = min(holders[part], key=lambda rank: bytes_of[rank])
-        shares[rank].add(part)
-        bytes_of[rank] += held[rank][part]
+    for shard in sorted(holders, key=least_choice_first):
+        rank = min(holders[shard], key=lambda rank: bytes_of[rank])
+        shares[rank].add(shard)
+        bytes_of[rank] += sizes[rank][shard]
     return shares
-
-
-def _parts(tensors: Mapping[str, Tensor]) -> dict[Part, int]:
-    """Return the bytes of each shard in ``tensors``, divided as torch writes them."""
-    items = create_default_local_save_plan(dict(tensors), is_coordinator=False).items
-    return {(item.index.fqn, tuple(item.index.offset or ())): item.tensor_storage_size() or 0 for item in items}
 
 
 #: Alignment of each copy in bytes, as for torch's own CPU tensors.
@@ -92,7 +88,7 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._shapes: dict[str, object] = {}
+        self._layouts: dict[str, object] = {}
         self._copies: dict[str, Tensor] = {}
         self._unpin: Callable[[], object] = lambda: None
         self._stream: torch.cuda.Stream | None = None
@@ -123,7 +119,7 @@ class Staging:
             copied = torch.cuda.Event()
             copied.record()
 
-        def when_copied(_held: object = tensors) -> dict[str, Tensor]:  # a reference, so that memory is not reused yet
+        def when_copied(_source: object = tensors) -> dict[str, Tensor]:  # a reference: memory is not reused yet
             copied.synchronize()
             return copies
 
@@ -137,12 +133,12 @@ class Staging:
     def close(self) -> None:
         """Release the memory."""
         self._unpin()
-        self._shapes, self._copies = {}, {}
+        self._layouts, self._copies = {}, {}
 
     def _allocate(self, tensors: Mapping[str, Tensor], pinned: bool) -> None:
         """Allocate memory for copies of ``tensors``, unless the current memory fits."""
-        shapes = {name: _shape(tensor) for name, tensor in tensors.items()}
-        if shapes == self._shapes:
+        layouts = {name: _layout(tensor) for name, tensor in tensors.items()}
+        if layouts == self._layouts:
             return
         self.close()
         sizes = [-(-local_part(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
@@ -152,11 +148,9 @@ class Staging:
             _pin_memory_utils.pin_memory(address, len(memory))
             # Even without close(), as after a failed run: memory unmapped while registered could not be reused.
             self._unpin = weakref.finalize(self, _unpin, address, memory)
-        starts = accumulate(sizes, initial=0)
-        self._copies = {
-            name: _placed(tensor, memory, start) for (name, tensor), start in zip(tensors.items(), starts, strict=False)
-        }
-        self._shapes = shapes
+        starts = dict(zip(tensors, accumulate(sizes, initial=0), strict=False))
+        self._copies = {name: _placed(tensor, memory, starts[name]) for name, tensor in tensors.items()}
+        self._layouts = layouts
 
 
 @torch.no_grad()
@@ -178,21 +172,17 @@ def _placed(tensor: Tensor, memory: mmap.mmap, start: int) -> Tensor:
     """Make a tensor like ``tensor`` on the CPU, in ``memory`` from byte ``start``."""
     local = local_part(tensor)
     like = torch.empty_like(local, device="meta")  # its strides leave no gaps
-    count = local.numel()
-    # With a separate storage: for a view, torch would write the whole memory.
-    flat = (
-        torch.frombuffer(memory, dtype=local.dtype, count=count, offset=start)
-        if count
-        else local.new_empty(0, device="cpu")
-    )
+    flat = local.new_empty(0, device="cpu")
+    if count := local.numel():  # with a separate storage: for a view, torch would write the whole memory
+        flat = torch.frombuffer(memory, dtype=local.dtype, count=count, offset=start)
     copy = flat.as_strided(like.size(), like.stride())
     return DTensor(copy, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else copy
 
 
-def _shape(tensor: Tensor) -> object:
+def _layout(tensor: Tensor) -> object:
     """Return the properties that must be equal for memory to be reused for another tensor."""
-    spread = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
-    return tensor.size(), tensor.stride(), tensor.dtype, spread
+    sharding = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return tensor.size(), tensor.stride(), tensor.dtype, sharding
 
 
 T = TypeVar("T")
@@ -316,9 +306,9 @@ class Saver:
             self._write(step, prepared, model, facts)
         except Exception as error:  # from this rank, from another, or from the connection to a dead one
             self.problems.append(f"step {step}: not saved: {error}")
-            return
-        self.saved.append(step)
-        self._mark_and_prune(step)
+        else:
+            self.saved.append(step)
+            self._mark_and_prune(step)
 
     def _amend(self, step: int, facts: Facts, is_best: bool) -> None:
         def amend() -> None:
@@ -330,10 +320,10 @@ class Saver:
             self._mark_and_prune(step)
 
     def _mark_and_prune(self, step: int) -> None:
-        run_directory, best = self._run_directory, self.best
-        mark = partial(checkpoint_dir.mark_best, run_directory, best)
-        prune = partial(checkpoint_dir.prune, run_directory, self._keep, best, self.broken)
+        run = self._run_directory
+        mark = partial(checkpoint_dir.mark_best, run, self.best)
         self._try_on_rank_0(step, "the best checkpoint could not be marked", mark)
+        prune = partial(checkpoint_dir.prune, run, self._keep, self.best, self.broken)
         self._try_on_rank_0(step, "older checkpoints could not be deleted", prune)
 
     def _try_on_rank_0(self, step: int, fault: str, task: Callable[[], object]) -> None:
@@ -343,7 +333,7 @@ class Saver:
             self.problems.append(f"step {step}: saved, but {fault}: {error}")
 
     def _write(self, step: int, prepared: Prepared, model: Mapping[str, Any], facts: Facts) -> None:
-        """Write a complete checkpoint; if one rank fails, all raise _Failed, and nothing is left on disk."""
+        """Write a complete checkpoint; if one rank fails, all raise _SaveFailed, and nothing is left on disk."""
 
         def copied() -> dict[str, Tensor]:
             return prepared.result()()
@@ -353,18 +343,16 @@ class Saver:
         try:
             self._on_rank_0(lambda: checkpoint_dir.begin(folder))
             self._on_all_ranks(lambda: _write_tensors(folder, copies, self.group))
-            files: dict[str, Stamp] = {}
-            for of_rank in gather(self._on_all_ranks(lambda: _stamps(folder, self._rank)), self.group):
-                files |= of_rank
-            world_size = dist.get_world_size(self.group)
-            written = Manifest(step, world_size, model, facts, files, torch.__version__, time.time())
+            stamps = gather(self._on_all_ranks(lambda: _stamps(folder, self._rank)), self.group)
+            files = {name: stamp for of_rank in stamps for name, stamp in of_rank.items()}
+            manifest = Manifest(step, len(stamps), model, facts, files, torch.__version__, time.time())
 
             def finish() -> None:
-                checkpoint_dir.write_manifest(folder, written)
+                checkpoint_dir.write_manifest(folder, manifest)
                 self.broken.discard(checkpoint_dir.publish(folder))
 
             self._on_rank_0(finish)
-        except _Failed:  # no rank is writing any more
+        except _SaveFailed:  # no rank is writing any more
             if self._rank == 0:
                 with suppress(OSError):  # the next start retries
                     checkpoint_dir.discard(folder)
@@ -374,18 +362,17 @@ class Saver:
         self._on_all_ranks(task if self._rank == 0 else lambda: None)
 
     def _on_all_ranks(self, task: Callable[[], T]) -> T:
-        """Run ``task`` in all ranks and return this rank's result; if it fails in one, all raise _Failed."""
-        done = _attempt(task)
-        error = done.exception()
+        """Run ``task`` in all ranks and return this rank's result; if it fails in one, all raise _SaveFailed."""
+        outcome = _attempt(task)
+        error = outcome.exception()
         mine = f"rank {self._rank}: {type(error).__name__}: {error}" if error else None
-        mine = str(error) if isinstance(error, _Failed) else mine  # its message already names the ranks
-        faults = dict.fromkeys(fault for fault in gather(mine, self.group) if fault)
-        if faults:
-            raise _Failed("; ".join(faults))
-        return done.result()
+        mine = str(error) if isinstance(error, _SaveFailed) else mine  # its message already names the ranks
+        if faults := dict.fromkeys(filter(None, gather(mine, self.group))):
+            raise _SaveFailed("; ".join(faults))
+        return outcome.result()
 
 
-class _Failed(Exception):
+class _SaveFailed(Exception):
     """A save failed; the message names the ranks and their errors."""
 
 
@@ -409,22 +396,22 @@ def _attempt(task: Callable[[], T]) -> Future[T]:
 class _Writer(dcp.FileSystemWriter):
     """torch's writer, which closes its file on a full disk, and then reports only what is wrong with the file."""
 
-    def write_data(self, *given: Any) -> Any:
+    def write_data(self, *arguments: Any) -> Any:
         try:
-            return super().write_data(*given)
+            return super().write_data(*arguments)
         except Exception as error:
             raise lack_of_space(error) or error from error
 
 
 def _write_tensors(directory: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup) -> None:
-    """Write this rank's file and, on rank 0, the metadata, and sync them; raises _Failed if any rank fails."""
+    """Write this rank's file and, on rank 0, the metadata, and sync them; raises _SaveFailed if any rank fails."""
     # Nothing is copied ahead: the tensors are on the CPU, or the caller waits for each one anyway.
     writer = _Writer(directory, sync_files=True, single_file_per_rank=True, per_thread_copy_ahead=0)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     try:
         dcp.save(dict(tensors), storage_writer=writer, planner=planner, process_group=group)
     except CheckpointException as failure:
-        raise _Failed(safe_load.why(failure)) from None
+        raise _SaveFailed(safe_load.why(failure)) from None
 
 
 def _stamps(directory: Path, rank: int) -> dict[str, Stamp]:

@@ -78,11 +78,11 @@ class TrainingState:
         Raises:
             ConfigError: The optimizer has state that is not a tensor.
         """
-        found = self._trained(with_buffers) | {f"rng.cpu.{self._rank}": torch.get_rng_state()}
-        found |= {f"own.{self._rank}.{name}": tensor for name, tensor in (own or {}).items()}
+        tensors = self._trained(with_buffers) | {f"rng.cpu.{self._rank}": torch.get_rng_state()}
+        tensors |= {f"own.{self._rank}.{name}": tensor for name, tensor in (own or {}).items()}
         if (device := device_of(self._module)).type == "cuda":
-            found[f"rng.cuda.{self._rank}"] = torch.cuda.get_rng_state(device)
-        return found
+            tensors[f"rng.cuda.{self._rank}"] = torch.cuda.get_rng_state(device)
+        return tensors
 
     def steady(self, names: Iterable[str]) -> set[str]:
         """Return the names of trained weights and optimizer state, which only an update changes.
@@ -140,33 +140,33 @@ class TrainingState:
     def _trained(self, with_buffers: bool) -> dict[str, Tensor]:
         """Return weights, buffers and optimizer state by name, as detached tensors that share memory with the run."""
         persistent = self._module.state_dict().keys() if with_buffers else ()
-        found = {f"model.{name}": buffer for name, buffer in self._module.named_buffers() if name in persistent}
+        trained = {f"model.{name}": buffer for name, buffer in self._module.named_buffers() if name in persistent}
         for name, weight in self._weights():
             # A second copy on this rank may have state where the first has none, as ZeRO-1 divides stages one by one.
-            found.setdefault(f"model.{name}", unwrapped(weight))
+            trained.setdefault(f"model.{name}", unwrapped(weight))
             for key, value in self._optimizer.state.get(weight, {}).items():
                 if isinstance(value, Tensor):
-                    found.setdefault(f"optimizer.{name}.{key}", unwrapped(value))
+                    trained.setdefault(f"optimizer.{name}.{key}", unwrapped(value))
                 elif value is not None:
                     rule = f"keeps {key} as {type(value).__name__}, but checkpoints hold only tensors"
-                    optimizer_name = type(self._optimizer).__name__
-                    raise ConfigError([Problem("optimizer", optimizer_name, rule, "try adamw, sgd")])
-        return found
+                    raise ConfigError([Problem("optimizer", type(self._optimizer).__name__, rule, "try adamw, sgd")])
+        return trained
 
     def _weights(self) -> Iterable[tuple[str, nn.Parameter]]:
-        first = {other: one for one, other in self._tied}
-        return ((first.get(name, name), weight) for name, weight in self._module.named_parameters())
+        first_of = {second: first for first, second in self._tied}
+        return ((first_of.get(name, name), weight) for name, weight in self._module.named_parameters())
 
     @torch.no_grad()
     def _copy_to_second(self) -> None:
         """Copy each loaded tied weight, with its state, to its second copy, if two stages of this rank hold it."""
         named, state = dict(self._module.named_parameters()), self._optimizer.state
-        here = [(named[first], named[second]) for first, second in self._tied if {first, second} <= named.keys()]
-        for one, other in here:
-            other.copy_(one)
-            for key, value in state.get(one, {}).items():
-                if isinstance(value, Tensor) and key in state.get(other, {}):
-                    state[other][key].copy_(value)
+        for first, second in ((named.get(first), named.get(second)) for first, second in self._tied):
+            if first is None or second is None:
+                continue
+            second.copy_(first)
+            for key, value in state.get(first, {}).items():
+                if isinstance(value, Tensor) and key in state.get(second, {}):
+                    state[second][key].copy_(value)
 
     def _make_optimizer_state(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Create optimizer state, with arbitrary values, for the weights whose state is in the checkpoint.
@@ -205,9 +205,8 @@ def _require_same(
     group: dist.ProcessGroup | None,
 ) -> None:
     """Raise a ConfigError in all ranks if the tensors of any of them differ from those stored."""
-    wanted: dict[str, tuple[torch.Size, torch.dtype]] = {}
-    for of_rank in gather({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group):
-        wanted |= of_rank
+    shapes = gather({name: (tensor.size(), tensor.dtype) for name, tensor in tensors.items()}, group)
+    wanted = {name: shape for of_rank in shapes for name, shape in of_rank.items()}
     of_ranks = {name for name in stored if name.startswith(("rng.", "own."))}
     differences = {
         name: f"{name} is {_described(stored, name)} there and {_described(wanted, name)} here"
@@ -247,7 +246,7 @@ def _kept_buffers(stored: Iterable[str], rank: int) -> tuple[dict[str, str], str
     """
     kept: dict[str, dict[int, str]] = {}
     for full in stored:
-        if found := re.fullmatch(r"own\.(\d+)\.buffer\.(.+)", full):
-            kept.setdefault(found[2], {})[int(found[1])] = full
+        if match := re.fullmatch(r"own\.(\d+)\.buffer\.(.+)", full):
+            kept.setdefault(match[2], {})[int(match[1])] = full
     differed = next((name for name, ranks in kept.items() if len(ranks) > 1), None)
     return {name: ranks.get(rank, ranks[min(ranks)]) for name, ranks in kept.items()}, differed

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from msgspec import convert, to_builtins
 
 from ptdbench.checkpoints import checkpoint_dir
-from ptdbench.checkpoints.checkpoint_dir import Found
+from ptdbench.checkpoints.checkpoint_dir import Checkpoint
 from ptdbench.checkpoints.saver import Saver
 from ptdbench.checkpoints.state import TrainingState
 from ptdbench.job import Job
@@ -79,7 +79,7 @@ class Checkpointing:
         else:
             self._begin_with(*found)
 
-    def _search(self) -> tuple[Found, dist.ProcessGroup] | None:
+    def _search(self) -> tuple[Checkpoint, dist.ProcessGroup] | None:
         """Find the checkpoint to resume from; return it with a CPU process group of all ranks."""
         named = self._job.spec.config.general.resume
         known = [self._job.directory, *([Path(named)] if named else [])]
@@ -96,8 +96,8 @@ class Checkpointing:
             if self._job.world.is_first:
                 for warning in search.warnings:
                     echo(f"warning: {warning}", sys.stderr)
-            if search.found:
-                return search.found, group
+            if search.checkpoint:
+                return search.checkpoint, group
         if named:
             raise ConfigError([Problem("resume", named, "holds no complete checkpoint", "omit it to start over")])
         return None
@@ -144,7 +144,7 @@ class Checkpointing:
         saver.save(self._loop.done, tensors, model, facts, self._state.steady(tensors))
         self._saved = self._loop.done
 
-    def _begin_with(self, found: Found, group: dist.ProcessGroup) -> None:
+    def _begin_with(self, found: Checkpoint, group: dist.ProcessGroup) -> None:
         facts = found.manifest.facts
         require(self._same_data(found, group))
         layout, step = self._job.training.layout, found.manifest.step
@@ -168,7 +168,7 @@ class Checkpointing:
             self._saver.saved.append(self._saved)
             self._saver.best = best.step if (best := self._evaluator.best) else None
 
-    def _same_data(self, found: Found, group: dist.ProcessGroup) -> Problem | None:
+    def _same_data(self, found: Checkpoint, group: dist.ProcessGroup) -> Problem | None:
         """Return a problem if the data changed, as sample numbers would then denote other samples."""
         data, identity = self._job.spec.config.call("data").name, found.manifest.facts.get("data")
         if identity is None or identity == gather(self._identity(), group)[0]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ptdbench.checkpoints import checkpoint_dir, safe_load, saver
-from ptdbench.checkpoints.checkpoint_dir import Broken, Manifest, Stamp
+from ptdbench.checkpoints.checkpoint_dir import BrokenCheckpoint, Manifest, Stamp
 from ptdbench.launch import local
 from tests.daily import cases
 from tests.parallel.ranks import on_ranks
@@ -36,15 +36,14 @@ def written(tmp_path: Path) -> Manifest:
     return described
 
 
-def test_a_stamp_is_size_and_sha256(tmp_path):
+def test_stamp_is_size_and_sha256(tmp_path):
     (tmp_path / "file").write_bytes(CONTENT * 500)  # more than one block
     assert checkpoint_dir.stamp(tmp_path / "file") == Stamp(5_000_000, hashlib.sha256(CONTENT * 500).hexdigest())
 
 
-def test_what_was_written_is_read_and_is_strict_json(tmp_path, written):
+def test_manifest_is_read_as_written_in_strict_json(tmp_path, written):
     assert checkpoint_dir.read_manifest(tmp_path) == written
-    checkpoint_dir.check_sizes(tmp_path, written)
-    checkpoint_dir.check_contents(tmp_path, written, 0, 1)
+    assert checkpoint_dir.verify(tmp_path) == written
     facts = {"loss": math.nan, "scale": math.inf, "pair": (1, 2)}
     checkpoint_dir.write_manifest(tmp_path, Manifest(7, 2, {}, facts, {}, "2.15.0", 1.0))
     assert checkpoint_dir.read_manifest(tmp_path).facts == {"loss": None, "scale": None, "pair": [1, 2]}
@@ -54,7 +53,7 @@ def test_what_was_written_is_read_and_is_strict_json(tmp_path, written):
 
 
 def broken(check: object, *arguments: object) -> str:
-    with pytest.raises(Broken) as caught:
+    with pytest.raises(BrokenCheckpoint) as caught:
         check(*arguments)
     return str(caught.value)
 
@@ -66,19 +65,19 @@ def broken(check: object, *arguments: object) -> str:
         ('{"sha256": "00", "step": 7}', "manifest.json does not match its checksum"),
     ],
 )
-def test_what_is_no_manifest(tmp_path, written, content, told):
+def test_malformed_manifest_is_broken(tmp_path, written, content, told):
     (tmp_path / "manifest.json").write_text(content)
     assert broken(checkpoint_dir.read_manifest, tmp_path) == told
 
 
-def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
+def test_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
     path = tmp_path / "manifest.json"
     content = path.read_bytes()
     for position in range(0, len(content), 7):
         path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
         try:
             assert checkpoint_dir.read_manifest(tmp_path) == written  # white space may change
-        except Broken:
+        except BrokenCheckpoint:
             continue
         assert content[position : position + 1] in b" \n"
 
@@ -92,16 +91,16 @@ def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path, written):
     ],
     ids=str,
 )  # fmt: skip
-def test_a_manifest_stamped_anew_with_values_of_other_types_or_without_one_is_none(tmp_path, written, other):
+def test_manifest_with_wrong_types_is_broken(tmp_path, written, other):
     body = json.loads((tmp_path / "manifest.json").read_text()) | other
     body = {name: value for name, value in body.items() if name != "sha256" and value is not ...}
     (tmp_path / "manifest.json").write_text(json.dumps(body | {"sha256": checkpoint_dir._digest(body)}))
     assert broken(checkpoint_dir.read_manifest, tmp_path) == "manifest.json is not a manifest"
 
 
-def test_a_manifest_does_not_lead_out_of_its_directory(tmp_path, written):
-    elsewhere = Manifest(7, 2, {}, {}, {"../file": Stamp(0, "")}, "2.15.0", 1.0)
-    assert broken(checkpoint_dir.check_sizes, tmp_path, elsewhere) == "../file is not a file name"
+def test_manifest_cannot_name_files_elsewhere(tmp_path, written):
+    checkpoint_dir.write_manifest(tmp_path, Manifest(7, 2, {}, {}, {"../file": Stamp(0, "")}, "2.15.0", 1.0))
+    assert broken(checkpoint_dir.verify, tmp_path) == "../file is not a file name"
 
 
 def make(run_directory: Path, step: int, files: int = 3) -> Path:
@@ -136,42 +135,42 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 class TestNewest:
-    def test_the_highest_step_counts(self, tmp_path):
-        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(None, {})
+    def test_newest_has_the_highest_step(self, tmp_path):
+        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.NewestCheckpoint(None, {})
         for step in (9, 2, 10, 3):
             make(tmp_path, step)
-        found = checkpoint_dir.newest(tmp_path).found
+        found = checkpoint_dir.newest(tmp_path).checkpoint
         assert (found.path.name, found.manifest.facts) == ("step-00000010", {"of": 10})
         make(tmp_path, 99).rename(tmp_path / "checkpoints" / "step-99999999")
         make(tmp_path, 1).rename(tmp_path / "checkpoints" / "step-100000000")
-        assert checkpoint_dir.newest(tmp_path).found.path.name == "step-100000000"
+        assert checkpoint_dir.newest(tmp_path).checkpoint.path.name == "step-100000000"
 
     @pytest.mark.parametrize("damage", DAMAGES)
-    def test_broken_ones_are_passed_over_with_a_warning(self, tmp_path, damage):
+    def test_broken_checkpoint_is_skipped_with_a_warning(self, tmp_path, damage):
         whole, wrong = make(tmp_path, 1), make(tmp_path, 2)
         break_it, told = DAMAGES[damage]
         break_it(wrong)
         search = checkpoint_dir.newest(tmp_path)
-        assert search.found.path == whole
+        assert search.checkpoint.path == whole
         (warning,) = search.warnings
         assert warning.startswith(f"{wrong} is skipped: {told}")
         break_it(whole)
         search = checkpoint_dir.newest(tmp_path)
-        assert search.found is None
+        assert search.checkpoint is None
         assert [told.split(" is skipped: ")[0] for told in search.warnings] == [str(wrong), str(whole)]
 
-    def test_partial_ones_and_strangers_are_not_looked_at(self, tmp_path):
+    def test_partial_and_foreign_folders_are_ignored(self, tmp_path):
         whole = make(tmp_path, 1)
         make(tmp_path, 2).rename(checkpoint_dir.partial(tmp_path, 2))
         for stranger in ("step-3", "notes", "step-00000004.deleted"):
             (tmp_path / "checkpoints" / stranger).mkdir()
         (tmp_path / "checkpoints" / "step-00000005").write_text("a file")
-        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.Search(
-            checkpoint_dir.Found(whole, checkpoint_dir.read_manifest(whole)), {}
+        assert checkpoint_dir.newest(tmp_path) == checkpoint_dir.NewestCheckpoint(
+            checkpoint_dir.Checkpoint(whole, checkpoint_dir.read_manifest(whole)), {}
         )
 
 
-def search_on_ranks(run_directory: Path) -> tuple[checkpoint_dir.Search, list[str]]:
+def search_on_ranks(run_directory: Path) -> tuple[checkpoint_dir.NewestCheckpoint, list[str]]:
     """What this rank finds, and which files it read."""
     read: list[str] = []
     stamp = checkpoint_dir.stamp
@@ -185,7 +184,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
     flip(wrong / "__1_0.distcp")  # which only the second rank reads
     (first, read_by_first), (second, read_by_second) = on_ranks(2, search_on_ranks, tmp_path)
     assert first == second
-    assert first.found.path == whole
+    assert first.checkpoint.path == whole
     assert first.broken == {wrong: "__1_0.distcp does not match its checksum"}
     both = [f"{path.name}/__{number}_0.distcp" for path in (wrong, whole) for number in range(3)]
     assert sorted(read_by_first + read_by_second) == sorted(both)
@@ -193,7 +192,7 @@ def test_ranks_share_the_reading_and_agree(tmp_path):
 
 
 class TestPrune:
-    def test_the_newest_stay_and_partial_ones_push_none_out(self, tmp_path):
+    def test_newest_stay_and_partial_ones_do_not_count(self, tmp_path):
         for step in range(1, 6):
             make(tmp_path, step)
         checkpoint_dir.begin(checkpoint_dir.partial(tmp_path, 6))
@@ -203,7 +202,7 @@ class TestPrune:
         assert names(tmp_path) == ["step-00000004", "step-00000005", "step-00000006.partial"]
 
     @pytest.mark.parametrize("damage", ["truncated", "no manifest"])
-    def test_broken_ones_push_no_good_one_out(self, tmp_path, damage):
+    def test_broken_ones_do_not_count(self, tmp_path, damage):
         for step in range(1, 6):
             made = make(tmp_path, step)
             if step > 2:
@@ -212,7 +211,7 @@ class TestPrune:
         assert names(tmp_path) == [f"step-0000000{step}" for step in range(1, 6)]
 
     @pytest.mark.parametrize("stranger", ["notes.txt", "__9_0.distcp"])
-    def test_one_that_holds_anything_of_a_persons_stays_as_it_is(self, tmp_path, stranger):
+    def test_checkpoint_with_foreign_files_stays(self, tmp_path, stranger):
         for step in (1, 2):
             put(make(tmp_path, step), stranger)
         for step in (11, 12, 13, 14):
@@ -222,7 +221,7 @@ class TestPrune:
         stay = ("step-00000001", "step-00000002", "step-00000013", "step-00000014")
         assert contents(tmp_path) == {path: held for path, held in before.items() if Path(path).parts[0] in stay}
 
-    def test_one_that_lies_elsewhere_stays(self, tmp_path):
+    def test_linked_checkpoint_stays(self, tmp_path):
         """A person has moved it to another disk, and left a link."""
         elsewhere = make(tmp_path, 1).rename(tmp_path / "elsewhere")
         (tmp_path / "checkpoints" / "step-00000001").symlink_to(elsewhere)
@@ -253,7 +252,7 @@ def contents(run_directory: Path) -> dict[str, bytes | str | None]:
 
 
 @pytest.mark.parametrize(("name", "lead"), [("best", ""), ("best.new", ""), ("best", "../mine")])
-def test_what_is_a_persons_is_not_replaced_by_the_link_to_the_best(tmp_path, name, lead):
+def test_foreign_file_is_not_replaced_by_the_best_link(tmp_path, name, lead):
     make(tmp_path, 1)
     path = tmp_path / "checkpoints" / name
     path.symlink_to(lead) if lead else path.write_text("mine")
@@ -264,7 +263,7 @@ def test_what_is_a_persons_is_not_replaced_by_the_link_to_the_best(tmp_path, nam
 
 
 class TestSweepPartial:
-    def test_what_was_not_finished_goes_and_the_rest_stays(self, tmp_path):
+    def test_unfinished_checkpoint_is_removed(self, tmp_path):
         checkpoint_dir.remove_partial(tmp_path)
         assert list(tmp_path.iterdir()) == []  # without checkpoints there is nothing to do
         make(tmp_path, 1)
@@ -277,14 +276,14 @@ class TestSweepPartial:
         checkpoint_dir.remove_partial(tmp_path)
         assert names(tmp_path) == ["step-00000001"]
 
-    def test_what_lacked_only_its_name_gets_it(self, tmp_path):
+    def test_complete_partial_gets_its_final_name(self, tmp_path):
         made = make(tmp_path, 2)
         made.rename(checkpoint_dir.partial(tmp_path, 2))
         checkpoint_dir.remove_partial(tmp_path)
-        assert checkpoint_dir.newest(tmp_path).found.path == made
+        assert checkpoint_dir.newest(tmp_path).checkpoint.path == made
 
     @pytest.mark.parametrize("end", [".partial", ".deleted"])
-    def test_what_holds_anything_of_a_persons_stays_as_it_is(self, tmp_path, end):
+    def test_leftover_with_foreign_files_stays(self, tmp_path, end):
         folder = tmp_path / "checkpoints"
         put(make(tmp_path, 2).rename(folder / f"step-00000002{end}"), "notes.txt")
         for other in (f"step-mine{end}", f"step-3{end}"):
@@ -301,7 +300,7 @@ class TestInTheWay:
     """What is a person's is neither overwritten nor emptied by the next save of the same step."""
 
     @pytest.mark.parametrize("stranger", ["notes.txt", "plots/", "link"])
-    def test_a_partial_one_is_not_begun_anew(self, tmp_path, stranger):
+    def test_partial_with_foreign_files_is_not_emptied(self, tmp_path, stranger):
         checkpoint_dir.begin(partial := checkpoint_dir.partial(tmp_path, 1))
         (partial / "__0_0.distcp").write_bytes(b"half")
         put(partial, stranger)
@@ -311,7 +310,7 @@ class TestInTheWay:
         assert contents(tmp_path) == before
 
     @pytest.mark.parametrize("place", ["step-00000001", "step-00000001.deleted"])
-    def test_one_of_the_same_step_is_not_replaced(self, tmp_path, place):
+    def test_same_step_with_foreign_files_is_not_replaced(self, tmp_path, place):
         make(tmp_path, 1)
         (tmp_path / "checkpoints" / place).mkdir(exist_ok=True)
         put(tmp_path / "checkpoints" / place, "notes.txt")
@@ -321,7 +320,7 @@ class TestInTheWay:
         checkpoint_dir.discard(checkpoint_dir.partial(tmp_path, 1))
         assert contents(tmp_path) == before
 
-    def test_a_file_that_comes_while_a_checkpoint_is_deleted_stays(self, tmp_path, monkeypatch):
+    def test_file_added_during_deletion_stays(self, tmp_path, monkeypatch):
         make(tmp_path, 1)
         make(tmp_path, 2)
         unlink = Path.unlink
@@ -372,18 +371,18 @@ PLACES: dict[str, tuple[Callable[[], Any], int | None, int]] = {
 
 @pytest.mark.ranks
 @cases("place", PLACES, daily=["before the manifest", "same step"])
-def test_whoever_is_killed_leaves_a_checkpoint_that_counts(tmp_path, place):
+def test_killed_save_leaves_a_complete_checkpoint(tmp_path, place):
     with pytest.raises(local.RankDied) as caught:
         local.start(save_and_die, 1, tmp_path, place)
     assert caught.value.exit_codes == {0: -signal.SIGKILL}
     _, before, after = PLACES[place]
     search = checkpoint_dir.newest(tmp_path)
-    assert (search.warnings, search.found and search.found.manifest.step) == ([], before)
+    assert (search.warnings, search.checkpoint and search.checkpoint.manifest.step) == ([], before)
     checkpoint_dir.remove_partial(tmp_path)
     search = checkpoint_dir.newest(tmp_path)
-    assert (search.warnings, search.found.manifest.step) == ([], after)
+    assert (search.warnings, search.checkpoint.manifest.step) == ([], after)
     assert not any("." in name for name in names(tmp_path))
     weight = {"model.weight": torch.full((1000,), 7.0)}
-    safe_load.load(search.found.path, weight)
+    safe_load.load(search.checkpoint.path, weight)
     renewed = after == 2 or place == "same step"
     assert torch.equal(weight["model.weight"], (torch.zeros if renewed else torch.ones)(1000))

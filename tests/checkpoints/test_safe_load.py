@@ -69,7 +69,7 @@ def rewrite(checkpoint: Path, of_tensor: Callable[[Any], object]) -> None:
     path.write_bytes(pickle.dumps(described))
 
 
-def test_what_was_saved_is_loaded_in_place(checkpoint):
+def test_tensors_are_loaded_in_place(checkpoint):
     assert safe_load.names(checkpoint) == {name: (tensor.size(), tensor.dtype) for name, tensor in TENSORS.items()}
     tensors = wanted()
     rooms = dict(tensors)
@@ -81,7 +81,7 @@ def test_what_was_saved_is_loaded_in_place(checkpoint):
         safe_load.load(checkpoint, {"model.other": torch.zeros(2)})
 
 
-def test_metadata_that_would_run_code_is_refused(checkpoint, marker):
+def test_metadata_with_code_is_refused(checkpoint, marker):
     (checkpoint / ".metadata").write_bytes(pickle.dumps(Touch(marker)))
     assert refusal(checkpoint).startswith("would run code: .metadata asks for posix.system; ")
     with pytest.raises(ConfigError, match="would run code"):
@@ -91,14 +91,8 @@ def test_metadata_that_would_run_code_is_refused(checkpoint, marker):
     assert marker.exists()  # the trap is one
 
 
-def test_metadata_may_not_name_functions_of_torch(checkpoint):
-    for name in ("load", "nn.Linear", "Size.__class__", "_C._cuda_init", "hub.load_state_dict_from_url"):
-        (checkpoint / ".metadata").write_bytes(f"ctorch\n{name}\n.".encode())
-        assert f"would run code: .metadata asks for torch.{name}" in refusal(checkpoint)
-
-
 @pytest.mark.parametrize("how", ["load", "TypedStorage"])
-def test_a_tensor_file_that_would_run_code_is_refused(checkpoint, marker, how, tmp_path):
+def test_tensor_file_with_code_is_refused(checkpoint, marker, how, tmp_path):
     torch.save({"load": Touch(marker), "TypedStorage": [torch.zeros(3, 4), Touch(marker)]}[how], tmp_path / "trap")
     trap = (tmp_path / "trap").read_bytes()
 
@@ -110,7 +104,7 @@ def test_a_tensor_file_that_would_run_code_is_refused(checkpoint, marker, how, t
     assert marker.exists()
 
 
-def test_items_that_are_no_tensors_are_refused(checkpoint, marker):
+def test_item_that_is_no_tensor_is_refused(checkpoint, marker):
     """As torch itself saves and loads them: without any check."""
     tensors: dict[str, Any] = {**TENSORS, "rng.cpu.0": Touch(marker)}
     (checkpoint / ".metadata").unlink()
@@ -121,44 +115,53 @@ def test_items_that_are_no_tensors_are_refused(checkpoint, marker):
     assert marker.exists()
 
 
-def test_files_elsewhere_are_not_read_and_transformations_not_applied(checkpoint):
-    whole = (checkpoint / ".metadata").read_bytes()
-    for field, value, reason in (
+def moved(field: str, value: object) -> Callable[[Path], object]:
+    """Says of each tensor that it lies elsewhere, or in another form."""
+    return lambda checkpoint: rewrite(checkpoint, lambda place: setattr(place, field, value))
+
+
+def described(content: bytes) -> Callable[[Path], object]:
+    """Has these metadata."""
+    return lambda checkpoint: (checkpoint / ".metadata").write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
         *(
-            ("relative_path", path, "points to a file outside of the checkpoint")
+            (described(f"ctorch\n{name}\n.".encode()), f"would run code: .metadata asks for torch.{name}; ")
+            for name in ("load", "nn.Linear", "Size.__class__", "_C._cuda_init", "hub.load_state_dict_from_url")
+        ),
+        *(
+            (moved("relative_path", path), "would run code: .metadata points to a file outside of the checkpoint; ")
             for path in ("../elsewhere.distcp", "/etc/passwd", "sub/__0_0.distcp")
         ),
-        ("transform_descriptors", ["stream.zstd/1"], "asks for a transformation of __0_0.distcp"),
-    ):
-        rewrite(checkpoint, lambda place: setattr(place, field, value))  # noqa: B023
-        assert reason in refusal(checkpoint)
-        (checkpoint / ".metadata").write_bytes(whole)
+        (
+            moved("transform_descriptors", ["stream.zstd/1"]),
+            "would run code: .metadata asks for a transformation of __0_0.distcp; ",
+        ),
+        (described(b""), "cannot be read: .metadata: EOFError"),
+        (described(b"\x80\x04."), "cannot be read: .metadata: "),
+        (
+            described(pickle.dumps({"model.weight": 1})),
+            "cannot be read: .metadata: TypeError: it does not describe a checkpoint; ",
+        ),
+        (lambda checkpoint: (checkpoint / "__0_0.distcp").unlink(), "cannot be read: rank 0: FileNotFoundError"),
+        (lambda checkpoint: (checkpoint / ".metadata").unlink(), "cannot be read: .metadata: FileNotFoundError"),
+    ],
+)
+def test_damaged_checkpoint_is_refused_with_the_reason(checkpoint, damage, reason):
+    damage(checkpoint)
+    assert refusal(checkpoint).startswith(reason)
 
 
-def test_metadata_that_is_none_is_refused(checkpoint):
-    for content, reason in (
-        (b"", "EOFError"),
-        (b"\x80\x04.", ""),
-        (pickle.dumps({"model.weight": 1}), "TypeError: it does not describe a checkpoint"),
-    ):
-        (checkpoint / ".metadata").write_bytes(content)
-        assert refusal(checkpoint).startswith(f"cannot be read: .metadata: {reason}")
-
-
-def test_missing_metadata_and_missing_files_are_told(checkpoint):
-    (checkpoint / "__0_0.distcp").unlink()
-    assert "cannot be read: rank 0: FileNotFoundError" in refusal(checkpoint)
-    (checkpoint / ".metadata").unlink()
-    assert "cannot be read: .metadata: FileNotFoundError" in refusal(checkpoint)
-
-
-def test_a_signal_is_not_taken_for_a_broken_checkpoint(checkpoint, monkeypatch):
+def test_signal_is_not_taken_for_a_broken_checkpoint(checkpoint, monkeypatch):
     monkeypatch.setattr(torch, "load", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         safe_load.load(checkpoint, wanted())
 
 
-def test_properties_that_a_newer_torch_adds_are_left_out() -> None:
+def test_properties_of_a_newer_torch_are_dropped() -> None:
     known = metadata.TensorProperties(dtype=torch.bfloat16)
     read = safe_load._Properties.__new__(safe_load._Properties)
     read.__setstate__((*known.__getstate__(), "of a newer torch"))

@@ -28,7 +28,7 @@ def names(run_directory: Path) -> list[str]:
 def loaded(run_directory: Path) -> Tensor:
     """The weight in the newest checkpoint."""
     tensors = {"model.weight": torch.full((4, 5), -1.0)}
-    safe_load.load(checkpoint_dir.newest(run_directory).found.path, tensors)
+    safe_load.load(checkpoint_dir.newest(run_directory).checkpoint.path, tensors)
     return tensors["model.weight"]
 
 
@@ -51,19 +51,19 @@ def save(keeper: Saver, weight: dict[str, Tensor], *steps: int) -> None:
     keeper.wait()
 
 
-def test_a_saved_checkpoint_counts(keeper, weight, tmp_path):
+def test_saved_checkpoint_is_complete(keeper, weight, tmp_path):
     keeper.save(3, weight, {"width": 5}, {"losses": [0.1, 0.2]})
     keeper.wait()
     search = checkpoint_dir.newest(tmp_path)
     assert (keeper.saved, keeper.problems, search.warnings) == ([3], [], [])
-    found = search.found.manifest
+    found = search.checkpoint.manifest
     assert (found.step, found.world_size, found.model) == (3, 1, {"width": 5})
     assert (found.facts, found.torch) == ({"losses": [0.1, 0.2]}, torch.__version__)
-    assert set(found.files) == {path.name for path in search.found.path.iterdir()} - {"manifest.json"}
+    assert set(found.files) == {path.name for path in search.checkpoint.path.iterdir()} - {"manifest.json"}
     assert torch.equal(loaded(tmp_path), weight["model.weight"])
 
 
-def test_only_the_newest_are_kept_and_the_same_step_may_be_saved_again(keeper, weight, tmp_path):
+def test_newest_are_kept_and_a_step_can_be_saved_again(keeper, weight, tmp_path):
     save(keeper, weight, 1, 2, 3, 4)
     save(keeper, {"model.weight": weight["model.weight"] * 2}, 4)
     assert keeper.saved == [1, 2, 3, 4, 4]
@@ -72,17 +72,17 @@ def test_only_the_newest_are_kept_and_the_same_step_may_be_saved_again(keeper, w
     assert len(keeper.stall_seconds) == 5
 
 
-def test_what_is_found_out_of_saved_weights_is_added_to_their_facts(keeper, weight, tmp_path):
+def test_amended_facts_join_the_saved_ones(keeper, weight, tmp_path):
     keeper.save(3, weight, {}, {"seen": 1, "kept": 2})
     keeper.amend(3, {"seen": 5}, is_best=False)  # while they are being written
     keeper.amend(4, {"seen": 6}, is_best=True)  # of weights that could not be saved
     keeper.wait()
-    assert checkpoint_dir.newest(tmp_path).found.manifest.facts == {"seen": 5, "kept": 2}
+    assert checkpoint_dir.newest(tmp_path).checkpoint.manifest.facts == {"seen": 5, "kept": 2}
     assert names(tmp_path) == ["step-00000003"]
     assert (keeper.problems, keeper.best) == ([], None)
 
 
-def test_the_best_stays_beside_the_newest_until_a_better_one_is_on_the_disk(keeper, weight, tmp_path):
+def test_best_is_kept_until_a_better_is_saved(keeper, weight, tmp_path):
     best = tmp_path / "checkpoints" / "best"
     keeper.save(1, weight, {}, {})
     keeper.amend(1, {}, is_best=True)
@@ -96,13 +96,13 @@ def test_the_best_stays_beside_the_newest_until_a_better_one_is_on_the_disk(keep
     assert best.readlink().name == "step-00000005"
 
 
-def test_one_that_was_found_broken_pushes_no_good_one_out_until_it_is_written_anew(keeper, weight, tmp_path):
+def test_broken_checkpoint_does_not_count_until_rewritten(keeper, weight, tmp_path):
     """Its files have their sizes: only a search, which reads them, knows."""
     save(keeper, weight, 30, 40)
     tensors = tmp_path / "checkpoints" / "step-00000040" / "__0_0.distcp"
     tensors.write_bytes(bytes(tensors.stat().st_size))
     search = checkpoint_dir.newest(tmp_path)
-    assert search.found.manifest.step == 30
+    assert search.checkpoint.manifest.step == 30
     keeper.broken |= search.broken.keys()
     kept = []
     for step in (33, 36, 40, 41):
@@ -112,7 +112,7 @@ def test_one_that_was_found_broken_pushes_no_good_one_out_until_it_is_written_an
 
 
 @pytest.mark.parametrize("lost", [float("nan"), float("inf")])
-def test_weights_that_are_lost_push_no_good_ones_out_and_buffers_may_be_infinite(keeper, weight, tmp_path, lost):
+def test_infinite_weights_are_not_saved_and_infinite_buffers_are(keeper, weight, tmp_path, lost):
     masked = {**weight, "model.mask": torch.full((3,), -torch.inf)}
     keeper.save(1, masked, {}, {}, steady=weight)
     for step in (2, 3, 4):
@@ -139,7 +139,7 @@ class Gate:
         monkeypatch.setattr(saver, "_write_tensors", held)
 
 
-def test_training_goes_on_and_what_is_saved_is_what_was(alone, tmp_path, weight, monkeypatch):
+def test_saved_weights_are_those_before_later_steps(alone, tmp_path, weight, monkeypatch):
     """Also where the copies' memory is used again."""
     keeper = Saver(tmp_path, keep=1)
     gate = Gate(monkeypatch)
@@ -158,7 +158,7 @@ def test_training_goes_on_and_what_is_saved_is_what_was(alone, tmp_path, weight,
     assert keeper.problems == []
 
 
-def test_a_save_waits_for_the_one_before(alone, tmp_path, weight, monkeypatch):
+def test_save_waits_for_the_previous_one(alone, tmp_path, weight, monkeypatch):
     keeper = Saver(tmp_path, keep=2)
     gate = Gate(monkeypatch)
     keeper.save(1, weight, {}, {})
@@ -194,7 +194,7 @@ def no_manifest() -> Any:
 @pytest.mark.parametrize(
     ("failing", "why"), [(full_disk, "OSError: [Errno 27] File too large"), (no_manifest, "ValueError: on purpose")]
 )
-def test_a_failed_save_is_noted_and_costs_nothing_else(keeper, weight, tmp_path, failing, why):
+def test_failed_save_is_noted_and_later_ones_work(keeper, weight, tmp_path, failing, why):
     save(keeper, weight, 1)
     before = loaded(tmp_path)
     with failing():
@@ -207,7 +207,7 @@ def test_a_failed_save_is_noted_and_costs_nothing_else(keeper, weight, tmp_path,
     assert keeper.saved == [1, 3]
 
 
-def test_what_cannot_be_deleted_is_noted(keeper, weight, tmp_path, monkeypatch):
+def test_failed_deletion_is_noted(keeper, weight, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_dir, "_set_aside", mock.Mock(side_effect=PermissionError("on purpose")))
     save(keeper, weight, 1, 2, 3)
     assert keeper.saved == [1, 2, 3]
@@ -215,7 +215,7 @@ def test_what_cannot_be_deleted_is_noted(keeper, weight, tmp_path, monkeypatch):
     assert keeper.problems == [note]
 
 
-def test_what_is_a_persons_costs_no_more_than_what_it_is_in_the_way_of(keeper, weight, tmp_path):
+def test_foreign_files_only_block_what_they_are_in_the_way_of(keeper, weight, tmp_path):
     save(keeper, weight, 1)
     folder = tmp_path / "checkpoints"
     (folder / "best").write_text("mine")
@@ -259,17 +259,17 @@ def fail_on_rank_1(run_directory: Path) -> tuple[list[str], list[int]]:
 
 
 @pytest.mark.ranks
-def test_where_one_rank_fails_all_note_it_and_go_on(alone, tmp_path):
+def test_failure_of_one_rank_is_noted_by_all(alone, tmp_path):
     problems = [f"step {step}: not saved: rank 1: OSError: on purpose" for step in FAILS_THERE]
     assert on_ranks(2, fail_on_rank_1, tmp_path) == [(problems, [1, 5])] * 2
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
-    found = checkpoint_dir.newest(tmp_path).found
+    found = checkpoint_dir.newest(tmp_path).checkpoint
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata"} == set(found.manifest.files)
     assert (found.manifest.world_size, found.manifest.facts) == (2, {"of": 0})
     assert torch.equal(loaded(tmp_path), torch.arange(20.0).reshape(4, 5))
 
 
-def test_the_writing_thread_stands_back_and_the_others_do_not(alone, tmp_path, weight, monkeypatch):
+def test_only_the_writing_thread_has_lower_priority(alone, tmp_path, weight, monkeypatch):
     priorities, freed = [], []
     monkeypatch.setattr(
         checkpoint_dir,

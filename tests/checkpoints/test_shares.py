@@ -15,19 +15,19 @@ from tests.parallel.ranks import on_ranks
 
 
 class TestAssign:
-    def test_replicas_share_the_bytes(self):
+    def test_replicas_share_bytes_evenly(self):
         parts = {(f"weight {number}", (0, 0)): bytes for number, bytes in enumerate([5, 1, 8, 2, 3, 7])}
         shares = assign_shares([parts, parts])
         assert shares[0] | shares[1] == set(parts)
         assert not shares[0] & shares[1]
         assert [sum(parts[part] for part in share) for share in shares] == [13, 13]
 
-    def test_what_one_rank_alone_holds_is_its_own_and_counts(self):
+    def test_shard_of_one_rank_counts_in_its_share(self):
         both = {("one", (0,)): 4, ("other", (0,)): 4}
         shares = assign_shares([both | {("first", (0,)): 8}, both])
         assert shares == [{("first", (0,))}, {("one", (0,)), ("other", (0,))}]
 
-    def test_parts_of_one_tensor_are_apart(self):
+    def test_shards_of_one_tensor_are_shared_separately(self):
         first, second = ("weight", (0, 0)), ("weight", (2, 0))
         assert assign_shares([{first: 8}, {second: 8}, {first: 8}, {second: 8}]) == [{first}, {second}, set(), set()]
 
@@ -53,7 +53,7 @@ def staged(folder: Path, strategy: str) -> int:
     [(2, "ddp"), (4, "ddp"), (4, "hsdp"), (4, "pdp"), (4, "stages in shards")],
     daily=[(2, "ddp"), (4, "stages in shards")],
 )
-def test_what_all_ranks_copy_is_what_is_saved(tmp_path, ranks, strategy):
+def test_ranks_copy_each_byte_once(tmp_path, ranks, strategy):
     copied = on_ranks(ranks, staged, tmp_path, strategy)
     stored = safe_load.names(tmp_path / "checkpoints" / "step-00000001").values()
     saved = [size.numel() * dtype.itemsize for size, dtype in stored]
@@ -73,5 +73,5 @@ def selected(changed_on: int) -> list[list[str]]:
 
 
 @pytest.mark.ranks
-def test_shares_are_made_anew_where_tensors_change_on_one_rank():
+def test_changed_tensors_of_one_rank_renew_all_shares():
     assert on_ranks(2, selected, 0) == [[["one"], ["one"], ["other"]], [["other"], ["other"], ["one"]]]

@@ -23,7 +23,7 @@ def some(value: float = 1.0) -> dict[str, Tensor]:
     }
 
 
-def test_copies_are_equal_and_of_their_own():
+def test_copies_are_equal_and_independent():
     tensors = some()
     copies = Staging()(tensors)()
     assert copies.keys() == tensors.keys()
@@ -35,7 +35,7 @@ def test_copies_are_equal_and_of_their_own():
         assert copies[name].untyped_storage().nbytes() == tensor.nbytes
 
 
-def test_memory_is_reused_while_the_tensors_are_alike():
+def test_memory_is_reused_for_equal_layouts():
     stage = Staging()
     places = [{name: copy.data_ptr() for name, copy in stage(some(value))().items()} for value in (1.0, 2.0)]
     assert places[0] == places[1]
@@ -43,7 +43,7 @@ def test_memory_is_reused_while_the_tensors_are_alike():
     assert stage({"weight": torch.ones(2)})().keys() == {"weight"}
 
 
-def test_gaps_between_elements_are_not_copied():
+def test_copy_has_no_gaps():
     tensor = torch.arange(12.0).reshape(3, 4)[:, :2]
     copy = Staging()({"part": tensor})()["part"]
     assert torch.equal(copy, tensor)
@@ -73,7 +73,7 @@ def asked(cuda: mock.MagicMock) -> list[str]:
 
 
 class TestOnAGpu:
-    def test_the_host_does_not_wait_before_the_copies_are_asked_for(self, cuda):
+    def test_host_waits_for_the_gpu_only_when_asked(self, cuda):
         """What the next forward pass may change is copied before it, and what it leaves as it is beside it."""
         tensors = some()
         stage = Staging()
@@ -95,7 +95,7 @@ class TestOnAGpu:
         assert asked(cuda) == ["Event().synchronize", "current_stream", "current_stream().wait_stream"]
         assert cuda.current_stream().wait_stream.call_args.args == (cuda.Stream(),)
 
-    def test_memory_is_pinned_once_and_not_after_close(self, cuda):
+    def test_memory_is_pinned_until_closed(self, cuda):
         stage = Staging()
         stage(some(1.0))
         stage(some(2.0))
@@ -104,7 +104,7 @@ class TestOnAGpu:
         assert cuda.pin.call_count == 1
         assert [call.args for call in cuda.unpin.call_args_list] == [cuda.pin.call_args.args[:1]]
 
-    def test_other_tensors_get_other_memory_and_none_is_left_pinned_by_a_run_that_failed(self, cuda):
+    def test_dropped_memory_is_unpinned(self, cuda):
         stage = Staging()
         stage(some())
         stage({"weight": torch.ones(2)})

@@ -209,7 +209,7 @@ class TestEveryStrategyLoadsWhatOthersSaved:
     """tests/test_resume.py has the losses that follow."""
 
     @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_bit_for_bit(self, saved, loaded, layout):
+    def test_state_is_loaded_bit_for_bit(self, saved, loaded, layout):
         for saved_by, trained in pairs(layout):
             expected = together([of_rank[trained] for of_rank in saved[saved_by]])
             found = together([of_rank[saved_by, trained] for of_rank in loaded[layout]])
@@ -250,7 +250,7 @@ def refusals(folder: Path) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_what_is_of_another_model_is_refused_with_the_difference(tmp_path):
+def test_other_model_is_refused_with_the_difference(tmp_path):
     first, second = on_ranks(2, refusals, tmp_path)
     assert first == second
     wider, deeper, shallower, untied, other_optimizer, without_averages, with_averages = first
@@ -268,7 +268,7 @@ def test_what_is_of_another_model_is_refused_with_the_difference(tmp_path):
 
 
 @pytest.mark.parametrize("owned", [{"first", "second"}, {"first"}, {"second"}])
-def test_of_two_copies_of_a_weight_on_one_rank_a_replica_may_update_either(tmp_path, owned):
+def test_tied_copies_on_one_rank_are_both_restored(tmp_path, owned):
     """As under ZeRO-1, which divides the weights of each stage among replicas."""
 
     def made(owned: set[str]) -> tuple[nn.ParameterDict, torch.optim.Optimizer, TrainingState]:
@@ -311,7 +311,7 @@ def buffers(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], set[str
 
 
 @pytest.mark.ranks
-def test_buffers_of_one_replica_are_kept_and_go_to_all(tmp_path):
+def test_buffers_of_the_first_replica_go_to_all(tmp_path):
     (first, loaded, names), (second, loaded_too, _) = on_ranks(2, buffers, tmp_path)
     assert not torch.equal(first["1.running_mean"], second["1.running_mean"])
     assert first["1.num_batches_tracked"] == 1
@@ -322,7 +322,7 @@ def test_buffers_of_one_replica_are_kept_and_go_to_all(tmp_path):
     assert "model.scratch" not in names
 
 
-def test_an_optimizer_whose_state_would_be_lost_is_refused():
+def test_optimizer_with_other_state_than_tensors_is_refused():
     model = nn.Linear(2, 2)
     optimizer = Counter(model.parameters(), lr=0.1)
     state = TrainingState(model, optimizer, [], 0)
@@ -342,7 +342,7 @@ class Late(torch.optim.SGD):
         super().step()
 
 
-def test_what_an_optimizer_makes_in_a_later_step_is_loaded_too(tmp_path):
+def test_optimizer_state_of_later_steps_is_loaded(tmp_path):
     def begun() -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
         model = nn.Linear(2, 2)
         optimizer = Late(model.parameters(), lr=0.1, momentum=0.9)
@@ -361,7 +361,7 @@ def test_what_an_optimizer_makes_in_a_later_step_is_loaded_too(tmp_path):
         assert torch.equal(restored.state[weight]["late"], torch.full_like(weight, 2))
 
 
-def test_statistics_of_batch_norms_do_not_wait_for_an_update_to_change():
+def test_batch_norm_statistics_are_not_steady():
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     module(torch.ones(3, 2)).sum().backward()
@@ -375,7 +375,7 @@ def test_statistics_of_batch_norms_do_not_wait_for_an_update_to_change():
     assert {"model.1.weight", "optimizer.1.weight.momentum_buffer"} <= steady
 
 
-def test_frozen_weights_do_not_wait_for_an_update_to_change():
+def test_frozen_weights_are_not_steady():
     """A forward pass may change them, as those of a momentum encoder."""
     module = nn.Linear(2, 2)
     module.weight.requires_grad_(False)

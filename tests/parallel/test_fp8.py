@@ -148,7 +148,7 @@ def in_rank(folder):
     fp8.agree(module)
     weights += [gathered(module, name) for name in WEIGHTS]
     fp8.forget(module)
-    going_on, path = train(loop), checkpoint_dir.newest(folder).found.path
+    going_on, path = train(loop), checkpoint_dir.newest(folder).checkpoint.path
     other = loop_of("fp8_tensorwise", seed=1)
     state = TrainingState(other.engine.module, other.update.optimizer, tied, rank)
     state.restore(path, same_layout=True, group=saver.group)

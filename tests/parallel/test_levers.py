@@ -147,7 +147,7 @@ def resumed(folder: Path, lever: Lever) -> tuple[list[float], list[float], list[
     assert saver.problems == []
     for keeps in (True, False):
         other = loop_under(lever, seed=1)
-        path = checkpoint_dir.newest(folder).found.path
+        path = checkpoint_dir.newest(folder).checkpoint.path
         own = state_of(other).restore(path, same_layout=True, group=saver.group)
         other.engine.load_own_state(own if keeps else {})
         other.first_step = 3
