@@ -19,6 +19,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch._C._profiler import _EventType, _TensorMetadata
@@ -64,7 +65,7 @@ class Change(NamedTuple):
     around: Surroundings  #: The surroundings of the change.
 
 
-class Sent(NamedTuple):
+class SentBlock(NamedTuple):
     """A block that is passed to a communication operation: time, address, and minimum size."""
 
     time: int
@@ -80,7 +81,7 @@ class Seen:
     end: int  #: When it ended.
     inventory: int  #: When the tensors of the training state were looked up.
     changes: Sequence[Change]  #: In chronological order, including those before the step.
-    sent: Sequence[Sent]  #: Likewise.
+    sent: Sequence[SentBlock]  #: Likewise.
     all_counted: bool  #: Whether :attr:`Change.allocated` includes allocations from before the profiler started.
 
 
@@ -98,7 +99,7 @@ class Usage(NamedTuple):
 
 
 @dataclass
-class _Block:
+class _Allocation:
     """A block from its allocation until it is freed."""
 
     began: int
@@ -120,17 +121,18 @@ def read(taken: profile, device_type: str) -> Seen:
     changes, sent = [], []
     for event, around in _walk(taken.kineto_results.experimental_event_tree()):
         if event.tag == _EventType.Allocation:
-            found = event.extra_fields
-            if found.device.type == device_type:
-                size, allocated = found.alloc_size, found.total_allocated
-                changes.append(Change(event.start_time_ns, found.ptr, size, allocated, around))
+            block = event.extra_fields
+            if block.device.type == device_type:
+                size, allocated = block.alloc_size, block.total_allocated
+                changes.append(Change(event.start_time_ns, block.ptr, size, allocated, around))
         elif event.tag == _EventType.TorchOp:
             if event.name.startswith(STEP) and event.start_time_ns > begin:
                 begin, end = event.start_time_ns, event.end_time_ns
             elif event.name == INVENTORY:
                 inventory = max(inventory, event.start_time_ns)
             elif event.name.startswith("c10d::") and not event.name.startswith("c10d::send") and not around.functional:
-                sent += [Sent(event.start_time_ns, *one) for one in _tensors(event.extra_fields.inputs, device_type)]
+                inputs = _tensors(event.extra_fields.inputs, device_type)
+                sent += [SentBlock(event.start_time_ns, address, size) for address, size in inputs]
     return Seen(begin, end, inventory, sorted(changes), sorted(sent), device_type != "cpu")
 
 
@@ -140,9 +142,8 @@ def _walk(roots: Sequence[Any]) -> Iterator[tuple[Any, Surroundings]]:
     while waiting:
         event, around = waiting.pop()
         yield event, around
-        if event.children:
-            inner = _inside(event.name, around)
-            waiting += [(child, inner) for child in event.children]
+        inner = _inside(event.name, around)
+        waiting += [(child, inner) for child in event.children]
 
 
 def _inside(name: str, around: Surroundings) -> Surroundings:
@@ -169,19 +170,18 @@ def _tensors(inputs: Any, device_type: str) -> Iterator[tuple[int, int]]:
         if inputs.storage_data_ptr and inputs.device.type == device_type:
             yield inputs.storage_data_ptr, math.prod(inputs.sizes) * inputs.dtype.itemsize
     elif isinstance(inputs, (list, tuple)):
-        for one in inputs:
-            yield from _tensors(one, device_type)
+        for item in inputs:
+            yield from _tensors(item, device_type)
 
 
-def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> list[Usage]:
-    """Return the memory in use during the step; ``known``: kind and bytes of the training state by address."""
+def usage(seen: Seen, state: Mapping[int, tuple[str, int]]) -> list[Usage]:
+    """Return the memory in use during the step; ``state``: kind and bytes of the training state by address."""
     blocks = _blocks(seen.changes)
-    before = _assign_kinds(seen, blocks, known)
     present = dict.fromkeys(KINDS, 0)
-    for kind, size in before:
+    for kind, size in _assign_kinds(seen, blocks, state):
         present[kind] += size
-    edges: list[tuple[float, _Block, int]] = []
-    for block in (block for at in blocks.values() for block in at):
+    edges: list[tuple[float, _Allocation, int]] = []
+    for block in chain.from_iterable(blocks.values()):
         if block.began < seen.begin <= block.ended:
             present[block.kind] += block.bytes
         ends = ((block.began, 1), (block.ended, -1))
@@ -190,17 +190,17 @@ def usage(seen: Seen, known: Mapping[int, tuple[str, int]]) -> list[Usage]:
     first = next((change for change in seen.changes if change.time >= seen.begin), None)
     if seen.all_counted and first:  # the rest of what was allocated when the step began is of unknown purpose
         present["other"] += max(0, first.allocated - first.bytes - sum(present.values()))
-    found = [Usage(seen.begin, "data", dict(present))]
+    usages = [Usage(seen.begin, "data", dict(present))]
     moment_at = {change.time: change.around.moment for change in seen.changes}
     for time, block, sign in edges:
         present[block.kind] += sign * block.bytes
-        found.append(Usage(int(time), moment_at[int(time)], dict(present)))
-    return found
+        usages.append(Usage(int(time), moment_at[int(time)], dict(present)))
+    return usages
 
 
-def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:
+def _blocks(changes: Sequence[Change]) -> dict[int, list[_Allocation]]:
     """Return the blocks by address in chronological order; ignores frees of blocks from before the recording."""
-    blocks: defaultdict[int, list[_Block]] = defaultdict(list)
+    blocks: defaultdict[int, list[_Allocation]] = defaultdict(list)
     for change in changes:
         at = blocks[change.address]
         if at and at[-1].ended == math.inf:  # also if it was freed in a thread that the profiler does not see
@@ -208,26 +208,27 @@ def _blocks(changes: Sequence[Change]) -> dict[int, list[_Block]]:
             if change.bytes < 0 and change.around.takes_gradients and at[-1].kind == "activations":
                 at[-1].kind = "gradients"
         if change.bytes > 0:
-            at.append(_Block(change.time, change.bytes, change.around.kind))
+            at.append(_Allocation(change.time, change.bytes, change.around.kind))
     return blocks
 
 
 def _assign_kinds(
-    seen: Seen, blocks: Mapping[int, list[_Block]], known: Mapping[int, tuple[str, int]]
+    seen: Seen, blocks: Mapping[int, list[_Allocation]], state: Mapping[int, tuple[str, int]]
 ) -> Iterator[tuple[str, int]]:
     """Assign kinds to blocks; yield kind and bytes of memory that was allocated before the profiler started."""
-    handed: dict[int, int] = {}
+
+    def block_at(address: int, time: int) -> _Allocation | None:
+        return next((block for block in blocks.get(address, ()) if block.holds(time)), None)
+
+    older: dict[int, int] = {}
     for sent in seen.sent:
-        found = next((block for block in blocks.get(sent.address, ()) if block.holds(sent.time)), None)
-        if found:
-            found.kind = "communication"
-        elif sent.address not in known:
-            handed[sent.address] = max(handed.get(sent.address, 0), sent.bytes)
-    for address, (kind, size) in known.items():
-        found = next((block for block in blocks.get(address, ()) if block.holds(seen.inventory)), None)
-        if found:
-            found.kind = kind
+        if block := block_at(sent.address, sent.time):
+            block.kind = "communication"
+        elif sent.address not in state:
+            older[sent.address] = max(older.get(sent.address, 0), sent.bytes)
+    for address, (kind, size) in state.items():
+        if block := block_at(address, seen.inventory):
+            block.kind = kind
         else:
             yield kind, size
-    for size in handed.values():
-        yield "communication", size
+    yield from (("communication", size) for size in older.values())

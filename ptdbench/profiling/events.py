@@ -28,29 +28,28 @@ Interval = tuple[float, float]
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals, which may overlap and be in any order."""
-    found: list[Interval] = []
+    disjoint: list[Interval] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = (disjoint[-1][0], max(disjoint[-1][1], end))
         elif end > start:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def intersect(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
     """Return the intersection of two sets of times."""
-    found = []
-    mine, theirs = 0, 0
-    while mine < len(some) and theirs < len(others):
-        start = max(some[mine][0], others[theirs][0])
-        end = min(some[mine][1], others[theirs][1])
+    common = []
+    i, j = 0, 0
+    while i < len(some) and j < len(others):
+        start, end = max(some[i][0], others[j][0]), min(some[i][1], others[j][1])
         if end > start:
-            found.append((start, end))
-        if some[mine][1] < others[theirs][1]:
-            mine += 1
+            common.append((start, end))
+        if some[i][1] < others[j][1]:
+            i += 1
         else:
-            theirs += 1
-    return found
+            j += 1
+    return common
 
 
 def subtract(some: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
@@ -140,11 +139,7 @@ class Event:
 
 
 def checked(path: Path, reading: Callable[[Path], T]) -> T:
-    """Read something from a trace.
-
-    Raises:
-        ValueError: The file is not a trace, or is too large.
-    """
+    """Read something from a trace; raises ValueError if the file is not a trace, or is too large."""
     if (size := path.stat().st_size) > MOST_BYTES:
         raise ValueError(f"{path} has {size} bytes, and at most {MOST_BYTES} are read; try profile.steps=1")
     try:
@@ -186,18 +181,18 @@ def operation_of(name: str) -> str:
     """Return the normalized name of an operation, such as ``all_gather`` for ``c10d::_allgather_base_``."""
     plain = re.sub(r"^(c10d::|gloo:|nccl:)_?", "", name).lower()
     joined = plain.replace("_", "")
-    return next((known for known in _OPERATIONS if joined.startswith(known.replace("_", ""))), plain)
+    return next((name for name in _OPERATIONS if joined.startswith(name.replace("_", ""))), plain)
 
 
 def sizes(event: Event) -> set[int]:
     """Return the element counts of an operation's tensors, and also the total of each list of tensors."""
-    found = set()
+    counts: set[int] = set()
     for argument, dtype in zip_longest(event.facts.get("Input Dims", []), event.facts.get("Input type", [])):
         nested = bool(argument) and isinstance(argument[0], list)
         is_single = not argument and item_bytes(dtype or "") is not None  # a scalar tensor, not an option
         several = [math.prod(shape) for shape in (argument if nested else [argument]) if shape or nested or is_single]
-        found |= {*several, sum(several)} if several else set()
-    return found or {0}
+        counts |= {*several, sum(several)} if several else set()
+    return counts or {0}
 
 
 def item_bytes(name: str) -> int | None:
@@ -213,24 +208,24 @@ def peer(event: Event) -> int | None:
     return int(inputs[2]) if len(inputs) > 2 and str(inputs[2]).isdecimal() else None
 
 
-def calls_of_gloo(own: Sequence[Event], sent: Sequence[Event], awaited: Sequence[Interval]) -> list[Call]:
+def calls_of_gloo(events: Sequence[Event], transfers: Sequence[Event], awaited: Sequence[Interval]) -> list[Call]:
     """Match each of gloo's transfers with the operation that started it: the first unmatched operation of its size.
 
-    ``own``: the events of the calling thread; ``awaited``: when it awaited communication.
+    ``events``: those of the calling thread; ``awaited``: when it awaited communication.
     """
     open_events: list[Event] = []
     started: list[tuple[Event, tuple[str, ...]]] = []
     by_size: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
-    for event in own:
+    for event in events:
         open_events = [other for other in open_events if other.end > event.start]
         if event.name.startswith("c10d::"):
             for size in sizes(event):
                 by_size[_kind(event), size].append(len(started))
             started.append((event, tuple(other.name for other in open_events)))
         open_events.append(event)
-    found = []
+    calls = []
     taken: set[int] = set()
-    for transfer in sent:
+    for transfer in transfers:
         queues = [by_size[_kind(transfer), size] for size in sizes(transfer)]
         for queue in queues:
             while queue and queue[0] in taken:
@@ -241,7 +236,9 @@ def calls_of_gloo(own: Sequence[Event], sent: Sequence[Event], awaited: Sequence
         if first is not None and started[first][0].start <= transfer.end:
             taken.add(first)
             event, within = started[first]
-        found.append(
+        place = bisect_right(awaited, (transfer.end, math.inf))
+        awaiting = [wait for wait in awaited[max(0, place - 1) : place] if transfer.end <= wait[1]]  # at most one
+        calls.append(
             Call(
                 operation=next((LABELED[name] for name in within if name in LABELED), operation_of(event.name)),
                 bytes=max(sizes(event) | sizes(transfer)) * (item_bytes(dtype) or 1),
@@ -249,16 +246,10 @@ def calls_of_gloo(own: Sequence[Event], sent: Sequence[Event], awaited: Sequence
                 end=transfer.end,
                 within=within,
                 peer=peer(event),
-                held=(event.interval, *_around(transfer.end, awaited)) if _kind(event) else None,
+                held=(event.interval, *awaiting) if _kind(event) else None,
             )
         )
-    return sorted(found, key=lambda call: call.start)
-
-
-def _around(moment: float, times: Sequence[Interval]) -> Sequence[Interval]:
-    """Return the sorted interval that contains the moment, as a list of at most one."""
-    place = bisect_right(times, (moment, math.inf))
-    return [one for one in times[max(0, place - 1) : place] if moment <= one[1]]
+    return sorted(calls, key=lambda call: call.start)
 
 
 def _kind(event: Event) -> str:
@@ -278,7 +269,7 @@ _RECORDED, _TOGETHER = "record_param_comms", "nccl:coalesced"
 _PEERS = {"Dst Rank": "send", "Src Rank": "recv"}
 
 #: Operations that 2.15 records without a peer, the calls that name it, and the field in which it is stored here.
-_UNDIRECTED, _ASKED, _PEER = ("batch_op_issue", "send", "recv"), ("c10d::send", "c10d::recv_"), "peer"
+_UNDIRECTED, _REQUESTS, _PEER = ("batch_op_issue", "send", "recv"), ("c10d::send", "c10d::recv_"), "peer"
 
 
 def is_of_nccl(event: Event) -> bool:
@@ -292,14 +283,15 @@ def calls_of_nccl(events: Sequence[Event], kernels: Iterable[Event]) -> list[Cal
     ``events``: all events of a trace, ordered by start.
     """
     launches, groups = launches_of(events), list(_nccl_groups(events))
-    labels = [(one.interval, one.name) for one in events if one.name in LABELED and one.kind == "user_annotation"]
-    found = []
+    annotations = [event for event in events if event.name in LABELED and event.kind == "user_annotation"]
+    labels = [(event.interval, event.name) for event in annotations]
+    calls = []
     for kernel in kernels:
         moment = launches.get(kernel.facts.get("correlation"), -math.inf)
         says_all = _NCCL_NAME in kernel.facts and not _is_undirected(kernel.facts)
         messages = None if says_all else at(moment, groups)
-        found += [_nccl_call(kernel, facts, at(moment, labels)) for facts in messages or [kernel.facts]]
-    return found
+        calls += [_nccl_call(kernel, facts, at(moment, labels)) for facts in messages or [kernel.facts]]
+    return calls
 
 
 def is_by_copy_engines(events: Sequence[Event], calls: Sequence[Call]) -> bool:
@@ -315,22 +307,22 @@ def _nccl_groups(events: Sequence[Event]) -> Iterator[tuple[Interval, list[Mappi
     Up to torch 2.14 a single message encloses its kernel, and an annotation such as ``nccl:send 0->1``.
     """
     pending: defaultdict[Any, list[Event]] = defaultdict(list)
-    asked: defaultdict[Any, list[Event]] = defaultdict(list)
+    requests: defaultdict[Any, list[Event]] = defaultdict(list)
     for event in events:
-        own = pending[event.thread]
-        if event.name in _ASKED:
-            asked[event.thread].append(event)
+        recorded = pending[event.thread]
+        if event.name in _REQUESTS:
+            requests[event.thread].append(event)
         elif event.name == _RECORDED and event.facts.get(_NCCL_NAME) != "wait":
             if _is_undirected(event.facts):
-                yield event.interval, [_directed(event, message) for message in asked[event.thread]]
+                yield event.interval, [_directed(event, request) for request in requests[event.thread]]
             else:
-                own.append(event)
-            asked[event.thread].clear()
+                recorded.append(event)
+            requests[event.thread].clear()
         elif event.name == _TOGETHER and event.kind == "user_annotation":
-            yield event.interval, [one.facts for one in own]
-            own.clear()
-        elif event.name.startswith("nccl:") and own and event.end <= own[-1].end:
-            own.pop()
+            yield event.interval, [message.facts for message in recorded]
+            recorded.clear()
+        elif event.name.startswith("nccl:") and recorded and event.end <= recorded[-1].end:
+            recorded.pop()
 
 
 def _is_undirected(facts: Mapping[str, Any]) -> bool:
@@ -338,10 +330,10 @@ def _is_undirected(facts: Mapping[str, Any]) -> bool:
     return facts.get(_NCCL_NAME) in _UNDIRECTED and not _PEERS.keys() & facts.keys()
 
 
-def _directed(recorded: Event, message: Event) -> Mapping[str, Any]:
+def _directed(recorded: Event, request: Event) -> Mapping[str, Any]:
     """Return a message's metadata from torch 2.15's record and ``c10d::send(tensors, group, rank of the group)``."""
-    operation, size = operation_of(message.name), max(sizes(message))
-    return {**recorded.facts, _NCCL_NAME: operation, "In msg nelems": size, "Out msg nelems": 0, _PEER: peer(message)}
+    operation, size = operation_of(request.name), max(sizes(request))
+    return {**recorded.facts, _NCCL_NAME: operation, "In msg nelems": size, "Out msg nelems": 0, _PEER: peer(request)}
 
 
 def _nccl_call(kernel: Event, facts: Mapping[str, Any], label: str | None) -> Call:

@@ -103,7 +103,8 @@ def partition(trace: Trace, ready: Sequence[Ready]) -> Partition:
 def divided(trace: Trace, ready: Sequence[Ready]) -> Iterator[tuple[Interval, int | None, bool]]:
     """Cut waits where calls begin, become ready or end; yield each piece, its call, and whether that is not ready."""
     starts = [call.start for call in trace.calls]
-    edges = sorted({moment for call in trace.calls for moment in (call.start, call.end)} | {one.since for one in ready})
+    bounds = {moment for call in trace.calls for moment in (call.start, call.end)}
+    edges = sorted(bounds | {call.since for call in ready})
     longest = max((call.end - call.start for call in trace.calls), default=0.0)
     for start, end in trace.waits:
         cuts = [start, *edges[bisect_left(edges, start) : bisect_left(edges, end)], end]

@@ -81,12 +81,12 @@ def _read(path: Path, device_type: str) -> Trace:
     if not steps:
         raise ValueError(f"{path} holds no profiled step")
     on_device = [event for event in events if event.kind in ("kernel", "gpu_memcpy", "gpu_memset")]
-    own = [event for event in events if event.thread == steps[0].thread and event.kind in _ON_HOST]
-    parts = {name: [event.interval for event in own if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
+    on_host = [event for event in events if event.thread == steps[0].thread and event.kind in _ON_HOST]
+    parts = {name: [event.interval for event in on_host if event.name == name] for name in (DATA, GRADIENTS, UPDATE)}
     whole = [step.interval for step in steps]
     by_gloo = [event for event in events if event.name.startswith("gloo:")]
     if device_type == "cpu":
-        return _of_host(whole, parts, own, by_gloo)
+        return _of_host(whole, parts, on_host, by_gloo)
     if not on_device:
         raise ValueError(f"{path} holds no kernels: the profiler could not watch the GPU")
     if by_gloo:
@@ -97,8 +97,7 @@ def _read(path: Path, device_type: str) -> Trace:
 def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
     """Return the kernels that the host launched in profiled steps, whenever they ran, and the calls of NCCL kernels.
 
-    Raises:
-        ValueError: As for :func:`read`.
+    Raises ValueError like :func:`read`.
     """
     events = checked(path, events_of)
     launches = launches_of(events)
@@ -111,12 +110,14 @@ def launched_in_steps(path: Path) -> tuple[list[Event], list[Call]]:
 
 
 def _of_host(
-    steps: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], own: Sequence[Event], sent: Sequence[Event]
+    steps: Sequence[Interval],
+    parts: Mapping[str, Sequence[Interval]],
+    events: Sequence[Event],
+    transfers: Sequence[Event],
 ) -> Trace:
-    operations = [event for event in own if event.kind == "cpu_op"]
-    calls = calls_of_gloo(own, sent, [event.interval for event in own if event.name == WAITING])
-    top = list(_outermost(operations))
-    waits = [event.interval for event in own if event.name in (WAITING, _AWAIT) or event.name.startswith("c10d::")]
+    calls = calls_of_gloo(events, transfers, [event.interval for event in events if event.name == WAITING])
+    top = list(_outermost([event for event in events if event.kind == "cpu_op"]))
+    waits = [event.interval for event in events if event.name in (WAITING, _AWAIT) or event.name.startswith("c10d::")]
     waits = union([*waits, *intersect(list(_silent_waits(top, calls)), parts[GRADIENTS])])
     backward = intersect(_backward(top), parts[GRADIENTS])
     phases = {
@@ -147,21 +148,17 @@ def _outermost(events: Sequence[Event]) -> Iterator[Event]:
             yield event
 
 
-def _is_backward(event: Event) -> bool:
-    return event.name.startswith(BACKWARD)
-
-
 def _backward(top: Sequence[Event]) -> list[Interval]:
     """Find the backward passes: each is a sequence of consecutive operations of autograd's engine."""
-    found: list[Interval] = []
+    passes: list[Interval] = []
     goes_on = False
     for event in top:
-        if _is_backward(event):
-            found.append((found.pop()[0] if goes_on else event.start, event.end))
+        if event.name.startswith(BACKWARD):
+            passes.append((passes.pop()[0] if goes_on else event.start, event.end))
             goes_on = True
         elif not event.name.startswith("c10d::"):
             goes_on = False
-    return found
+    return passes
 
 
 def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Interval]:
@@ -172,7 +169,7 @@ def _silent_waits(top: Sequence[Event], calls: Sequence[Call]) -> Iterator[Inter
     """
     ended = sorted((call.end, call.start) for call in calls)
     for before, after in pairwise(top):
-        if _is_backward(before):
+        if before.name.startswith(BACKWARD):
             first, beyond = (bisect_right(ended, (moment, math.inf)) for moment in (before.end, after.start))
             latest = bisect_right(ended, (2 * after.start - before.end, -math.inf))
             if any(start <= before.end for _, start in ended[beyond:latest]):
@@ -206,9 +203,9 @@ def _of_device(
     busy = union(event.interval for event in computed)
     sent = union((call.start, call.end) for call in calls)
     phases = _launched_by(kernels, launches, by_phase)
-    beside = union(event.interval for event in kernels)  # copies that overlap with kernels do not count for a phase
+    computing = union(event.interval for event in kernels)
     for name, times in _launched_by(copies, launches, by_phase).items():
-        phases[name] += subtract(times, beside)
+        phases[name] += subtract(times, computing)  # copies that overlap with kernels do not count for a phase
     worked = union([*busy, *sent])
     ends = [(max((stop for _, stop in intersect(worked, [step])), default=step[0]), step[1]) for step in steps]
     idle = subtract(inside, union([*worked, *ends]))  # the rest of a step after its last work is not a wait
@@ -222,11 +219,11 @@ def _launched_by(
 ) -> dict[str, list[Interval]]:
     """Return when the device ran the work that each phase launched; where work overlaps, the earlier start counts."""
     spans = sorted((time, name) for name, times in by_phase.items() for time in times)
-    found: dict[str, list[Interval]] = {name: [] for name in by_phase}
+    ran: dict[str, list[Interval]] = {name: [] for name in by_phase}
     end = -math.inf
     for event in events:
         if event.end > end:
             phase = at(launches.get(event.facts.get("correlation"), event.start), spans) or "forward"
-            found[phase].append((max(event.start, end), event.end))
+            ran[phase].append((max(event.start, end), event.end))
             end = event.end
-    return found
+    return ran

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from ptdbench.profiling import allocations, trace
-from ptdbench.profiling.allocations import Change, Seen, Sent, Surroundings, Usage
+from ptdbench.profiling.allocations import Change, Seen, SentBlock, Surroundings, Usage
 from ptdbench.profiling.phases import KINDS
 from ptdbench.training.profile import profiled
 
@@ -22,7 +22,7 @@ BEGIN, INVENTORY, END = 100, 200, 300
 def used(
     *changes: Change,
     known: Mapping[int, tuple[str, int]] = MappingProxyType({}),
-    sent: Iterable[Sent] = (),
+    sent: Iterable[SentBlock] = (),
     all_counted: bool = False,
 ) -> list[Usage]:
     return allocations.usage(Seen(BEGIN, END, INVENTORY, sorted(changes), sorted(sent), all_counted), known)
@@ -44,7 +44,7 @@ def at_peak(found: list[Usage]) -> dict[str, int]:
     return by_kind(peak(found))
 
 
-def test_the_peak_is_the_moment_with_the_most_memory_of_all_kinds():
+def test_peak_has_the_most_memory_of_all_kinds():
     blocks = [change(110, 1, 50), change(120, 2, 70), change(130, 1, -50), change(150, 2, -70)]
     found = used(*blocks, change(140, 3, 40, BACKWARD), known={9: ("weights", 1000), 8: ("optimizer", 2000)})
     assert at_peak(found) == {"weights": 1000, "optimizer": 2000, "activations": 120}
@@ -54,39 +54,39 @@ def test_the_peak_is_the_moment_with_the_most_memory_of_all_kinds():
     assert list(found[0].bytes) == list(KINDS)
 
 
-def test_what_was_allocated_in_the_step_before_is_there_until_it_is_freed():
+def test_earlier_block_counts_until_it_is_freed():
     found = used(change(50, 1, 30), change(60, 2, 10), change(70, 2, -10), change(210, 1, -30))
     assert [at.total for at in found] == [30, 0]
 
 
-def test_what_happens_after_the_step_does_not_count_and_a_step_without_allocations_has_its_state():
+def test_later_blocks_do_not_count_and_state_always_does():
     assert at_peak(used(change(150, 1, 10), change(301, 2, 1000))) == {"activations": 10}
     assert at_peak(used(known={9: ("weights", 1000)})) == {"weights": 1000}
 
 
-def test_a_gradient_is_told_by_its_address_when_the_gradients_are_there():
+def test_gradient_is_known_by_its_address():
     """Another block may have had that address before."""
     blocks = [change(110, 1, 500), change(120, 1, -500), change(130, 1, 80, BACKWARD)]
     found = used(*blocks, known={1: ("gradients", 80)})
     assert (at_peak(found), by_kind(found[-1])) == ({"activations": 500}, {"gradients": 80})
 
 
-def test_what_is_sent_or_allocated_by_fsdp_is_for_communication():
-    sent = [Sent(125, 2, 7), Sent(126, 3, 11), Sent(127, 3, 9), Sent(128, 4, 1000)]
+def test_sent_blocks_and_those_of_fsdp_are_communication():
+    sent = [SentBlock(125, 2, 7), SentBlock(126, 3, 11), SentBlock(127, 3, 9), SentBlock(128, 4, 1000)]
     found = used(change(110, 1, 5, FSDP), change(120, 2, 7), sent=sent, known={4: ("weights", 1000)})
     assert at_peak(found) == {"weights": 1000, "communication": 5 + 7 + 11}
 
 
-def test_a_gradient_that_fsdp_frees_when_it_is_reduced_is_one():
+def test_block_that_fsdp_frees_when_reduced_is_a_gradient():
     blocks = [change(110, 1, 60, BACKWARD), change(111, 2, 8, REDUCING), change(112, 1, -60, REDUCING)]
     assert at_peak(used(*blocks)) == {"gradients": 60, "communication": 8}
 
 
-def test_a_free_that_the_profiler_does_not_see_happened_before_the_address_is_used_again():
+def test_unseen_free_precedes_reuse_of_the_address():
     assert [at.total for at in used(change(110, 1, 50), change(120, 1, 20))] == [0, 50, 0, 20]
 
 
-def test_what_was_there_before_and_nobody_knows_is_other_where_all_is_counted():
+def test_uncounted_memory_is_other():
     found = used(change(110, 1, 50, allocated=1450), all_counted=True, known={9: ("weights", 1000)})
     assert at_peak(found) == {"weights": 1000, "activations": 50, "other": 400}
 
@@ -106,7 +106,7 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def test_real_allocations_are_found_in_their_part_of_the_step():
+def test_real_allocations_have_their_part_of_the_step():
     weight = torch.ones(100, requires_grad=True)
     known = {}
     with profiled(torch.device("cpu"), memory=True) as taken:
@@ -153,7 +153,7 @@ def test_real_allocations_are_found_in_their_part_of_the_step():
         (["ptdbench::update", "aten::sqrt"], ("optimizer", "other")),
     ],
 )
-def test_what_goes_on_is_told_by_the_names_around_an_allocation(names, place):
+def test_surroundings_follow_from_enclosing_names(names, place):
     found = Surroundings()
     for name in names:
         found = allocations._inside(name, found)

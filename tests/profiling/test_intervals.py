@@ -16,7 +16,7 @@ def seconds(intervals) -> set[int]:
 
 
 @given(INTERVALS)
-def test_a_union_is_disjoint_sorted_and_holds_the_same_moments(some):
+def test_union_is_disjoint_and_sorted(some):
     found = union(some)
     assert seconds(found) == seconds(some)
     assert length(found) == len(seconds(some))

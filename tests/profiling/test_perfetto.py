@@ -18,7 +18,7 @@ def merged(tmp_path, *of_ranks, ahead=0.0, later=0):
     return json.loads(gzip.decompress((tmp_path / "trace.json.gz").read_bytes()))["traceEvents"]
 
 
-def test_ranks_are_processes_of_their_own_by_name(tmp_path):
+def test_ranks_are_named_processes(tmp_path):
     events = merged(tmp_path, step(0, 1, 2, 3), step(0, 1, 2, 3))
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert sorted(named.values()) == ["rank 0, stage 0", "rank 1, stage 1"]
@@ -27,13 +27,13 @@ def test_ranks_are_processes_of_their_own_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(("ahead", "later", "microseconds"), [(2e-3, 0, 0), (0.0, 1, 1e6 + 2000)])
-def test_all_ranks_are_on_the_clock_of_rank_0(tmp_path, ahead, later, microseconds):
+def test_clocks_follow_rank_0(tmp_path, ahead, later, microseconds):
     events = merged(tmp_path, [event("a", 5, 6)], [event("b", 7, 8)], ahead=ahead, later=later)
     times = {event["name"]: event["ts"] for event in events if event["ph"] == "X"}
     assert times["b"] - times["a"] == microseconds
 
 
-def test_arrows_stay_inside_of_their_rank(tmp_path):
+def test_arrow_ids_are_unique_among_ranks(tmp_path):
     arrow = {"ph": "s", "id": 3, "pid": 1, "tid": 7, "ts": 0.0, "cat": "fwdbwd", "name": "fwdbwd"}
     events = merged(tmp_path, [arrow], [arrow])
     ids = [event["id"] for event in events if event["ph"] == "s"]
@@ -41,7 +41,7 @@ def test_arrows_stay_inside_of_their_rank(tmp_path):
     assert all(isinstance(number, int) for number in ids)  # Perfetto reads no others
 
 
-def test_a_message_that_outlasts_what_began_it_has_a_row_of_its_own(tmp_path):
+def test_messages_have_separate_rows(tmp_path):
     """Perfetto drops what ends after what it is drawn in."""
     call, message = called("send", 1, 2, [8]), {**sent("send", 1.5, 5, [8]), "tid": MAIN}
     events = merged(tmp_path, [call, message, event("aten::mm", 3, 4)])
@@ -50,12 +50,12 @@ def test_a_message_that_outlasts_what_began_it_has_a_row_of_its_own(tmp_path):
     assert (begin["ph"], end["ph"], begin["id"] == end["id"], end["ts"] - begin["ts"]) == ("b", "e", True, 3500)
 
 
-def test_what_belongs_to_no_process_is_left_out(tmp_path):
+def test_events_without_process_are_dropped(tmp_path):
     mark = {"ph": "i", "s": "g", "name": "Record Window End", "pid": "", "tid": "", "ts": 4.0}
     assert mark["name"] not in [event["name"] for event in merged(tmp_path, [mark])]
 
 
-def test_the_trace_of_one_rank_says_which_and_can_still_be_read(tmp_path):
+def test_trace_of_one_rank_is_readable_and_says_which(tmp_path):
     merged(tmp_path, step(0, 1, 2, 3))
     written = json.loads(gzip.decompress((tmp_path / "rank0.json.gz").read_bytes()))
     assert written["distributedInfo"] == {"rank": 0}

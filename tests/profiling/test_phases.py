@@ -9,7 +9,7 @@ def parted(waits, calls, ready, phases=None, steps=((0.0, 10.0),)):
     return partition(Trace(steps, phases or {}, waits, calls), ready)
 
 
-def test_the_phases_add_up_to_the_step():
+def test_phases_add_up_to_the_step():
     phases = {"data": [(0.0, 1.0)], "forward": [(1.0, 3.0)], "backward": [(3.0, 6.0)], "optimizer": [(8.0, 9.0)]}
     found = parted([(6.0, 8.0)], [Call("all_reduce", 8, 5.0, 7.5)], [Ready(5.0)], phases)
     assert list(found.seconds) == list(PHASES)
@@ -19,7 +19,7 @@ def test_the_phases_add_up_to_the_step():
     }  # fmt: skip
 
 
-def test_waiting_for_the_last_rank_of_a_collective_operation_is_its_fault():
+def test_wait_for_the_last_rank_counts_for_that_rank():
     found = parted([(2.0, 6.0)], [Call("all_reduce", 8, 1.0, 6.0)], [Ready(5.0, last=3)])
     assert (found.seconds["stragglers"], found.seconds["communication"]) == (3, 1)
     assert found.waited_for == [{3: 3.0}]
@@ -35,25 +35,25 @@ def test_each_step_has_its_own_waits():
     assert found.waited_for == [{3: 3.0, 1: 1.0}, {1: 3.0}, {}]
 
 
-def test_waiting_for_another_stage_is_a_bubble():
+def test_wait_for_another_stage_is_a_bubble():
     found = parted([(2.0, 6.0)], [Call("recv", 8, 2.0, 6.0, peer=0)], [Ready(5.5, last=0)])
     assert (found.seconds["bubble"], found.seconds["communication"]) == (3.5, 0.5)
 
 
-def test_waiting_for_what_comes_back_from_experts_is_for_the_fullest():
+def test_wait_for_combine_is_for_the_fullest_experts():
     calls = [Call("dispatch", 8, 0.0, 2.0), Call("combine", 8, 3.0, 8.0)]
     found = parted([(0.0, 2.0), (3.0, 8.0)], calls, [Ready(1.0, last=1), Ready(7.0, last=1)])
     assert (found.seconds["stragglers"], found.seconds["experts"], found.seconds["communication"]) == (1, 4, 2)
 
 
-def test_communication_behind_computation_is_not_exposed():
+def test_hidden_communication_is_not_exposed():
     phases = {"backward": [(0.0, 8.0)]}
     found = parted([(8.0, 9.0)], [Call("all_reduce", 8, 1.0, 9.0)], [Ready(1.0)], phases)
     assert found.seconds["communication"] == 1
     assert found.traffic["all_reduce"].seconds == 8
 
 
-def test_while_one_operation_is_under_way_waiting_is_not_for_the_ranks_of_another():
+def test_wait_beside_a_ready_operation_is_communication():
     calls = [Call("all_gather", 8, 0.0, 5.0), Call("all_reduce", 8, 1.0, 7.0)]
     found = parted([(2.0, 7.0)], calls, [Ready(0.0), Ready(6.0, last=1)])
     assert found.traffic["all_gather"].exposed_seconds == 3
@@ -61,21 +61,21 @@ def test_while_one_operation_is_under_way_waiting_is_not_for_the_ranks_of_anothe
     assert found.traffic["all_reduce"].exposed_seconds == 1
 
 
-def test_a_wait_that_outlasts_its_operation_counts_for_it_and_one_that_the_trace_does_not_show_for_none():
+def test_wait_after_an_operation_counts_for_it():
     found = parted([(2.0, 7.0)], [Call("all_reduce", 8, 1.0, 4.0)], [Ready(1.0)])
     assert found.traffic["all_reduce"].exposed_seconds == 5
     found = parted([(2.0, 7.0)], [], [])
     assert (found.seconds["communication"], found.traffic["unknown"].exposed_seconds) == (5, 5)
 
 
-def test_overlapping_calls_are_under_way_once_and_those_before_the_first_step_do_not_count():
+def test_overlapping_calls_count_once_and_earlier_ones_not():
     calls = [Call("all_reduce", 8, start, end) for start, end in ((0.0, 1.0), (12.0, 16.0), (13.0, 18.0))]
     found = parted([], calls, [Ready(0.0), Ready(12.0), Ready(13.0)], steps=((10.0, 15.0), (15.0, 20.0)))
     of = found.traffic["all_reduce"]
     assert (found.steps, of.calls, of.seconds) == (2, 2, 6)
 
 
-def test_messages_that_nobody_awaited_in_time_are_not_timed():
+def test_messages_without_known_end_are_not_timed():
     calls = [Call("recv", 8, start, start + 2, held=((start, start), (start + 1, start + 2))) for start in (1.0, 4.0)]
     found = parted([(2.0, 3.0)], calls, [Ready(1.0, done=1.5), Ready(4.0)])
     of = found.traffic["recv"]
@@ -83,7 +83,7 @@ def test_messages_that_nobody_awaited_in_time_are_not_timed():
 
 
 @pytest.mark.parametrize("since", [-5.0, 50.0])
-def test_a_clock_that_is_wrong_makes_no_phase_negative(since):
+def test_wrong_clock_makes_no_phase_negative(since):
     found = parted([(2.0, 6.0)], [Call("all_reduce", 8, 2.0, 6.0)], [Ready(since, last=1)])
     assert min(found.seconds.values()) >= 0
     assert sum(found.seconds.values()) == 10

@@ -31,7 +31,7 @@ def phases(found: trace.Trace) -> dict[str, list[tuple[float, float]]]:
     return {name: milliseconds(times) for name, times in found.phases.items()}
 
 
-def test_a_step_without_others(read):
+def test_step_alone_has_its_phases(read):
     events = [*step(0, 1, 11, 13), event("aten::mm", 2, 5), event(BACKWARD, 6, 8), event("aten::mm", 6, 7)]
     found = read(*events, event(BACKWARD, 8.5, 10))
     assert milliseconds(found.steps) == [(0, 13)]
@@ -40,7 +40,7 @@ def test_a_step_without_others(read):
     assert (found.waits, found.calls) == ([], [])
 
 
-def test_each_backward_pass_of_several_micro_batches_is_found(read):
+def test_each_micro_batch_has_its_backward_pass(read):
     passes = [(1, 2, 3), (4, 5, 6)]
     events = [one for a, b, c in passes for one in (event("aten::mm", a, b), event(BACKWARD, b, c))]
     found = read(*step(0, 1, 6, 6.5), *events)
@@ -48,7 +48,7 @@ def test_each_backward_pass_of_several_micro_batches_is_found(read):
     assert phases(found)["forward"] == [(1, 2), (3, 5)]
 
 
-def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(read):
+def test_ddp_waits_in_cpp_for_the_last_all_reduce(read):
     found = read(*step(0, 1, 8, 9), event(BACKWARD, 1, 4), *reduced(7), event("aten::add_", 7.5, 8))
     assert milliseconds(found.waits) == [(3, 3.5), (4, 7)]
     assert phases(found)["backward"] == [(1, 3), (3.5, 4)]
@@ -57,7 +57,7 @@ def test_ddp_waits_in_cpp_after_the_backward_pass_for_the_last_all_reduce(read):
     assert times(call) == (3, 7)
 
 
-def test_what_waited_may_go_on_before_the_end_of_communication_is_noted(read):
+def test_waiting_thread_may_continue_before_the_recorded_end(read):
     """Of two waits the last one counts."""
     last = [event(BACKWARD, 1, 4), *reduced(7.6), event("aten::add_", 7.5, 8)]
     assert milliseconds(read(*step(0, 1, 8, 9), *last).waits) == [(3, 3.5), (4, 7.5)]
@@ -66,12 +66,12 @@ def test_what_waited_may_go_on_before_the_end_of_communication_is_noted(read):
     assert milliseconds(found.waits) == [(2, 2.5), (3, 3.5), (4, 7.5)]
 
 
-def test_a_pause_after_the_backward_pass_in_which_no_communication_ends_is_no_wait(read):
+def test_pause_without_communication_is_no_wait(read):
     found = read(*step(0, 1, 8, 9), *reduced(3, begin=1.0), event(BACKWARD, 2, 4), event("aten::add_", 7.5, 8))
     assert milliseconds(found.waits) == [(1, 1.5)]
 
 
-def test_labelled_waits_are_those_of_fsdp_and_know_what_called(read):
+def test_labeled_waits_know_their_caller(read):
     events = [
         label("FSDP::all_gather (0)", 1, 2),
         called("_allgather_base_", 1.2, 1.4, [8], **{"Input Dims": [[64], [32]]}),
@@ -86,7 +86,7 @@ def test_labelled_waits_are_those_of_fsdp_and_know_what_called(read):
     assert "FSDP::all_gather (0)" in call.within
 
 
-def test_gloo_reduces_and_scatters_by_an_all_reduce_which_is_called_what_was_asked_for(read):
+def test_gloo_all_reduce_of_a_reduce_scatter_has_that_name(read):
     events = [
         called("_reduce_scatter_base_", 1, 2, [1], **{"Input Dims": [[32], [64], [], []]}),
         sent("all_reduce", 1.5, 3, [64]),
@@ -95,20 +95,20 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_which_is_called_what_was_ask
     assert (call.operation, call.bytes) == ("reduce_scatter", 256)
 
 
-def test_of_two_operations_of_one_size_each_has_its_own_message(read):
+def test_operations_of_one_size_have_their_own_messages(read):
     started = [called("allreduce_", 1, 1.5, [4]), called("allreduce_", 2, 2.5, [4])]
     found = read(*step(0, 1, 8, 9), *started, sent("all_reduce", 2.6, 3, [4]), sent("all_reduce", 3, 4, [4]))
     assert [times(call) for call in found.calls] == [(1, 3), (2, 4)]
 
 
-def test_waits_outside_of_the_steps_do_not_count(read):
+def test_waits_outside_steps_do_not_count(read):
     events = [label(trace.WAITING, 0, 12), called("allreduce_", 1, 2, [4]), sent("all_reduce", 1, 3, [4])]
     found = read(*step(10, 11, 18, 19), *events)
     assert milliseconds(found.waits) == [(10, 12)]
     assert len(found.calls) == 1
 
 
-def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(read):
+def test_kernels_belong_to_the_phase_that_launched_them(read):
     collective = {
         "Collective name": "_allgather_base", "In msg nelems": 5, "Out msg nelems": 10, "dtype": "BFloat16",
         "Process Group Ranks": "[0, 1]",
@@ -129,7 +129,7 @@ def test_on_a_gpu_kernels_belong_to_the_phase_that_launched_them(read):
     assert (call.operation, call.bytes, call.ranks) == ("all_gather", 20, (0, 1))
 
 
-def test_a_copy_beside_kernels_takes_no_time_from_their_phases(read):
+def test_copy_beside_kernels_takes_no_time_from_them(read):
     """As those of ``activations=offload``, in streams of their own."""
     happened = [
         *(launched(at, number) for number, at in enumerate((1.1, 1.2, 2.1), start=1)),
@@ -140,7 +140,7 @@ def test_a_copy_beside_kernels_takes_no_time_from_their_phases(read):
     assert (found["forward"], found["backward"]) == ([(2, 3.5), (6, 6.5)], [(3.5, 6)])
 
 
-def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
+def test_coalesced_nccl_messages_are_separate_calls(read):
     """Their kernel starts when their group ends, and has no facts: torch wrote them on the host before."""
 
     def recorded(name, start, end, **facts):
@@ -161,7 +161,7 @@ def test_each_of_the_messages_that_nccl_sends_together_is_seen(read):
     assert found == [("send", 3, 1, (2, 3)), ("send", 24, 2, (4, 6)), ("recv", 24, 0, (4, 6))]
 
 
-def test_messages_of_a_newer_torch_are_told_by_what_asked_for_them(read):
+def test_messages_of_torch_2_15_have_peers_of_their_requests(read):
     """Of torch 2.15, whose NCCL records neither with whom a message is exchanged, nor the ranks of its group."""
 
     def recorded(name, start, end):
@@ -190,7 +190,7 @@ def test_messages_of_a_newer_torch_are_told_by_what_asked_for_them(read):
     assert {(call.ranks, call.group) for call in calls} == {(None, "be10")}
 
 
-def test_what_nccl_sends_to_experts_is_named_by_the_label_under_which_it_was_launched(read):
+def test_messages_to_experts_have_the_name_of_their_label(read):
     facts = {"Collective name": "all_to_allv", "dtype": "Float", "In msg nelems": 6, "Process Group Ranks": "[0, 1]"}
     happened = [
         label("ptdbench::dispatch", 1, 1.5), launched(1.2, 1), launched(1.6, 2),
@@ -202,7 +202,7 @@ def test_what_nccl_sends_to_experts_is_named_by_the_label_under_which_it_was_lau
     assert [call.operation for call in calls] == ["dispatch", "all_to_all", "combine"]
 
 
-def test_what_waits_for_a_message_waits_for_no_other_whose_end_is_not_yet_noted(read):
+def test_wait_for_a_message_is_not_for_another_unfinished_one(read):
     """gloo notes the end of a message when it is awaited."""
     events = [
         called("send", 1, 1.2, [10]), sent("send", 1.1, 7, [10]), called("recv_", 2, 2.1, [10]),
@@ -213,7 +213,7 @@ def test_what_waits_for_a_message_waits_for_no_other_whose_end_is_not_yet_noted(
     assert [call.operation for call in (send, recv) if call.holds(sum(recv.held[1]) / 2)] == ["recv"]
 
 
-def test_messages_are_told_from_each_other_though_they_have_one_size_and_know_their_other_rank(read):
+def test_messages_of_one_size_have_their_kind_and_peer(read):
     events = [
         called("recv_", 1, 1.1, [10]), called("send", 2, 2.1, [10], **{"Concrete Inputs": ["", "", "3", "0"]}),
         sent("send", 2, 3, [10]), called("allreduce_", 4, 4.1, [10]), sent("all_reduce", 4, 5, [10]),
@@ -232,7 +232,7 @@ COPIED = [
 ]
 
 
-def test_all_gathers_by_kernels_or_of_one_rank_are_not_by_copy_engines(read):
+def test_all_gathers_by_kernels_are_not_by_copy_engines(read):
     alone = event("record_param_comms", 1, 2, **GATHER | {"Group size": 1})
     sizes = {"In msg nelems": 10, "Out msg nelems": 20, "dtype": "Float"}
     kernel = event("ncclDevKernel_AllGather_RING_LL", 4, 5, "kernel", 7, **GATHER, **sizes)
@@ -250,26 +250,26 @@ def test_all_gathers_by_kernels_or_of_one_rank_are_not_by_copy_engines(read):
         (step(0, 1, 3, 10), "cuda", "the profiler could not watch the GPU"),
     ],
 )
-def test_a_trace_that_shows_no_phases_is_refused(read, events, device, message):
+def test_trace_without_phases_is_refused(read, events, device, message):
     with pytest.raises(ValueError, match=message):
         read(*events, device=device)
 
 
-def test_a_trace_that_is_too_large_is_not_read(read, monkeypatch):
+def test_large_trace_is_refused(read, monkeypatch):
     monkeypatch.setattr(of_traces, "MOST_BYTES", 100)
     with pytest.raises(ValueError, match=r"at most 100 are read; try profile\.steps=1"):
         read(*step(0, 1, 3, 10))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"traceEvents": [{"ph": "X", "name": "a"}]}', '{"traceEvents": 3}'])
-def test_a_damaged_trace_is_refused(tmp_path, text):
+def test_damaged_trace_is_refused(tmp_path, text):
     path = tmp_path / "t.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"t\.json is no trace of torch's profiler"):
         trace.read(path)
 
 
-def test_kernels_count_in_the_step_in_which_the_host_launched_them(tmp_path):
+def test_kernels_count_in_the_step_of_their_launch(tmp_path):
     """A device that falls behind the host comes to them later."""
     labels = label("warm-up", 0, 1), label("ProfilerStep#5", 1, 2)
     kernels = kernel("early", 1.2, 1.3, 1), kernel("ncclDevKernel_AllReduce", 9, 10, 2)
@@ -277,7 +277,7 @@ def test_kernels_count_in_the_step_in_which_the_host_launched_them(tmp_path):
     assert [one.name for one in trace.launched_in_steps(path)[0]] == ["ncclDevKernel_AllReduce"]
 
 
-def test_without_kernels_it_says_so(tmp_path):
+def test_trace_without_kernels_is_refused(tmp_path):
     path = write(tmp_path / "trace.json", label("ProfilerStep#5", 1, 2))
     with pytest.raises(ValueError, match="holds no kernels"):
         trace.launched_in_steps(path)
