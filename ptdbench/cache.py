@@ -25,29 +25,29 @@ def user_cache() -> Path:
     with suppress(RuntimeError):
         if (folder := user_cache_path("ptdbench")).is_absolute():
             return folder
-    own = Path(tempfile.gettempdir()) / f"ptdbench-{os.getuid()}"
-    own.mkdir(mode=0o700, exist_ok=True)
-    if own.lstat().st_uid != os.getuid():  # libraries are loaded from it
-        raise PermissionError(EPERM, "belongs to another user", str(own))
-    return own
+    folder = Path(tempfile.gettempdir()) / f"ptdbench-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.lstat().st_uid != os.getuid():  # libraries are loaded from it
+        raise PermissionError(EPERM, "belongs to another user", str(folder))
+    return folder
 
 
-def keep(kind: str, of: Mapping[str, Any], found: Mapping[str, Any]) -> Path:
-    """Cache the latest measurement of a kind; ``of``, in JSON types, is the cache key. Raises OSError."""
-    path = _path(kind, of)
+def keep(kind: str, key: Mapping[str, Any], measurement: Mapping[str, Any]) -> Path:
+    """Cache the latest measurement of a kind under a key in JSON types. Raises OSError."""
+    path = _path(kind, key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(path, json.dumps({**of, **found}, indent=1).encode(), durable=False)
+    replace_bytes(path, json.dumps({**key, **measurement}, indent=1).encode(), durable=False)
     return path
 
 
-def look_up(kind: str, of: Mapping[str, Any]) -> dict[str, Any]:
+def look_up(kind: str, key: Mapping[str, Any]) -> dict[str, Any]:
     """Return the measurement cached under exactly this key; empty if there is none, or the file is damaged."""
     with suppress(OSError, ValueError):
-        found = json.loads(_path(kind, of).read_text())
-        return found if isinstance(found, dict) else {}
+        content = json.loads(_path(kind, key).read_text())
+        return content if isinstance(content, dict) else {}
     return {}
 
 
-def _path(kind: str, of: Mapping[str, Any]) -> Path:
-    identity = json.dumps(of, sort_keys=True)
+def _path(kind: str, key: Mapping[str, Any]) -> Path:
+    identity = json.dumps(key, sort_keys=True)
     return user_cache() / kind / f"{sha256(identity.encode()).hexdigest()[:16]}.json"

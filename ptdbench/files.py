@@ -45,8 +45,7 @@ def read_bytes(path: Path) -> bytes:
 def write_json(path: Path, value: object, durable: bool = True) -> None:
     """Write strict JSON (see the module) atomically; if ``durable``, the file survives a crash of the machine.
 
-    Raises:
-        OSError: The file could not be written; ``filename`` is ``path``.
+    An OSError has ``path`` as its ``filename``.
     """
     replace_bytes(path, f"{as_text(value)}\n".encode(), durable)
 
@@ -138,7 +137,13 @@ def create_atomically(path: Path, fill: Callable[[Path, Path], None]) -> bool:
     try:
         folder.mkdir(parents=True)
         fill(folder, path)
-        return _renamed(folder, path)
+        folder.rename(path)
+        return True
+    except OSError as error:
+        # Something of that name exists: these folders are never empty, so none is replaced.
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR) and os.path.lexists(path):
+            return False
+        raise
     finally:
         if folder.exists():
             for file in folder.iterdir():
@@ -148,24 +153,10 @@ def create_atomically(path: Path, fill: Callable[[Path, Path], None]) -> bool:
                 empty.rmdir()
 
 
-def _renamed(folder: Path, path: Path) -> bool:
-    """Rename a folder; return ``False`` if ``path`` exists: these folders are never empty, so none is replaced."""
-    try:
-        folder.rename(path)
-    except OSError as error:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            return False
-        raise
-    return True
-
-
 def first_foreign_entry(directory: Path, is_ours: Callable[[str], bool]) -> Path | None:
     """Return the first entry of a directory, by name, that is not a regular file whose name ``is_ours`` accepts.
 
-    If ``directory`` is a file or a link, return the path itself.
-
-    Raises:
-        OSError: The directory cannot be read.
+    If ``directory`` is a file or a link, return the path itself. Raises OSError.
     """
     if directory.is_symlink() or not directory.is_dir():
         return directory

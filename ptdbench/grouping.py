@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     """Return the values of each key, keys and values in the order of the pairs."""
-    found: dict[K, list[V]] = {}
+    groups: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups

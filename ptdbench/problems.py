@@ -63,9 +63,8 @@ def first_line(error: BaseException) -> str:
 
 def require(*problems: Problem | None) -> None:
     """Raise a :class:`ConfigError` with the problems that are not ``None``, if there are any."""
-    found = [problem for problem in problems if problem is not None]
-    if found:
-        raise ConfigError(found)
+    if present := [problem for problem in problems if problem is not None]:
+        raise ConfigError(present)
 
 
 #: A rule: whether it is broken, the option, its value, the rule in words, and the remedy.

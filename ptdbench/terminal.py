@@ -27,7 +27,7 @@ _IN_ASCII = {"─": "-", "·": "-", "±": "+-", "…": "...", "→": "->", "²":
 def _alike(error: UnicodeError) -> tuple[str, int]:
     assert isinstance(error, UnicodeEncodeError)
     characters = error.object[error.start : error.end]
-    escaped = (_IN_ASCII.get(one) or one.encode("ascii", "backslashreplace").decode() for one in characters)
+    escaped = (_IN_ASCII.get(char) or char.encode("ascii", "backslashreplace").decode() for char in characters)
     return "".join(escaped), error.end
 
 
@@ -88,13 +88,13 @@ _SOURCES = {"--config-dir": "-cd", "--config-path": "-cp", "--config-name": "-cn
 
 def sources() -> list[str]:
     """Return the options of ``_SOURCES`` that were given, such as ``--config-dir FOLDER``, as words."""
-    words, found = _typed(), []
+    words, options = _typed(), []
     for word, following in zip(words, [*words[1:], ""], strict=True):
         flag, equals, value = word.partition("=")
         for name, short in _SOURCES.items():
             if flag in (name, short):
-                found += [name, value if equals else following]
-    return found
+                options += [name, value if equals else following]
+    return options
 
 
 def plural(count: int, noun: str) -> str:
@@ -155,22 +155,18 @@ def redraws(stream: TextIO | None) -> bool:
 @contextmanager
 def transient(text: str, stream: TextIO | None) -> Iterator[None]:
     """Show a status line on a terminal within the context; another process may draw over it, even if then killed."""
-    if stream and redraws(stream):
-        room = shutil.get_terminal_size().columns - 4
-        with suppress(OSError):
-            stream.write(f"\r\x1b[2K{plain(text)[:room]}")
-            stream.flush()
+    clear_line(stream, plain(text)[: shutil.get_terminal_size().columns - 4])
     try:
         yield
     finally:
         clear_line(stream)
 
 
-def clear_line(stream: TextIO | None) -> None:
-    """Clear the cursor's line if the stream is a terminal."""
+def clear_line(stream: TextIO | None, text: str = "") -> None:
+    """Clear the cursor's line if the stream is a terminal, and write a text there."""
     if stream and redraws(stream):
         with suppress(OSError):
-            stream.write("\r\x1b[2K")
+            stream.write(f"\r\x1b[2K{text}")
             stream.flush()
 
 

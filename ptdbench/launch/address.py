@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address
 from pathlib import Path
@@ -38,16 +39,13 @@ def listen(host: str, port: int) -> tuple[int, int]:
     Raises:
         OSError: The port is taken, or the host is not this machine.
     """
-    family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    address = str(place[0])
+    family, _, _, _, resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    address = str(resolved[0])
     if host not in ("localhost", HERE) and ip_address(address).is_loopback:
         # Debian resolves a machine's own name to 127.0.1.1, which no other machine can reach.
         family, address = socket.AF_INET, "0.0.0.0"
-    with socket.socket(family, socket.SOCK_STREAM) as opened:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        opened.bind((address, port))
-        opened.listen(socket.SOMAXCONN)
-        return opened.getsockname()[1], opened.detach()
+    with socket.create_server((address, port), family=family, backlog=socket.SOMAXCONN) as server:
+        return server.getsockname()[1], server.detach()
 
 
 def meeting_point(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
@@ -78,32 +76,26 @@ def _host(world: World, environ: Mapping[str, str]) -> str:
         return preset
     if world.local_size == world.size:
         return "localhost"
-    host = _slurm_host(world, environ)
-    if not host:
-        rule = f"{world.launcher} does not tell the ranks of other nodes where rank 0 is"
-        remedy = "set it to the host of rank 0 for all ranks, for example mpirun -x MASTER_ADDR=host"
-        raise ConfigError([Problem("MASTER_ADDR", "(not set)", rule, remedy)])
-    return host
-
-
-def _slurm_host(world: World, environ: Mapping[str, str]) -> str | None:
-    """Return the first node of srun's step; under mpirun, whose step may lack the node it runs on, of the job."""
+    # Under mpirun SLURM's step may lack the node that mpirun runs on.
     name = "SLURM_STEP_NODELIST" if world.started_by.has_step else "SLURM_JOB_NODELIST"
     listed = environ.get(name, "")
     try:
-        return next(iter(hostlist.expand(listed)), None)
+        if hosts := hostlist.expand(listed):
+            return hosts[0]
     except ValueError as error:
         remedy = "set MASTER_ADDR to the host of rank 0 for all ranks"
         raise ConfigError([Problem(name, listed, str(error), remedy)]) from None
+    rule = f"{world.launcher} does not tell the ranks of other nodes where rank 0 is"
+    remedy = "set it to the host of rank 0 for all ranks, for example mpirun -x MASTER_ADDR=host"
+    raise ConfigError([Problem("MASTER_ADDR", "(not set)", rule, remedy)])
 
 
 def _derived_port(identity: str) -> int:
     """Return a port that is the same in every process, and below the ephemeral ones unless nearly all ports are."""
     if not identity:
         return FALLBACK_PORT
-    try:
-        end = int(_EPHEMERAL.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux
-        end = _FIRST_EPHEMERAL
-    end = end if end >= _FIRST_PORT + 1000 else _FIRST_EPHEMERAL
+    end = _FIRST_EPHEMERAL
+    with suppress(OSError, ValueError, IndexError):  # not Linux
+        first = int(_EPHEMERAL.read_text().split()[0])
+        end = first if first >= _FIRST_PORT + 1000 else end
     return _FIRST_PORT + int.from_bytes(sha256(identity.encode()).digest()[:8], "big") % (end - _FIRST_PORT)

@@ -23,8 +23,8 @@ def groups(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         top = ROOT / controller if controllers else ROOT
-        own = top / path.lstrip("/")
-        for group in (own, *own.parents):
+        lowest = top / path.lstrip("/")
+        for group in (lowest, *lowest.parents):
             yield group
             if group == top:
                 break
@@ -36,10 +36,10 @@ def cpus() -> float:
     ``docker run --cpus=2`` and Kubernetes limits are quotas: all cores are visible, but a process that uses more of
     them is throttled for the rest of each 100 ms.
     """
-    found = math.inf
+    cores = math.inf
     for group in groups("cpu"):
         for names in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
             with suppress(OSError, ValueError):  # "max", or not a group with a quota
                 quota, period = map(int, " ".join((group / name).read_text() for name in names).split())
-                found = min(found, quota / period) if quota > 0 else found
-    return found
+                cores = min(cores, quota / period) if quota > 0 else cores
+    return cores

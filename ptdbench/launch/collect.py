@@ -31,9 +31,9 @@ class HostCollectives:
         dist.all_gather_object(values, value, group=self._group)
         return values
 
-    def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    def reduce(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Return the elementwise sum or maximum over ranks, in place."""
-        dist.all_reduce(numbers, how, group=self._group)
+        dist.all_reduce(numbers, operation, group=self._group)
         return numbers
 
     def barrier(self) -> None:

@@ -88,14 +88,11 @@ class Crash:
 
 def read(text: str) -> Crash | None:
     """Parse a file written by :func:`kept`; ``None`` if there was no crash."""
-    said = re.match(r"Fatal Python error: (.*)", text)
-    if said is None:
+    error = re.match(r"Fatal Python error: (.*)", text)
+    if error is None:
         return None
     head, *threads = re.split(r"(?m)^(?=(?:Current thread|Thread) 0x)", text.partition("\nExtension modules:")[0])
-    hit = [thread for thread in threads if thread.startswith("Current")] or threads
-    calls = re.findall(r'(?m)^  File "(.*)", line (\d+) in (.*)$', hit[-1] if hit else "")
-    return Crash(
-        _SIGNALS.get(said[1], said[1]),
-        f"{head}{''.join(hit)}".rstrip() + "\n",
-        [(file, int(line), function) for file, line, function in calls],
-    )
+    crashed = [thread for thread in threads if thread.startswith("Current")] or threads
+    calls = re.findall(r'(?m)^  File "(.*)", line (\d+) in (.*)$', crashed[-1] if crashed else "")
+    stack = f"{head}{''.join(crashed)}".rstrip() + "\n"
+    return Crash(_SIGNALS.get(error[1], error[1]), stack, [(file, int(line), name) for file, line, name in calls])

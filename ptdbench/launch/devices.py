@@ -7,15 +7,14 @@ ranks have none.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
 
 import torch
 import torch.distributed as dist
+from msgspec import Struct, json
 
 from ptdbench.launch import rendezvous
 from ptdbench.launch.peers import node
@@ -25,8 +24,7 @@ from ptdbench.problems import Problem, first_line, require
 from ptdbench.terminal import plural, rank_names
 
 
-@dataclass(frozen=True)
-class VisibleGpus:
+class VisibleGpus(Struct, frozen=True):
     """The GPUs that one rank sees."""
 
     rank: int  #: The rank.
@@ -61,21 +59,21 @@ def select(world: World, device: str) -> None:
 @cache
 def _survey(world: World) -> list[VisibleGpus]:
     """Return what every rank sees, by rank; rank 0 gathers and broadcasts it."""
-    own = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
-    own.set(str(world.rank), json.dumps(asdict(_look(world))))
+    store = dist.PrefixStore(f"devices {rendezvous.launch_name(world)}", rendezvous.store())
+    store.set(str(world.rank), json.encode(_look(world)).decode())
     if world.rank == 0:
         keys = [str(rank) for rank in range(world.size)]
-        _await(own, keys, world, rendezvous.ARRIVAL)
-        own.set("all", f"[{','.join(value.decode() for value in own.multi_get(keys))}]")
-    _await(own, ["all"], world, 2 * rendezvous.ARRIVAL)  # rank 0 may still wait for another
-    return [VisibleGpus(**sight) for sight in json.loads(own.get("all"))]
+        _await(store, keys, world, rendezvous.ARRIVAL)
+        store.set("all", f"[{','.join(value.decode() for value in store.multi_get(keys))}]")
+    _await(store, ["all"], world, 2 * rendezvous.ARRIVAL)  # rank 0 may still wait for another
+    return json.decode(store.get("all"), type=list[VisibleGpus])
 
 
-def _await(own: dist.Store, keys: Sequence[str], world: World, patience: timedelta) -> None:
+def _await(store: dist.Store, keys: list[str], world: World, patience: timedelta) -> None:
     try:
-        own.wait(list(keys), patience)
+        store.wait(keys, patience)
     except dist.DistError:
-        missing = [int(key) for key in keys if key != "all" and not own.check([key])] if world.rank == 0 else [0]
+        missing = [int(key) for key in keys if key != "all" and not store.check([key])] if world.rank == 0 else [0]
         rule = f"{rank_names(missing)} sent no list of devices within {patience.seconds} s"
         problem = Problem(world.launcher, f"{world.size} ranks", rule, "see their own output")
         raise rendezvous.NotMet([problem]) from None
@@ -122,8 +120,8 @@ def _too_many(seen: Sequence[VisibleGpus], device: str, backend: str, launcher: 
             rule = f"{launcher} started {sight.local_size} ranks on {sight.node}, and each sees {sight.gpus} GPUs there"
             remedy = f"start at most {sight.gpus} ranks a node, or try device=cpu"
             return Problem("device", device, f"{rule}: one rank, one GPU", remedy)
-        same = [other.rank for other in seen if sight.uuid and (other.node, other.uuid) == (sight.node, sight.uuid)]
-        if len(same) > 1 and backend != "gloo":
+        same = [other.rank for other in seen if (other.node, other.uuid) == (sight.node, sight.uuid)]
+        if sight.uuid and len(same) > 1 and backend != "gloo":
             rule = f"{rank_names(same)} on {sight.node} see only one GPU, and it is the same one"
             remedy = "start one rank a GPU, let each see its own or all of them, or try device=cpu"
             return Problem("device", device, f"{rule}: one rank, one GPU", remedy)

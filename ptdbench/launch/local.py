@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -35,9 +35,6 @@ from ptdbench.launch.settings import added
 from ptdbench.launch.world import THIS_MACHINE, Place, local_environments
 from ptdbench.problems import ConfigError, Problem
 from ptdbench.terminal import echo
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
 
 #: Signals that stop a run from outside. SIGUSR2 is the one that submitit and SLURM send ahead of a time limit.
 STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR2")
@@ -134,16 +131,13 @@ def _is_torch_for_cuda() -> bool:
 
 
 def warm_up(modules: Iterable[str] = (), loading: Mapping[str, str] | None = None) -> None:
-    """Start the fork server, so that it imports in the background.
+    """Start the fork server, so that it imports in the background; raises as :func:`check_sockets`.
 
     Args:
         modules: Modules that the ranks will need besides torch and this package; remembered in case the server must be
             started again.
         loading: Variables by which the dynamic linker loads other libraries into the ranks. They only take effect at
             process start: a server started without them is replaced.
-
-    Raises:
-        ConfigError: See :func:`check_sockets`.
     """
     check_sockets()
     _modules.update(dict.fromkeys(modules))
@@ -188,13 +182,20 @@ def start(
     with handling(overseer.note), _ending_orphans():
         try:
             warm_up(loading=where.loading)
-            store = _served_store()
+            from torch.distributed import TCPStore
+
+            # On a port that the kernel chooses, so that no other process can take it first.
+            port, descriptor = listen(HERE, 0)
+            store = TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
             for place in local_environments(size, HERE, store.port, os.environ, where):
                 rank = context.Process(target=_begin, args=(place, dict(os.environ), entry, *arguments))
                 rank.start()
                 ranks.append(rank)
             while not overseer.look(ranks):
-                _await_end(ranks)
+                if running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
+                    connection.wait(running, INTERVAL)
+                if any(rank.exitcode for rank in ranks):  # wait as long again for others to fail with it
+                    time.sleep(INTERVAL)
         except (RankDied, LaunchError):
             raise
         except Exception as error:
@@ -209,17 +210,16 @@ def start(
     overseer.raise_if_stopped()
 
 
-def _heard() -> list[int]:
-    """Return the stop signals to handle: all but a SIGHUP that is ignored, as under ``nohup``."""
-    return [
-        number for number in _STOP_NUMBERS if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN
-    ]
+def _handle(handler: signal._HANDLER) -> dict[int, signal._HANDLER]:
+    """Set the handler of stop signals, except of a SIGHUP ignored as under ``nohup``; return the previous handlers."""
+    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else set()
+    return {number: signal.signal(number, handler) for number in _STOP_NUMBERS - ignored}
 
 
 @contextmanager
 def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle all stop signals with ``handler`` within the context; only in the main thread."""
-    before = {number: signal.signal(number, handler) for number in _heard()}
+    before = _handle(handler)
     try:
         yield
     finally:
@@ -231,17 +231,16 @@ def handling(handler: Callable[[int, Any], None]) -> Iterator[None]:
 @contextmanager
 def deferred() -> Iterator[None]:
     """Defer stop signals: one that arrives within the context raises :class:`Stopped` at its end."""
-    noted: list[int] = []
-    with handling(lambda number, _: noted.append(number)):
+    arrived: list[int] = []
+    with handling(lambda number, _: arrived.append(number)):
         yield
-    if noted:
-        raise Stopped(noted[0])
+    if arrived:
+        raise Stopped(arrived[0])
 
 
 def die_on_signals() -> None:
     """From now on, let the kernel end this process on a stop signal: a rank has nothing to clean up."""
-    for number in _heard():
-        signal.signal(number, signal.SIG_DFL)
+    _handle(signal.SIG_DFL)
 
 
 def ignore_signals() -> None:
@@ -252,8 +251,7 @@ def ignore_signals() -> None:
 
 def stop_on_signals() -> None:
     """From now on, raise :class:`Stopped` in the main thread on a stop signal, instead of being killed by it."""
-    for number in _heard():
-        signal.signal(number, _stop)
+    _handle(_stop)
 
 
 def stopping() -> AbstractContextManager[None]:
@@ -312,10 +310,9 @@ class _Overseer:
         """Return the exit codes of the ranks that have exited; if a stop signal ended one, wait a bit for the rest."""
         until = time.monotonic() + _MOMENT
         while True:
-            codes = {rank: process.exitcode for rank, process in enumerate(ranks)}
-            ended = {rank: code for rank, code in codes.items() if code is not None}
-            asked = any(-code in _STOP_NUMBERS for code in ended.values())
-            if not asked or len(ended) == len(ranks) or self._signals or time.monotonic() > until:
+            ended = {rank: process.exitcode for rank, process in enumerate(ranks) if process.exitcode is not None}
+            by_signal = any(-code in _STOP_NUMBERS for code in ended.values())
+            if not by_signal or len(ended) == len(ranks) or self._signals or time.monotonic() > until:
                 return ended
             time.sleep(0.01)
 
@@ -329,22 +326,6 @@ class _Overseer:
         elif time.monotonic() > self._grace_ends or self._signals.count(signal.SIGINT) >= _INSISTS:
             _end(ranks, signal.SIGKILL)
             self.raise_if_stopped()
-
-
-def _served_store() -> TCPStore:
-    """Serve the ranks' store on a port that the kernel chooses, so that no other process can take it first."""
-    from torch.distributed import TCPStore
-
-    port, descriptor = listen(HERE, 0)
-    return TCPStore(HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor)
-
-
-def _await_end(ranks: Sequence[BaseProcess]) -> None:
-    """Wait briefly for a rank to exit; if one has failed, wait as long again for others to fail with it."""
-    if running := [rank.sentinel for rank in ranks if rank.exitcode is None]:
-        connection.wait(running, INTERVAL)
-    if any(rank.exitcode for rank in ranks):
-        time.sleep(INTERVAL)
 
 
 def _begin(place: Mapping[str, str], environ: Mapping[str, str], entry: Callable[..., Any], *arguments: Any) -> None:
@@ -408,7 +389,7 @@ def _orphans() -> list[psutil.Process]:
         server = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
         ranks = {child.pid for child in multiprocessing.active_children()}
         below = psutil.Process(server).children(recursive=True) if server else []
-        return [one for one in below if one.pid not in ranks and one.status() != psutil.STATUS_ZOMBIE]
+        return [child for child in below if child.pid not in ranks and child.status() != psutil.STATUS_ZOMBIE]
     return []
 
 

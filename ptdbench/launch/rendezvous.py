@@ -2,7 +2,7 @@
 
 On virtual GPUs, some ranks may be absent. The others need three things of them. Objects, small figures and barriers:
 :class:`PresentCollectives` answers with the value of the last present rank before the absent one. Store keys, from
-which process groups are made: :class:`Answers` has them. Messages of device memory: the virtual GPU discards them, see
+which process groups are made: :class:`_Answers` has them. Messages of device memory: the virtual GPU discards them, see
 :mod:`ptdbench.virtual.library`.
 """
 
@@ -49,7 +49,7 @@ REFUSAL_SECONDS = 5.0
 
 #: Keeps stores implemented in Python alive: torch holds no reference, but an NCCL thread uses them until the process
 #: ends.
-_MEETINGS: list[Answers] = []
+_ANSWERS: list[_Answers] = []
 
 
 class NotMet(ConfigError):
@@ -75,13 +75,13 @@ def meet(environ: MutableMapping[str, str]) -> dist.Store:
     """
     world = discover(environ)
     if world is None or world.started_by.has_store:  # the launcher chooses where the store is
-        found, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
-        return dist.PrefixStore(f"start {restarts(environ)}", found)  # torchrun may serve all restarts with one store
+        store, _, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        return dist.PrefixStore(f"start {restarts(environ)}", store)  # torchrun may serve all restarts with one store
     host, port = address.meeting_point(world, environ)
-    opened = _open(world, host, port)
-    _await_all(opened, world, f"{host}:{port}", address.launch_id(world, environ))
+    served = _open(world, host, port)
+    _await_all(served, world, f"{host}:{port}", address.launch_id(world, environ))
     export(world, environ)
-    return opened
+    return served
 
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
@@ -97,29 +97,29 @@ def agree(key: str, world: World, find: Callable[[], str], refused: ConfigError 
         ConfigError: This rank or another one is refused, or ``find`` has failed on rank 0.
         Exception: On rank 0, what ``find`` raises.
     """
-    met = store()
+    shared = store()
     if world.rank:
-        met.set(f"{key} {world.rank}", str(refused or ""))
-        found = met.get(key).decode()
-        met.add(f"{key} heard", 1)
-        if not found:
+        shared.set(f"{key} {world.rank}", str(refused or ""))
+        value = shared.get(key).decode()
+        shared.add(f"{key} heard", 1)
+        if not value:
             raise refused or ConfigError([Problem(key, f"rank {world.rank}", "is refused by another rank")])
-        return found
+        return value
     try:
         if refused:
             raise refused
         for rank in range(1, world.size):
-            if said := met.get(f"{key} {rank}").decode():
-                raise ConfigError([Problem("rank", rank, said)])
-        found = find()
+            if reason := shared.get(f"{key} {rank}").decode():
+                raise ConfigError([Problem("rank", rank, reason)])
+        value = find()
     except Exception:  # a full disk, too, must not leave them waiting
-        met.set(key, "")
+        shared.set(key, "")
         until = time.monotonic() + REFUSAL_SECONDS  # the store ends with this rank
-        while met.add(f"{key} heard", 0) < world.size - 1 and time.monotonic() < until:
+        while shared.add(f"{key} heard", 0) < world.size - 1 and time.monotonic() < until:
             time.sleep(0.01)
         raise
-    met.set(key, found)
-    return found
+    shared.set(key, value)
+    return value
 
 
 @cache
@@ -155,11 +155,11 @@ def process_group(
     :meth:`Watchdog.limited`.
     """
     gloo.give_one_thread()
-    own = run_store(key)
-    meeting = own
+    of_run = run_store(key)
+    of_group = of_run
     if world.present:
-        _MEETINGS.append(Answers(world.size))
-        meeting = _MEETINGS[-1]
+        of_group = _Answers(world.size)
+        _ANSWERS.append(of_group)
         if "gloo" in backend:  # torch's fake backend discards messages on the host; virtual GPUs discard theirs
             import torch.testing._internal.distributed.fake_pg  # noqa: F401 # registers it
 
@@ -167,7 +167,7 @@ def process_group(
     with limited(JOINED):
         dist.init_process_group(
             backend,
-            store=meeting,
+            store=of_group,
             rank=world.rank,
             world_size=world.size,
             timeout=patience,
@@ -177,8 +177,8 @@ def process_group(
     if world.present and "nccl" in backend:
         # Otherwise torch would split the group, and wait for absent ranks in each part.
         dist.distributed_c10d._get_default_group().bound_device_id = None
-    with through(_host_collectives(world, backend, own, patience)):
-        yield own
+    with through(_host_collectives(world, backend, of_run, patience)):
+        yield of_run
     # Only after success: destroying a group whose peer has died may wait for it forever.
     with limited(LEFT):
         dist.destroy_process_group()
@@ -217,31 +217,31 @@ class PresentCollectives(HostCollectives):
     def __init__(self, present: Sequence[int], rank: int, size: int, store: dist.Store) -> None:
         super().__init__()
         self._present, self._rank, self._store = present, rank, store
-        self._answers_for = [max((one for one in present if one <= rank), default=present[0]) for rank in range(size)]
+        self._answers_for = [max((at for at in present if at <= rank), default=present[0]) for rank in range(size)]
         self._number = 0
 
     def gather(self, value: Any) -> list[Any]:
         """Return each rank's value; for an absent rank, that of the rank that answers for it."""
-        said = self._say(value)
-        return [said[rank] for rank in self._answers_for]
+        values = self._exchange(value)
+        return [values[rank] for rank in self._answers_for]
 
-    def reduce(self, numbers: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    def reduce(self, numbers: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         """Return the sum or the maximum over the ranks present."""
-        said = torch.stack(list(self._say(numbers).values()))
-        return said.sum(0) if how == dist.ReduceOp.SUM else said.amax(0)
+        of_ranks = torch.stack(list(self._exchange(numbers).values()))
+        return of_ranks.sum(0) if operation == dist.ReduceOp.SUM else of_ranks.amax(0)
 
     def barrier(self) -> None:
         """Wait for the ranks present."""
-        self._say(None)
+        self._exchange(None)
 
-    def _say(self, value: Any) -> dict[int, Any]:
+    def _exchange(self, value: Any) -> dict[int, Any]:
         """Return the value of each rank present; all of them must call this in the same order."""
         self._number += 1
         self._store.set(f"said {self._number} {self._rank}", pickle.dumps(value))  # type: ignore[arg-type] # also bytes
         return {rank: pickle.loads(self._store.get(f"said {self._number} {rank}")) for rank in self._present}
 
 
-class Answers(dist.Store):
+class _Answers(dist.Store):
     """A store as if every rank had already arrived: no call waits, and a value that was never set is zeros.
 
     Every counter is at least ``size``, as if all ranks of the run had added to it.
@@ -253,52 +253,45 @@ class Answers(dist.Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
         self._values[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:
-        """Return a value."""
         return self._values.get(key, bytes(_NAME_BYTES))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, as if all other ranks had done so."""
         self._values[key] = str(int(self._values.get(key, b"0")) + amount).encode()
         return max(int(self._values[key]), self._size)
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a value."""
         self.set(key, desired)
         return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return at once: there is nothing to wait for."""
+        """Return at once."""
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys are set; NCCL's watchdog looks for a key that reports a failed rank."""
-        return all(key in self._values for key in keys)
+        return all(key in self._values for key in keys)  # NCCL's watchdog looks for a key that reports a failed rank
 
-    def clone(self) -> Answers:
-        """Return the same store for another thread or group."""
+    def clone(self) -> _Answers:
         return self
 
     def delete_key(self, key: str) -> bool:
-        """Remove a value."""
         return self._values.pop(key, None) is not None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Do nothing: there is nothing to wait for."""
+        """Do nothing."""
 
 
-def _host_collectives(world: World, backend: str, own: dist.Store, patience: timedelta) -> HostCollectives:
+def _host_collectives(world: World, backend: str, store: dist.Store, patience: timedelta) -> HostCollectives:
     """Return the small collectives of the ranks, which do not go through device memory."""
     if world.present:
-        return PresentCollectives(world.present, world.rank, world.size, own)
+        return PresentCollectives(world.present, world.rank, world.size, store)
     if "nccl" not in backend:
         return HostCollectives()
-    beside = dist.new_group(backend="gloo", timeout=patience)
-    assert isinstance(beside, dist.ProcessGroup)  # every rank is in it
-    beside.bound_device_id = None  # otherwise torch 2.11 would keep a number on that device for each barrier
-    return HostCollectives(beside)
+    group = dist.new_group(backend="gloo", timeout=patience)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    group.bound_device_id = None  # otherwise torch 2.11 would keep a number on that device for each barrier
+    return HostCollectives(group)
 
 
 def _open(world: World, host: str, port: int) -> dist.TCPStore:
@@ -312,7 +305,7 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
     def attempt() -> None:
         try:
             socket.getaddrinfo(host, port)  # torch would retry for minutes, with a poor message
-            opened = dist.TCPStore(
+            served = dist.TCPStore(
                 host,
                 port,
                 world.size,
@@ -325,7 +318,7 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
         except Exception as error:
             outcome.set_exception(error)
         else:
-            outcome.set_result(opened)
+            outcome.set_result(served)
 
     Thread(target=attempt, daemon=True, name="rendezvous").start()
     if not wait([outcome], ARRIVAL.total_seconds()).done:
@@ -345,20 +338,20 @@ def _open(world: World, host: str, port: int) -> dist.TCPStore:
         raise NotMet([Problem("MASTER_PORT", port, rule, _OTHER_PORT)]) from None
 
 
-def _await_all(opened: dist.TCPStore, world: World, place: str, identity: str) -> None:
+def _await_all(store: dist.TCPStore, world: World, place: str, identity: str) -> None:
     """Wait until every rank has arrived, under the launch's name, as another launch may serve the same port."""
     arrived, complete = f"ptdbench {identity} arrived", f"ptdbench {identity} complete"
-    count = opened.add(arrived, 1)
+    count = store.add(arrived, 1)
     if count == world.size:
-        opened.set(complete, "")
+        store.set(complete, "")
     if count > world.size:
         rule = f"more than {world.size} ranks came to {place}: another launch uses it too"
         raise NotMet([Problem("MASTER_PORT", place.rpartition(":")[2], rule, _OTHER_PORT)])
     try:
-        opened.wait([complete], ARRIVAL)
+        store.wait([complete], ARRIVAL)
     except dist.DistNetworkError:
         rule = f"rank 0 left {place} before all ranks had arrived"
         raise NotMet([Problem(world.launcher, place, rule, "its own output says why")]) from None
     except dist.DistStoreError:
-        rule = f"{opened.add(arrived, 0)} of {world.size} ranks arrived within {ARRIVAL.seconds} s"
+        rule = f"{store.add(arrived, 0)} of {world.size} ranks arrived within {ARRIVAL.seconds} s"
         raise NotMet([Problem(world.launcher, place, rule, _REACHABLE)]) from None

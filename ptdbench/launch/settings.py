@@ -112,7 +112,7 @@ def own_cores() -> Cores:
 
 
 def share_cores(
-    of_ranks: Sequence[Cores], local_rank: int, wanted: int | Literal["auto"], quota: float = math.inf
+    of_ranks: Sequence[Cores], local_rank: int, per_rank: int | Literal["auto"], quota: float = math.inf
 ) -> tuple[int, Cores | None]:
     """Return the number of threads of a rank, and the cores to bind it to.
 
@@ -120,38 +120,37 @@ def share_cores(
         of_ranks: The cores that each rank of the node may run on, by local rank. Ranks that a launcher has bound have
             their own cores; the others share all cores of the node.
         local_rank: The rank in question.
-        wanted: Number of cores for each rank, or ``auto`` for an equal share.
+        per_rank: Number of cores for each rank, or ``auto`` for an equal share.
         quota: CPU quota of all these ranks together, in cores.
 
     Returns:
         ``(threads, cores)``; the cores are ``None`` if the rank's binding stays as it is: no number was requested, or
         there are not enough cores for every rank.
     """
-    own = of_ranks[local_rank]
-    sharing = [rank for rank, cores in enumerate(of_ranks) if cores & own]
-    if wanted == "auto":
-        return max(1, int(min(len(own) / len(sharing), quota / len(of_ranks)))), None
-    place = sharing.index(local_rank) * wanted
-    alike = all(of_ranks[rank] == own for rank in sharing)
-    if not alike or len(own) < len(sharing) * wanted:
-        return wanted, None
-    return wanted, frozenset(sorted(own)[place : place + wanted])
+    allowed = of_ranks[local_rank]
+    sharing = [rank for rank, cores in enumerate(of_ranks) if cores & allowed]
+    if per_rank == "auto":
+        return max(1, int(min(len(allowed) / len(sharing), quota / len(of_ranks)))), None
+    alike = all(of_ranks[rank] == allowed for rank in sharing)
+    if not alike or len(allowed) < len(sharing) * per_rank:
+        return per_rank, None
+    first = sharing.index(local_rank) * per_rank
+    return per_rank, frozenset(sorted(allowed)[first : first + per_rank])
 
 
 def bind_cores(threads: int, cores: Cores | None) -> None:
     """Limit this process to ``threads`` threads, and bind it to ``cores`` unless ``None``."""
     import torch
 
-    _given()
+    _original_cores()
     # Both: torch may have fixed its number at import, and other libraries read the variable.
     os.environ["OMP_NUM_THREADS"] = str(threads)
     torch.set_num_threads(threads)
     if cores and hasattr(os, "sched_setaffinity"):
         # Every thread: those already running do not follow the main thread to other cores.
-        threads_now = Path("/proc/self/task")
-        for thread in [int(path.name) for path in threads_now.iterdir()] if threads_now.exists() else [0]:
-            # A thread may have ended since it was listed.
-            with suppress(ProcessLookupError):
+        tasks = Path("/proc/self/task")
+        for thread in [int(path.name) for path in tasks.iterdir()] if tasks.exists() else [0]:
+            with suppress(ProcessLookupError):  # it has ended since it was listed
                 os.sched_setaffinity(thread, cores)
 
 
@@ -161,10 +160,10 @@ def unbind_thread() -> None:
     For background work, which would otherwise compete with the steps for a core while another may be idle.
     """
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(threading.get_native_id(), _given())
+        os.sched_setaffinity(threading.get_native_id(), _original_cores())
 
 
 @cache
-def _given() -> Cores:
+def _original_cores() -> Cores:
     """Return the cores that this process could run on originally: :func:`bind_cores` calls this before it binds."""
     return own_cores()

@@ -90,15 +90,15 @@ def partitions() -> list[Partition]:
     """Return all partitions, including hidden ones, to which jobs may be submitted too; raises SlurmError."""
     # --exact: one line per kind of node, instead of one line with "2+" CPUs.
     lines = _output("sinfo", "--all", "--exact", "--noconvert", "--noheader", "--format=%P|%l|%D|%c|%G").splitlines()
-    found: dict[str, Partition] = {}
+    by_name: dict[str, Partition] = {}
     for line in lines:
-        name, limit, nodes, cpus, gres = line.split("|", 4)
-        key = name.removesuffix("*")
+        marked, limit, nodes, cpus, gres = line.split("|", 4)
+        name = marked.removesuffix("*")
         minutes = None if (seconds := _seconds(limit)) is None else seconds // 60
-        known = found.get(key) or Partition(key, name.endswith("*"), 0, minutes, gpus=(), cpus=0)
-        gpus = tuple(sorted({*known.gpus, *([gpu_count(gres)] if int(nodes) else [])}))
-        found[key] = replace(known, nodes=known.nodes + int(nodes), gpus=gpus, cpus=max(known.cpus, int(cpus)))
-    return list(found.values())
+        so_far = by_name.get(name) or Partition(name, marked.endswith("*"), 0, minutes, gpus=(), cpus=0)
+        gpus = tuple(sorted({*so_far.gpus, *([gpu_count(gres)] if int(nodes) else [])}))
+        by_name[name] = replace(so_far, nodes=so_far.nodes + int(nodes), gpus=gpus, cpus=max(so_far.cpus, int(cpus)))
+    return list(by_name.values())
 
 
 def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
@@ -109,17 +109,17 @@ def queue(job_ids: Iterable[str]) -> dict[str, JobState]:
     Raises:
         SlurmError: The queue cannot be read, or the accounting of jobs that have left it, so their end is unknown.
     """
-    asked = set(job_ids)
-    if not asked:
+    ids = set(job_ids)
+    if not ids:
         return {}
-    found: dict[str, JobState] = {}
+    states: dict[str, JobState] = {}
     try:
-        found = _by_id(_SQUEUE, asked)
+        states = _by_id(_SQUEUE, ids)
     except SlurmError as error:
         if "Invalid job id specified" not in str(error):  # raised only if no other job was asked for
             raise
-    missing = asked - found.keys() - {_job(identity) for identity in found}
-    return found | _by_id(_SACCT, missing) if missing and _keeps_accounts() else found
+    missing = ids - states.keys() - {_job(identity) for identity in states}
+    return states | _by_id(_SACCT, missing) if missing and _keeps_accounts() else states
 
 
 def named(names: Iterable[str], *, ended: bool = True) -> dict[str, dict[int | None, JobState]]:
@@ -128,28 +128,25 @@ def named(names: Iterable[str], *, ended: bool = True) -> dict[str, dict[int | N
     This finds a job whose submitter died before it learned the job's id. If ``ended`` is false, jobs that have left the
     queue are not looked up. Raises SlurmError.
     """
-    if not (asked := sorted(set(names))):
+    if not (wanted := sorted(set(names))):
         return {}
-    wanted = f"--name={','.join(asked)}"
-    listed = [*_states(*_SQUEUE, wanted)]
+    flag = f"--name={','.join(wanted)}"
+    listed = [*_states(*_SQUEUE, flag)]
     if ended and _keeps_accounts():
-        listed = [*_states(*_SACCT, "--starttime=now-7days", wanted), *listed]
-    found: dict[str, dict[int | None, JobState]] = {}
+        listed = [*_states(*_SACCT, "--starttime=now-7days", flag), *listed]
+    jobs: dict[str, dict[int | None, JobState]] = {}
     for name, state in listed:
         element = state.id.partition("_")[2]
-        if name in asked and "..." not in element:  # "...": more elements than SLURM lists
-            found.setdefault(name, {})[int(element) if element else None] = state
-    return found
+        if name in wanted and "..." not in element:  # "...": more elements than SLURM lists
+            jobs.setdefault(name, {})[int(element) if element else None] = state
+    return jobs
 
 
 def test(script: str) -> str:
-    """Ask SLURM whether it would accept a job with this script; nothing is submitted.
+    """Ask SLURM whether it would accept a job with this script; nothing is submitted. Raises SlurmError if not.
 
     Returns:
         SLURM's answer: ``Job 5 to start at 2026-11-21T03:42:21 using 2 processors on nodes n[1-2] in partition gpu``.
-
-    Raises:
-        SlurmError: It would not be accepted.
     """
     return _words(_run("sbatch", "--test-only", stdin=script).stderr)
 
@@ -262,10 +259,10 @@ def _keeps_accounts() -> bool:
     return True
 
 
-def _by_id(command: Sequence[str], asked: set[str]) -> dict[str, JobState]:
-    """Return the states that a command lists, by id; it is asked for whole jobs, as an array may have many elements."""
-    jobs = f"--jobs={','.join(sorted({_job(identity) for identity in asked}))}"
-    return {state.id: state for _, state in _states(*command, jobs) if {state.id, _job(state.id)} & asked}
+def _by_id(command: Sequence[str], ids: set[str]) -> dict[str, JobState]:
+    """Return the states that a command lists, by id; queries whole jobs, as an array may have many elements."""
+    jobs = f"--jobs={','.join(sorted({*map(_job, ids)}))}"
+    return {state.id: state for _, state in _states(*command, jobs) if {state.id, _job(state.id)} & ids}
 
 
 def _states(*command: str) -> Iterator[tuple[str, JobState]]:
@@ -316,8 +313,8 @@ def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
             start_new_session=True,
         )
     except subprocess.TimeoutExpired as late:
-        said = (late.stderr or b"").decode(errors="replace")
-        raise SlurmError(f"{command[0]} did not answer in {PATIENCE} s\n{_words(said)}".strip()) from None
+        output = _words((late.stderr or b"").decode(errors="replace"))
+        raise SlurmError(f"{command[0]} did not answer in {PATIENCE} s\n{output}".strip()) from None
     except OSError as error:
         reason = "is not on PATH" if isinstance(error, FileNotFoundError) else f"cannot be started: {error.strerror}"
         raise SlurmError(f"{command[0]} {reason}") from None
@@ -326,9 +323,9 @@ def _run(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return done
 
 
-def _words(said: str) -> str:
+def _words(output: str) -> str:
     """Return a command's messages, without its name and the severity at the start of each line."""
-    lines = [re.sub(r"^(s\w+: )?((error|fatal): )?", "", line).strip() for line in said.splitlines()]
+    lines = [re.sub(r"^(s\w+: )?((error|fatal): )?", "", line).strip() for line in output.splitlines()]
     return "\n".join(line for line in lines if line and not line.startswith('Try "'))
 
 

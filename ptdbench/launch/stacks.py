@@ -29,8 +29,8 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """The place of a thread in the code."""
+class CodePlace:
+    """Where a thread is in the code."""
 
     function: str  #: The innermost informative Python function.
     line: str  #: Its file name and line.
@@ -45,17 +45,17 @@ def waits_in(file: str) -> None:
     _WAITING.append(file)
 
 
-def main_thread() -> Place:
+def main_thread() -> CodePlace:
     """Return the current place of the main thread."""
     return place(sys._current_frames()[threading.main_thread().ident or 0])
 
 
-def place(frame: FrameType) -> Place:
+def place(frame: FrameType) -> CodePlace:
     """Return the place of a thread with this innermost frame."""
     while frame.f_back and frame.f_code.co_filename.startswith(_PASSING):
         frame = frame.f_back
     name, file = frame.f_code.co_name, frame.f_code.co_filename
-    return Place(_NAMES.get(name, name), f"{Path(file).name}:{frame.f_lineno}", file.startswith(tuple(_WAITING)))
+    return CodePlace(_NAMES.get(name, name), f"{Path(file).name}:{frame.f_lineno}", file.startswith(tuple(_WAITING)))
 
 
 def text() -> str:

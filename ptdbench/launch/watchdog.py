@@ -8,19 +8,20 @@ that a call to it never returns.
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from msgspec import Struct, json
+from msgspec.structs import replace
 
 from ptdbench.grouping import grouped
 from ptdbench.launch import stacks
@@ -42,8 +43,7 @@ JOINED, LEFT = "joined the others", "left the process group"
 FOLDER = "failures"
 
 
-@dataclass(frozen=True)
-class State:
+class State(Struct, frozen=True):
     """The state that a rank publishes."""
 
     tick: int = 0  #: Incremented with each post, as clocks of different machines cannot be compared.
@@ -114,7 +114,7 @@ class Watchdog:
         self._mine = State()
 
     def __enter__(self) -> Watchdog:
-        self._seen_at = self._posted_at = time.monotonic()
+        self._progressed_at = self._posted_at = time.monotonic()
         self._board.start()
         self._thread.start()
         return self
@@ -166,8 +166,8 @@ class Watchdog:
         while not self._over.wait(self._period):
             now = time.monotonic()
             self._post(now)
-            if self._mine.patience is not None and self._mine.patience <= 0 and (found := self._judge(now)):
-                self._give_up(*found)
+            if self._mine.patience is not None and self._mine.patience <= 0 and (judgement := self._judge(now)):
+                self._give_up(*judgement)
 
     def _post(self, now: float) -> None:
         """Observe the main thread and post its state; ask for the other ranks' states only if this rank is late."""
@@ -175,19 +175,11 @@ class Watchdog:
         # The finished steps; the device is asked once there is a first one.
         finished = self._device() if self._step is not None and self._device else self._step
         before, place = self._mine, stacks.main_thread()
-        self._mine = replace(
-            before,
-            tick=before.tick + 1,
-            step=finished,
-            begun=self._step,
-            phase=self._phase,
-            place=str(place),
-            waits=place.waits,
-        )
+        self._mine = State(before.tick + 1, finished, self._step, self._phase, place=str(place), waits=place.waits)
         if (self._mine.step, self._mine.phase) != (before.step, before.phase) or self._pauses or was_asleep:
-            self._seen_at = now
+            self._progressed_at = now
         self._posted_at = now
-        patience = self._allowed() - (now - self._seen_at)
+        patience = self._allowed() - (now - self._progressed_at)
         self._mine = replace(self._mine, patience=None if self._pauses else patience)
         self._board.post(self._mine, asks=patience < self._allowed() / 2)
 
@@ -228,14 +220,15 @@ class Watchdog:
 
         Without the wait, the launcher would end the others as soon as this rank exits.
         """
-        own = stacks.text()
+        shown = stacks.text()
         with suppress(OSError):
             stacks.write(self._stacks(self._world.rank))
         self._mine = replace(self._mine, dumped=True)
         until = time.monotonic() + 2 * self._period + 1
         while time.monotonic() < until and not self._over.is_set():
-            others = [one for one in self._board.seen().values() if time.monotonic() - one.since <= self._quiet]
-            if all(one.state.dumped or one.state.left for one in others if one.state):
+            now, sightings = time.monotonic(), self._board.seen().values()
+            others = [sighting.state for sighting in sightings if now - sighting.since <= self._quiet]
+            if all(state.dumped or state.left for state in others if state):
                 break
             self._mine = replace(self._mine, tick=self._mine.tick + 1)
             self._board.post(self._mine, asks=True)
@@ -244,8 +237,8 @@ class Watchdog:
             return
         try:
             with suppress(OSError):
-                own = self._stacks(culprit).read_text() or own
-            self._report(culprit, message, own)
+                shown = self._stacks(culprit).read_text() or shown
+            self._report(culprit, message, shown)
         except Exception:
             traceback.print_exc()
         finally:
@@ -305,7 +298,7 @@ class _Board:
             self._wake.clear()
             closed, asks = self._closed, self._asking_since is not None
             with suppress(dist.DistError):  # `answered` tells the watchdog that the store is silent
-                self._store.set(_key(self._world.rank), json.dumps(asdict(self._posted)))
+                self._store.set(_key(self._world.rank), json.encode(self._posted).decode())
                 if asks:
                     self._ask()
             if closed:
@@ -314,14 +307,13 @@ class _Board:
     def _ask(self) -> None:
         others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         heard = {rank for rank, sighting in self._seen.items() if sighting.state}
-        known = [rank for rank in others if rank in heard or self._store.check([_key(rank)])]
-        posted = self._store.multi_get([_key(rank) for rank in known]) if known else []
+        present = [rank for rank in others if rank in heard or self._store.check([_key(rank)])]
+        posted = self._store.multi_get([_key(rank) for rank in present]) if present else []
         now = time.monotonic()
         states: dict[int, State | None] = dict.fromkeys(others)
-        states |= {rank: State(**json.loads(words)) for rank, words in zip(known, posted, strict=True)}
+        states |= {rank: json.decode(state, type=State) for rank, state in zip(present, posted, strict=True)}
         for rank, state in states.items():
-            before = self._seen.get(rank)
-            if before is None or before.state != state:
+            if rank not in self._seen or self._seen[rank].state != state:
                 self._seen[rank] = Sighting(state, now)
         self._answered_at = now
 
@@ -386,9 +378,8 @@ def _gone(count: int) -> str:
 
 
 def _where(state: State, count: int = 1) -> str:
-    if state.waits:
-        return f"{'waits' if count == 1 else 'wait'} in {state.place}"
-    return f"{'is' if count == 1 else 'are'} in {state.place}"
+    singular, plural = ("waits", "wait") if state.waits else ("is", "are")
+    return f"{singular if count == 1 else plural} in {state.place}"
 
 
 def _places(states: Mapping[int, State], together: str) -> str:

@@ -178,10 +178,10 @@ def discover(environ: Mapping[str, str]) -> World | None:
     for name, launcher in LAUNCHERS.items():
         if launcher.started(environ):
             return _place(environ, name, launcher)
-    if unread := next((name for name in _SIZES if _is_several(environ, name)), None):
+    if size := next((name for name in _SIZES if _is_several(environ, name)), None):
         rule = "this is one of several ranks, and their launcher is not recognized"
-        remedy = f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {unread}"
-        raise ConfigError([Problem(unread, environ[unread], rule, remedy)])
+        remedy = f"start them with torchrun, srun, or mpirun of Open MPI, MPICH or Intel MPI; if stale, unset {size}"
+        raise ConfigError([Problem(size, environ[size], rule, remedy)])
     if all(environ.get(name) for name in _NAMELESS) and _is_several(environ, "WORLD_SIZE"):
         others = _said(environ, _NAMELESS[1:])
         rule = f"with {others} this is one of several ranks, but no launcher has set variables of its own"
@@ -197,15 +197,14 @@ def _is_several(environ: Mapping[str, str], name: str) -> bool:
 
 def torchrun_variables(world: World, host: str, port: int) -> dict[str, str]:
     """Return a rank's place and its store's address as the variables that torch and other libraries read."""
-    told = {
-        "RANK": world.rank,
-        "WORLD_SIZE": world.size,
-        "LOCAL_RANK": world.local_rank,
-        "LOCAL_WORLD_SIZE": world.local_size,
+    return {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.local_size),
         "MASTER_ADDR": host,
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
     }
-    return {name: str(value) for name, value in told.items()}
 
 
 @dataclass(frozen=True)
@@ -279,12 +278,10 @@ def _place(environ: Mapping[str, str], name: str, launcher: Launcher) -> World:
     if not (0 <= rank < size and 0 <= local_rank < local_size <= size):
         rule = "must satisfy 0 <= rank < world size and 0 <= local rank < ranks of the node <= world size"
         raise _refusal(environ, name, _said(environ, launcher.variables), rule)
+    nodes = None if size % local_size else size // local_size
     if launcher.nodes in environ:
-        nodes: int | None = _number(environ, launcher.nodes, name)
-    else:
-        nodes = None if size % local_size else size // local_size
-    listed = environ.get(PRESENT)
-    present = tuple(map(int, listed.split(","))) if listed else None
+        nodes = _number(environ, launcher.nodes, name)
+    present = tuple(map(int, listed.split(","))) if (listed := environ.get(PRESENT)) else None
     return World(rank, size, local_rank, local_size, name, nodes, present)
 
 
