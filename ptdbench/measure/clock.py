@@ -60,14 +60,14 @@ class DeviceCount:
     """
 
     def __init__(self) -> None:
-        self._own = torch.zeros(1, dtype=torch.int64, device="cuda")
+        self._device = torch.zeros(1, dtype=torch.int64, device="cuda")
         self._host = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         self._read = self._host.numpy()
 
     def mark(self, number: int) -> None:
         """Let the device write this number when it reaches this point of the stream."""
-        self._own.fill_(number)
-        self._host.copy_(self._own, non_blocking=True)
+        self._device.fill_(number)
+        self._host.copy_(self._device, non_blocking=True)
 
     def number(self) -> int:
         """Return the number that the device wrote last."""

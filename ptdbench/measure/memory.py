@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -28,32 +28,31 @@ if TYPE_CHECKING:
     import torch
 
 
+def _cuda() -> Any:
+    """Return ``torch.cuda``, which only a GPU needs: importing torch takes seconds."""
+    import torch
+
+    return torch.cuda
+
+
 def peak_bytes(device: torch.device) -> int:
     """Return the peak memory of this process on the device since :func:`reset_peak`, or since its start."""
     if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_allocated(device)
+        return int(_cuda().max_memory_allocated(device))
     return _peak_resident_bytes()
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
     """Return the peak memory that torch's allocator reserved on a GPU since :func:`reset_peak`; 0 on a CPU."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.max_memory_reserved(device)
-    return 0
+    return int(_cuda().max_memory_reserved(device)) if device.type == "cuda" else 0
 
 
 def outside_and_size(device: torch.device) -> tuple[int, int]:
     """Return the bytes used outside torch's allocator, by any process, and the size of a GPU's memory; 0 on a CPU."""
     if device.type != "cuda":
         return 0, 0
-    import torch
-
-    free, size = torch.cuda.mem_get_info(device)
-    return max(size - free - torch.cuda.memory_reserved(device), 0), size
+    free, size = _cuda().mem_get_info(device)
+    return max(size - free - _cuda().memory_reserved(device), 0), size
 
 
 def reset_peak(device: torch.device) -> None:
@@ -62,9 +61,7 @@ def reset_peak(device: torch.device) -> None:
     Outside Linux, or if the kernel refuses, a CPU process keeps the peak since its start.
     """
     if device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(device)
+        _cuda().reset_peak_memory_stats(device)
     else:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # 5 resets VmHWM, see proc_pid_clear_refs(5)
@@ -106,9 +103,8 @@ def no_collection() -> Iterator[None]:
 
 def _peak_resident_bytes() -> int:
     with suppress(OSError):
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        if found:
-            return int(found[1]) * 1024
+        if match := re.search(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, KiB elsewhere
 
@@ -120,9 +116,7 @@ def in_use(device: torch.device) -> Callable[[], int]:
     processor's caches hold the step's data: opening it then costs far more than reading it (``make overhead``).
     """
     if device.type == "cuda":
-        import torch
-
-        statistics = partial(torch.cuda.memory_stats_as_nested_dict, device)
+        statistics = partial(_cuda().memory_stats_as_nested_dict, device)
         return lambda: int(statistics()["allocated_bytes"]["all"]["current"])  # skips building a flat table of all
     try:
         pages = open("/proc/self/statm", "rb", buffering=0)  # noqa: SIM115 # closed with the returned function
@@ -139,8 +133,8 @@ def oom_kills() -> int:
     """
     for path in [*(group / "memory.events" for group in cgroups.groups("memory")), Path("/proc/vmstat")]:
         with suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
-                return int(found[1])
+            if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+                return int(match[1])
     return 0
 
 

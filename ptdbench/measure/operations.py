@@ -125,12 +125,12 @@ def _labels(source: int, labels: int, length: int) -> Tensor:
     ``labels**2``, and so on.
     """
     position = torch.arange(length)
-    found = position + source % labels
+    numbers = position + source % labels
     rest, power = source // labels, labels
     while rest:
-        found += rest % labels * (position // power)
+        numbers += rest % labels * (position // power)
         rest, power = rest // labels, power * labels
-    return found % labels
+    return numbers % labels
 
 
 def _stretched(period: Tensor, count: int, dtype: Dtype, device: torch.device) -> Tensor:
@@ -165,8 +165,8 @@ class Place:
 
     def contributed(self, count: int) -> Tensor:
         """Return this rank's input to a reduction of ``count`` elements."""
-        own = _contribution(self.index, len(self.ranks), self.dtype, self.reduction)
-        return _stretched(own, count, self.dtype, self.device)
+        numbers = _contribution(self.index, len(self.ranks), self.dtype, self.reduction)
+        return _stretched(numbers, count, self.dtype, self.device)
 
     def reduced(self, count: int) -> Tensor:
         """Return the expected result of the reduction."""

@@ -95,13 +95,13 @@ def copy_seconds(device: torch.device, seconds: float) -> dict[str, tuple[int, l
     def bytes_on(where: str, pinned: bool = False) -> Tensor:
         return torch.ones(size, dtype=torch.uint8, device=where, pin_memory=pinned)
 
-    own = str(device)
-    kinds = {"within the device": (2, bytes_on(own), bytes_on(own))}
+    here = str(device)
+    kinds = {"within the device": (2, bytes_on(here), bytes_on(here))}
     if device.type == "cuda":
         for name, pinned in (("pageable", False), ("pinned", True)):
             host = bytes_on("cpu", pinned)
-            kinds[f"host to device, {name}"] = (1, host, bytes_on(own))
-            kinds[f"device to host, {name}"] = (1, bytes_on(own), host)
+            kinds[f"host to device, {name}"] = (1, host, bytes_on(here))
+            kinds[f"device to host, {name}"] = (1, bytes_on(here), host)
     flush = cache_flusher(device)
     return {
         kind: (times * size, repeat(partial(target.copy_, source, non_blocking=True), flush, device, seconds))

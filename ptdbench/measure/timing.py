@@ -55,15 +55,11 @@ class Effort:
 def problems(options: Mapping[str, Any]) -> list[Problem]:
     """Return the problems of the sizes and the effort in a workload's options."""
     counts = ("warmup", "min_bytes", "max_bytes", "min_repetitions", "max_repetitions")
-    found = at_least(1, **{name: options[name] for name in counts})
-    found += at_least(2, factor=options["factor"])
-    for name in ("seconds", "max_seconds"):
-        if options[name] <= 0:
-            found.append(Problem(name, options[name], "must be greater than 0"))
-    for low, high in (("min_bytes", "max_bytes"), ("min_repetitions", "max_repetitions")):
-        if options[low] > options[high]:
-            found.append(Problem(high, options[high], f"must not be below {low}, {options[low]}"))
-    return found
+    bounds = (("min_bytes", "max_bytes"), ("min_repetitions", "max_repetitions"))
+    rules = [*((options[name] > 0, name, "must be greater than 0") for name in ("seconds", "max_seconds"))]
+    rules += [(options[low] <= options[high], high, f"must not be below {low}, {options[low]}") for low, high in bounds]
+    of_counts = at_least(1, **{name: options[name] for name in counts}) + at_least(2, factor=options["factor"])
+    return of_counts + [Problem(option, options[option], rule) for holds, option, rule in rules if not holds]
 
 
 def single_rank(workload: str, world_size: int) -> Problem | None:
@@ -74,12 +70,12 @@ def single_rank(workload: str, world_size: int) -> Problem | None:
 
 def sizes(min_bytes: int, max_bytes: int, factor: int) -> list[int]:
     """List sizes from ``min_bytes``, each ``factor`` times the previous, up to ``max_bytes``, which is always last."""
-    found = []
+    smaller = []
     size = min_bytes
     while size < max_bytes:
-        found.append(size)
+        smaller.append(size)
         size *= factor
-    return [*found, max_bytes]
+    return [*smaller, max_bytes]
 
 
 def require_memory(device: torch.device, local_size: int, need: int, option: str, value: object) -> None:
@@ -181,9 +177,9 @@ def warmup_ends(starts: Sequence[Sequence[float]], minimum: int) -> list[int]:
         starts: Seconds of every step of each start.
         minimum: Minimum number of warm-up steps.
     """
-    found = [warmup_end(one, minimum) for one in starts]
-    full = [min(len(one), max(1, minimum, end)) for one, end in zip(starts, found, strict=True)]
-    return full if sum(map(len, starts)) > sum(full) and sum(len(one) > 0 for one in starts) > 1 else found
+    ends = [warmup_end(start, minimum) for start in starts]
+    full = [min(len(start), max(1, minimum, end)) for start, end in zip(starts, ends, strict=True)]
+    return full if sum(map(len, starts)) > sum(full) and sum(len(start) > 0 for start in starts) > 1 else ends
 
 
 def summary(seconds: Sequence[float]) -> StepSeconds:

@@ -17,17 +17,17 @@ def undefined(library: Path) -> set[str]:
         ConfigError: There are no binutils.
         subprocess.CalledProcessError: The file is not a library, or cannot be read.
     """
-    return _names(_told("nm", "-DP", "--undefined-only", library))
+    return _names(_output("nm", "-DP", "--undefined-only", library))
 
 
 def defined(library: Path) -> set[str]:
     """Return the names that a library defines for others; raises as :func:`undefined`."""
-    return _names(_told("nm", "-DP", "--defined-only", library))
+    return _names(_output("nm", "-DP", "--defined-only", library))
 
 
 def texts(library: Path, pattern: str) -> set[str]:
     """Return a library's string constants that match: names that it looks up. Raises as :func:`undefined`."""
-    constants = _told("readelf", "-p", ".rodata", library)
+    constants = _output("readelf", "-p", ".rodata", library)
     return set(re.findall(rf"^  \[ *[0-9a-f]+\]  ({pattern})$", constants, re.MULTILINE))
 
 
@@ -35,7 +35,7 @@ def _names(symbols: str) -> set[str]:
     return set(re.findall(r"^[^ @]+", symbols, re.MULTILINE))  # without versions
 
 
-def _told(*command: str | Path) -> str:
+def _output(*command: str | Path) -> str:
     try:
         return subprocess.run(command, capture_output=True, encoding="latin-1", check=True).stdout
     except FileNotFoundError:

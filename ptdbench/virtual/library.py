@@ -98,12 +98,11 @@ class _Torch:
         """Return the folders of NVIDIA's headers; raises ConfigError if one of these cannot be found."""
         parent = self.folder.parent / "nvidia"
         folders = [*sorted(parent.glob("*/include")), Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")]
-        found = {header: next((f for f in folders if (f / header).is_file()), None) for header in _HEADERS}
-        lacking = [header for header, folder in found.items() if folder is None]
-        if lacking:
-            rule = f"a virtual GPU is compiled with NVIDIA's headers, and {', '.join(lacking)} is not below {parent}"
+        with_header = {header: next((f for f in folders if (f / header).is_file()), None) for header in _HEADERS}
+        if missing := [header for header, folder in with_header.items() if folder is None]:
+            rule = f"a virtual GPU is compiled with NVIDIA's headers, and {', '.join(missing)} is not below {parent}"
             raise _problem("torch", self.version, rule, "install torch with pip, or set CUDA_HOME")
-        return list(dict.fromkeys(folder for folder in found.values() if folder is not None))
+        return list(dict.fromkeys(filter(None, with_header.values())))
 
 
 def build() -> Path:
@@ -138,16 +137,13 @@ def build() -> Path:
 
 
 def environment(device: Device, count: int, *, alone: bool = False, real_time: bool = False) -> dict[str, str]:
-    """Return the environment variables by which a process sees virtual GPUs; builds the library if needed.
+    """Return the environment variables by which a process sees virtual GPUs; builds the library, see :func:`build`.
 
     Args:
         device: The model of all GPUs.
         count: Number of GPUs in this machine.
         alone: Whether the process is one rank of many and the others are absent: its messages are discarded.
         real_time: Whether work on the device takes time: waiting blocks, and events complete only then.
-
-    Raises:
-        ConfigError: As for :func:`build`.
     """
     folder = build()
     variables = {
@@ -162,26 +158,26 @@ def environment(device: Device, count: int, *, alone: bool = False, real_time: b
 
 def _computed(folder: Path, variables: Mapping[str, str]) -> str:
     """Return the kinds of kernels that are computed correctly for this torch; tested once, and cached."""
-    kept = folder / "computed.json"
+    cached = folder / "computed.json"
     with FileLock(folder.parent / f"{folder.name}.lock", fallback_to_soft=False):
-        if not kept.exists():
-            write_json(kept, _right(variables), durable=False)
-        return ",".join(json.loads(kept.read_text()))
+        if not cached.exists():
+            write_json(cached, _tested_kinds(variables), durable=False)
+        return ",".join(json.loads(cached.read_text()))
 
 
-def _right(variables: Mapping[str, str]) -> list[str]:
+def _tested_kinds(variables: Mapping[str, str]) -> list[str]:
     """Test all kinds in one process, or each in a separate one if that crashes; ConfigError if none can be tested."""
     kinds = [*selftest.CHECKS]
-    found, words = _try(kinds, variables)
-    if found is not None:
-        return found
-    answers = [_try([kind], variables)[0] for kind in kinds]
-    if all(answer is None for answer in answers):
+    passed, words = _test(kinds, variables)
+    if passed is not None:
+        return passed
+    each = [_test([kind], variables)[0] for kind in kinds]
+    if all(passed is None for passed in each):
         raise _problem("virtual", None, f"torch does not start on the virtual GPU: {words}")
-    return [kind for answer in answers for kind in answer or ()]
+    return [kind for passed in each for kind in passed or ()]
 
 
-def _try(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] | None, str]:
+def _test(kinds: Sequence[str], variables: Mapping[str, str]) -> tuple[list[str] | None, str]:
     """Test kinds in a process; return those that passed, or ``None`` if it crashed, with its last line of output."""
     foreign = ("CUDA_", "TORCH_", "PYTORCH_")
     of_user = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
@@ -203,14 +199,14 @@ def _installed() -> _Torch:
     spec = find_spec("torch")
     folder = Path(spec.origin).parent if spec and spec.origin else None
     text = (folder / "version.py").read_text() if folder and (folder / "version.py").exists() else ""
-    found = dict(re.findall(r"^(__version__|cuda|hip)\b.*= '(.+)'$", text, re.MULTILINE))
-    version = found.get("__version__")
+    versions = dict(re.findall(r"^(__version__|cuda|hip)\b.*= '(.+)'$", text, re.MULTILINE))
+    version = versions.get("__version__")
     if folder is None or version is None:
         raise _problem("torch", None, "no torch is installed for this Python")
-    if "cuda" not in found:
-        kind = "ROCm" if "hip" in found else "the CPU"
+    if "cuda" not in versions:
+        kind = "ROCm" if "hip" in versions else "the CPU"
         raise _problem("torch", version, f"a virtual GPU runs torch's build for CUDA, and this one is for {kind}")
-    return _Torch(folder, version, found["cuda"])
+    return _Torch(folder, version, versions["cuda"])
 
 
 def _key(torch: _Torch) -> str:
@@ -228,17 +224,16 @@ def _compile(folder: Path, torch: _Torch) -> None:
     sources = sorted(_HERE.glob("*.c"))
     objects = [folder / f"{source.stem}.o" for source in sources]
     includes = [f"-I{path}" for path in (_HERE / "include", *torch.includes())]
-    for source, built in zip(sources, objects, strict=True):
-        _cc("-c", *includes, "-o", built, source)
+    for source, compiled in zip(sources, objects, strict=True):
+        _cc("-c", *includes, "-o", compiled, source)
     _cc("-shared", "-o", folder / _FILE, *objects)
-    answered = elf.defined(folder / _FILE)
     stubs = folder / "stubs.c"
-    stubs.write_text(_stubs(wanted(torch) - answered))
+    stubs.write_text(_stubs(wanted(torch) - elf.defined(folder / _FILE)))
     _cc("-shared", f"-Wl,-soname,{_FILE}", "-o", folder / _FILE, *objects, stubs)
     for name in _LINKS:
         (folder / name).symlink_to(_FILE)
-    for built in objects:
-        built.unlink()
+    for compiled in objects:
+        compiled.unlink()
 
 
 def wanted(torch: _Torch) -> set[str]:
@@ -275,7 +270,7 @@ def _cc(*arguments: str | Path) -> None:
 
 def _before(path: Path, variable: str) -> str:
     """Return the value of a path variable with ``path`` moved or added to the front."""
-    others = [one for one in os.environ.get(variable, "").split(":") if one and one != str(path)]
+    others = [entry for entry in os.environ.get(variable, "").split(":") if entry not in ("", str(path))]
     return ":".join([str(path), *others])
 
 

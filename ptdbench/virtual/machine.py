@@ -42,11 +42,7 @@ class Machine:
         return int(major), int(minor)
 
     def environment(self, count: int) -> dict[str, str]:
-        """Return the environment variables for ranks on nodes of ``count`` GPUs; builds the library at its first use.
-
-        Raises:
-            ConfigError: The library cannot be built, or torch cannot use it.
-        """
+        """Return the environment variables for ranks on nodes of ``count`` GPUs; see :func:`library.environment`."""
         variables = library.environment(self.gpu, count, alone=self.ranks is not None, real_time=self.real_time)
         return variables | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(count)))}  # replaces that of real GPUs
 
@@ -54,8 +50,8 @@ class Machine:
         """Refuse ranks that a run of ``size`` does not have; raises ConfigError."""
         if self.ranks is None:
             return
-        wrong = [rank for rank in self.ranks if not (isinstance(rank, int) and 0 <= rank < size)]
-        if wrong or not self.ranks or len({*self.ranks}) < len(self.ranks):
+        exist = all(isinstance(rank, int) and 0 <= rank < size for rank in self.ranks)
+        if not exist or not self.ranks or len({*self.ranks}) < len(self.ranks):
             rule = f"must be different ranks of the run, which has {plural(size, 'rank')}"
             remedy = f"try numbers from 0 to {size - 1}, or null for all"
             require(Problem("virtual.ranks", list(self.ranks), rule, remedy))
