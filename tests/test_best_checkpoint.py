@@ -22,7 +22,7 @@ def kept(directory: Path) -> dict[str, str]:
     return {path.name: path.readlink().name if path.is_symlink() else "" for path in folder.iterdir()}
 
 
-def test_the_best_and_the_last_stay(tmp_path):
+def test_best_and_last_are_kept(tmp_path):
     first = run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=8")
     assert first["status"] == "ok", first["error"]
     accuracy = {evaluation["step"]: evaluation["top1"] for evaluation in first["evaluations"]}
@@ -36,12 +36,12 @@ def test_the_best_and_the_last_stay(tmp_path):
     assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000012": ""}
 
 
-def test_weights_that_are_better_between_two_checkpoints_are_saved_at_once(tmp_path):
+def test_better_weights_are_saved_at_once(tmp_path):
     run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=7", "checkpoint.every_steps=5")
     assert kept(tmp_path) == {"best": "step-00000004", "step-00000004": "", "step-00000007": ""}
 
 
-def test_a_run_whose_data_have_changed_is_refused(tmp_path, shared_run):
+def test_changed_data_are_refused(tmp_path, shared_run):
     run_on_shared_ranks(tmp_path, *UNLEARNS, "train.steps=4")
     record = shared_run(*UNLEARNS, "train.steps=6", f"resume={tmp_path}", "+data.edition=second")
     assert record["status"] == "failed"
@@ -49,7 +49,7 @@ def test_a_run_whose_data_have_changed_is_refused(tmp_path, shared_run):
 
 
 @cases("strategy", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
-def test_a_run_in_two_parts_is_judged_as_one_in_one_part(shared_run, strategy):
+def test_resumed_run_has_the_same_evaluations(shared_run, strategy):
     options = (
         *TASK, f"parallel={strategy}", "lr_schedule=one_cycle", "train.clip_norm=1", "train.ema=0.8", "eval.every=2",
         "train.steps=6",

@@ -11,7 +11,7 @@ from ptdbench import cache
 
 
 @pytest.mark.parametrize("answer", [RuntimeError("could not determine the home directory"), Path("~/.cache/ptdbench")])
-def test_without_a_home_it_is_the_users_own_in_the_temporary_folder(tmp_path, monkeypatch, answer):
+def test_cache_without_a_home_is_a_private_temporary_folder(tmp_path, monkeypatch, answer):
     def of_no_user(_: str) -> Path:
         if isinstance(answer, Path):
             return answer
@@ -25,7 +25,7 @@ def test_without_a_home_it_is_the_users_own_in_the_temporary_folder(tmp_path, mo
     assert cache.keep("kind", {"a": 1}, {"b": 2}).is_relative_to(folder)
 
 
-def test_a_folder_of_somebody_else_is_not_used(tmp_path, monkeypatch):
+def test_cache_of_another_user_is_refused(tmp_path, monkeypatch):
     """Libraries for virtual GPUs are loaded from there."""
     monkeypatch.setattr(cache, "user_cache_path", lambda _: Path("~/.cache/ptdbench"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -84,7 +84,7 @@ def skip_where_torch_is_too_old(command: str) -> None:
 
 @pytest.mark.ranks
 @cases("command", TO_RUN, daily=["", "model=custom"])
-def test_what_two_cores_can_run_runs(command, shared_run, done):
+def test_documented_command_runs(command, shared_run, done):
     skip_where_torch_is_too_old(command)
     for overrides in map(smaller, of(command)):
         job = composed(*overrides)
@@ -95,7 +95,7 @@ def test_what_two_cores_can_run_runs(command, shared_run, done):
             done.add(resolved)
 
 
-def test_there_is_something_to_run():
+def test_documented_commands_are_found():
     assert {"", "-m model=gpt_tiny parallel=ddp,pdp,fsdp", "workload=hello", "model=custom"} <= set(TO_RUN)
     assert len(REFUSED) >= 4
 
@@ -112,14 +112,14 @@ def specify(command: str) -> None:
 
 
 @pytest.mark.parametrize(("command", "lines"), REFUSED, ids=[command for command, _ in REFUSED])
-def test_what_is_refused_is_refused_in_these_words(command, lines, monkeypatch):
+def test_documented_refusal_has_these_words(command, lines, monkeypatch):
     skip_where_torch_is_too_old(command)
     monkeypatch.setattr(slurm, "available", lambda: True)
     monkeypatch.setattr(slurm, "partitions", lambda: PARTITIONS)
     assert refusal_of(specify, command).splitlines() == lines
 
 
-def test_the_script_is_the_one_that_is_shown(monkeypatch):
+def test_documented_script_is_the_real_one(monkeypatch):
     monkeypatch.setattr(slurm, "available", lambda: False)
     page = (ROOT / "docs" / "slurm.md").read_text()
     shown = re.search(r"ptdbench sbatch (.*) > job.sh\n\$ cat job.sh\n(.*)\$ sbatch job.sh\n", page, re.DOTALL)
@@ -128,12 +128,12 @@ def test_the_script_is_the_one_that_is_shown(monkeypatch):
     assert text.replace(str(ROOT), "/home/ada/ptdbench") == shown[2]
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
     assert len(TEXTS[0].splitlines()) <= 150
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_to_what_is_there(page):
+def test_links_have_targets(page):
     """Anchors too: on the page itself, and on others. Sphinx checks docs/ once more, by other rules than GitHub's."""
     for link in links(page):
         path, _, anchor = link.partition("#")

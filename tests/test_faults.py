@@ -34,7 +34,7 @@ SHORT = (*FAULTY, "train.steps=5")
         ("fsdp", 0, "limit", "oom", "RuntimeError", "allocate memory"),  # of the address space
     ],
 )
-def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank, how, status, kind, message):
+def test_first_failing_rank_and_reason_are_recorded(run, strategy, rank, how, status, kind, message):
     record = run(*SHORT, f"parallel={strategy}", f"+model.how={how}", f"+model.rank={rank}")
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == (status, rank, kind)
@@ -48,7 +48,7 @@ def test_the_first_failing_rank_and_its_reason_are_recorded(run, strategy, rank,
 
 
 @cases("rank", [0, 1], daily=[1])
-def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_measured(run, rank):
+def test_signal_to_one_rank_stops_all_after_the_same_step(run, rank):
     record = run(*SHORT, "parallel=ddp", "+model.how=term", f"+model.rank={rank}")
     error = record["error"]
     assert (record["status"], error["rank"], error["type"]) == ("preempted", -1, "Stopped")
@@ -61,7 +61,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step_with_what_they_have_
     assert record["metrics"]["samples_per_second"] > 0
 
 
-def test_a_rank_that_fails_because_ctrl_c_has_ended_its_compiler_was_stopped(tmp_path):
+def test_rank_whose_compiler_ctrl_c_ended_was_stopped(tmp_path):
     """A terminal signals all processes; rank 0 waits for rank 1, which reports first."""
     with forked.started(*SHORT, "+model.how=wait", "hydra.run.dir=run", cwd=tmp_path) as train:
         whole = psutil.Process(train.pid)
@@ -76,7 +76,7 @@ def test_a_rank_that_fails_because_ctrl_c_has_ended_its_compiler_was_stopped(tmp
 
 
 @cases(("how", "status"), [("raise", "failed"), ("kill", "failed"), ("oom", "oom")], daily=[("kill", "failed")])
-def test_what_was_measured_until_a_run_failed_is_kept(run, how, status):
+def test_failed_run_keeps_its_measured_steps(run, how, status):
     """Brought together after step 1, and from then on before their number has doubled."""
     record = run(*FAULTY, "train.steps=9", f"+model.how={how}", "+model.call=7")
     assert (record["status"], record["error"]["rank"]) == (status, 1)
@@ -91,7 +91,7 @@ def test_what_was_measured_until_a_run_failed_is_kept(run, how, status):
     assert events.Scalars("summary/ok")[-1].value == 0
 
 
-def test_a_rank_that_the_kernel_killed_for_memory_is_out_of_memory(run, monkeypatch):
+def test_rank_killed_by_the_kernel_is_out_of_memory(run, monkeypatch):
     counted = iter([7, 8])
     monkeypatch.setattr(memory, "oom_kills", lambda: next(counted))
     record = run(*SHORT, "parallel=ddp", "+model.how=kill")
@@ -99,7 +99,7 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_out_of_memory(run, monkeypa
     assert record["error"]["message"] == "killed by SIGKILL: the kernel ran out of memory meanwhile"
 
 
-def test_a_loss_that_is_not_a_number_is_divergence(run):
+def test_nan_loss_is_divergence(run):
     record = run(*SHORT, "+model.how=diverge")
     assert record["status"] == "diverged"
     assert record["error"]["message"] == "the loss of step 3 is NaN or infinite"
@@ -109,14 +109,14 @@ def test_a_loss_that_is_not_a_number_is_divergence(run):
 
 
 @cases("strategy", ["ddp", "fsdp", "pdp", "tp"], daily=["pdp"])
-def test_a_learning_rate_that_is_too_high_is_divergence_under_every_layout(run, strategy):
+def test_high_learning_rate_diverges_under_every_layout(run, strategy):
     model = ("model=gpt_tiny", "model.layers=2", "model.width=32", "model.sequence_length=32", "data=synthetic_tokens")
     record = run(*model, "optimizer.lr=1e30", "train.steps=3", f"parallel={strategy}", "device=cpu")
     assert record["error"]["message"] == "the loss of step 2 is NaN or infinite"
     assert (record["status"], record["error"]["rank"], record["phases"]) == ("diverged", 0, None)
 
 
-def test_the_other_runs_of_a_sweep_complete(tmp_path):
+def test_other_runs_of_a_sweep_complete(tmp_path):
     """Where one is refused beforehand, and one fails."""
     asked = ("-m", *SHORT, "+model.how=raise,none", "parallel=ddp", "train.global_batch=15,16")
     done = forked.with_ranks(*asked, f"hydra.sweep.dir={tmp_path}/sweep", cwd=ROOT)
@@ -135,7 +135,7 @@ def test_the_other_runs_of_a_sweep_complete(tmp_path):
     assert "this one is on purpose" in done.stdout
 
 
-def test_ranks_that_cannot_be_started_are_a_failed_run_and_the_next_one_goes_on(run, monkeypatch):
+def test_unstartable_ranks_fail_the_run_and_not_the_next(run, monkeypatch):
     def refuse(_: BaseProcess) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 

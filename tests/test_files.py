@@ -9,7 +9,7 @@ import pytest
 from ptdbench import files
 
 
-def test_on_a_file_system_that_is_read_only_an_error_names_the_file_and_not_its_temporary_name(tmp_path, monkeypatch):
+def test_read_only_error_names_the_target(tmp_path, monkeypatch):
     """Simulated: there even the removal of a file that is not there fails, and nobody but root can mount one."""
 
     def refuse(path: Path, *_: object, **__: object) -> None:
@@ -23,7 +23,7 @@ def test_on_a_file_system_that_is_read_only_an_error_names_the_file_and_not_its_
 
 
 @pytest.mark.parametrize(("free", "said"), [(4096, "[Errno 28] No space left on device: {folder!r}"), (1 << 30, None)])
-def test_a_full_disk_is_told_behind_what_a_library_says(tmp_path, monkeypatch, free, said):
+def test_full_disk_is_found_behind_a_librarys_error(tmp_path, monkeypatch, free, said):
     """Simulated: Kineto leaves out the file, and the reader does not find it."""
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     lack = files.lack_of_space(FileNotFoundError(errno.ENOENT, "trace.json"), tmp_path)

@@ -61,7 +61,7 @@ def places(ranks: Sequence[Mapping[str, Any]]) -> list[tuple[Any, ...]]:
 class TestHello:
     """Where ranks of srun, mpirun and torchrun find themselves is tested in tests/launch/test_rendezvous.py too."""
 
-    def test_plain_python(self, tmp_path, environ):
+    def test_plain_python_starts_local_ranks(self, tmp_path, environ):
         """Whatever the shell says of an earlier session and of threads: the config is what the record shows."""
         stale = {"RANK": "3", "LOCAL_RANK": "1", "MASTER_PORT": "29500", "SLURM_JOB_ID": "1", "SLURM_NTASKS": "8"}
         shell = {**environ, **stale, "OMP_NUM_THREADS": "7"}
@@ -77,12 +77,12 @@ class TestHello:
         ranks = said_hello(done, tmp_path, 4, "torchrun")
         assert sorted(places(ranks)) == [("n1", 0, 2), ("n1", 1, 2), ("n2", 0, 2), ("n2", 1, 2)]
 
-    def test_submitit_here(self, tmp_path, environ):
+    def test_submitit_local_starts_local_ranks(self, tmp_path, environ):
         done = alone([*TRAIN, *HELLO, "hydra/launcher=submitit_local"], tmp_path, environ)
         ranks = said_hello(done, tmp_path, 2, "local")
         assert [(rank["local_rank"], rank["local_size"]) for rank in ranks] == [(0, 2), (1, 2)]
 
-    def test_a_job_of_slurm_whose_ranks_have_the_cores_that_were_asked_for(self, tmp_path, slurm):
+    def test_slurm_job_binds_ranks_to_cores(self, tmp_path, slurm):
         asked = ["cluster=slurm", "cluster.cpus_per_rank=1"]
         ranks = said_hello(alone([*TRAIN, *HELLO, *asked], tmp_path, slurm), tmp_path, 2, "srun")
         node = ranks[0]["node"]
@@ -126,7 +126,7 @@ class TestTraining:
         assert None not in record["losses"]  # the last stage's, on the other node
 
 
-def test_a_rank_of_srun_that_raises_ends_all_and_its_traceback_is_in_the_record(tmp_path, slurm):
+def test_failing_srun_rank_ends_all_with_its_traceback(tmp_path, slurm):
     words = (*FAULTY, "train.steps=5", "device=cpu", "+model.how=raise", "+model.rank=1")
     done = alone(["srun", "-N2", "--ntasks-per-node=1", *TRAIN, *words], tmp_path, slurm)
     assert done.returncode != 0
@@ -146,18 +146,18 @@ class TestSignals:
 
     @pytest.mark.thorough
     @pytest.mark.parametrize("how", ["kill", "term"])
-    def test_srun_and_the_last_rank(self, tmp_path, slurm, how):
+    def test_srun_signal_to_the_last_rank_is_blamed(self, tmp_path, slurm, how):
         srun = ["srun", "-N2", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
         self.blamed(alone([*srun, *TRAIN, *self.ALONE, f"+model.how={how}"], tmp_path, slurm), tmp_path, how)
 
     @pytest.mark.thorough
     @pytest.mark.parametrize("how", ["kill", "term"])
-    def test_mpirun_and_the_last_rank(self, tmp_path, mpirun, environ, how):
+    def test_mpirun_signal_to_the_last_rank_is_blamed(self, tmp_path, mpirun, environ, how):
         command = [*mpirun, "-np", "2", *TRAIN, *self.ALONE, f"+model.how={how}"]
         self.blamed(alone(command, tmp_path, environ), tmp_path, how)
 
     @cases("how", ["kill", "term"], daily=["term"])
-    def test_torchrun_and_the_last_rank(self, tmp_path, environ, how):
+    def test_torchrun_signal_to_the_last_rank_is_blamed(self, tmp_path, environ, how):
         self.blamed(alone([*TORCHRUN, *self.ALONE, f"+model.how={how}"], tmp_path, environ), tmp_path, how)
 
     def blamed(self, done: Done, cwd: Path, how: str) -> None:
@@ -173,7 +173,7 @@ class TestSignals:
 
 
 @pytest.mark.thorough
-def test_a_world_that_is_not_the_one_that_was_asked_for(tmp_path, mpirun, environ):
+def test_other_world_than_configured_is_refused(tmp_path, mpirun, environ):
     """Said by rank 0, although mpirun ends it as soon as another rank has failed, and it is the last to start."""
     late = ["sh", "-c", '[ "$OMPI_COMM_WORLD_RANK" = 1 ] || sleep 6; exec "$@"', "sh"]
     asked = ["cluster.nodes=2", "cluster.ranks_per_node=4"]

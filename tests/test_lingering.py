@@ -10,14 +10,12 @@ import pytest
 
 from tests import forked
 from tests.daily import cases
+from tests.launch.faulty import FAULTY
 from tests.programs import TORCHRUN, call
 
 pytestmark = pytest.mark.ranks
 
-LINGERING = (
-    "model=custom", "model._target_=tests.launch.lingering.Lingering", "data=synthetic_vectors", "data.inputs=8",
-    "data.outputs=4", "train.steps=4", "device=cpu", "parallel=ddp",
-)  # fmt: skip
+LINGERING = (*FAULTY, "+model.call=2", "train.steps=4", "device=cpu", "parallel=ddp")
 
 Done = subprocess.CompletedProcess[str]
 
@@ -36,7 +34,7 @@ LAUNCHED = cases("train", [forked.with_ranks, under_torchrun], daily=[forked.wit
 
 
 @LAUNCHED
-def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, environ, train):
+def test_forgotten_thread_does_not_hold_a_finished_run(tmp_path, environ, train):
     done, record = finished(train, tmp_path, environ, "thread")
     assert done.returncode == 0, done.stderr
     assert (record["status"], record["steps"]) == ("ok", 4)
@@ -47,7 +45,7 @@ def test_a_thread_that_was_forgotten_does_not_keep_a_run_that_is_done(tmp_path, 
 
 
 @pytest.mark.thorough
-def test_what_runs_at_exit_does_not_keep_it_either(tmp_path, environ):
+def test_exit_handler_does_not_hold_a_finished_run(tmp_path, environ):
     """Only where Python ends a rank: local ranks are forks, which leave such things out."""
     done, record = finished(under_torchrun, tmp_path, environ, "atexit")
     assert (done.returncode, record["status"]) == (0, "ok"), done.stderr
@@ -55,9 +53,9 @@ def test_what_runs_at_exit_does_not_keep_it_either(tmp_path, environ):
 
 
 @LAUNCHED
-def test_a_failing_rank_leaves_at_once_with_what_it_has_to_say(tmp_path, environ, train):
+def test_failing_rank_leaves_at_once_with_its_output(tmp_path, environ, train):
     """Neither for a thread that runs on nor for the destructors of its process group, which may wait for a peer."""
-    done, record = finished(train, tmp_path, environ, "raise")
+    done, record = finished(train, tmp_path, environ, "thread_and_raise")
     assert done.returncode == 1
     assert (record["status"], record["error"]["rank"]) == ("failed", 1)
     assert record["error"]["message"] == "this one is on purpose"
@@ -65,7 +63,7 @@ def test_a_failing_rank_leaves_at_once_with_what_it_has_to_say(tmp_path, environ
     assert "still ran" not in done.stderr
 
 
-def test_ranks_that_all_end_well_and_without_a_result_have_failed(tmp_path, environ):
+def test_ranks_without_a_result_have_failed(tmp_path, environ):
     done, record = finished(forked.with_ranks, tmp_path, environ, "exit")
     assert done.returncode == 1
     assert (record["status"], record["error"]["rank"]) == ("failed", -1)

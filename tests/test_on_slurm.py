@@ -84,7 +84,7 @@ def faulty(tmp_path_factory, slurm_of_module) -> tuple[Path, Done]:
 
 
 class TestSweep:
-    def test_a_failure_on_the_first_and_on_the_last_rank_ends_its_own_job_only(self, faulty):
+    def test_failed_rank_ends_only_its_job(self, faulty):
         """And what is refused beforehand is a row, and no job."""
         folder, done = faulty
         assert done.returncode == 1
@@ -102,7 +102,7 @@ class TestSweep:
         assert (sound["status"], sound["error"]) == ("ok", None)
         assert done.stdout.count(": failed on rank ") == 2
 
-    def test_runs_are_jobs_and_their_results_a_table(self, faulty, run):
+    def test_results_of_jobs_are_one_table(self, faulty, run):
         folder, done = faulty
         sound = records(folder)[4]
         assert (sound["status"], sound["launcher"]) == ("ok", "srun")
@@ -127,7 +127,7 @@ class TestSweep:
 
 class TestWithoutWaiting:
     @pytest.mark.thorough
-    def test_detached_looked_at_from_another_process_and_canceled(self, run, submit, tmp_path, jobs):
+    def test_detached_job_is_followed_and_canceled(self, run, submit, tmp_path, jobs):
         before = jobs()
         done = submit(*TOY, "train.steps=1000000", "train.max_minutes=null", "cluster.submit=detach")
         assert done.returncode == 0, done.stderr
@@ -151,7 +151,7 @@ class TestWithoutWaiting:
         assert record["error"]["message"].startswith(f"SLURM ended job {job['id']} on n")
         assert "failed (CANCELLED)" in status().stdout
 
-    def test_a_rehearsal_submits_and_writes_nothing(self, submit, tmp_path, jobs):
+    def test_submit_test_submits_and_writes_nothing(self, submit, tmp_path, jobs):
         before = jobs()
         done = submit(*HELLO, "cluster.submit=test", "cluster.nodes=1,2", "seed=0,1")
         assert (done.returncode, done.stderr) == (0, "")
@@ -161,7 +161,7 @@ class TestWithoutWaiting:
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
     @pytest.mark.thorough
-    def test_an_interrupted_wait_leaves_the_jobs_to_themselves(self, run, tmp_path, slurm):
+    def test_interrupted_wait_leaves_the_jobs(self, run, tmp_path, slurm):
         command, pipe = [*TRAIN, *HELLO, "+cluster.extra.hold=true"], subprocess.PIPE  # held: it must not end before
         process = subprocess.Popen(command, cwd=tmp_path, env=slurm, stdout=pipe, stderr=pipe, text=True)
         assert process.stderr.readline().startswith("job ")  # it follows the job now
@@ -175,7 +175,7 @@ class TestWithoutWaiting:
         until(lambda: " ok " in run(*PTDBENCH, "status", str(sweep(tmp_path))).stdout)
 
 
-def test_a_plain_script_for_sbatch(run, tmp_path):
+def test_sbatch_script_runs(run, tmp_path):
     script = run(*PTDBENCH, "sbatch", "workload=hello", "device=cpu", "cluster.nodes=2", "cluster.ranks_per_node=1")
     assert (script.returncode, script.stderr) == (0, "")
     submitted = run("sbatch", "--parsable", told=script.stdout)
@@ -201,7 +201,7 @@ class TestRefused:
             (f"{CPU} hydra.sweep.dir='top5%u'", "/top5%u: %, \\ and line breaks in the path of a job's output mean"),
         ],
     )  # fmt: skip
-    def test_one_line_and_nothing_submitted(self, arguments, expected, submit, jobs, tmp_path):
+    def test_refusal_is_one_line_and_nothing_is_submitted(self, arguments, expected, submit, jobs, tmp_path):
         before = jobs()
         done = submit(*arguments.split())
         assert (done.returncode, done.stdout) == (1, "")
@@ -209,7 +209,7 @@ class TestRefused:
         assert expected in line
         assert (jobs() - before, list(tmp_path.iterdir())) == (set(), [])
 
-    def test_ranks_do_not_submit_jobs(self, run, jobs, tmp_path):
+    def test_ranks_submit_no_jobs(self, run, jobs, tmp_path):
         """One message, whatever their number."""
         before = jobs()
         done = run("srun", "--ntasks=2", *TRAIN, *TOY)
@@ -221,7 +221,7 @@ class TestRefused:
         assert len(jobs() - before) == 1  # the srun itself
 
 
-def test_the_config_of_a_sweep_is_that_of_every_run_and_needs_no_slurm(environ, tmp_path):
+def test_cfg_of_a_sweep_shows_every_run_without_slurm(environ, tmp_path):
     asked = ("hydra/launcher=submitit_slurm", "model=toy", "parallel=ddp,fsdp", "cluster.nodes=1,2", "--cfg", "job")
     done = train_py(*asked, cwd=tmp_path, environ={**environ, "PATH": str(Path(sys.executable).parent)})
     assert (done.returncode, done.stderr, list(tmp_path.iterdir())) == (0, "", [])
@@ -232,7 +232,7 @@ def test_the_config_of_a_sweep_is_that_of_every_run_and_needs_no_slurm(environ, 
             assert f"  {line}\n" in document
 
 
-def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(run, submit, jobs, tmp_path, slurm):
+def test_job_of_a_killed_submission_is_found_again(run, submit, jobs, tmp_path, slurm):
     """SIGKILL when SLURM has the first of two jobs and nobody has learned its id."""
     sbatch = tmp_path / "bin" / "sbatch"
     sbatch.parent.mkdir()
@@ -256,7 +256,7 @@ def test_a_job_of_a_submission_that_was_killed_is_found_and_not_submitted_again(
 
 
 @pytest.mark.thorough
-def test_a_record_that_is_moved_away_while_the_sweep_is_followed(slurm, tmp_path):
+def test_moved_record_does_not_end_the_sweep(slurm, tmp_path):
     waits, pipe = tmp_path / "waits", subprocess.PIPE
     asked = ("cluster=slurm", "cluster.ranks_per_node=1", "parallel=single", "hydra.sweep.dir=sweep")
     command = [*TRAIN, *asked, *patient(waits), "train.steps=1000", "train.max_minutes=null"]
@@ -272,7 +272,7 @@ def test_a_record_that_is_moved_away_while_the_sweep_is_followed(slurm, tmp_path
 
 
 @pytest.mark.thorough
-def test_runs_of_a_block_share_a_job_and_one_that_fails_ends_no_other(submit, tmp_path):
+def test_runs_of_a_block_share_a_job_and_fail_alone(submit, tmp_path):
     asked = ("repeat=2", "sweep.same_nodes=true", "+model.how=raise,none", "+model.rank=0", "parallel=single")
     done = submit(*FAILS, *asked)
     assert done.returncode == 1, done.stderr
@@ -291,7 +291,7 @@ def test_runs_of_a_block_share_a_job_and_one_that_fails_ends_no_other(submit, tm
 
 
 @pytest.mark.thorough
-def test_the_script_of_a_job_finds_the_micro_batch_by_steps_on_both_nodes(submit, tmp_path):
+def test_micro_batch_is_found_by_steps_on_both_nodes(submit, tmp_path):
     """Nothing cheaper has srun start ranks again and again within a job."""
     done = submit(*TOY, "cluster.nodes=2", "cluster.ranks_per_node=1", "train.micro_batch=max", timeout=400)
     assert done.returncode == 0, done.stderr
@@ -303,7 +303,7 @@ def test_the_script_of_a_job_finds_the_micro_batch_by_steps_on_both_nodes(submit
 
 
 @pytest.mark.thorough
-def test_a_sweep_longer_than_an_array_may_be(tmp_path, slurm, monkeypatch):
+def test_sweep_longer_than_max_array_size_is_two_arrays(tmp_path, slurm, monkeypatch):
     """On a controller of its own, whose limit it is: both arrays are accepted, submitted and followed to their end."""
     text = f"{slurm_cluster._SLURM_CONF}MaxArraySize=4\n"
     monkeypatch.setitem(slurm_cluster._FILES, "slurm.conf", text)

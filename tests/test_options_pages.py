@@ -62,7 +62,7 @@ def names(node: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_option_of_a_file_is_there(options, path):
+def test_every_option_of_a_file_is_read(options, path):
     content = {
         key: value for key, value in yaml.safe_load(path.read_text()).items() if key not in ("defaults", "hydra")
     }
@@ -71,7 +71,7 @@ def test_every_option_of_a_file_is_there(options, path):
     assert {o.name for o in options.read(path, group).options} == set(names(content, "" if is_global else f"{group}."))
 
 
-def test_what_is_read(options, tmp_path: Path):
+def test_choice_has_header_options_and_comments(options, tmp_path: Path):
     (tmp_path / "made.yaml").write_text(SLURM)
     choice = options.read(tmp_path / "made.yaml", "cluster")
     assert (choice.name, choice.target) == ("made", "")
@@ -89,7 +89,7 @@ def test_what_is_read(options, tmp_path: Path):
     ]
 
 
-def test_a_class_says_what_its_file_does_not(options):
+def test_class_docstring_describes_undocumented_options(options):
     said = options.described("ptdbench.models.gpt.GPT")
     assert said["layers"] == "Number of blocks."
     assert "multiple of 128, which is what" in said["vocabulary"]  # of two lines
@@ -98,7 +98,7 @@ def test_a_class_says_what_its_file_does_not(options):
     assert options.described("torch.optim.AdamW") == {}
 
 
-def test_a_class_may_say_it_beside_or_above_its_fields(options):
+def test_field_comments_describe_options(options):
     said = options.described("ptdbench.workloads.matmul.Matmul")
     assert said.keys() == {"shapes", "dtypes", "seconds"}
     assert said["dtypes"].startswith("One or a list of ``fp32``")
@@ -107,14 +107,14 @@ def test_a_class_may_say_it_beside_or_above_its_fields(options):
 
 
 @pytest.mark.parametrize("group", ["activations", "cluster", "data", "logger", "model", "parallel", "workload"])
-def test_an_option_of_a_choice_is_described_once_and_no_column_is_empty(options, group):
+def test_option_is_described_once_without_empty_columns(options, group):
     page = options.markdown(group)
     assert "In detail" not in page
     for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE):
         assert not all(row.endswith("|  |") for row in table.splitlines()[2:]), table
 
 
-def test_options_that_all_choices_of_a_group_have_are_there_once(options):
+def test_common_options_are_listed_once(options):
     page = options.markdown("parallel")
     assert page.count("## Options of every choice") == page.count("`parallel.bucket_mb`") == 1
     assert page.index("| `parallel.replicate` | `2` |") < page.index("## Options of every choice")

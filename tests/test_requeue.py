@@ -41,7 +41,7 @@ def ask(env: dict[str, str], *command: str) -> str:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=True).stdout
 
 
-def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_path, slurm):
+def test_signal_before_the_time_limit_requeues_and_resumes(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, "cluster.requeue=true", "cluster.ranks_per_node=2")
     ask(slurm, "scancel", "--signal=USR2", job)
     until(lambda: ask(slurm, "squeue", "--noheader", "--format=%T", f"--jobs={job}").strip() == "PENDING")
@@ -62,7 +62,7 @@ def test_the_signal_ahead_of_the_time_limit_requeues_the_job_and_it_goes_on(tmp_
 
 
 @pytest.mark.thorough
-def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
+def test_last_requeue_stays_saved(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true", "cluster.max_requeues=0")
     ask(slurm, "scancel", "--signal=USR2", job)
     stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)
@@ -71,7 +71,7 @@ def test_at_the_limit_of_requeues_it_stays_saved(tmp_path, slurm):
 
 
 @pytest.mark.thorough
-def test_a_job_that_is_canceled_saves_and_is_not_requeued(tmp_path, slurm):
+def test_canceled_job_saves_and_is_not_requeued(tmp_path, slurm):
     job, directory = submitted(tmp_path, slurm, *ALONE, "cluster.requeue=true")
     ask(slurm, "scancel", job)
     stopped = until(lambda: (found := record_of(directory))["status"] == "preempted" and found)

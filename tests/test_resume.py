@@ -61,7 +61,7 @@ CHANGES: list[tuple[Layout, Layout]] = [
 
 
 @cases("layout", LAYOUTS, daily=LAYOUTS[:3], ids=lambda layout: f"{layout[0]}-{layout[1]}")
-def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begun, layout):
+def test_resumed_losses_are_those_of_an_uninterrupted_run(shared_run, begun, layout):
     whole, half = begun(layout, 6), begun(layout, 3)
     rest = shared_run(*on(layout), "train.steps=6", f"resume={half['directory']}")
     assert rest["error"] is None
@@ -72,7 +72,7 @@ def test_the_losses_are_those_of_a_run_that_was_not_interrupted(shared_run, begu
 
 
 @cases(("first", "then"), CHANGES, daily=CHANGES[:3])
-def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_run, begun, first, then):
+def test_other_layout_resumes_with_the_same_losses(shared_run, begun, first, then):
     whole, half = begun(("single", 1), 6), begun(first, 3)
     rest = shared_run(*on(then), "train.steps=6", f"resume={half['directory']}")
     assert rest["error"] is None
@@ -82,7 +82,7 @@ def test_another_strategy_and_another_world_go_on_with_the_same_numbers(shared_r
     assert re.search(rf", with {ranks[0]}( \(.*\))? instead of {ranks[1]}( \(.*\))?$", rest["remarks"]["resumed"])
 
 
-def test_weights_of_any_layout_are_taken_out_by_the_lines_of_the_page(begun, tmp_path, monkeypatch):
+def test_documented_lines_read_weights_of_any_layout(begun, tmp_path, monkeypatch):
     page = (ROOT / "docs/checkpoints.md").read_text()
     (lines,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -99,7 +99,7 @@ def test_weights_of_any_layout_are_taken_out_by_the_lines_of_the_page(begun, tmp
         assert all(torch.allclose(weight, other[name], rtol=1e-4, atol=1e-5) for name, weight in taken[0].items())
 
 
-def test_the_loss_scale_goes_on_where_it_was(shared_run):
+def test_loss_scale_is_resumed(shared_run):
     """Its value shows in no loss: the one in the checkpoint is exchanged for another."""
     scaled = (*TOY, "parallel=ddp", "precision=fp16", "checkpoint.every_steps=2")
     half = shared_run(*scaled, "train.steps=2")
@@ -123,7 +123,7 @@ def saved(directory: Path) -> list[int]:
 SIGNALS = [["SIGUSR2", "SIGTERM"], ["SIGINT", "SIGINT"]]
 
 
-def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
+def test_stopped_run_saves_and_resumes_in_its_directory(tmp_path):
     """Twice, by other signals each, and then to its end."""
     run, waits = tmp_path / "run", tmp_path / "waits"
     words = (*patient(waits), "parallel=ddp", "train.steps=2000", "train.max_minutes=null")
@@ -164,7 +164,7 @@ def test_a_run_that_is_stopped_saves_and_goes_on_in_its_directory(tmp_path):
     )
 
 
-def test_what_is_missing_or_damaged_is_done_and_nothing_else(tmp_path):
+def test_resumed_sweep_runs_only_missing_or_damaged_ones(tmp_path):
     arguments = ("-m", *TOY, "train.steps=2", "parallel=ddp,single", "hydra.sweep.dir=sweep")
     done = forked.with_ranks(*arguments, "train.global_batch=12,24", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

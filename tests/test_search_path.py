@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.ranks
-def test_ranks_start_beside_files_named_as_modules_of_python(folder, environ):
+def test_ranks_start_beside_files_named_like_modules(folder, environ):
     custom = ("model=custom", "model._target_=mine.Model", "data.inputs=8", "data.outputs=8", "parallel=ddp")
     done = call(*TRAIN, *custom, "device=cpu", "train.steps=2", "profile.steps=0", cwd=folder, environ=environ)
     assert done.returncode == 0, done.stderr
@@ -57,14 +57,14 @@ def test_ranks_start_beside_files_named_as_modules_of_python(folder, environ):
         ([*search_path.module("ptdbench"), "status", "."], ""),
     ],
 )
-def test_so_do_other_processes(folder, environ, words, said):
+def test_other_processes_start_beside_files_named_like_modules(folder, environ, words, said):
     done = call(sys.executable, *words, cwd=folder, environ=environ)
     assert done.returncode == (said == ""), done.stderr
     assert said in (None, done.stdout)
 
 
 @pytest.mark.parametrize("name", ["torch.py", "yaml.py", "omegaconf/__init__.py"])
-def test_what_would_be_imported_for_a_package_is_named(tmp_path, monkeypatch, name):
+def test_module_hiding_a_package_is_refused(tmp_path, monkeypatch, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     monkeypatch.chdir(tmp_path)
@@ -74,7 +74,7 @@ def test_what_would_be_imported_for_a_package_is_named(tmp_path, monkeypatch, na
 
 
 @pytest.mark.parametrize("command", ["train", "plan", "run", "sbatch"])
-def test_a_current_folder_that_was_deleted(tmp_path, environ, command):
+def test_deleted_current_folder_is_refused(tmp_path, environ, command):
     (tmp_path / "gone").mkdir()
     given = tmp_path / "run" if command == "run" else "model=toy"
     script = f'rmdir "$PWD" && exec {sys.executable} -m ptdbench {command} {given}'

@@ -35,14 +35,14 @@ def test_only_the_daemons_need_root(monkeypatch):
         (["--partition=short", "--time=6"], "PartitionTimeLimit"),
     ],
 )
-def test_what_is_over_a_limit_waits_for_ever(slurm, options, reason):
+def test_job_over_a_limit_stays_pending(slurm, options, reason):
     """As by SLURM's default: only who asks before submitting learns it."""
     job = said(slurm, "sbatch", "--parsable", "--output=/dev/null", *options, "--wrap=true").strip()
     queued = ("squeue", "--noheader", f"--jobs={job}", "--format=%T %r")
     until(lambda: said(slurm, *queued).strip() == f"PENDING {reason}")
 
 
-def test_what_a_test_starts_knows_nothing_of_the_tests(slurm, mpirun):
+def test_started_commands_have_no_variables_of_the_tests(slurm, mpirun):
     words = ("RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "OMP_NUM_THREADS")
     for launcher in (["srun"], [*mpirun, "-np", "1"]):
         names = {line.split("=")[0] for line in said(slurm, *launcher, "env").splitlines()}
@@ -56,7 +56,7 @@ def test_open_mpi_uses_both_nodes_of_an_allocation(slurm, mpirun):
     assert sorted(lines) == ["0 n1", "1 n1", "2 n2", "3 n2"]
 
 
-def test_the_jobs_of_one_session_end_and_those_of_others_stay(slurm):
+def test_jobs_of_one_session_are_canceled_alone(slurm):
     conf = Path(slurm["SLURM_CONF"])
     submit = ("sbatch", "--parsable", "--output=/dev/null", "--wrap=sleep 600")
     mine = said({**slurm, "SBATCH_WCKEY": "mine"}, *submit).strip()
@@ -68,7 +68,7 @@ def test_the_jobs_of_one_session_end_and_those_of_others_stay(slurm):
 
 
 @pytest.mark.thorough
-def test_a_cluster_of_its_own_from_start_to_end(slurm, tmp_path_factory, request):
+def test_second_cluster_starts_heals_and_ends(slurm, tmp_path_factory, request):
     """Beside the one of all tests."""
     beside = tmp_path_factory.mktemp("c")
     request.addfinalizer(lambda: slurm_cluster.down(beside))
@@ -95,19 +95,19 @@ def test_a_cluster_of_its_own_from_start_to_end(slurm, tmp_path_factory, request
 
 
 @pytest.mark.thorough
-def test_the_last_lines_tell_what_was_left_out(environ):
+def test_last_lines_list_skipped_tests(environ):
     script = (
         "import sys, pytest\n"
         "from tests import slurm_cluster\n"
         "slurm_cluster.missing = lambda *packages: 'none is wanted here'\n"
-        "tests = ('test_requeue.py::test_at_the_limit_of_requeues_it_stays_saved', "
+        "tests = ('test_requeue.py::test_last_requeue_stays_saved', "
         "'test_launchers.py::TestTraining::test_mpirun')\n"
         "words = ['-p', 'no:cacheprovider', '-m', '', *('tests/' + test for test in tests)]\n"
         "sys.exit(pytest.main(words))\n"
     )
     *_, first, why, test, second, why_not, other, end = said(environ, sys.executable, "-c", script).splitlines()
     assert "left out 1 test, for want of SLURM" in first
-    named = "  tests/test_requeue.py::test_at_the_limit_of_requeues_it_stays_saved"
+    named = "  tests/test_requeue.py::test_last_requeue_stays_saved"
     assert (why, test) == ("no SLURM: none is wanted here", named)
     assert "left out 1 test, for want of Open MPI" in second
     assert (why_not, other) == (

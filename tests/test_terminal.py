@@ -25,7 +25,7 @@ from tests.programs import Terminal
         ("pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028", r"pay\u202egpj.exe \u2066a\u2069\u200f\u061c\u2028"),
     ],
 )
-def test_control_characters_are_shown_and_not_sent(text, shown):
+def test_control_characters_are_escaped(text, shown):
     assert plain(text) == plain(plain(text)) == shown
 
 
@@ -39,14 +39,14 @@ def test_control_characters_are_shown_and_not_sent(text, shown):
         (["ptdbench", "--config-dir=mine"], "ptdbench train --config-dir mine", "ptdbench status"),
     ],
 )
-def test_a_hint_names_the_program_that_was_typed(typed, train, status, monkeypatch):
+def test_hint_names_the_typed_program(typed, train, status, monkeypatch):
     monkeypatch.setattr(sys, "argv", typed)
     assert (command(), command("status")) == (train, status)
     for launcher, program in (("torchrun", "torchrun"), ("srun", "srun"), ("openmpi", "mpirun"), ("mpich", "mpirun")):
         assert under(launcher) == f"{program} ... {train.removeprefix('python ')}"
 
 
-def test_a_hint_names_no_file_that_is_not_there(monkeypatch, tmp_path):
+def test_hint_names_no_missing_file(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["my_sweep.py"])
     monkeypatch.setattr(terminal, "_TRAIN_PY", tmp_path / "train.py")
     assert command() == "ptdbench train"
@@ -56,14 +56,14 @@ def test_a_hint_names_no_file_that_is_not_there(monkeypatch, tmp_path):
     ("encoding", "written"),
     [("ascii", "toy - fp32 +-3%...\n---\\xe92\\x1b\n"), ("latin-1", "toy · fp32 ±3%...\n---é2\\x1b\n")],
 )
-def test_a_line_is_written_through_and_what_the_stream_cannot_encode_is_drawn_in_ascii(encoding, written):
+def test_characters_the_stream_lacks_are_drawn_in_ascii(encoding, written):
     raw = io.BytesIO()
     stream = io.TextIOWrapper(io.BufferedWriter(raw), encoding=encoding)
     echo("toy · fp32 ±3%…\n───é2\x1b", stream)
     assert raw.getvalue().decode(encoding) == written
 
 
-def test_nothing_is_said_where_there_is_no_stream(monkeypatch):
+def test_missing_stream_is_no_error(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
     echo("nobody hears it")
 
@@ -84,13 +84,13 @@ def without_reader(*words, environ, cwd, both=False):
         return python(*words, environ=environ, cwd=cwd, stdout=stdout, stderr=stderr)
 
 
-def test_python_does_not_complain_at_its_end_either(environ, tmp_path):
+def test_closed_pipe_leaves_no_error_at_exit(environ, tmp_path):
     program = "from ptdbench.terminal import echo; echo('a' * 100_000); echo('b'); print('c'); raise SystemExit(3)"
     done = without_reader("-c", program, environ=environ, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_a_full_disk_is_said_once(environ, tmp_path):
+def test_full_disk_is_reported_once(environ, tmp_path):
     program = "from ptdbench.terminal import echo; echo('a'); echo('b')"
     with open("/dev/full", "w") as full:
         done = python("-c", program, environ=environ, cwd=tmp_path, stdout=full)
@@ -104,13 +104,13 @@ class TestPrograms:
     TRAIN = (str(ROOT / "train.py"), "model=toy", "train.steps=2", "device=cpu", "hydra.run.dir=run")
 
     @pytest.mark.thorough
-    def test_a_run_that_fails_still_does(self, environ, tmp_path):
+    def test_failed_run_fails_without_readers(self, environ, tmp_path):
         """Although nobody reads its errors either."""
         done = without_reader(*self.TRAIN, "optimizer.lr=1e30", environ=environ, cwd=tmp_path, both=True)
         assert done.returncode == 1
         assert (tmp_path / "run" / "record.json").exists()
 
-    def test_what_a_failed_run_wrote_does_not_steer_the_terminal(self, environ, tmp_path):
+    def test_error_text_does_not_steer_the_terminal(self, environ, tmp_path):
         (tmp_path / "mine.py").write_text("def Model():\n    raise ValueError('\\x1b[2Jgone\\x07')\n")
         words = ("model=custom", "model._target_=mine.Model", "device=cpu")
         done = forked.with_ranks(*words, cwd=tmp_path, environ=environ)
@@ -123,7 +123,7 @@ class TestPrograms:
     ("stream", "kind", "sent"),
     [(Terminal, "xterm", "\r\x1b[2Kchecking…\r\x1b[2K"), (Terminal, "dumb", ""), (io.StringIO, "xterm", "")],
 )
-def test_a_hint_is_gone_when_it_is_over(stream, kind, sent, monkeypatch):
+def test_transient_line_is_cleared(stream, kind, sent, monkeypatch):
     monkeypatch.setenv("TERM", kind)
     shown = stream()
     with transient("checking…", shown):

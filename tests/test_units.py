@@ -26,5 +26,5 @@ from ptdbench.units import bytes_text, size_text, time_text
         (time_text, 75, "75.0 s"),
     ],
 )
-def test_figures_have_their_unit_and_are_rounded_before_it_is_chosen(text, value, said):
+def test_unit_is_chosen_after_rounding(text, value, said):
     assert text(value) == said

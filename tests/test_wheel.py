@@ -84,7 +84,7 @@ def home(tmp_path) -> Path:
     return tmp_path
 
 
-def test_every_file_of_conf_and_of_pages_is_in_it(programs):
+def test_wheel_has_every_file(programs):
     (shipped,) = programs.parent.glob("lib/python*/site-packages/ptdbench")
     files = {path.relative_to(ROOT / "conf") for path in (ROOT / "conf").glob("**/*.yaml")}
     assert {path.relative_to(shipped / "conf") for path in (shipped / "conf").glob("**/*.*")} == files
@@ -97,7 +97,7 @@ def test_every_file_of_conf_and_of_pages_is_in_it(programs):
         assert made <= {path.relative_to(shipped) for path in shipped.glob(f"**/*.{kind}")}
 
 
-def test_version_and_help(programs, shell, tmp_path):
+def test_version_and_help_name_the_program(programs, shell, tmp_path):
     assert call("ptdbench", "--version", cwd=tmp_path, env=shell).stdout == f"ptdbench {VERSION}\n"
     helped = call("ptdbench", cwd=tmp_path, env=shell)
     assert (helped.returncode, helped.stderr) == (0, "")
@@ -109,12 +109,12 @@ def test_version_and_help(programs, shell, tmp_path):
 
 
 @pytest.mark.parametrize(("line", "found"), [("ptdbench tr", "train"), ("ptdbench train parallel=h", "parallel=hsdp")])
-def test_a_shell_completes_it(line, found, shell, tmp_path):
+def test_shell_completion_works(line, found, shell, tmp_path):
     done = call("ptdbench", "-sc", "query=bash", cwd=tmp_path, env={**shell, "COMP_LINE": line})
     assert (done.returncode, found in done.stdout.split()) == (0, True)
 
 
-def test_another_ptdbench_in_this_directory_is_refused(shell, tmp_path):
+def test_other_ptdbench_in_the_current_folder_is_refused(shell, tmp_path):
     """The fork server and jobs look there first."""
     (tmp_path / "ptdbench").mkdir()
     (tmp_path / "ptdbench" / "__init__.py").touch()
@@ -125,7 +125,7 @@ def test_another_ptdbench_in_this_directory_is_refused(shell, tmp_path):
 
 
 @pytest.mark.ranks
-def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
+def test_sweep_over_a_users_model_runs(shell, home):
     done = call("ptdbench", "train", "-m", *MINE, "train.steps=2,3", cwd=home, env=shell)
     assert done.returncode == 0, done.stderr
     found = [(record["model"], record["status"], record["steps"]) for record in records(home)]
@@ -135,7 +135,7 @@ def test_a_sweep_over_a_model_and_a_choice_of_ones_own(shell, home):
 
 
 @pytest.mark.thorough
-def test_it_on_slurm(programs, slurm, home):
+def test_wheel_runs_on_slurm(programs, slurm, home):
     """As a job that it submits, and by a plain script."""
     shell = {**active(programs, slurm), "XDG_CACHE_HOME": str(home)}  # no figures of this machine are on record
     done = call("ptdbench", "train", *MINE, "cluster=slurm", "cluster.nodes=2", "train.steps=2", cwd=home, env=shell)

@@ -1,14 +1,19 @@
 """A model that breaks on purpose: given to runs as ``model._target_=tests.launch.faulty.Faulty``."""
 
+import atexit
 import ctypes
 import os
 import resource
 import signal
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from ptdbench.launch import forced_exit
 
 #: The words of a command line for it, without how it fails.
 FAULTY = (
@@ -21,7 +26,9 @@ class Faulty(nn.Module):
 
     Args:
         how: ``raise``, ``kill`` (SIGKILL), ``crash`` (SIGSEGV), ``stop`` (SIGSTOP), ``term`` (SIGTERM), ``oom``,
-            ``limit`` (its address space), ``diverge``, ``wait`` (for a process, which is to end well) or ``none``.
+            ``limit`` (its address space), ``diverge``, ``wait`` (for a process, which is to end well) or ``none``. On
+            all ranks: ``exit`` (as if all were well); and so that they do not end when they are done, ``thread`` (one
+            that sleeps and is no daemon), ``thread_and_raise`` (on one rank) or ``atexit`` (a function that sleeps).
         rank: On which rank.
         call: In which forward pass, counted from 1.
     """
@@ -31,13 +38,14 @@ class Faulty(nn.Module):
         self.linear = nn.Linear(8, 4)
         self.how = how
         self.here = os.environ.get("RANK") == str(rank)
+        self.everywhere = how in ("thread", "atexit", "thread_and_raise", "exit")
         self.call = call
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         outputs = self.linear(inputs)
         self.calls += not inputs.is_meta  # where its FLOPs are counted it does not count
-        match self.how if self.here and self.calls == self.call else "none":
+        match self.how if (self.here or self.everywhere) and self.calls == self.call else "none":
             case "raise":
                 raise RuntimeError("this one is on purpose")
             case "kill":
@@ -58,8 +66,22 @@ class Faulty(nn.Module):
                 return outputs * torch.nan
             case "wait":
                 subprocess.run(["sleep", "3600"], check=True)
+            case "exit" | "atexit" | "thread" | "thread_and_raise":
+                self._end_on_all()
             case "none":
                 pass
             case unknown:
                 raise ValueError(unknown)
         return outputs
+
+    def _end_on_all(self) -> None:
+        forced_exit.SECONDS = 1.0  # so that tests wait for less
+        if self.how == "exit":
+            os._exit(0)
+        if self.how == "atexit":
+            atexit.register(time.sleep, 3600)
+            return
+        threading.Thread(target=time.sleep, args=(3600,), name="uploader").start()
+        if self.how == "thread_and_raise" and self.here:
+            print("last words", end="")  # in a buffer
+            raise RuntimeError("this one is on purpose")

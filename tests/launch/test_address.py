@@ -39,31 +39,31 @@ refused = partial(refusal_of, address.meeting_point)
 
 
 @pytest.mark.parametrize("launcher", FAR)
-def test_what_is_set_wins_and_ranks_of_one_node_meet_at_home(launcher):
+def test_master_addr_wins_and_ranks_of_one_node_meet_on_localhost(launcher):
     assert address.meeting_point(FAR[launcher], SLURM | {"MASTER_ADDR": "n1", "MASTER_PORT": "1234"}) == ("n1", 1234)
     near = replace(FAR[launcher], local_size=4, nodes=1)
     assert host(near, {}) == host(near, SLURM) == "localhost"
 
 
-def test_srun_meets_on_the_first_node_of_its_step_and_mpirun_on_that_of_the_allocation():
+def test_host_of_srun_is_the_steps_first_node_of_mpirun_the_jobs():
     assert host(FAR["srun"], SLURM) == "gpu08"
     helper = {"SLURM_STEP_NODELIST": "gpu09"}  # what the ranks of other nodes inherit
     assert [host(FAR[launcher], SLURM | helper) for launcher in MPI] == ["gpu07"] * 2
 
 
-def test_a_node_list_that_cannot_be_read():
+def test_malformed_node_list_is_refused():
     assert refused(FAR["srun"], SLURM | {"SLURM_STEP_NODELIST": "gpu[9-8]"}) == (
         "SLURM_STEP_NODELIST=gpu[9-8]: the range 9-8 counts down; set MASTER_ADDR to the host of rank 0 for all ranks"
     )
 
 
 @pytest.mark.parametrize("environ", [{}, {"MASTER_ADDR": ""}, {"SLURM_JOB_NODELIST": ""}])
-def test_who_cannot_know_says_what_to_give(environ):
+def test_unknown_host_is_refused_with_what_to_set(environ):
     told = "MASTER_ADDR=(not set): openmpi does not tell …; set it to …, for example mpirun -x MASTER_ADDR=host"
     assert refused(FAR["openmpi"], environ) == Abridged(told)
 
 
-def test_ports_are_ports():
+def test_master_port_must_be_a_port():
     assert [port(FAR["srun"], SLURM | {"MASTER_PORT": value}) for value in ("1", "65535")] == [1, 65535]
     for value in ("0", "65536", "-1", "http", "29500.0", "²"):
         assert refused(FAR["srun"], SLURM | {"MASTER_PORT": value}) == (
@@ -86,14 +86,14 @@ NEIGHBOURS = {
 
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
-def test_launches_side_by_side_have_ports_of_their_own(name):
+def test_concurrent_launches_have_different_ports(name):
     launcher, shared, one, other = NEIGHBOURS[name]
     ports = {port(FAR[launcher], shared | mine) for mine in (one, other)}
     assert len(ports) == 2
     assert all(10000 <= found < 32768 for found in ports)
 
 
-def test_helpers_of_an_mpirun_are_different_steps_of_one_launch_and_without_a_name_it_is_torchs_port():
+def test_mpirun_port_ignores_the_step_and_falls_back_to_torchs():
     assert {port(FAR["mpich"], SLURM | {"SLURM_STEP_ID": step}) for step in ("0", "1")} == {port(FAR["mpich"], SLURM)}
     for launcher in MPI:
         assert (address.launch_id(FAR[launcher], {}), port(FAR[launcher], {})) == ("", 29500)
@@ -106,7 +106,7 @@ def test_helpers_of_an_mpirun_are_different_steps_of_one_launch_and_without_a_na
         ("", 32768), (None, 32768),
     ],
 )  # fmt: skip
-def test_ports_stay_below_those_that_the_kernel_gives_out(ephemeral, kernel, end):
+def test_derived_port_stays_below_the_ephemeral_ones(ephemeral, kernel, end):
     ephemeral.unlink() if kernel is None else ephemeral.write_text(kernel)
     ports = {port(FAR["srun"], SLURM | {"SLURM_JOB_ID": str(job)}) for job in range(2000)}
     assert min(ports) >= 10000

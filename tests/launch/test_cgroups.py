@@ -23,7 +23,7 @@ from ptdbench.launch import cgroups
         (None, {}, math.inf),
     ],
 )  # fmt: skip
-def test_the_least_of_all_quotas_counts(tmp_path, monkeypatch, membership, files, found):
+def test_cpu_quota_is_the_least_of_all_groups(tmp_path, monkeypatch, membership, files, found):
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "MEMBERSHIP", tmp_path / "membership")
     for name, text in files.items():

@@ -38,7 +38,7 @@ def ended(directory: Path, code: str) -> subprocess.CompletedProcess[str]:
         *((f"signal.raise_signal(signal.{name})", name) for name in ("SIGBUS", "SIGFPE", "SIGILL")),
     ],
 )  # fmt: skip
-def test_the_stacks_of_a_crash_are_kept(tmp_path, how, name):
+def test_crash_leaves_its_stacks(tmp_path, how, name):
     done = ended(tmp_path, f"def work():\n    {how}\n\nwith crash.kept(Path(sys.argv[1])):\n    work()")
     assert done.returncode == -getattr(signal, name)
     assert "Fatal" not in done.stderr
@@ -49,7 +49,7 @@ def test_the_stacks_of_a_crash_are_kept(tmp_path, how, name):
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_nothing_is_left_where_nothing_happens_and_stacks_go_where_they_went(tmp_path, before):
+def test_without_a_crash_nothing_is_left_and_faulthandler_is_restored(tmp_path, before):
     code = f"{'faulthandler.enable()' if before else ''}\nwith crash.kept(Path(sys.argv[1])):\n    pass\nhit()"
     done = ended(tmp_path, code)
     assert done.returncode == -signal.SIGSEGV
@@ -57,7 +57,7 @@ def test_nothing_is_left_where_nothing_happens_and_stacks_go_where_they_went(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_exception_is_no_crash_and_reports_of_others_stay(tmp_path):
+def test_exception_is_no_crash_and_keeps_other_reports(tmp_path):
     other = file(tmp_path).with_name("rank-1.json")
     other.parent.mkdir(parents=True)
     other.touch()
@@ -67,7 +67,7 @@ def test_an_exception_is_no_crash_and_reports_of_others_stay(tmp_path):
     assert list(other.parent.iterdir()) == [other]
 
 
-def test_a_worker_that_was_forked_is_not_the_rank(tmp_path):
+def test_crash_of_a_forked_worker_is_not_the_ranks(tmp_path):
     code = (
         "faulthandler.enable()\n"
         "with crash.kept(Path(sys.argv[1])):\n"
@@ -80,7 +80,7 @@ def test_a_worker_that_was_forked_is_not_the_rank(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_no_file_can_be_created_the_work_is_done_all_the_same(tmp_path):
+def test_work_goes_on_without_a_crash_file(tmp_path):
     (tmp_path / "failures").touch()
     done = ended(tmp_path, "with crash.kept(Path(sys.argv[1])):\n    print('done')")
     assert (done.returncode, done.stdout) == (0, "done\n")
@@ -100,7 +100,7 @@ Extension modules: torch._C (total: 1)
 """
 
 
-def test_of_all_threads_the_one_that_was_hit_is_told():
+def test_crashed_thread_is_told_from_the_others():
     calls = [("/home/ada/my models.py", 13, "forward"), ("/ptdbench/run.py", 205, "_work")]
     found = crash.read(OF_THREADS.format(hit="Current thread", more=""))
     assert (found.signal, found.calls) == ("SIGABRT", calls)
@@ -117,7 +117,7 @@ def test_of_all_threads_the_one_that_was_hit_is_told():
     assert "libc.so" in found.stack
 
 
-def test_a_file_is_told_as_far_as_it_goes():
+def test_truncated_crash_file_is_read_as_far_as_it_goes():
     assert crash.read("") is crash.read("some words\n") is None
     half = "Fatal Python error: Segmentation fault\n\nCur"
     assert crash.read(half) == crash.Crash("SIGSEGV", f"{half}\n", [])

@@ -32,51 +32,47 @@ def on(node: str, *ranks: int, gpus: int, reason: str = "") -> list[VisibleGpus]
     return [VisibleGpus(rank, node, len(ranks), gpus, reason=reason) for rank in ranks]
 
 
-def test_ranks_that_find_the_same_kind_are_accepted(monkeypatch):
-    assert not refused(monkeypatch, on("n1", 0, 1, gpus=2) + on("n2", 2, 3, gpus=4))
-    assert not refused(monkeypatch, on("n1", 0, 1, gpus=0) + on("n2", 2, 3, gpus=0))
+HALF = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: unknown")
+SAME = [VisibleGpus(0, "n1", 2, 1, "a"), VisibleGpus(1, "n1", 2, 1, "a")]
 
 
-def test_ranks_that_alone_have_no_gpu_or_one_are_named(monkeypatch):
-    found = on("n1", 0, 1, gpus=2) + on("n2", 2, gpus=0, reason="CUDA driver error: unknown")
-    why = "(CUDA driver error: unknown)"
-    told = f"device=auto: rank 2 on n2 finds no GPU {why}, and ranks 0, 1 on n1 find 2 GPUs: …; see why n2 has …"
-    assert refused(monkeypatch, found) == Abridged(told)
-    assert refused(monkeypatch, found, device="cuda").startswith("device=cuda: rank 2 on n2 finds no GPU")
-    assert not refused(monkeypatch, found, device="cpu")
-    found = on("n1", 0, 1, gpus=0) + on("n2", 2, gpus=1)
-    assert refused(monkeypatch, found).startswith("device=auto: rank 2 on n2 finds 1 GPU, and ranks 0, 1 on n1 find no")
-
-
-def test_a_launcher_may_not_start_more_ranks_than_there_are_gpus(monkeypatch):
-    told = "device=auto: srun started 3 ranks on n2, and each sees 2 GPUs there: …; start at most 2 ranks a node, or …"
-    assert refused(monkeypatch, on("n1", 0, gpus=1) + on("n2", 1, 2, 3, gpus=2)) == Abridged(told)
-
-
-def test_each_rank_may_be_given_a_gpu_of_its_own_but_not_the_same_one(monkeypatch):
-    each = [VisibleGpus(0, "n1", 2, 1, "a"), VisibleGpus(1, "n1", 2, 1, "b")]
-    same = [VisibleGpus(0, "n1", 2, 1, "a"), VisibleGpus(1, "n1", 2, 1, "a")]
-    assert not refused(monkeypatch, each)
-    assert not refused(monkeypatch, same, backend="gloo")
-    told = "device=auto: ranks 0, 1 on n1 see only one GPU, and it is the same one: …; start one rank a GPU, …"
-    assert refused(monkeypatch, same) == Abridged(told)
+@pytest.mark.parametrize(
+    ("seen", "options", "message"),
+    [
+        (on("n1", 0, 1, gpus=2) + on("n2", 2, 3, gpus=4), {}, ""),
+        (on("n1", 0, 1, gpus=0) + on("n2", 2, 3, gpus=0), {}, ""),
+        (HALF, {"device": "cpu"}, ""),
+        (HALF, {}, "device=auto: rank 2 on n2 finds no GPU (CUDA driver error: unknown), and ranks 0, 1 on n1 find 2 "
+                   "GPUs: …; see why n2 has …"),
+        (HALF, {"device": "cuda"}, "device=cuda: rank 2 on n2 finds no GPU …"),
+        (on("n1", 0, 1, gpus=0) + on("n2", 2, gpus=1), {},
+         "device=auto: rank 2 on n2 finds 1 GPU, and ranks 0, 1 on n1 find no…"),
+        (on("n1", 0, gpus=1) + on("n2", 1, 2, 3, gpus=2), {},
+         "device=auto: srun started 3 ranks on n2, and each sees 2 GPUs there: …; start at most 2 ranks a node, or …"),
+        ([SAME[0], VisibleGpus(1, "n1", 2, 1, "b")], {}, ""),  # each rank is given a GPU of its own
+        (SAME, {"backend": "gloo"}, ""),
+        (SAME, {}, "device=auto: ranks 0, 1 on n1 see only one GPU, and it is the same one: …; start one rank a GPU…"),
+    ],
+)  # fmt: skip
+def test_ranks_without_a_gpu_of_their_own_are_named(monkeypatch, seen, options, message):
+    assert refused(monkeypatch, seen, **options) == Abridged(message)
 
 
 class TestLook:
-    def test_a_gpu_that_cannot_be_used_is_none(self, monkeypatch):
+    def test_unusable_gpu_counts_as_none(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         broken = RuntimeError("CUDA error: unknown error. This could be a driver.\nmore")
         monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(side_effect=broken))
         seen = devices._look(WORLD)
         assert (seen.gpus, seen.reason) == (0, "CUDA error: unknown error")
 
-    def test_the_only_gpu_says_which_it_is(self, monkeypatch):
+    def test_only_visible_gpu_has_its_uuid(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="GPU-7"))
         assert devices._look(WORLD).uuid == "GPU-7"
         assert devices._look(replace(WORLD, local_size=1)).uuid == ""
 
-    def test_where_there_is_none_torch_says_why(self):
+    def test_missing_gpu_has_torchs_reason(self):
         seen = devices._look(WORLD)
         assert seen.gpus == 0
         assert seen.reason
@@ -105,13 +101,13 @@ def together(monkeypatch):
     devices._survey.cache_clear()
 
 
-def test_all_ranks_say_the_same(together):
+def test_all_ranks_raise_the_same_refusal(together):
     (message,) = set((said := together(3, {0: 2, 1: 0, 2: 2})).values())
     assert len(said) == 3
     assert message.startswith("device=auto: rank 1 on n1 finds no GPU, and ranks 0, 2 on n0, n2 find 2 GPUs: ")
 
 
-def test_a_rank_that_says_nothing_is_named(together):
+def test_silent_rank_is_named(together):
     assert together(2, {0: 2}) == {
         0: "torchrun=2 ranks: rank 1 sent no list of devices within 1 s; see their own output"
     }

@@ -25,7 +25,7 @@ SUFFIXES = {
 
 
 @pytest.mark.parametrize(("text", "hosts"), (EXAMPLES | SUFFIXES).items())
-def test_examples(text, hosts):
+def test_host_list_is_expanded_as_by_scontrol(text, hosts):
     assert hostlist.expand(text) == hosts.split()
 
 
@@ -36,7 +36,7 @@ def test_examples(text, hosts):
         "n[-2]", "n[1--2]", "n[1-2-3]", "n[a-b]", "n[1x]", "n[1 - 2]", "n[²]",
     ],
 )  # fmt: skip
-def test_what_is_no_list_is_refused(text):
+def test_malformed_host_list_is_refused(text):
     with pytest.raises(ValueError, match=r"brackets of|is not a number or a range|counts down"):
         hostlist.expand(text)
 
@@ -50,6 +50,6 @@ def test_tasks_per_node(text, counts):
 
 
 @pytest.mark.parametrize("text", ["", "x3", "2(x3", "2(3)", "2,,1", "2(x3),", "-1", "two", "2 (x3)"])
-def test_what_is_no_list_of_tasks_is_refused(text):
+def test_malformed_task_list_is_refused(text):
     with pytest.raises(ValueError, match=r"such as 2\(x3\),1"):
         hostlist.tasks_per_node(text)

@@ -9,7 +9,7 @@ from threading import Thread
 from ptdbench.launch import lifetime
 
 
-def test_a_signal_that_another_thread_takes_is_heard() -> None:
+def test_wait_hears_a_signal_that_another_thread_takes() -> None:
     """As of a process that is being started: nothing interrupts the wait of the main thread."""
 
     def signal_itself() -> None:

@@ -43,7 +43,7 @@ def fail_with(environ: dict[str, str], status: int) -> None:
     time.sleep(3600)
 
 
-def test_ranks_know_their_place_and_an_environment_set_after_the_fork_server_started(tmp_path, monkeypatch):
+def test_ranks_get_their_place_and_the_current_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("MARK", "of the server")
     local.start(tell, 1, tmp_path)  # the fork server is up now at the latest
     monkeypatch.setenv("MARK", "set later")
@@ -53,7 +53,7 @@ def test_ranks_know_their_place_and_an_environment_set_after_the_fork_server_sta
 
 
 @pytest.mark.parametrize("before", [signal.SIG_IGN, signal.SIG_DFL])
-def test_under_nohup_a_terminal_that_goes_away_is_not_heard(before):
+def test_ignored_sighup_stays_ignored(before):
     was = signal.signal(signal.SIGHUP, before)
     try:
         with local.stopping():
@@ -64,7 +64,7 @@ def test_under_nohup_a_terminal_that_goes_away_is_not_heard(before):
         signal.signal(signal.SIGHUP, was)
 
 
-def test_a_folder_whose_name_leaves_no_room_for_sockets_is_refused(monkeypatch):
+def test_temporary_folder_too_long_for_sockets_is_refused(monkeypatch):
     address = Path(arbitrary_address("AF_UNIX"))
     room = 107 - len(str(address)) + len(str(address.parents[1]))
     monkeypatch.setattr(tempfile, "tempdir", "/" + (room - 1) * "x")
@@ -74,7 +74,7 @@ def test_a_folder_whose_name_leaves_no_room_for_sockets_is_refused(monkeypatch):
         local.check_sockets()
 
 
-def test_no_folder_for_temporary_files_is_one_problem(monkeypatch, tmp_path):
+def test_missing_temporary_folder_is_refused(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "file")])
@@ -95,7 +95,7 @@ def leave_behind(environ: dict[str, str], folder: Path) -> None:
     until(lambda: (pid := folder / "pid").exists() and pid.read_text())
 
 
-def test_what_a_rank_has_started_and_left_running_is_ended_and_named(tmp_path, monkeypatch, capsys):
+def test_orphan_of_a_rank_is_ended_and_named(tmp_path, monkeypatch, capsys):
     """Only processes show it: an orphan has to find a parent that knows of it."""
     monkeypatch.setattr(local, "ORPHAN_SECONDS", 0.2)
     local.start(leave_behind, 1, tmp_path)
@@ -115,7 +115,7 @@ def leave_compiling(environ: dict[str, str], folder: Path) -> None:
         (folder / f"{one}.pid").write_text(str(one))
 
 
-def test_what_compiles_for_a_rank_is_ended_and_not_named(tmp_path, monkeypatch, capsys):
+def test_compile_worker_is_ended_and_not_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(local, "ORPHAN_SECONDS", 0.2)
     local.start(leave_compiling, 1, tmp_path)
     assert len(list(tmp_path.glob("*.pid"))) == 2
@@ -123,7 +123,7 @@ def test_what_compiles_for_a_rank_is_ended_and_not_named(tmp_path, monkeypatch, 
     assert capsys.readouterr().err == ""
 
 
-def test_an_address_space_that_torch_does_not_fit_into_is_refused(monkeypatch):
+def test_address_space_too_small_for_torch_is_refused(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (3 << 30, resource.RLIM_INFINITY))
     monkeypatch.setattr(local, "_is_torch_for_cuda", lambda: False)
     local.check_address_space()
@@ -134,7 +134,7 @@ def test_an_address_space_that_torch_does_not_fit_into_is_refused(monkeypatch):
     local.check_address_space()
 
 
-def test_the_death_of_a_rank_ends_its_peers_and_says_which_and_how_and_signals_are_handled_as_before():
+def test_death_of_a_rank_ends_its_peers_and_restores_signal_handlers():
     before = [signal.getsignal(getattr(signal, name)) for name in local.STOP_SIGNALS]
     with pytest.raises(local.RankDied, match="rank 1 ended with exit status 7") as caught:
         local.start(fail_with, 2, 7)
@@ -166,7 +166,7 @@ class TestGrace:
         assert len(pids) == 2
         assert not any(psutil.pid_exists(pid) for pid in pids)
 
-    def test_ranks_hear_the_signal_once_and_end_by_themselves(self, tmp_path):
+    def test_signal_is_forwarded_once(self, tmp_path):
         self.ask(tmp_path, "SIGINT", 2, "end", 3600)
         assert [path.read_text() for path in tmp_path.glob("*.heard")] == ["['SIGINT']"] * 2
 
@@ -179,7 +179,7 @@ class TestGrace:
             ("SIGUSR2", 1, "ignore", 0.0),
         ],
     )
-    def test_ranks_that_do_not_end_by_themselves_are_killed(self, tmp_path, monkeypatch, name, times, how, grace):
+    def test_ranks_still_running_are_killed(self, tmp_path, monkeypatch, name, times, how, grace):
         monkeypatch.setattr(local, "END_SECONDS", 5.0 if grace else 0.5)
         self.ask(tmp_path, name, times, how, grace)
 
@@ -194,7 +194,7 @@ def carrying(mark: str) -> list[psutil.Process]:
     return found
 
 
-def test_a_kill_of_train_py_leaves_no_process(tmp_path):
+def test_killed_train_py_leaves_no_process(tmp_path):
     environ = {**os.environ, "PTDBENCH_TEST_MARK": (mark := uuid.uuid4().hex)}
     command = [sys.executable, str(ROOT / "train.py"), "model=toy", "train.steps=1000000", "train.max_minutes=null"]
     with subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True) as process:
@@ -220,7 +220,7 @@ def lose_the_server(environ: dict[str, str], folder: Path, server: int) -> None:
     time.sleep(3600)
 
 
-def test_ranks_go_with_their_fork_server_and_the_next_ones_get_another(tmp_path):
+def test_ranks_end_with_their_fork_server_and_the_next_get_another(tmp_path):
     local.start(tell, 1, tmp_path)
     with pytest.raises(local.LaunchError, match=r"the fork server, .* has ended .*, and the ranks with it"):
         local.start(lose_the_server, 2, tmp_path, server_pid())
@@ -249,7 +249,7 @@ def assert_gone(folder: Path) -> None:
         (EOFError("unexpected EOF"), local._SERVER_ENDED),  # instead of the process id that it was to tell
     ],
 )
-def test_ranks_that_were_started_end_where_another_cannot_be(tmp_path, monkeypatch, error, reason):
+def test_started_ranks_end_where_another_cannot_start(tmp_path, monkeypatch, error, reason):
     start, count = multiprocessing.process.BaseProcess.start, itertools.count()
 
     def refuse(process: multiprocessing.process.BaseProcess) -> None:
@@ -265,7 +265,7 @@ def test_ranks_that_were_started_end_where_another_cannot_be(tmp_path, monkeypat
     assert_gone(tmp_path)
 
 
-def test_a_rank_whose_server_or_starter_has_ended_before_it_could_ask_ends_itself(monkeypatch):
+def test_rank_without_server_or_starter_ends_itself(monkeypatch):
     ended: list[int] = []
     monkeypatch.setattr(local, "die_with_parent", lambda: None)
     monkeypatch.setattr(os, "_exit", ended.append)

@@ -78,7 +78,7 @@ def job() -> str:
 
 
 @pytest.mark.ranks
-def test_tasks_of_srun_meet(environ, job):
+def test_srun_tasks_meet(environ, job):
     stale = {"RANK": "7", "WORLD_SIZE": "9", "LOCAL_RANK": "5"}
     with ThreadPoolExecutor(2) as tasks:
         first, second = tasks.map(lambda rank: told(environ | srun(job, rank) | stale, "env://"), (0, 1))
@@ -86,12 +86,12 @@ def test_tasks_of_srun_meet(environ, job):
 
 
 @pytest.mark.thorough
-def test_ranks_of_two_nodes_meet_on_the_first(slurm):
+def test_srun_ranks_of_two_nodes_meet_on_the_first(slurm):
     check_places(told(slurm, prefix=["srun", "-N2", "-n3", "--ntasks-per-node=2"]), (2, 1), "n1")
 
 
 @pytest.mark.thorough
-def test_ranks_of_mpirun_in_an_allocation_meet_on_its_first_node(slurm, mpirun):
+def test_mpirun_ranks_meet_on_the_allocations_first_node(slurm, mpirun):
     check_places(told(slurm, prefix=["salloc", "-N2", "--ntasks-per-node=2", *mpirun]), (2, 2), "n1")
 
 
@@ -116,30 +116,30 @@ class TestNotMet:
         assert all(error is None or isinstance(error, rendezvous.NotMet) for error in errors), errors
         return [str(error) for error in errors if error]
 
-    def test_a_port_that_is_taken(self, job, taken):
+    def test_taken_port_is_refused(self, job, taken):
         told = f"MASTER_PORT={taken}: rank 0 cannot listen on localhost:{taken}: the port is taken; set …"
         assert self.refused(srun(job, 0) | {"MASTER_PORT": taken}) == [Abridged(told)]
 
-    def test_a_name_that_does_not_resolve(self, job):
+    def test_unresolvable_host_is_refused(self, job):
         told = "MASTER_ADDR=nowhere.invalid: rank 1 cannot resolve this name: …; set MASTER_ADDR to a name or …"
         assert self.refused(srun(job, 1) | {"MASTER_ADDR": "nowhere.invalid"}) == [Abridged(told)]
 
-    def test_somebody_else_at_the_port_who_says_nothing(self, job, taken):
+    def test_silent_server_at_the_port_is_refused(self, job, taken):
         told = f"MASTER_ADDR=localhost: no rank 0 answers at localhost:{taken} within 1 s; set MASTER_ADDR to …"
         assert self.refused(srun(job, 1) | {"MASTER_PORT": taken}) == [Abridged(told)]
 
-    def test_another_launch_at_the_same_port(self, job):
+    def test_ranks_of_two_launches_do_not_meet(self, job):
         here = {"MASTER_PORT": str(free_port())}
         told = Abridged(f"srun=localhost:{here['MASTER_PORT']}: 1 of 2 ranks arrived within 1 s; …")
         assert self.refused(srun(job, 0) | here, srun(f"{job}1", 1) | here) == [told] * 2
 
-    def test_more_ranks_than_a_launch_has(self, job):
+    def test_surplus_rank_is_refused(self, job):
         here = {"MASTER_PORT": (port := str(free_port()))}
         told = f"MASTER_PORT={port}: more than 2 ranks came to localhost:{port}: another launch uses it …"
         assert self.refused(*(srun(job, rank) | here for rank in (0, 1, 1))) == [Abridged(told)]
 
 
-def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_requeue(job, monkeypatch):
+def test_launch_name_is_shared_and_changes_with_a_requeue(job, monkeypatch):
     names = []
     for rank, requeued in ((0, {}), (1, {}), (0, {"SLURM_RESTART_COUNT": "1"})):
         for name, value in (srun(job, rank) | requeued).items():
@@ -150,7 +150,7 @@ def test_a_launch_is_called_by_one_name_in_all_its_ranks_and_by_another_after_a_
     assert names == [f"slurm-{job}.0-0", f"slurm-{job}.0-0", f"slurm-{job}.0-1"]
 
 
-def test_ranks_that_torchrun_starts_again_see_nothing_of_the_earlier_ones(monkeypatch):
+def test_restarted_ranks_see_no_keys_of_the_earlier_start(monkeypatch):
     shared = dist.HashStore()  # as torchrun's, which outlives them
     monkeypatch.setattr(rendezvous.dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 1)]))
     torchrun = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
@@ -160,7 +160,7 @@ def test_ranks_that_torchrun_starts_again_see_nothing_of_the_earlier_ones(monkey
 
 
 @pytest.mark.parametrize("who", [0, 1, 2, None], ids=["rank 0", "rank 1", "rank 2", "what rank 0 looks for"])
-def test_where_a_rank_is_refused_no_rank_waits_for_another_and_rank_0_tells_why(monkeypatch, who):
+def test_refused_rank_ends_all_and_rank_0_says_why(monkeypatch, who):
     shared = dist.HashStore()
     monkeypatch.setattr(rendezvous, "store", lambda: shared)
     refused = ConfigError([Problem("device", "cuda", "is half full")])
@@ -182,7 +182,7 @@ def test_where_a_rank_is_refused_no_rank_waits_for_another_and_rank_0_tells_why(
     ]
 
 
-def test_where_rank_0_fails_no_rank_waits_for_it(monkeypatch):
+def test_failed_rank_0_ends_all(monkeypatch):
     shared = dist.HashStore()
     shared.set_timeout(timedelta(seconds=20))
     monkeypatch.setattr(rendezvous, "store", lambda: shared)
@@ -192,7 +192,7 @@ def test_where_rank_0_fails_no_rank_waits_for_it(monkeypatch):
     assert [type(one.exception()) for one in both] == [OSError, ConfigError]
 
 
-def test_export_changes_nothing_under_torchrun_and_leads_to_the_same_place_elsewhere(job):
+def test_exported_variables_describe_the_same_world(job):
     environ = {"RANK": "1", "MASTER_ADDR": "n1"}
     rendezvous.export(World(0, 2, 0, 1, "torchrun"), environ)
     assert environ == {"RANK": "1", "MASTER_ADDR": "n1"}
@@ -206,12 +206,12 @@ def test_export_changes_nothing_under_torchrun_and_leads_to_the_same_place_elsew
 
 
 @pytest.mark.parametrize(("minutes", "waits"), [(None, 24 * 60), (10, 60), (60, 210)])
-def test_ranks_wait_longer_for_each_other_than_the_watchdog_waits_for_them(minutes, waits):
+def test_timeout_of_collectives_exceeds_the_watchdogs(minutes, waits):
     assert rendezvous.patience_for(minutes).total_seconds() == 60 * waits
 
 
 @pytest.mark.parametrize(("named", "devices"), [("", 1), ("lo", 1), ("lo,lo", 2)])
-def test_gloo_takes_the_interfaces_that_are_named_for_it_and_one_thread(monkeypatch, named, devices):
+def test_gloo_has_one_thread_and_the_named_interfaces(monkeypatch, named, devices):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
     monkeypatch.setattr(rendezvous, "run_store", lambda key: dist.HashStore())
     alone, patience = World(0, 1, 0, 1, "local"), timedelta(seconds=33)
@@ -221,7 +221,7 @@ def test_gloo_takes_the_interfaces_that_are_named_for_it_and_one_thread(monkeypa
 
 
 @pytest.mark.parametrize(("backend", "bound"), [("gloo", None), ("nccl", "cuda:1"), ("cpu:gloo,cuda:nccl", "cuda:1")])
-def test_only_groups_of_nccl_are_bound_to_a_device(monkeypatch, backend, bound):
+def test_only_nccl_groups_are_bound_to_a_device(monkeypatch, backend, bound):
     """Groups of gloo that are bound to a GPU cannot be split, and torch 2.11 tries to."""
     options = {}
     monkeypatch.setattr(rendezvous, "run_store", lambda key: None)
@@ -242,14 +242,14 @@ def in_each(present, size, ask):
         )
 
 
-def test_an_absent_rank_says_what_the_last_one_before_it_says():
+def test_absent_rank_has_the_value_of_the_last_present_one():
     assert (
         in_each([1, 4], 6, lambda collectives, rank: collectives.gather(f"r{rank}"))
         == [["r1", "r1", "r1", "r1", "r4", "r4"]] * 2
     )
 
 
-def test_figures_are_those_of_the_ranks_that_are_there():
+def test_reductions_are_over_present_ranks():
     def ask(collectives, rank):
         numbers = torch.tensor([float(rank), -1.0])
         collectives.barrier()
@@ -258,8 +258,8 @@ def test_figures_are_those_of_the_ranks_that_are_there():
     assert in_each([0, 131, 255], 256, ask) == [[[386.0, -3.0], [255.0, -1.0]]] * 3
 
 
-def test_every_rank_has_been_in_the_store_already():
-    store = rendezvous.Answers(8)
+def test_store_answers_for_absent_ranks():
+    store = rendezvous._Answers(8)
     assert store.add("arrived", 1) == 8
     assert store.get("name of a communicator") == bytes(128)
     assert not store.check(["a rank has failed"])

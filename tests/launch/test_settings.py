@@ -24,7 +24,7 @@ from ptdbench.launch.settings import (
 from tests.conftest import ROOT
 
 
-def test_what_changes_results_or_speed_is_told():
+def test_variables_that_change_results_or_speed_are_recorded():
     theirs = {
         "NCCL_DEBUG": "INFO", "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -35,7 +35,7 @@ def test_what_changes_results_or_speed_is_told():
     assert list(recorded(others | theirs)) == sorted(theirs)
 
 
-def test_nothing_that_is_secret_or_of_somebodys_home_is_told():
+def test_secrets_and_paths_are_not_recorded():
     environ = {
         "AWS_SECRET_ACCESS_KEY": "s", "TORCH_HUB_TOKEN": "s", "NCCL_TOPO_FILE": "/home/a/topo.xml",
         "TORCHINDUCTOR_CACHE_DIR": "~/cache",
@@ -43,7 +43,7 @@ def test_nothing_that_is_secret_or_of_somebodys_home_is_told():
     assert recorded(environ) == {"NCCL_TOPO_FILE": "…/topo.xml", "TORCHINDUCTOR_CACHE_DIR": "…/cache"}
 
 
-def test_segments_grow_where_they_can_and_nobody_has_said_otherwise(monkeypatch):
+def test_expandable_segments_are_the_default_where_supported(monkeypatch):
     def grown(environ: dict[str, str]) -> dict[str, str]:
         enable_expandable_segments(environ)
         return environ
@@ -62,14 +62,14 @@ def test_segments_grow_where_they_can_and_nobody_has_said_otherwise(monkeypatch)
             assert grown({}) == {}
 
 
-def test_the_sanitizer_is_for_ranks_and_not_for_what_starts_them():
+def test_sanitizer_is_hidden_from_what_starts_ranks():
     environ = {"TORCH_CUDA_SANITIZER": "1"}
     defer_sanitizer(environ)
     assert "TORCH_CUDA_SANITIZER" not in environ
     assert list(environ.values()) == ["1"]
 
 
-def test_torchs_cpp_warns_only_where_a_person_asks_for_it():
+def test_torch_cpp_logs_errors_unless_a_level_is_set():
     level = ctypes.c_int.in_dll(
         ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so")), "FLAGS_caffe2_log_level"
     )
@@ -84,7 +84,7 @@ def test_torchs_cpp_warns_only_where_a_person_asks_for_it():
 
 
 @pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch does not tell")
-def test_torch_reads_the_variable_after_it_is_imported():
+def test_allocator_variable_is_read_after_import():
     """Local ranks are forked from a process that has imported torch."""
     program = (
         "import os, torch; os.environ['PYTORCH_ALLOC_CONF'] = 'expandable_segments:True'; "
@@ -121,12 +121,12 @@ OVERLAPPING = [frozenset({0, 1, 2, 3}), frozenset({2, 3, 4, 5})]
         ([frozenset({7})] * 3, "auto", [(1, None)] * 3),
     ],
 )
-def test_each_rank_of_a_node_gets_its_share(of_ranks, wanted, found):
+def test_cores_of_a_node_are_shared(of_ranks, wanted, found):
     assert [share_cores(of_ranks, rank, wanted) for rank in range(len(of_ranks))] == found
 
 
 @pytest.mark.parametrize(("quota", "threads"), [(math.inf, 2), (3.5, 1), (0.5, 1)])
-def test_a_quota_of_time_is_shared_as_cores_are(quota, threads):
+def test_cpu_quota_is_shared(quota, threads):
     assert share_cores([FOUR, FOUR], 1, "auto", quota) == (threads, None)
 
 
@@ -155,7 +155,7 @@ go_on.set()
 
 
 @binds
-def test_a_process_keeps_to_its_threads_and_cores_with_all_that_runs_in_it(environ):
+def test_all_threads_are_bound_and_one_can_be_unbound(environ):
     cores = sorted(own_cores())
     command = [sys.executable, "-c", BINDS, json.dumps(cores[-1:])]
     done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=240, check=True)
@@ -168,7 +168,7 @@ def test_a_process_keeps_to_its_threads_and_cores_with_all_that_runs_in_it(envir
 
 
 @binds
-def test_a_thread_that_ends_while_cores_are_bound_is_passed_over(monkeypatch):
+def test_ended_thread_is_skipped_while_binding(monkeypatch):
     bound, go_on = [], threading.Event()
 
     def bind(thread, cores):

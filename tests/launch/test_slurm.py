@@ -69,16 +69,16 @@ def when(job: str, reached: Callable[[JobState], bool]) -> JobState:
         ("gpu:v100:2,gpu:k80:4", 6), ("lscratch:100,gpu:16", 16), ("gres/gpu:tesla:3", 3), ("gres/gpu=2", 2),
     ],
 )  # fmt: skip
-def test_gpus_are_counted_whatever_their_types(gres, count):
+def test_gpu_count_sums_all_types(gres, count):
     assert commands.gpu_count(gres) == count
 
 
-def test_flags_become_words():
+def test_options_become_words():
     flags = {"ntasks_per_node": 2, "exclusive": True, "requeue": False, "comment": "two words"}
     assert commands.options(flags) == ["--ntasks-per-node=2", "--exclusive", "--comment=two words"]
 
 
-def test_without_slurm_the_missing_command_is_named(tmp_path, monkeypatch):
+def test_missing_command_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not commands.available()
     for command, call in {
@@ -94,7 +94,7 @@ def test_without_slurm_the_missing_command_is_named(tmp_path, monkeypatch):
 class TestOtherClusters:
     """Output of clusters that the test cluster is not, in the format of the real commands."""
 
-    def test_partitions_of_several_kinds_of_nodes(self, fake):
+    def test_partition_sums_its_kinds_of_nodes(self, fake):
         lines = (
             "batch*|2-00:00:00|14|96|(null)",
             "batch*|2-00:00:00|2|128|gpu:a100:4(S:0-1)",
@@ -110,19 +110,19 @@ class TestOtherClusters:
             Partition("empty", False, 0, 60, (), 0),
         ]
 
-    def test_a_command_that_does_not_answer_is_quoted(self, fake, monkeypatch):
+    def test_hanging_command_is_quoted(self, fake, monkeypatch):
         monkeypatch.setattr(commands, "PATIENCE", 2)
         fake("sinfo", "echo 'sinfo: error: Unable to contact slurm controller' >&2; exec sleep 600")
         with pytest.raises(SlurmError, match=r"^sinfo did not answer in 2 s\nUnable to contact slurm controller$"):
             commands.partitions()
 
-    def test_a_command_that_cannot_be_started(self, fake, tmp_path):
+    def test_unstartable_command_is_named(self, fake, tmp_path):
         fake("sinfo", "")
         (tmp_path / "bin" / "sinfo").chmod(0o644)
         with pytest.raises(SlurmError, match=r"^sinfo cannot be started: Permission denied$"):
             commands.partitions()
 
-    def test_a_token_says_who_asks(self, fake, monkeypatch):
+    def test_jwt_reaches_the_command(self, fake, monkeypatch):
         monkeypatch.setenv("SLURM_JWT", "token")
         fake("sbatch", "test \"$SLURM_JWT\" = token || { echo 'Protocol authentication error' >&2; exit 1; }; echo 7")
         assert commands.submit(script()) == "7"
@@ -138,7 +138,7 @@ class TestHistory:
         yield
         commands._keeps_accounts.cache_clear()
 
-    def test_sacct_is_asked_how_those_ended_that_squeue_has_forgotten(self, fake, tmp_path):
+    def test_sacct_has_the_jobs_that_squeue_forgot(self, fake, tmp_path):
         ended = ("7_1|CANCELLED by 1000|1-00:00:01|gpu03|None|mine", "9|TIMEOUT|01:00:10|None assigned|None|a|b")
         fake("sacct", f'echo "$*" >> {tmp_path}/asked; ' + "; ".join(f"echo '{line}'" for line in ended))
         assert list(commands.queue(["7"])) == ["7_0"]
@@ -151,7 +151,7 @@ class TestHistory:
         assert (tmp_path / "asked").read_text().splitlines()[-1].endswith("--jobs=11,7,9")
 
     @pytest.mark.parametrize("asked", ["--jobs=1", "--jobs=9"])
-    def test_what_slurmdbd_cannot_say_now_it_may_say_later(self, fake, tmp_path, asked):
+    def test_failing_slurmdbd_is_asked_again(self, fake, tmp_path, asked):
         down, said = tmp_path / "down", "sacct: error: Problem talking to the database: Connection refused"
         down.touch()
         answers = f"case $* in *{asked}) test -e {down} && {{ echo '{said}' >&2; exit 1; }};; esac"
@@ -161,10 +161,10 @@ class TestHistory:
         down.unlink()
         assert commands.queue(["9"])["9"].state == "TIMEOUT"
 
-    def test_where_there_is_no_sacct_what_has_left_the_queue_is_absent(self):
+    def test_without_sacct_ended_jobs_are_absent(self):
         assert commands.queue(["9"]) == {}
 
-    def test_elements_that_never_began_are_found_by_the_name_of_their_array(self, fake):
+    def test_elements_that_never_began_have_their_arrays_name(self, fake):
         elements = [f"7_[{listed}]|CANCELLED by 0|00:00:00|None assigned|None|mine" for listed in ("1-2", "4,6,...")]
         fake("sacct", "; ".join(f"echo '{line}'" for line in elements))
         found = commands.named(["mine"])["mine"]
@@ -172,14 +172,14 @@ class TestHistory:
             0: "RUNNING", 1: "CANCELLED", 2: "CANCELLED",
         }  # fmt: skip
 
-    def test_what_is_canceled_is_in_the_queue(self, fake, tmp_path):
+    def test_cancel_by_name_needs_no_sacct(self, fake, tmp_path):
         fake("squeue", "echo '7|RUNNING|1:05|n1|None|mine'")
         fake("sacct", "exit 1")
         fake("scancel", f"echo $* > {tmp_path}/canceled")
         assert commands.cancel_named(["mine"]) == ["7"]
         assert (tmp_path / "canceled").read_text() == "--quiet 7\n"
 
-    def test_a_sacct_that_fails_each_time_is_asked_once(self, fake, tmp_path):
+    def test_disabled_sacct_is_asked_once(self, fake, tmp_path):
         fake("sacct", f"echo x >> {tmp_path}/asked; echo 'Slurm accounting storage is disabled' >&2; exit 1")
         for _ in range(3):
             assert commands.queue(["9"]) == {}
@@ -187,7 +187,7 @@ class TestHistory:
 
 
 class TestRealSlurm:
-    def test_what_is_there_whatever_a_shell_says_to_slurm(self, submit, monkeypatch):
+    def test_users_slurm_variables_are_ignored(self, submit, monkeypatch):
         job = submit("true", "--hold")
         said = {"SBATCH_PARTITION": "nope", "SBATCH_ARRAY_INX": "0-5", "SLURM_NNODES": "7"}
         for name, value in (said | {"SINFO_PARTITION": "short", "SQUEUE_PARTITION": "short"}).items():
@@ -212,12 +212,12 @@ class TestRealSlurm:
             ({"mem": "1G", "mem_per_cpu": "1G"}, "--mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive."),
         ],
     )
-    def test_what_slurm_refuses_it_says_in_its_own_words(self, submit, flags, words):
+    def test_refusal_has_slurms_own_words(self, submit, flags, words):
         with pytest.raises(SlurmError) as caught:
             commands.test(script(**flags))
         assert str(caught.value).splitlines()[0] == words
 
-    def test_a_job_is_submitted_and_found_by_its_name(self, submit):
+    def test_submitted_job_is_found_by_name(self, submit):
         alone, array = (f"ptdbench-test-{token_hex(4)}" for _ in range(2))
         job = commands.submit(script(job_name=alone, hold=True, output="/dev/null"))
         elements = commands.submit(script(job_name=array, hold=True, output="/dev/null", array="0-2"))
@@ -232,7 +232,7 @@ class TestRealSlurm:
         for identity in (job, f"{elements}_1"):
             assert when(identity, lambda state: state.is_over).state == "CANCELLED"
 
-    def test_elements_of_an_array_each_have_their_state_and_the_last_is_requeued_alone(self, submit):
+    def test_array_elements_have_states_and_are_requeued_alone(self, submit):
         """Its own id is that of the array, by which SLURM would start all elements once more."""
         command = "test $SLURM_ARRAY_TASK_ID = 2 && exec sleep 600; exit $SLURM_ARRAY_TASK_ID"
         array = submit(command, "--array=0-2", "--requeue")
@@ -247,7 +247,7 @@ class TestRealSlurm:
         assert set(commands.queue([array])) == {f"{array}_{index}" for index in range(3)}
         assert set(commands.queue([f"{array}_1"])) == {f"{array}_1"}
 
-    def test_a_held_job_waits_and_a_canceled_one_is_over_and_others_are_absent(self, submit):
+    def test_held_canceled_and_unknown_jobs_have_their_states(self, submit):
         commands._keeps_accounts.cache_clear()
         job = submit("true", "--hold")
         assert when(job, lambda state: state.reason != "") == JobState(job, "PENDING", 0, "", "JobHeldUser")
@@ -257,7 +257,7 @@ class TestRealSlurm:
         assert when(job, lambda job: job.is_over).state == "CANCELLED"
         commands.cancel([job])  # it stays so
 
-    def test_a_thousand_jobs_are_one_question(self, submit, monkeypatch):
+    def test_thousand_jobs_are_one_query(self, submit, monkeypatch):
         array = submit("true", "--hold", "--array=0-999")
         asked, run = [], commands._run
         monkeypatch.setattr(commands, "_run", lambda *words, **told: asked.append(words) or run(*words, **told))
@@ -266,7 +266,7 @@ class TestRealSlurm:
         assert {job.state for job in found.values()} == {"PENDING"}
 
 
-def test_the_clusters_that_are_asked(fake, monkeypatch):
+def test_clusters_are_the_chosen_or_the_configured(fake, monkeypatch):
     fake(
         "scontrol", "printf 'Configuration data as of now\\nCluster             = x\\nClusterName             = gpu\\n'"
     )
@@ -278,7 +278,7 @@ def test_the_clusters_that_are_asked(fake, monkeypatch):
 
 
 @pytest.mark.parametrize("said", ["7;cluster", "auks: credential of user\\n7", "Welcome\\n\\n7;cluster\\n"])
-def test_what_a_site_says_before_the_id_is_not_the_id(fake, said):
+def test_job_id_is_found_after_a_sites_messages(fake, said):
     fake("sbatch", f"cat > /dev/null; printf '{said}'")
     assert commands.submit(script()) == "7"
     fake("sbatch", "cat > /dev/null; echo no")
@@ -289,11 +289,11 @@ def test_what_a_site_says_before_the_id_is_not_the_id(fake, said):
 class TestJobSteps:
     """Steps of a job, with a shell in the place of srun."""
 
-    def test_the_directory_is_appended_and_the_status_returned(self, tmp_path):
+    def test_step_gets_the_directory_and_returns_its_status(self, tmp_path):
         assert JobSteps(WORLD, 0, ["sh", "-c", 'echo found > "$0/word"; exit 3']).start(tmp_path) == 3
         assert (tmp_path / "word").read_text() == "found\n"
 
-    def test_who_is_told_to_end_ends_the_step(self, tmp_path):
+    def test_stop_signal_ends_the_step(self, tmp_path):
         step = 'echo $$ > "$0/pid"; sleep 0.3; kill -TERM $PPID; exec sleep 3600'  # longer than a test may take
         with local.stopping(), pytest.raises(local.Stopped, match="SIGTERM"):
             JobSteps(WORLD, 0, ["sh", "-c", step]).start(tmp_path)

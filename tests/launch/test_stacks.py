@@ -8,7 +8,7 @@ from ptdbench.launch import stacks
 from ptdbench.parallel import experts
 
 
-def test_torch_code_waits_and_ones_own_is_named_with_its_line():
+def test_torch_code_waits_and_user_code_has_its_line():
     frames = []
 
     def square(value):
@@ -21,7 +21,7 @@ def test_torch_code_waits_and_ones_own_is_named_with_its_line():
     assert (str(own), own.waits) == (f"square (test_stacks.py:{frames[1].f_lineno})", False)
 
 
-def test_the_exchange_of_experts_waits_for_how_many_tokens_others_send():
+def test_exchange_of_experts_counts_as_waiting():
     """By asking the GPU, which no Python of torch's does."""
     code = {"here": sys._getframe}
     exec(compile("def dispatch(): return here()", experts.__file__, "exec"), code)
@@ -29,14 +29,14 @@ def test_the_exchange_of_experts_waits_for_how_many_tokens_others_send():
     assert (str(place), place.waits) == ("dispatch", True)
 
 
-def test_decorators_of_torch_say_nothing():
+def test_torch_decorators_are_skipped():
     frames = []
     torch.no_grad()(lambda: frames.append(sys._getframe(1)))()
     assert frames[0].f_code.co_filename.endswith("_contextlib.py")
-    assert stacks.place(frames[0]).function == "test_decorators_of_torch_say_nothing"
+    assert stacks.place(frames[0]).function == "test_torch_decorators_are_skipped"
 
 
-def test_the_file_has_all_threads_twice(tmp_path):
+def test_stacks_file_has_all_threads_twice(tmp_path):
     path = tmp_path / "failures" / "stacks.txt"
     stacks.write(path)
     text = path.read_text()

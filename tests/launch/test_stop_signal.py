@@ -28,7 +28,7 @@ def collectives(every_seconds: float, steps: int, step_seconds: tuple[float, flo
     return after
 
 
-def test_checks_come_at_doubling_distances_and_after_every_slow_step_on_all_ranks_alike():
+def test_checks_double_their_distance_alike_on_all_ranks():
     expected = {
         (3600.0, 100, (0.0, 0.0)): [1, 3, 7, 15, 31, 63],
         (0.02, 5, (0.03, 0.03)): [1, 2, 3, 4, 5],
@@ -49,7 +49,7 @@ def meanwhile() -> list[Any]:
             return [*told, received(2), stop_signal.received(1000), stop_signal.meanwhile()(1), reduce.call_count]
 
 
-def test_what_takes_long_between_two_steps_hears_a_signal_and_the_steps_know_of_it():
+def test_long_operation_hears_a_signal_and_steps_know_it():
     assert on_ranks(2, meanwhile) == [[None, None, *["SIGTERM"] * 4, 0]] * 2
 
 
@@ -65,7 +65,7 @@ def press(*signals: tuple[str, ...]) -> list[Any]:
     return [*asked, after]
 
 
-def test_all_ranks_hear_the_same_and_once_they_have_they_ignore_what_comes_later():
+def test_ranks_agree_on_one_signal_and_ignore_later_ones():
     heard = {
         (("SIGUSR2", "SIGTERM"), ()): "SIGUSR2",  # the first one counts
         ((), ("SIGHUP",)): "SIGHUP",
@@ -90,5 +90,5 @@ def fail() -> list[str]:
     return told
 
 
-def test_a_rank_that_fails_after_a_signal_was_stopped_by_it_unless_memory_ran_out():
+def test_failure_after_a_signal_is_a_stop_unless_memory_ran_out():
     assert on_ranks(1, fail) == [["stopped by SIGINT", "its compiler has failed", "no more"]]

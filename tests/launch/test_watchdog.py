@@ -1,5 +1,6 @@
 """The watchdog: who is named, who is ended, and who is left in peace."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -7,13 +8,13 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from ptdbench.files import write_json
 from ptdbench.launch import local, rendezvous, watchdog
@@ -73,14 +74,14 @@ PEERS = "peers wait in all_reduce"
          f"ranks 0, 1, 2, 3, 4, 5, 6, 7 and 92 more have not {STUCK} stopped, … (their {PEERS})"),
     ],
 )  # fmt: skip
-def test_the_rank_to_blame(heard, rank, message):
+def test_verdict_names_the_rank_to_blame(heard, rank, message):
     assert verdict(heard, 60.0) == (rank, Abridged(f"{message}; stacks in failures/"))
 
 
 def work(environ: dict[str, str], folder: Path, how: str, culprit: int, server: tuple[str, int] | None) -> None:
     """In a rank: step under a watchdog until ``culprit`` does in step 3 what ``how`` says."""
     world = discover(os.environ)
-    world = replace(world, launcher="srun" if server else "local")
+    world = dataclasses.replace(world, launcher="srun" if server else "local")
     rank = world.rank
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
 
@@ -161,7 +162,7 @@ class TestStuck:
     def _soon(self, monkeypatch):
         monkeypatch.setattr(local, "END_SECONDS", 1.0)  # that a stopped rank is given before it is killed
 
-    def test_a_stopped_rank_is_named_and_killed(self, tmp_path):
+    def test_stopped_rank_is_named_and_killed(self, tmp_path):
         reports = ended(tmp_path, "stop", 0)
         assert list(stacks(tmp_path)) == [1, 2]
         assert all("all_reduce" in text for text in stacks(tmp_path).values())
@@ -171,7 +172,7 @@ class TestStuck:
             assert message == Abridged(f"rank 0 has not finished step 3 for {LIMIT} s: … peers wait in all_reduce)…")
             assert "all_reduce" in text  # a witness's
 
-    def test_a_rank_that_spins_is_named_with_its_stacks(self, tmp_path):
+    def test_spinning_rank_is_named_with_its_stacks(self, tmp_path):
         reports = ended(tmp_path, "spin", 1)
         assert list(stacks(tmp_path)) == [0, 1, 2]
         for blamed, message, text in reports.values():
@@ -193,7 +194,7 @@ class TestStuck:
             ("ahead", 1, f"rank 1 has not finished step 3 for {LIMIT} s: is in without_collectives (test_"),
         ],
     )
-    def test_the_others_are_told_who_holds_them_up(self, tmp_path, how, culprit, begin):
+    def test_peers_report_who_holds_them_up(self, tmp_path, how, culprit, begin):
         reports = ended(tmp_path, how, culprit)
         assert list(reports) == [2] if how == "remain" else reports
         for blamed, message, _ in reports.values():
@@ -201,7 +202,7 @@ class TestStuck:
             assert message.startswith(begin)
 
     @pytest.mark.thorough
-    def test_a_stopped_rank_that_serves_the_store_itself_is_named(self, tmp_path):
+    def test_stopped_rank_0_that_serves_the_store_is_named(self, tmp_path):
         for rank, (blamed, message, _) in ended(tmp_path, "stop", 0, ("localhost", free_port())).items():
             assert blamed == 0
             told = f"rank 0 does not answer: … (rank {rank} has not finished step 3 for {LIMIT} s: … all_reduce)…"
@@ -244,6 +245,6 @@ def suspend(rank: int) -> None:
 
 
 @pytest.mark.ranks
-def test_a_slow_run_ends_in_peace(tmp_path):
+def test_slow_run_is_left_alone(tmp_path):
     local.start(take_time, 2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.done", "1.done"]

@@ -50,7 +50,7 @@ ALL = {
 refused = partial(refusal_of, discover)
 
 
-def test_every_launcher_is_tried_here():
+def test_every_launcher_has_an_example():
     assert list(ALL) == list(LAUNCHERS)
 
 
@@ -86,7 +86,7 @@ def of_task(rank: int, node: int, local_rank: int) -> dict[str, str]:
         (SRUN | ONE_TASK | PTY | OPEN_MPI, ALL["openmpi"][1]),
     ],
 )
-def test_the_place_that_launchers_describe(environ, world):
+def test_world_is_what_the_launcher_describes(environ, world):
     assert discover(environ) == world
 
 
@@ -106,7 +106,7 @@ def test_the_place_that_launchers_describe(environ, world):
         SRUN | ONE_TASK | {"SLURM_STEP_ID": "4294967290"},
     ],
 )
-def test_whom_no_launcher_started_is_no_rank(environ):
+def test_process_without_launcher_is_no_rank(environ):
     assert discover(environ) is None
 
 
@@ -119,20 +119,20 @@ def test_whom_no_launcher_started_is_no_rank(environ):
         if variable not in (*row.proof, row.nodes, row.local_size if row.node else "")
     ],
 )
-def test_every_part_of_what_a_launcher_says_is_needed(launcher, missing):
+def test_missing_variable_is_named(launcher, missing):
     environ = {name: value for name, value in ALL[launcher][0].items() if name != missing}
     told = f"{missing}=(not set): {launcher} must have set it to a whole number; …environment says\n  {launcher}: …"
     assert refused(environ) == Abridged(told)
 
 
 @pytest.mark.parametrize("listed", ["", "2(x3", "2(x3)"])  # the last one knows three nodes, and this is the fourth
-def test_tasks_of_this_node_are_needed(listed):
+def test_malformed_tasks_per_node_are_refused(listed):
     told = f"SLURM_STEP_TASKS_PER_NODE={listed or '(not set)'}: srun must have set it …; this is node 3; …"
     assert refused(SRUN | {"SLURM_STEP_TASKS_PER_NODE": listed}) == Abridged(told)
 
 
 @pytest.mark.parametrize("value", ["", "one", "-1", "1.5", "2(x3)", "²"])
-def test_numbers_are_numbers(value):
+def test_malformed_rank_is_refused(value):
     assert refused(TORCHRUN | {"RANK": value}).startswith(f"RANK={value or '(not set)'}: torchrun must have set it")
 
 
@@ -143,19 +143,19 @@ def test_numbers_are_numbers(value):
         {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"},  # fewer in all than on this node
     ],
 )  # fmt: skip
-def test_contradictions_are_quoted(contradiction):
+def test_contradictory_variables_are_quoted(contradiction):
     message = refused(TORCHRUN | contradiction)
     assert all(f"{name}={value}" in message for name, value in (TORCHRUN | contradiction).items())
 
 
-def test_every_source_is_told():
+def test_refusal_lists_every_launchers_variables():
     lines = refused(OPEN_MPI | SRUN | {"OMPI_COMM_WORLD_SIZE": "2"}).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["openmpi:", "srun:"]
     assert "OMPI_COMM_WORLD_SIZE=2" in lines[1]
     assert "SLURM_STEP_TASKS_PER_NODE=2(x3),1" in lines[2]
 
 
-def test_a_rank_that_no_launcher_claims_is_refused():
+def test_rank_set_by_hand_is_refused():
     names = "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"
     told = f"RANK=1: with WORLD_SIZE=2 MASTER_ADDR=n1 MASTER_PORT=29500 …; unset {names} if …, or start … torchrun"
     assert refused(BY_HAND) == Abridged(told)
@@ -171,13 +171,13 @@ def test_a_rank_that_no_launcher_claims_is_refused():
     ],
     ids=["Cray PALS", "jsrun", "flux run", "mpirun_rsh"],
 )
-def test_a_rank_of_a_launcher_that_is_not_recognized_starts_no_ranks_of_its_own(environ, size):
+def test_rank_of_an_unknown_launcher_is_refused(environ, size):
     told = f"{size}=4: …, and their launcher is not recognized; start them with torchrun, …; if stale, unset {size}"
     assert refused(environ) == Abridged(told)
     assert all(discover(environ | known) == world for known, world in ALL.values())
 
 
-def test_local_ranks_find_their_place_as_under_torchrun():
+def test_local_environment_is_that_of_torchrun():
     first, second = local_environments(2, "127.0.0.1", 1234, {"OMP_NUM_THREADS": "3", "PATH": "/bin", "RANK": "9"})
     assert discover(first) == World(0, 2, 0, 2, "torchrun", nodes=1)
     assert discover(second) == World(1, 2, 1, 2, "torchrun", nodes=1)
@@ -190,7 +190,7 @@ def test_local_ranks_find_their_place_as_under_torchrun():
     assert "OMP_NUM_THREADS" not in alone
 
 
-def test_ranks_may_take_themselves_to_be_on_several_nodes_and_some_be_absent():
+def test_pretended_nodes_and_absent_ranks_are_in_the_environment():
     where = Place(nodes=32, present=[5, 131, 255], environ={"LD_PRELOAD": "a.so", "OTHER": "1"})
     places = list(local_environments(256, "127.0.0.1", 1234, {}, where))
     worlds = [discover(place) for place in places]

@@ -21,7 +21,7 @@ ENVIRONMENT = {"cpu": "AMD EPYC", "driver": "550.54", "torch": "2.15.0"}
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-def test_what_is_kept_is_found_again_in_the_users_cache_folder_and_an_earlier_version_knew_no_load(cache):
+def test_stored_ceiling_is_found_also_of_an_earlier_version(cache):
     assert ceiling.look_up(GPU) is None
     path = ceiling.store_ceiling(GPU, FOUND)
     assert [entry for entry in cache.rglob("*") if entry.is_file()] == [path]
@@ -37,18 +37,18 @@ def test_what_is_kept_is_found_again_in_the_users_cache_folder_and_an_earlier_ve
     "change",
     [{"device": "NVIDIA H100 PCIe"}, {"driver": "550.55"}, {"torch": "2.16.0"}, {"dtype": "fp16"}, {"threads": 1}],
 )
-def test_any_difference_makes_it_another(change):
+def test_ceiling_of_another_key_is_not_found(change):
     ceiling.store_ceiling(GPU, FOUND)
     assert ceiling.look_up(replace(GPU, **change)) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"flops_per_second": null}'])
-def test_a_broken_file_is_no_ceiling(text):
+def test_damaged_file_is_no_ceiling(text):
     ceiling.store_ceiling(GPU, FOUND).write_text(text)
     assert ceiling.look_up(GPU) is None
 
 
-def test_threads_matter_to_a_cpu_and_the_driver_to_a_gpu_and_people_can_read_it(monkeypatch):
+def test_key_has_the_threads_of_a_cpu_and_the_driver_of_a_gpu(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     cpu = ceiling.key_of(ENVIRONMENT, torch.device("cpu"), "fp32")
@@ -68,14 +68,14 @@ QUIET = OtherLoad("n1", 8, 0.0, [], on_gpu=True)
 
 
 class TestCeilings:
-    def test_the_best_shape_by_the_median_of_the_ranks(self):
+    def test_ceiling_is_the_best_shape_by_the_ranks_median(self):
         ranks = [rank(0, {"a": 7e14, "b": 6e14}), rank(1, {"a": 3e14, "b": 5e14}), rank(2, {"a": 4e14, "b": 5.5e14})]
         (found,) = ceiling._ceilings(ranks, [QUIET])
         assert (found.shape, found.flops_per_second, found.ranks) == ("b", 5.5e14, 3)
         assert found.share_of_peak == pytest.approx(550 / 989.4)  # an H200's dense bf16 peak
         assert found.peak_reason is None
 
-    def test_devices_that_differ_have_their_own_and_say_when_they_were_measured_beside_other_load(self):
+    def test_different_devices_have_their_own_ceilings(self):
         ranks = [rank(0, {"a": 7e14}), rank(1, {"a": 3e14}, device="NVIDIA Unheard Of")]
         one, other = ceiling._ceilings(ranks, [replace(QUIET, gpu_ranks=[1])])
         assert (one.flops_per_second, other.flops_per_second) == (7e14, 3e14)
@@ -95,12 +95,12 @@ class TestKept:
         found = ceiling.look_up(Key("NVIDIA H200", "550", "2.15", "bf16", None))
         return found.flops_per_second, found.beside_load
 
-    def test_the_latest_of_those_on_a_quiet_machine(self):
+    def test_latest_on_a_quiet_machine_is_kept(self):
         for rate in (7e14, 6e14):
             assert self.keep(rate, beside_load=False) is None
             assert self.kept() == (rate, False)
 
-    def test_one_beside_other_load_replaces_no_higher_one_and_says_so(self):
+    def test_lower_one_under_load_is_not_kept(self):
         self.keep(7e14, beside_load=False)
         rule = "taken beside other load, and 700 TFLOP/s measured earlier is higher"
         assert self.keep(6e14, beside_load=True) == f"bf16 not kept for later runs: {rule}"
@@ -108,18 +108,18 @@ class TestKept:
         assert self.keep(8e14, beside_load=True) is None
         assert self.kept() == (8e14, True)
 
-    def test_none_of_a_virtual_gpu(self, cache):
+    def test_virtual_gpu_is_not_kept(self, cache):
         said = self.keep(7e14, beside_load=False, device="virtual NVIDIA H200")
         assert (said, cache.exists()) == ("not kept for later runs: virtual GPUs compute nothing", False)
 
-    def test_of_one_that_is_measured_again_the_higher(self):
+    def test_higher_of_two_measurements_is_kept(self):
         self.keep(7e14, beside_load=True)
         said = self.keep(6e14, beside_load=False, only_higher=True)
         assert said == "bf16 not kept for later runs: 700 TFLOP/s measured earlier is higher"
         assert self.kept() == (7e14, True)
 
 
-def test_products_that_no_rank_has_room_for_are_refused_by_all(monkeypatch):
+def test_products_beyond_memory_are_refused(monkeypatch):
     """On a GPU too, of whose memory nothing is known before."""
     asked = []
 

@@ -4,7 +4,7 @@ import torch
 from ptdbench.measure import clock
 
 
-def test_only_what_lies_between_start_and_stop_counts(monkeypatch):
+def test_host_clock_counts_between_start_and_stop(monkeypatch):
     now = iter([100.0, 102.0, 150.0, 150.25, 160.0, 161.0])
     monkeypatch.setattr(clock.time, "perf_counter", lambda: next(now))
     host = clock.for_device(torch.device("cpu"))
@@ -60,7 +60,7 @@ def device(monkeypatch) -> clock.Clock:
     return clock.for_device(torch.device("cuda", 0))
 
 
-def test_a_gpu_is_asked_without_waiting_and_answers_in_seconds(monkeypatch, device):
+def test_device_clock_counts_without_waiting(monkeypatch, device):
     waited = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_a_gpu_is_asked_without_waiting_and_answers_in_seconds(monkeypatch, devi
     assert waited
 
 
-def test_finished_steps_are_counted_anew_when_they_are_forgotten(device):
+def test_forgotten_steps_are_not_counted(device):
     Event.reached = 1e9
     for done in range(3):
         device.start()
@@ -90,7 +90,7 @@ def test_finished_steps_are_counted_anew_when_they_are_forgotten(device):
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_is_timed_by_its_own_stream():
+def test_real_gpu_is_timed_by_its_stream():
     device, x = clock.for_device(torch.device("cuda", 0)), torch.ones(4096, 4096, device="cuda")
     for _ in range(2):
         device.start()

@@ -17,7 +17,7 @@ MIB = 2**20
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
-def test_cpu_peak_outlives_its_memory_until_it_is_reset():
+def test_cpu_peak_lasts_until_reset():
     memory.reset_peak(CPU)
     before = memory.peak_bytes(CPU)
     block = bytearray(b"x") * (300 * MIB)
@@ -36,7 +36,7 @@ def test_cpu_memory_in_use_rises_and_falls():
     assert in_use() < before + 50 * MIB
 
 
-def test_without_proc_memory_in_use_is_the_peak_and_the_peak_that_of_getrusage(monkeypatch):
+def test_memory_without_proc_is_that_of_getrusage(monkeypatch):
     missing = mock.Mock(side_effect=FileNotFoundError("/proc"))
     with monkeypatch.context() as patched:
         patched.setattr("builtins.open", missing)
@@ -51,7 +51,7 @@ def test_without_proc_memory_in_use_is_the_peak_and_the_peak_that_of_getrusage(m
 
 
 @pytest.mark.gpu
-def test_gpu_peak_counts_tensors_until_it_is_reset():
+def test_gpu_peak_lasts_until_reset():
     device = torch.device("cuda", 0)
     torch.cuda.init()  # as a run has; before, torch has no peak to reset
     memory.reset_peak(device)
@@ -71,7 +71,7 @@ class Selfish:
         self.forward = self.__init__
 
 
-def test_what_refers_to_itself_is_freed_and_then_a_gpu_gives_its_caches_back(monkeypatch):
+def test_release_frees_cycles_and_caches(monkeypatch):
     seen = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append(alive()))
     monkeypatch.setattr(torch._C, "_host_emptyCache", lambda: seen.append(alive()), raising=False)
@@ -108,7 +108,7 @@ def control_groups(monkeypatch, tmp_path):
         ({".": (V2, GIB, GIB // 2, 0)}, "0::/../elsewhere\n", GIB, GIB // 2),
     ],
 )
-def test_the_limits_of_control_groups(control_groups, groups, membership, total, available):
+def test_host_memory_has_the_limits_of_control_groups(control_groups, groups, membership, total, available):
     root, said = control_groups
     for path, (names, limit, used, cache) in groups.items():
         folder = root / path
@@ -120,11 +120,11 @@ def test_the_limits_of_control_groups(control_groups, groups, membership, total,
     assert host_memory() == HostMemory(total, available)
 
 
-def test_without_a_limit_of_control_groups_it_is_that_of_the_machine(control_groups):
+def test_host_memory_without_limits_is_the_machines(control_groups):
     assert host_memory().total == psutil.virtual_memory().total
 
 
-def test_the_kernel_counts_what_it_kills_for_memory_by_group_else_on_the_machine(control_groups):
+def test_oom_kills_are_counted_by_group_or_machine(control_groups):
     root, said = control_groups
     (root / "job").mkdir(parents=True)
     (root / "job" / "memory.events").write_text("oom 3\noom_kill 2\n")

@@ -25,7 +25,7 @@ def combined(given, reduction):
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_the_limits_of_a_dtype(name):
+def test_dtype_limits_are_exact(name):
     dtype = DTYPES[name]
     below = torch.tensor([dtype.exact - 1, dtype.exact], dtype=torch.int64).to(dtype.torch)
     assert below.to(torch.int64).tolist() == [dtype.exact - 1, dtype.exact]
@@ -35,7 +35,7 @@ def test_the_limits_of_a_dtype(name):
 
 @ALL
 @pytest.mark.parametrize("ranks", [2, 3, 8, 40])
-def test_the_result_is_exact_in_any_order(dtype, reduction, ranks):
+def test_reduction_is_exact_in_any_order(dtype, reduction, ranks):
     given, expected = contributions(ranks, 600, dtype, reduction)
     for order in (given, given[::-1], given[1::2] + given[::2]):
         result = combined(order, reduction)
@@ -45,7 +45,7 @@ def test_the_result_is_exact_in_any_order(dtype, reduction, ranks):
 
 @ALL
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_a_rank_that_is_missing_or_stands_for_another_shows(dtype, reduction, ranks):
+def test_missing_or_wrong_rank_changes_the_result(dtype, reduction, ranks):
     given, expected = contributions(ranks, 150, dtype, reduction)
     for wrong in range(ranks):
         others = given[:wrong] + given[wrong + 1 :]
@@ -54,14 +54,14 @@ def test_a_rank_that_is_missing_or_stands_for_another_shows(dtype, reduction, ra
 
 
 @pytest.mark.parametrize(("dtype", "reduction"), list(itertools.product(DTYPES, ["sum", "product"])))
-def test_a_rank_that_counts_twice_shows(dtype, reduction):
+def test_rank_counted_twice_changes_the_result(dtype, reduction):
     given, expected = contributions(4, 150, dtype, reduction)
     for twice in given:
         assert not torch.equal(combined([expected, twice], reduction), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sources_differ_at_every_element_and_later_ones_too(dtype):
+def test_sources_differ_at_every_element(dtype):
     shares = [sent(source, 1000, DTYPES[dtype], CPU) for source in range(0, 113, 7)]
     for one, other in itertools.combinations(shares, 2):
         assert (one != other).all()
@@ -71,14 +71,14 @@ def test_sources_differ_at_every_element_and_later_ones_too(dtype):
 
 
 @pytest.mark.parametrize("count", [1, 2, 112, 113, 12_769, 12_770, 50_000])
-def test_a_shifted_element_shows_and_the_count_is_right(count):
+def test_neighboring_elements_differ(count):
     data = sent(5, count, DTYPES["int8"], CPU)
     assert data.shape == (count,)
     assert (data[1:] != data[:-1]).all()
     assert 1 <= data.min() <= data.max() <= 113
 
 
-def test_no_operation_is_called_by_a_deprecated_name():
+def test_operations_raise_no_deprecation():
     place = Place(None, [0], 0, CPU, DTYPES["fp32"], REDUCTIONS["sum"])
     with pretended(1), warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -19,12 +19,12 @@ def _small_caches(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("text", [512, "512", "2x3x5", "20x3x5"])
-def test_shapes_are_read(text):
+def test_shape_is_parsed(text):
     assert Shape.of(text) == Shape(*([512] * 3 if "512" in str(text) else map(int, text.split("x"))))
 
 
 @pytest.mark.parametrize("text", ["", "0", "2x3", "2x0x5", "2x3x5x7", "-1", "1.5", "axb", None])
-def test_what_is_no_shape_is_refused(text):
+def test_malformed_shape_is_refused(text):
     with pytest.raises(ValueError, match="is not a shape"):
         Shape.of(text)
 
@@ -41,7 +41,7 @@ def test_rates_by_hand():
     assert products.rates(12, [1.0, 2.0, 6.0]) == (3, 4.0, 6.0, 12.0)
 
 
-def test_a_wrong_product_is_told(monkeypatch):
+def test_wrong_product_is_an_error(monkeypatch):
     right = torch.mm
 
     def one_entry_off(a, b, out):
@@ -56,7 +56,7 @@ def test_a_wrong_product_is_told(monkeypatch):
         products.product_seconds(Shape(8, 8, 8), "bf16", CPU, seconds=0.0001)
 
 
-def test_what_comes_between_precedes_every_repetition_and_is_not_counted(monkeypatch):
+def test_untimed_work_precedes_every_repetition(monkeypatch):
     order: list[str] = []
 
     class Clock:
@@ -74,7 +74,7 @@ def test_what_comes_between_precedes_every_repetition_and_is_not_counted(monkeyp
     assert order == ["flush", "start", "work", "stop"] * (Effort.warmup + 1 + Effort.min_repetitions)
 
 
-def test_the_flush_is_larger_than_the_largest_cache_and_changes_all_of_it(monkeypatch, tmp_path):
+def test_flush_covers_twice_the_largest_cache(monkeypatch, tmp_path):
     assert products.cache_bytes(CPU) == 2**20
     flush = products.cache_flusher(CPU)
     flush()
@@ -84,7 +84,7 @@ def test_the_flush_is_larger_than_the_largest_cache_and_changes_all_of_it(monkey
     assert products.cache_bytes(CPU) == 32 * 2**20
 
 
-def test_products_are_repeated_and_tf32_is_allowed_for_tf32_alone(monkeypatch):
+def test_tf32_is_allowed_only_for_tf32_products(monkeypatch):
     seen = []
     right = torch.mm
 
@@ -108,7 +108,7 @@ def test_products_are_repeated_and_tf32_is_allowed_for_tf32_alone(monkeypatch):
     assert torch.get_float32_matmul_precision() == before
 
 
-def test_a_copy_within_a_memory_counts_twice():
+def test_copy_within_the_device_counts_twice():
     found = products.copy_seconds(CPU, seconds=0.0001)
     assert list(found) == ["within the device"]
     moved, taken = found["within the device"]

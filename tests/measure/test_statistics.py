@@ -48,7 +48,7 @@ def test_warmup_bounds(values, minimum, expected):
     ("lengths", "expected"),
     [([1], [0]), ([0, 1], [0, 0]), ([100, 1], [3, 1]), ([2, 100, 4], [2, 3, 3]), ([1, 2], [0, 1]), ([3, 4], [3, 3])],
 )
-def test_a_short_start_beside_others_is_all_warmup(lengths, expected):
+def test_short_start_beside_others_is_all_warmup(lengths, expected):
     """It compiles in its first step; where nothing else would be left, half of it counts."""
     assert warmup_ends([[9.0, *[1.0] * length][:length] for length in lengths], 3) == expected
 
@@ -98,7 +98,7 @@ def test_paired_ratio_refuses_what_is_not_paired():
         paired_ratio([1.0, 1.0, 1.0], [1.0, 1.0])
 
 
-def test_a_disturbed_pair_is_one_pair():
+def test_disturbed_pair_is_one_pair():
     a, b = [2.0] * 20 + [900.0], [1.0] * 21
     found = median_of_ratios(a, b)
     assert (found.value, found.low, found.high) == (2.0, 2.0, 2.0)

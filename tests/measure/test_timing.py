@@ -22,13 +22,13 @@ def test_sizes_end_with_the_largest(asked, sizes):
     assert timing.sizes(*asked) == sizes
 
 
-def test_repetitions_fill_the_time_within_bounds_and_what_takes_too_long_is_not_afforded():
+def test_repetitions_fill_the_time_within_bounds():
     effort = Effort(seconds=0.1, min_repetitions=5, max_repetitions=200, max_seconds=1.0)
     assert [effort.repetitions(once) for once in (0.001, 0.01, 0.02, 3.0, 1e-5, 0.0)] == [100, 10, 5, 5, 200, 200]
     assert (effort.affords(0.2), effort.affords(0.21)) == (True, False)
 
 
-def test_a_rank_has_its_share_of_what_the_container_or_job_has_left(monkeypatch):
+def test_required_memory_is_a_share_of_the_free_memory(monkeypatch):
     monkeypatch.setattr(timing, "host_memory", lambda: HostMemory(100, 60))
     monkeypatch.setattr(timing, "gather", lambda told: [told])
     timing.require_memory(CPU, 2, 30, "workload.shapes", "512")
@@ -36,7 +36,7 @@ def test_a_rank_has_its_share_of_what_the_container_or_job_has_left(monkeypatch)
         timing.require_memory(CPU, 2, 31, "workload.shapes", "512")
 
 
-def test_what_torch_keeps_for_reuse_on_a_gpu_is_free(monkeypatch):
+def test_cached_gpu_memory_counts_as_free(monkeypatch):
     """As after a run, whose ceiling is measured again."""
     free = [10]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free[-1], 100))
@@ -52,7 +52,7 @@ def alone(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda values, op, group: None)
 
 
-def test_steps_take_turns_in_warmup_and_each_repetition(alone):
+def test_steps_are_interleaved(alone):
     calls = []
     effort = Effort(seconds=1e-12, min_repetitions=2, max_repetitions=9, warmup=3, max_seconds=1e9)
     a, idle, b = timing.repeat_in_turns([lambda: calls.append("a"), None, lambda: calls.append("b")], CPU, effort)
@@ -61,7 +61,7 @@ def test_steps_take_turns_in_warmup_and_each_repetition(alone):
     assert all(second > 0 for second in (*a, *b))
 
 
-def test_nothing_is_timed_where_it_would_take_too_long(alone):
+def test_unaffordable_step_is_not_timed(alone):
     calls = []
     assert timing.repeat(lambda: calls.append(1), CPU, Effort(warmup=2, max_seconds=1e-12)) == []
     assert len(calls) == 2
@@ -79,5 +79,5 @@ def test_nothing_is_timed_where_it_would_take_too_long(alone):
         ({"max_seconds": -1.0}, "max_seconds=-1.0: must be greater than 0"),
     ],
 )
-def test_numbers_that_cannot_be_right_are_refused(options, message):
+def test_impossible_options_are_refused(options, message):
     assert refusal_of(Collectives, **options) == message

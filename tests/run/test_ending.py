@@ -45,7 +45,7 @@ def world(number: int) -> World:
 
 
 @pytest.mark.parametrize("earlier", [None, RuntimeError("Connection closed by peer")], ids=["alone", "after another"])
-def test_a_rank_closes_a_record_that_is_open_with_the_cause(directory, earlier):
+def test_rank_closes_an_open_record_with_the_cause(directory, earlier):
     store.write_record(directory, OPEN)
     if earlier:
         ending.report(world(1), attempt(directory), earlier)
@@ -53,7 +53,7 @@ def test_a_rank_closes_a_record_that_is_open_with_the_cause(directory, earlier):
     assert store.load_record(directory)["error"]["message"] == "a bad batch"
 
 
-def test_a_peer_that_native_code_ended_is_named_by_those_who_lost_it(directory):
+def test_crashed_peer_is_named_by_the_others(directory):
     store.write_record(directory, OPEN)
     path = crash_file(attempt(directory).failures, 1)
     path.parent.mkdir(parents=True)
@@ -70,13 +70,13 @@ OK = {**OPEN, "status": "ok", "error": None}
 
 @pytest.mark.parametrize("error", [RuntimeError("Connection closed by peer"), ValueError("in an exit handler")])
 @pytest.mark.parametrize("written", [record.failed(OPEN, NODE_LOST), SAVED, OK], ids=["by the queue", "saved", "ok"])
-def test_what_happens_to_a_rank_on_its_way_out_does_not_undo_what_is_settled(directory, written, error):
+def test_late_error_does_not_change_a_closed_record(directory, written, error):
     store.write_record(directory, written)
     ending.report(world(1), attempt(directory), error)
     assert store.load_record(directory) == written
 
 
-def test_nor_does_what_happens_to_the_launcher(directory, monkeypatch):
+def test_late_launcher_error_does_not_change_a_closed_record(directory, monkeypatch):
     def start(*_, **__):
         store.write_record(directory, store.load_record(directory) | {"status": "ok", "error": None})
         raise local.LaunchError("the fork server has ended")
@@ -110,9 +110,7 @@ def test_a_refusal_by_one_rank_of_a_launch_ends_the_run_in_all_of_them_and_is_re
     ("error", "status"),
     [(RuntimeError("no such split"), "failed"), (URLError("unknown host"), "failed"), (Stopped(2), "preempted")],
 )
-def test_whatever_the_data_raise_is_the_end_of_this_run_alone_unless_it_is_asked_to_stop(
-    directory, monkeypatch, capsys, error, status
-):
+def test_data_error_fails_the_run_and_a_signal_stops_all(directory, monkeypatch, capsys, error, status):
     monkeypatch.setattr(training_spec, "prepare_data", Mock(side_effect=error))
     ledger.begin(directory, [])
     (run := directory / "run").mkdir()
@@ -123,7 +121,7 @@ def test_whatever_the_data_raise_is_the_end_of_this_run_alone_unless_it_is_asked
     assert "cannot be written" not in capsys.readouterr().err
 
 
-def test_a_launched_rank_that_fails_before_it_meets_the_others_says_why(directory, monkeypatch):
+def test_failure_before_the_rendezvous_is_recorded(directory, monkeypatch):
     store.write_record(directory, OPEN)
     monkeypatch.setattr(door, "discover", lambda _: world(1))
     monkeypatch.setattr(rendezvous, "launch_name", lambda _: "this")
@@ -138,9 +136,7 @@ def test_a_launched_rank_that_fails_before_it_meets_the_others_says_why(director
 @pytest.mark.parametrize(
     ("saved", "says"), [(True, "it has saved: "), (False, "could not be saved (see remarks)"), (None, "starts over: ")]
 )
-def test_a_run_that_is_asked_to_stop_says_what_it_saved_and_is_requeued_with_that_alone(
-    directory, monkeypatch, saved, says
-):
+def test_stopped_run_says_what_it_saved_and_is_requeued_only_then(directory, monkeypatch, saved, says):
     requeued = []
     monkeypatch.setattr(ending, "_requeue", lambda *_: requeued.append(saved))
     store.write_record(directory, {**OPEN, "directory": "run"})
@@ -150,7 +146,7 @@ def test_a_run_that_is_asked_to_stop_says_what_it_saved_and_is_requeued_with_tha
     assert requeued == [True] * (saved is True)
 
 
-def test_in_a_container_the_script_of_the_job_is_asked_to_requeue_it(directory, monkeypatch):
+def test_container_asks_the_jobs_script_to_requeue(directory, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     ledger.begin(directory, [])
     (run := directory / "run").mkdir()

@@ -22,7 +22,7 @@ def in_real_time(start: Start) -> dict[str, Any]:
     return start("calls", real_time=True)
 
 
-def test_memory_comes_in_pages_and_ends_behind_what_the_context_takes(answers):
+def test_memory_has_pages_and_ends_after_the_context(answers):
     memory = answers["memory"]
     assert memory["start"] == DEVICE.memory - DEVICE.context
     assert memory["page"] == 2 * MIB
@@ -31,22 +31,22 @@ def test_memory_comes_in_pages_and_ends_behind_what_the_context_takes(answers):
     assert memory["free_twice"] == INVALID
 
 
-def test_a_device_has_a_context_once_it_is_used(answers):
+def test_used_device_has_a_context(answers):
     assert answers["contexts"] == [[0, 0], [1, 0], [1, 1]]
 
 
-def test_addresses_do_not_end_before_memory_and_are_not_taken_for_it(answers):
+def test_addresses_outlast_memory(answers):
     """An expandable segment takes 9/8 of a device's memory for each pool and stream: 163 of a GPU of 178 GiB."""
     assert answers["addresses"]["count"] * DEVICE.memory > 160 * 178 * GIB
     assert answers["addresses"]["status"] == NOT_SUPPORTED
 
 
-def test_memory_that_was_freed_reads_as_zeros_where_it_is_handed_out_again(answers):
+def test_reused_memory_reads_as_zeros(answers):
     assert answers["memory"]["same_place"]
     assert answers["memory"]["read_again"] == 0
 
 
-def test_small_copies_are_made_and_large_ones_are_zeros_that_cost_the_host_nothing(answers):
+def test_small_copies_are_exact_and_large_ones_zeros(answers):
     copies = answers["copies"]
     assert copies["small"]
     assert copies["large"]
@@ -67,7 +67,7 @@ def test_clocks_of_streams_follow_work_and_events(answers):
     assert clocks["never"] == BAD_HANDLE
 
 
-def test_all_is_over_at_once_but_in_real_time(answers, in_real_time):
+def test_work_takes_time_only_in_real_time(answers, in_real_time):
     assert answers["clocks"]["while_busy"] == [0, 0]
     assert in_real_time["clocks"]["while_busy"] == [NOT_READY, NOT_READY]
     assert in_real_time["clocks"]["when_over"] == 0
@@ -77,11 +77,11 @@ def test_nvml_sees_the_same_devices(answers):
     assert answers["names"] == {"statuses": [0, 0, 0, 0, INVALID + 1], "count": 2, "name": f"virtual {DEVICE.name}"}
 
 
-def test_a_fork_of_a_process_that_used_cuda_cannot(answers):
+def test_fork_of_a_cuda_process_cannot_use_cuda(answers):
     assert answers["fork"] == NOT_INITIALIZED
 
 
-def test_a_call_that_nothing_answers_fails_and_is_named_once(answers):
+def test_unimplemented_call_fails_and_is_named_once(answers):
     assert answers["unanswered"] == [NOT_SUPPORTED, NOT_SUPPORTED, 15]
     assert [line for line in answers["errors"].splitlines() if "nothing answers" in line] == [
         "virtual GPU: nothing answers cudaGraphLaunch",

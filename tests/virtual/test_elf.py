@@ -25,7 +25,7 @@ def library(tmp_path):
     return tmp_path / "a.so"
 
 
-def test_symbols_that_a_library_gives_and_wants(library):
+def test_symbols_are_defined_or_undefined(library):
     assert "wanted" in elf.undefined(library)
     assert "given" in elf.defined(library)
     assert not {"given", "hidden"} & elf.undefined(library)
@@ -36,13 +36,13 @@ def test_only_whole_strings_are_names(library):
     assert elf.texts(library, r"cu[A-Z]\w+") == {"cuLookedUp"}
 
 
-def test_what_is_no_library_is_an_error(tmp_path):
+def test_other_file_is_an_error(tmp_path):
     (tmp_path / "text").write_text("hello")
     with pytest.raises(subprocess.CalledProcessError):
         elf.defined(tmp_path / "text")
 
 
-def test_without_binutils_one_line_says_so(library, monkeypatch):
+def test_missing_binutils_are_named(library, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ConfigError, match=r"^PATH=: has no nm, and a virtual GPU needs binutils; install them$"):
         elf.defined(library)

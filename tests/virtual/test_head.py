@@ -12,7 +12,7 @@ WORKSPACE = 32 << 20
 @pytest.mark.thorough  # runs on virtual GPUs launch the kernel too
 @pytest.mark.parametrize("of", ["whole", "share"])
 @pytest.mark.parametrize("how", ["", " compiled"])
-def test_logits_become_gradients_where_they_are_and_are_added_up_as_they_are_multiplied(start: Start, of, how):
+def test_head_has_one_chunk_of_logits_and_its_kernels(start: Start, of, how):
     found = start("head")[f"{of}{how}"]
     kernels = found["kernels"]
     ours = {name: number for name, number in kernels.items() if name.startswith("_softmax_")}

@@ -37,10 +37,10 @@ def answers(start: Start) -> dict[str, Any]:
         ("split", [0, 3]),  # in the order of keys
     ],
 )
-def test_each_rank_gets_what_is_its(answers, asked, expected):
+def test_collectives_give_each_rank_its_result(answers, asked, expected):
     assert answers[asked] == expected
 
 
-def test_calls_that_do_not_match_fail_and_say_what_each_rank_called(answers):
+def test_mismatched_calls_are_named(answers):
     assert answers["mismatch"] == INVALID_USAGE
     assert re.search(r"do not match: rank 1 of 2 calls AllReduce .*rank 0 calls ReduceScatter", answers["errors"])

@@ -6,7 +6,7 @@ from tests.virtual.conftest import Start
 
 
 @pytest.mark.thorough
-def test_a_compiled_bias_is_summed_in_the_kernel_that_computes_its_gradient(start: Start):
+def test_compiled_bias_is_summed_in_the_gradients_kernel(start: Start):
     backward = [name for name in start("mlp")["kernels"] if name.startswith("triton_") and "gelu_backward" in name]
     assert len(backward) == 1, backward
     assert "_sum" in backward[0]

@@ -51,28 +51,28 @@ PRODUCTS = [f"virtual_gemm_{dtype} m4 n2 k3 b{batch}" for dtype in ("f32", "f64"
         ("grouped", {"saving": 1, "patience": [10, 90, 90], "buffers": 2}),
     ],
 )  # fmt: skip
-def test_torch_finds_what_it_would_on_the_device(answers, asked, expected):
+def test_torch_sees_the_devices_properties(answers, asked, expected):
     assert answers[asked] == expected
 
 
-def test_the_end_of_memory_is_torchs_own_error(answers):
+def test_out_of_memory_is_torchs_own_error(answers):
     assert "Tried to allocate 30.00 GiB. GPU 0 has a total capacity of 20.00 GiB" in answers["out_of_memory"]
 
 
-def test_a_step_leaves_parameters_gradients_and_state(answers):
+def test_step_leaves_weights_gradients_and_state(answers):
     weights = 512 * 1024 * 4
     counters = 512  # AdamW's count of steps, in the smallest block
     assert answers["steps"]["bytes"] == 4 * weights + counters
     assert answers["steps"]["losses"] == [True, True]
 
 
-def test_nothing_is_decided_by_what_no_kernel_computed(answers):
+def test_uncomputed_values_decide_nothing(answers):
     garbage = answers["garbage"]
     assert (garbage["nonzero"], garbage["masked"], garbage["shown"]) == (0, 0, True)
     assert garbage["grown"] < GIB, "of a tensor of 8 GiB"
 
 
-def test_the_profiler_sees_kernels_and_what_launched_them(answers):
+def test_profiler_sees_kernels_and_their_operations(answers):
     kernels = answers["profiled"]["kernels"]
     assert any("gemm" in name and "m32 n64 k128" in name for name in kernels), "cuBLAS counts columns first"
     assert any("reduce_kernel" in name for name in kernels)
@@ -80,20 +80,20 @@ def test_the_profiler_sees_kernels_and_what_launched_them(answers):
     assert answers["profiled"]["operations"] == ["aten::mm"]
 
 
-def test_weights_are_copied_for_a_checkpoint_beside_the_next_step(answers):
+def test_checkpoint_copies_overlap_the_next_step(answers):
     (product, of_steps), *copies = answers["staged"]
     assert [product.startswith("Memcpy"), *(name for name, _ in copies)] == [False, "Memcpy", "Memcpy"]
     assert [stream == of_steps for _, stream in copies] == [True, False]
 
 
-def test_offloaded_activations_are_copied_beside_the_layers(answers):
+def test_offloading_copies_overlap_the_layers(answers):
     """On one stream a step would take as long as both."""
     times = answers["offloaded"]
     assert times["copies"] > 0.3 * times["kept"]
     assert times["offloaded"] < times["kept"] + 0.5 * times["copies"]
 
 
-def test_an_operation_that_nothing_answers_is_an_error_that_names_the_call(answers):
+def test_unimplemented_operation_names_the_call(answers):
     assert "cusolver" in answers["unanswered"]
     said = [line for line in answers["errors"].splitlines() if "nothing answers" in line]
     assert said

@@ -42,7 +42,7 @@ def swept(start: Start, environ: dict[str, str], shared: Path, tmp_path_factory)
     return folder
 
 
-def test_every_layout_comes_to_its_end_on_a_gpu_that_has_its_format(swept):
+def test_every_layout_runs_where_the_gpu_has_its_format(swept):
     """Only on a GPU materializing a model moved offloaded shards back, and products in fp32 had no divided weights."""
     done = set()
     for record in records(swept):
@@ -58,7 +58,7 @@ def test_every_layout_comes_to_its_end_on_a_gpu_that_has_its_format(swept):
     assert done == {("ddp", "none"), ("tp", "none"), ("fsdp", "none"), ("fsdp", "optimizer_and_weights")}
 
 
-def test_a_virtual_run_has_memory_kernels_and_messages_and_no_times(swept):
+def test_virtual_run_has_memory_and_messages_but_no_times(swept):
     for record in records(swept):
         if record["status"] != "ok":
             continue
@@ -80,7 +80,7 @@ def test_a_virtual_run_has_memory_kernels_and_messages_and_no_times(swept):
                 assert sent["bytes"] == pytest.approx(sent["formula_bytes"], rel=1e-3)
 
 
-def test_what_was_sent_is_let_go_between_steps(swept):
+def test_sent_buckets_are_freed_between_steps(swept):
     """DDP makes new buckets in its second step; NCCL's watchdog held the old ones, as it looks ten times a second."""
     whole, sharded = (
         next(run["memory"]["ranks"] for run in records(swept) if run["parallel"] == name and run["memory"])
@@ -89,7 +89,7 @@ def test_what_was_sent_is_let_go_between_steps(swept):
     assert max(whole["other"]) - max(sharded["other"]) < min(whole["gradients"])  # both have cuBLAS's workspaces
 
 
-def test_a_table_says_that_they_are_virtual_and_ranks_none(swept):
+def test_table_does_not_rank_virtual_runs(swept):
     runs = records(swept)
     shown = table.render([*map(typed, runs)], 160)
     rows = [line for line in shown.splitlines() if "virtual ok" in line]
@@ -113,7 +113,7 @@ def test_a_table_says_that_they_are_virtual_and_ranks_none(swept):
         ),
     ],
 )  # fmt: skip
-def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path, words):
+def test_present_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_path, words):
     """Two of four ranks of a pipeline of two: bytes and calls as with the other two."""
     setting = ("parallel.pipeline=2", "cluster.ranks_per_node=4", "virtual=h100")
     done = train(environ, tmp_path, "-m", *words, *setting, "virtual.ranks=null,[0,3]")
@@ -131,7 +131,7 @@ def test_ranks_alone_take_what_they_take_among_all(start: Start, environ, tmp_pa
 
 
 @pytest.mark.thorough
-def test_weights_gathered_in_fp8_are_half_as_large(start: Start, environ, tmp_path):
+def test_fp8_gathers_half_the_bytes(start: Start, environ, tmp_path):
     """And ranks send the scales of a step in one message."""
     words = ("model.width=512", "parallel=fsdp", "precision=bf16,fp8_tensorwise", "virtual=h100")
     done = train(environ, tmp_path, "-m", *SMALL, *words, "cluster.ranks_per_node=2")
@@ -151,7 +151,7 @@ def links_of_this_torch() -> str:
     return "edges" if version >= "2.15" else "directions" if version >= "2.14" else "one"
 
 
-def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ, tmp_path):
+def test_pipeline_has_phases_and_messages_by_formula(start: Start, environ, tmp_path):
     """1f1b sends and receives together, as tied weights are: NCCL's kernel says of neither what it was."""
     words = ("parallel=pdp", "model.layers=4", "virtual=h100", "virtual.real_time=true", "profile.trace=true")
     done = train(environ, tmp_path, *SMALL, *words, "parallel.pipeline=2", "cluster.ranks_per_node=4")
@@ -170,7 +170,7 @@ def test_a_pipeline_has_phases_and_messages_as_by_formula(start: Start, environ,
 
 @needs_setters
 @pytest.mark.thorough
-def test_messages_of_fsdp_may_have_a_communicator_and_memory_of_their_own(start: Start, environ, tmp_path):
+def test_fsdp_messages_may_have_their_own_communicator_and_memory(start: Start, environ, tmp_path):
     words = ("parallel=fsdp", "parallel.separate_reduce_scatter=false,true", "parallel.message_buffers=caching,nccl")
     done = train(environ, tmp_path, "-m", *SMALL, *words, "parallel.reduce_scatter_buffers=2", "virtual=h100")
     assert done.returncode == 0, done.stderr
@@ -198,7 +198,7 @@ class Watched(Train):
 
 
 @pytest.mark.thorough
-def test_no_rank_takes_memory_for_a_context_on_the_gpu_of_another(start: Start, environ, tmp_path):
+def test_ranks_have_a_context_only_on_their_gpu(start: Start, environ, tmp_path):
     (tmp_path / "mine.py").write_text(OWN_GPU)
     (tmp_path / "conf/workload").mkdir(parents=True)
     (tmp_path / "conf/workload/watched.yaml").write_text("name: watched\nlabel: watched\n_target_: mine.Watched\n")
@@ -209,7 +209,7 @@ def test_no_rank_takes_memory_for_a_context_on_the_gpu_of_another(start: Start, 
 
 
 @pytest.mark.thorough
-def test_torchs_sanitizer_finds_no_races(start: Start, environ, tmp_path):
+def test_sanitizer_finds_no_races(start: Start, environ, tmp_path):
     """With its variable torch uses CUDA on import: neither what starts ranks nor their server may have it."""
     words = ("-m", *SMALL, "parallel=ddp,fsdp", "virtual=h100", "train.clip_norm=1")
     done = train({**environ, "TORCH_CUDA_SANITIZER": "1"}, tmp_path, *words)
@@ -219,7 +219,7 @@ def test_torchs_sanitizer_finds_no_races(start: Start, environ, tmp_path):
 
 
 @pytest.mark.thorough
-def test_powersgd_takes_no_workspaces_of_further_streams(start: Start, environ, tmp_path):
+def test_powersgd_takes_no_further_workspaces(start: Start, environ, tmp_path):
     """torch's hook multiplied on 32 streams in turns, each of which had one of 32 MiB, for good."""
     words = ("parallel=ddp", "parallel.gradients=auto,powersgd", "train.steps=8", "virtual=h100")
     done = train(environ, tmp_path, "-m", *SMALL, *words, "profile.steps=0")
@@ -229,7 +229,7 @@ def test_powersgd_takes_no_workspaces_of_further_streams(start: Start, environ, 
 
 
 @pytest.mark.thorough
-def test_batch_norms_over_ranks_ask_the_gpu_nothing(start: Start, environ, tmp_path):
+def test_synchronized_batch_norm_runs_on_virtual_gpus(start: Start, environ, tmp_path):
     """torch's own looks for ranks without samples by a mask, which a virtual GPU cannot answer."""
     words = ("model=resnet18", "model.image_size=32", "parallel=ddp", "parallel.sync_batchnorm=true", "virtual=h100")
     done = train(environ, tmp_path, *words, "train.global_batch=4", "train.steps=2", "train.warmup_steps=0")
@@ -237,7 +237,7 @@ def test_batch_norms_over_ranks_ask_the_gpu_nothing(start: Start, environ, tmp_p
     assert "virtual ok" in done.stdout
 
 
-def test_without_a_compiler_one_line_says_so(start: Start, environ, tmp_path):
+def test_missing_compiler_is_named(start: Start, environ, tmp_path):
     (tmp_path / "bin").mkdir()
     alone = {**environ, "PATH": str(tmp_path / "bin"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     done = train(alone, tmp_path, *SMALL, "virtual=h100")

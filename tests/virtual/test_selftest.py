@@ -11,21 +11,21 @@ from tests.programs import call
 from tests.virtual.conftest import DEVICE, Start
 
 
-def test_kernels_that_are_not_computed_are_found_to_be_wrong(start: Start, environ):
+def test_disabled_kernels_fail_the_selftest(start: Start, environ):
     """With all of them switched off, as a new version of torch may do by other names or layouts."""
     environ = {**environ, **library.environment(DEVICE, 1), "PTDBENCH_VIRTUAL_COMPUTED": ""}
     done = call(sys.executable, "-m", "ptdbench.virtual.selftest", *CHECKS, cwd=ROOT, environ=environ)
     assert json.loads(done.stdout) == [], done.stderr
 
 
-def test_a_kind_that_ends_the_process_costs_only_itself(monkeypatch):
+def test_crashing_kind_costs_only_itself(monkeypatch):
     """Each is tried by itself then."""
     monkeypatch.setattr(library.selftest, "CHECKS", dict.fromkeys(("one", "two", "three")))
-    monkeypatch.setattr(library, "_try", lambda kinds, variables: (None, "crash") if "two" in kinds else (kinds, ""))
-    assert library._right({}) == ["one", "three"]
+    monkeypatch.setattr(library, "_test", lambda kinds, variables: (None, "crash") if "two" in kinds else (kinds, ""))
+    assert library._tested_kinds({}) == ["one", "three"]
 
 
-def test_where_torch_does_not_start_at_all_its_last_words_are_told(monkeypatch):
-    monkeypatch.setattr(library, "_try", lambda kinds, variables: (None, "ImportError: no"))
+def test_torch_that_does_not_start_is_quoted(monkeypatch):
+    monkeypatch.setattr(library, "_test", lambda kinds, variables: (None, "ImportError: no"))
     with pytest.raises(ConfigError, match="torch does not start on the virtual GPU: ImportError: no"):
-        library._right({})
+        library._tested_kinds({})
