@@ -56,10 +56,10 @@ def store_ceiling(of: Key, measured: Measured) -> Path:
     return cache.keep(_KIND, asdict(of), asdict(measured))
 
 
-def look_up(of: Key) -> Measured | None:
+def look_up(key: Key) -> Measured | None:
     """Return the ceiling measured on exactly this device; ``None`` if there is none, or the file is damaged."""
     with suppress(ValidationError):
-        return convert(cache.look_up(_KIND, asdict(of)), Measured)
+        return convert(cache.look_up(_KIND, asdict(key)), Measured)
     return None
 
 
@@ -134,15 +134,15 @@ def known_ceiling(
         ``(ceiling, None)``, or ``(None, reason)`` if exactly this device has not been measured; the reason suggests a
         command, with the option ``cpus_per_rank``.
     """
-    of = key_of(environment(device.type), device, dtype)
-    if (earlier := look_up(of)) is not None:
-        return earlier, None
+    key = key_of(environment(device.type), device, dtype)
+    if ceiling := look_up(key):
+        return ceiling, None
     words = [f"{command()} workload=matmul"]
     if device.type == "cpu":  # the threads of a rank depend on the number of ranks on the node
         words.append(f"cluster.ranks_per_node={world.local_size}")
         words += [] if cpus_per_rank == "auto" else [f"cluster.cpus_per_rank={cpus_per_rank}"]
     words += [] if dtype in AUTO_DTYPES[device.type] else [f"workload.dtypes=[{dtype}]"]
-    return None, f"no ceiling on record for {of}; try {' '.join(words)}"
+    return None, f"no ceiling on record for {key}; try {' '.join(words)}"
 
 
 def _product(device: torch.device, shape: Shape, dtype: str, seconds: float, alive: Callable[[], object]) -> Product:

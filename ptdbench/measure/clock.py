@@ -3,52 +3,35 @@
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import torch
 
 
-class Clock(Protocol):
-    """Times steps."""
-
-    def start(self) -> None:
-        """Begin a step."""
-
-    def stop(self) -> None:
-        """End the step (on a GPU: all its work has been queued)."""
-
-    def finished(self) -> int:
-        """Count the steps since :meth:`forget` that the device has finished; never blocks, and is thread-safe."""
-        ...
-
-    def seconds(self) -> list[float]:
-        """Return the seconds of every step since :meth:`forget`; waits for the device."""
-        ...
-
-    def forget(self) -> None:
-        """Forget the steps so far; the next one is step 0."""
-
-
-class _HostClock(Clock):
-    """Wall-clock time of the host, for devices that work synchronously."""
+class Clock:
+    """Times steps by the wall clock of the host, for devices that work synchronously."""
 
     def __init__(self) -> None:
         self._seconds: list[float] = []
         self._started = 0.0
 
     def start(self) -> None:
+        """Begin a step."""
         self._started = time.perf_counter()
 
     def stop(self) -> None:
+        """End the step (on a GPU: all its work has been queued)."""
         self._seconds.append(time.perf_counter() - self._started)
 
     def finished(self) -> int:
+        """Count the steps since :meth:`forget` that the device has finished; never blocks, and is thread-safe."""
         return len(self._seconds)
 
     def seconds(self) -> list[float]:
+        """Return the seconds of every step since :meth:`forget`; waits for the device."""
         return list(self._seconds)
 
     def forget(self) -> None:
+        """Forget the steps so far; the next one is step 0."""
         self._seconds.clear()
 
 
@@ -108,7 +91,7 @@ class _DeviceClock(Clock):
 
 def for_device(device: torch.device) -> Clock:
     """Return the clock that suits the device."""
-    return _DeviceClock() if device.type == "cuda" else _HostClock()
+    return _DeviceClock() if device.type == "cuda" else Clock()
 
 
 class Stopwatch:

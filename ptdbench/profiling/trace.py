@@ -119,14 +119,13 @@ def _of_host(
     top = list(_outermost([event for event in events if event.kind == "cpu_op"]))
     waits = [event.interval for event in events if event.name in (WAITING, _AWAIT) or event.name.startswith("c10d::")]
     waits = union([*waits, *intersect(list(_silent_waits(top, calls)), parts[GRADIENTS])])
-    backward = intersect(_backward(top), parts[GRADIENTS])
-    phases = {
-        "data": parts[DATA],
-        "forward": subtract(parts[GRADIENTS], backward),
-        "backward": backward,
-        "optimizer": parts[UPDATE],
-    }
-    return _trace(steps, phases, waits, calls)
+    return _trace(steps, _by_phase(parts, intersect(_backward(top), parts[GRADIENTS])), waits, calls)
+
+
+def _by_phase(parts: Mapping[str, Sequence[Interval]], backward: list[Interval]) -> dict[str, list[Interval]]:
+    """Return when the host was in each phase."""
+    forward = subtract(union(parts[GRADIENTS]), backward)
+    return {"data": union(parts[DATA]), "forward": forward, "backward": backward, "optimizer": union(parts[UPDATE])}
 
 
 def _trace(
@@ -187,12 +186,7 @@ def _of_device(
     backward = union(
         event.interval for event in events if event.kind in _ON_HOST and event.name.startswith((*BACKWARD, _ROOT_ENDS))
     )
-    by_phase = {
-        "data": union(parts[DATA]),
-        "backward": backward,
-        "forward": subtract(union(parts[GRADIENTS]), backward),
-        "optimizer": union(parts[UPDATE]),
-    }
+    by_phase = _by_phase(parts, backward)
     launches, inside = launches_of(events), union(steps)
     computed = [event for event in on_device if not is_of_nccl(event)]
     calls = calls_of_nccl(events, (event for event in on_device if is_of_nccl(event)))
