@@ -114,7 +114,6 @@ class Cifar10(ImageArrays):
         return Labeled(np.ascontiguousarray(found.data), np.array(found.targets, np.int64))
 
     def _files(self) -> list[tuple[str, str]]:
-        """Return name and MD5 of each file to read."""
         reader = self.reader()
         return [*reader.train_list, *reader.test_list, (reader.meta["filename"], reader.meta["md5"])]
 

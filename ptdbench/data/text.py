@@ -127,7 +127,6 @@ class Text(Sequences):
 
     @cached_property
     def _parts(self) -> tuple[Part, Part]:
-        """The training documents and the held-out documents."""
         return corpus.split(self._files, self._share) if self._share else (Part(self._files), Part([]))
 
     def _stored(self, held_out: bool) -> Stored:

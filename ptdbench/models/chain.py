@@ -102,7 +102,6 @@ class _Reached(Exception):
 
 
 def _stop(_: str, arguments: _Arguments) -> NoReturn:
-    """Stop the pass at this block."""
     raise _Reached(arguments[0])
 
 
@@ -190,7 +189,6 @@ class Chain:
         return found | {"(after the blocks)": Piece(full(self._after), partial(self._end, self._back), self._back)}
 
     def _begin(self, inputs: Tensor) -> Tensor:
-        """Compute the first block's input."""
         try:
             self._run(self._front, inputs, _stop)
         except _Reached as reached:
@@ -228,7 +226,6 @@ class Chain:
         return found
 
     def _run(self, shell: nn.Module, inputs: Tensor, act: _Act) -> Any:
-        """Run a shell whose slots perform ``act``."""
         self._place(inputs.device)
         self._act = act
         for copied, original in self._copied:
@@ -241,11 +238,9 @@ class Chain:
                 state.restore()
 
     def _hidden(self, returned: Any) -> Tensor:
-        """Extract the hidden state from what a block returned."""
         return returned[0] if self._in_tuple else returned
 
     def _returned(self, hidden: Tensor) -> Any:
-        """Wrap a hidden state as a block would return it."""
         return (hidden,) if self._in_tuple else hidden
 
     def _place(self, device: torch.device) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptdbench.problems import Problem, require, try_these
+from ptdbench.problems import Problem, require
 
 #: The method of load balancing, see :class:`Routing`.
 Balance = Literal["none", "loss", "micro_batch_loss", "bias", "forced"]
@@ -38,14 +37,6 @@ class Routing:
     coefficient: float = 0.01
     bias_rate: float = 0.001  #: Change of a bias per step.
     normalize: bool = True  #: Whether the weights of the chosen experts are scaled to a sum of 1.
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any]) -> Routing:
-        """Create a routing from the options of a configuration."""
-        names = [one.name for one in fields(cls)]
-        rule, remedy = "there is no such option", try_these(names)
-        require(*(Problem(f"router.{name}", options[name], rule, remedy) for name in options if name not in names))
-        return cls(**options)
 
     def __post_init__(self) -> None:
         rule = f"must be {', '.join(get_args(Balance))}"

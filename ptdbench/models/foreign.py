@@ -198,7 +198,6 @@ class Adapted(nn.Module):
             raise chain.NoChain(f"{first}, and {reason}") from None
 
     def _call(self, module: nn.Module, inputs: Tensor) -> Any:
-        """Call ``module``, which is the wrapped one or has the same signature."""
         if self._input_name:
             return module(**{self._input_name: inputs}, **self._options)
         return module(inputs, **self._options)

@@ -78,7 +78,7 @@ class MoE(Decoder):
         rope_theta: float = 10000.0,
         norm_epsilon: float = 1e-5,
     ) -> None:
-        routing = Routing.of(router or {})
+        routing = Routing(**(router or {}))
         counted = {"layers": layers, "experts": experts, "active": active, "expert_hidden": expert_hidden}
         require(
             *at_least(1, **counted, sequence_length=sequence_length),
@@ -124,7 +124,6 @@ class MoE(Decoder):
         self.active = active
 
     def _unmet(self, module: nn.Module) -> int:
-        """Return the number of parameters in experts that a token does not use."""
         routed = sum(p.numel() for part in module.modules() if isinstance(part, Experts) for p in part.parameters())
         return routed // self.experts * (self.experts - self.active)
 

@@ -52,7 +52,6 @@ class _Tracer(fx.Tracer):
         self._blocks = blocks
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        """Whether a module is a single call in the graph."""
         own = chain(m.parameters(recurse=False), m.buffers(recurse=False))
         return m in self._blocks or super().is_leaf_module(m, module_qualified_name) or next(own, None) is not None
 

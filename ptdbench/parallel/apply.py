@@ -63,7 +63,10 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     device = setting.device
 
     def fill(part: nn.Module, prefix: str = "") -> None:
-        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=_placed)
+        def placed(meta: Tensor, values: Tensor) -> Tensor:
+            return fp8.wrapped_as(meta, tensor.placed(meta, values))
+
+        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=placed)
 
     # First replace modules inside layers: all later transforms wrap them.
     if how.sync_batchnorm and (is_sharded or is_replicated):
@@ -102,8 +105,10 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     # FSDP gathers weights in the compute dtype. Shards must be contiguous.
     if is_sharded:
         of_experts = shared, setting.mesh.experts
-        formats = {"precision": setting.precision, "offload": setting.offload != "none"}
-        part = shard(module, layers, parts, setting.mesh.shard, how, dims, fill, of_experts, **formats)  # type: ignore[arg-type]
+        ranks, offloads = setting.mesh.shard, setting.offload != "none"
+        part = shard(
+            module, layers, parts, ranks, how, dims, fill, of_experts, precision=setting.precision, offload=offloads
+        )
         return _completed(part, shared, setting, how, copies)
     fill(module)
     # Convolution kernels take the images' memory format; otherwise their gradients would not match DDP's buckets.
@@ -115,11 +120,6 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if is_replicated:
         part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
     return _completed(part, shared, setting, how, copies)
-
-
-def _placed(meta: Tensor, values: Tensor) -> Tensor:
-    """Return this rank's part of the initial values, in the form of the meta tensor that they replace."""
-    return fp8.wrapped_as(meta, tensor.placed(meta, values))
 
 
 def _completed(

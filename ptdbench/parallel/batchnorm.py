@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn.modules._functions import SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.problems import Problem
-
 
 class _Total(torch.autograd.Function):
     """The sum of a tensor over the ranks. Every rank's loss depends on every rank's tensor, so gradients are summed."""
@@ -117,13 +115,6 @@ class DeviceSyncBatchNorm(HostSyncBatchNorm):
             return _BatchNorm.forward(self, input)
         running = self.running_mean, self.running_var
         return _OnDevice.apply(input, self.weight, self.bias, *running, self.eps, self._counted(), self.group, ranks)
-
-
-def problem(model: nn.Module) -> Problem | None:
-    """Return a problem for a model without batch norms."""
-    if any(isinstance(module, _BatchNorm) for module in model.modules()):
-        return None
-    return Problem("sync_batchnorm", True, "has no effect on a model without torch's batch norms", "try false")
 
 
 def synchronize_batchnorm(model: nn.Module, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -1,21 +1,26 @@
-"""Conflicts of options: a table of conditions, the options that they rule out, the reasons, and remedies."""
+"""Conflicts of options, with each other and with a model: a table of conditions, options, rules and remedies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.models.protocol import Model
-from ptdbench.parallel import fp8, ring, tensor
+from ptdbench.models.protocol import Model, Role, members, module_of
+from ptdbench.parallel import experts, fp8, ring, tensor
 from ptdbench.parallel.activations import Selective
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Dims, divisors
 from ptdbench.parallel.options import Options
+from ptdbench.parallel.pipeline.schedules import SCHEDULES, SPLITS_SINCE, rounds
+from ptdbench.parallel.pipeline.stage import cut
 from ptdbench.parallel.roles import roles_of
-from ptdbench.problems import Problem, as_typed, try_these
+from ptdbench.problems import Problem, as_typed, nearest, try_these
 
 #: Whether the option is ruled out, the option, the rule, and a remedy.
 Row = tuple[object, str, str, str]
@@ -44,7 +49,17 @@ def of_values(how: Options) -> list[Row]:
     """Return values that are invalid whatever the degrees."""
     lacks = ring.missing() if how.context_method == "ring" else None
     here = f"torch {torch.__version__} does not have"
+    schedule, stages = SCHEDULES.get(how.schedule), how.stages_per_rank
+    allowed = schedule.stages if schedule and how.pipeline != 1 else stages
     return [
+        (schedule is None and how.pipeline != 1, "schedule", f"must be {', '.join(SCHEDULES)}",
+         try_these(nearest(how.schedule, SCHEDULES))),
+        (allowed != "several" and stages not in ("auto", allowed), "stages_per_rank",
+         f"must be {allowed} under {how.schedule}", f"try auto, or {_1F1B}"),
+        (allowed == "several" and stages != "auto" and stages < 2, "stages_per_rank",
+         f"must be a whole number of at least 2 under {how.schedule}", "try auto, or parallel.schedule=1f1b"),
+        (schedule and how.pipeline != 1 and not schedule.is_supported, "schedule",
+         f"needs torch {SPLITS_SINCE} or newer, and this is {torch.__version__}", "try interleaved1f1b, looped_bfs"),
         (how.bucket_mb != "auto" and how.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)", "try auto, 25"),
         (lacks, "context_method", f"needs {lacks}, which {here}", "try ulysses"),
         *(
@@ -98,11 +113,23 @@ def of_degrees(how: Options) -> list[Row]:
     ]  # fmt: skip
 
 
-def of_layout(how: Options, plan: BatchPlan) -> list[Row]:
-    """Return the conflicts of a run's degrees and micro-batches with its options."""
+def of_layout(how: Options, plan: BatchPlan, micro_batch: object = "auto") -> Iterator[Row]:
+    """Yield the conflicts of a run's degrees and micro-batches, of the requested ``micro_batch``, with its options."""
     dims, groups = plan.dims, divisors(plan.dims.shard)[1:-1]
     frees, is_static, has_stages = how.reshard_after_forward, how.static_graph is True, how.applies("pipeline", dims)
-    return [
+    if has_stages:
+        schedule, per_rank, count = how.pipeline_schedule, how.stages_on_rank, plan.microbatches
+        fewest, equal = schedule.fewest(dims.pipeline, per_rank), rounds(count, dims.pipeline)
+        other = "auto" if how.microbatches != "auto" else f"a smaller train.micro_batch than {micro_batch}"
+        if how.microbatches == micro_batch == "auto":
+            other = f"a train.global_batch of at least {dims.batch * fewest}"
+        remedy = f"try {other}, or parallel.schedule=gpipe"
+        yield (count < fewest, "microbatches",
+               f"must be at least the number of stages, {fewest}, under {how.schedule}", remedy)  # fmt: skip
+        yield (count >= fewest and not schedule.accepts(count, dims.pipeline, per_rank), "microbatches",
+               f"must be a multiple of {equal} under {how.schedule}, which takes them in {equal} equal rounds",
+               remedy)  # fmt: skip
+    yield from [
         (is_static and has_stages, "static_graph", "gives wrong gradients under a pipeline", "try auto, false"),
         (is_static and not has_stages and plan.accumulation > 1, "static_graph",
          f"is not sound with gradient accumulation, and there are {plan.accumulation} passes a step",
@@ -174,6 +201,164 @@ def of_option(how: Options, plan: BatchPlan | None, name: str, value: object) ->
     return rows[name]
 
 
+def of_model(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
+    """Yield what a model lacks for the degrees of a run, up to the first degree that it does not suit."""
+    for applies, rows in (
+        (how.applies("pipeline", dims), _of_stages(how, model, dims)),
+        (how.applies("tensor", dims), _of_products(how, model, dims)),
+        (how.applies("context", dims), _of_positions(how, model, dims)),
+        (dims.expert > 1, _of_experts(model, dims)),
+        (how.sync_batchnorm, _of_norms(model)),
+        (how.shards(dims), _of_shards(model)),
+    ):
+        if applies and (refused := [row for row in rows if row[0]]):
+            yield from refused
+            return
+
+
+def of_sample(how: Options, inputs: Tensor, targets: Tensor, dims: Dims) -> list[Row]:
+    """Return the reasons why ranks cannot share the positions of a sample, ``[batch, length]``."""
+    if not how.applies("context", dims) or inputs.dim() < 2:
+        return []
+    shapes = f"of shapes {list(inputs.shape)} and {list(targets.shape)}"
+    return [
+        _undivided_positions(how, dims, [Role("positions", inputs.shape[1], "positions")], "a sample"),
+        (targets.shape[:2] != inputs.shape[:2], "context",
+         f"divides inputs and targets by the same positions, and a sample has inputs and targets {shapes}",
+         "try 1, or parallel=ddp,fsdp"),
+    ]  # fmt: skip
+
+
+def _of_stages(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
+    parts, per_rank = model.parts(), how.stages_on_rank
+    if parts is None:
+        reason = getattr(model, "uncut", None) or "has no parts()"
+        others = ["parallel=ddp"] if any(row[0] for row in _of_shards(model)) else ["parallel=ddp", "parallel=fsdp"]
+        yield True, "pipeline", f"the model {reason}, so it cannot be cut into stages", try_these(others)
+        return
+    stages, layers = dims.pipeline * per_rank, min(len(parts), len(model.layers() or parts))
+    if stages > layers:
+        product = f"pipeline({dims.pipeline}) x stages_per_rank({per_rank}) = {stages} stages " if per_rank > 1 else ""
+        fits = [size for size in divisors(dims.world_size) if size > 1 and size * per_rank <= layers][-3:]
+        single = ["parallel.schedule=1f1b"] if per_rank > 1 and dims.pipeline <= layers else []
+        others = [f"or {other}" if fits else other for other in single]
+        remedy = try_these([*fits, *others]) or "try another cluster.ranks_per_node, or parallel=ddp"
+        yield True, "pipeline", f"{product}must not exceed the number of the model's layers, {layers}", remedy
+        return
+    for number, names in enumerate(cut(model, range(stages)).stages):
+        is_trained = any(weight.requires_grad for name in names for weight in parts[name].parameters())
+        yield (not is_trained, "pipeline", f"stage {number} has nothing to train",
+               "try parallel=fsdp, or fewer stages")  # fmt: skip
+    within = tuple(f"{member}." for name, part in parts.items() for member in members(name, part))
+    for first, second in model.tied():
+        yield (not (first.startswith(within) and second.startswith(within)), "pipeline",
+               f"{first} and {second} are one weight, as of a module under two names, and one is in no part",
+               "register it under one name, or try parallel=ddp")  # fmt: skip
+
+
+def _of_products(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
+    styles = tensor.styles(how.sequence)
+    roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
+    kinds = {role.kind for role in roles.values()}
+    is_cut = not kinds.isdisjoint(tensor.DIMENSIONS)
+    yield (not is_cut, "tensor", "needs a model whose roles() name layers that can be cut",
+           "try 1, or parallel=ddp,fsdp")  # fmt: skip
+    yield (is_cut and how.sequence and "stream" not in kinds, "sequence",
+           "needs a model whose roles() name the module where its stream begins", "try false")  # fmt: skip
+    positions, others = list[Role](), list[Role]()
+    for name, role in roles.items():
+        if role.kind in ("stream", "tokens"):
+            positions.append(role)
+        elif role.units or role.kind not in tensor.DIMENSIONS:
+            others.append(role)
+        else:  # the features that are cut
+            layer: Any = module_of(model).get_submodule(name)
+            others.append(replace(role, units=layer.weight.shape[tensor.DIMENSIONS[role.kind]]))
+    yield _undivided("tensor", dims.tensor, positions, dims.context)
+    yield _undivided("tensor", dims.tensor, others)
+
+
+def _of_positions(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
+    roles = roles_of(model).values()
+    attention, positions = ([role for role in roles if role.kind == kind] for kind in ("attention", "positions"))
+    yield (not (attention and positions), "context",
+           "needs a model whose roles() name its attention and where its positions come in",
+           "try 1, or parallel=ddp,fsdp")  # fmt: skip
+    yield _undivided_positions(how, dims, positions)
+    if how.context_method == "ulysses":
+        yield _undivided("context", dims.context, attention, dims.tensor)
+    yield (how.context_method == "ring" and not all(role.is_causal for role in attention), "context_method",
+           "computes causal attention itself, and the model's roles() do not say is_causal of its attention",
+           "try ulysses")  # fmt: skip
+
+
+def _of_experts(model: Model, dims: Dims) -> Iterator[Row]:
+    roles = [role for role in roles_of(model).values() if role.kind == "experts"]
+    yield not roles, "expert", "needs a model with experts", "try 1, parallel=fsdp, or model=moe_tiny"
+    yield _undivided("expert", dims.expert, roles)
+    copies, shared = dims.regroup_copies("expert"), experts.units(model)
+    whole = dims.expert * copies
+    for rows in {weight.shape[experts.SHARDED] for part in experts.modules(model) for weight in part.parameters()}:
+        fits = [size for size in divisors(whole) if shared % size == rows % (whole // size) == 0]
+        yield (rows % copies, "expert",
+               f"leaves {copies} copies of each expert, which must divide the {rows} rows of its matrices",
+               try_these([*fits, "another number of ranks", "or parallel=fsdp"]))  # fmt: skip
+
+
+def _of_norms(model: Model) -> Iterator[Row]:
+    has_norms = any(isinstance(module, _BatchNorm) for module in module_of(model).modules())
+    yield not has_norms, "sync_batchnorm", "has no effect on a model without torch's batch norms", "try false"
+
+
+def _of_shards(model: Model) -> Iterator[Row]:
+    layers = set(model.layers())  # a module without layers counts as one layer
+    units = [f"{name}." for name, part in module_of(model).named_modules() if part in layers]
+    first: dict[nn.Parameter, tuple[str, str | None]] = {}
+    for name, weight in module_of(model).named_parameters(remove_duplicate=False):
+        unit = next((unit for unit in units if name.startswith(unit)), None)
+        other, other_unit = first.setdefault(weight, (name, unit))
+        for is_refused, rule in (
+            (unit != other_unit, f"{other} and {name} are one weight, and fully_shard wants it in one layer"),
+            (weight.is_complex(), f"{name} is complex, and fully_shard gathers weights and adds up gradients in real "
+             "formats"),
+            (not weight.dim(), f"{name} has no dimension to shard, as a tensor of one number has: torch.ones(1)"),
+            (not weight.numel(), f"{name} is empty, and fully_shard gathers no empty weights"),
+            (not weight.is_contiguous(), f"{name} is not contiguous, as fully_shard wants it: "
+             "nn.Parameter(weight.contiguous())"),
+        ):  # fmt: skip
+            if is_refused:
+                yield True, "shard", rule, "try parallel=ddp"
+                return
+
+
+def _undivided_positions(how: Options, dims: Dims, positions: Sequence[Role], whole: str = "the model") -> Row:
+    pieces = 2 if how.context_method == "ring" else 1
+    return _undivided("context", dims.context, positions, pieces, "of which each rank has two pieces", whole)
+
+
+def _undivided(
+    option: str,
+    ranks: int,
+    roles: Sequence[Role],
+    others: int = 1,
+    why: str = "which other ranks share too",
+    whole: str = "the model",
+) -> Row:
+    """Return whether ``ranks`` do not divide the units of roles, those without units aside.
+
+    ``others``: the product of other degrees that divide the same units, or the number of pieces per rank; ``why``: what
+    these are, in words that follow a comma; ``whole``: what the units belong to.
+    """
+    shared = [role for role in roles if role.units]
+    wrong = next((role for role in shared if role.units % (ranks * others)), None)
+    if wrong is None:
+        return False, option, "", ""
+    smaller = [size for size in divisors(wrong.units) if 1 < size < ranks]
+    fits = [size for size in smaller if all(role.units % (size * others) == 0 for role in shared)]
+    rule = f"must divide the {wrong.units} {wrong.unit} of {whole}"
+    return True, option, f"times {others} {rule}, {why}" if others > 1 else rule, try_these(fits or [1])
+
+
 def of_gloo(how: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Row]:
     """Return what gloo has only for tensors in host memory; ``gathers``: whether the optimizer gathers sharded updates.
 
@@ -208,9 +393,13 @@ def _unsharded(optimizer: object) -> str | None:
     return None
 
 
-def problems(how: Options, rows: Iterable[Row], value: object = None) -> Iterator[Problem]:
-    """Yield the rows that apply as problems; ``value``: of an option outside ``parallel``."""
+def problems(
+    how: Options, rows: Iterable[Row], value: object = None, plan: BatchPlan | None = None
+) -> Iterator[Problem]:
+    """Yield the rows that apply as problems, with the numbers of ``plan``; ``value``: of an option outside."""
     shown = "selective" if isinstance(value, Selective) else _unsharded(value) or value
+    numbers = plan.as_dict() if plan else {}
     for is_ruled_out, option, rule, remedy in rows:
         if is_ruled_out:
-            yield Problem(option, getattr(how, option.removeprefix("parallel."), shown), rule, remedy)
+            name = option.removeprefix("parallel.")
+            yield Problem(option, numbers.get(name, getattr(how, name, shown)), rule, remedy)

@@ -8,7 +8,7 @@ gradients are averaged over them as over replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 
-from ptdbench.models.protocol import Model, Role
+from ptdbench.models.protocol import Model
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.engine import Engine, Scale
 from ptdbench.parallel.options import Method
 from ptdbench.parallel.ring import HEADS, LENGTH
-from ptdbench.parallel.roles import roles_of, undivided
-from ptdbench.problems import Problem, try_these
+from ptdbench.parallel.roles import roles_of
 
 #: The dimension of positions in ``[batch, length]``.
 _POSITIONS = 1
@@ -71,28 +70,6 @@ class Positions:
     def _of(self, rank: int) -> list[int]:
         """Return the pieces of a rank, in order."""
         return [rank, self.pieces - 1 - rank] if self.paired else [rank]
-
-
-def problems(model: Model, ranks: int, tensor: int, method: Method) -> Iterator[Problem]:
-    """Yield the reasons why ``ranks`` ranks cannot share a model's sequences; ``tensor`` ranks divide its heads."""
-    roles = list(roles_of(model).values())
-    if not {"attention", "positions"} <= {role.kind for role in roles}:
-        rule = "needs a model whose roles() name its attention and where its positions come in"
-        yield Problem("context", ranks, rule, try_these([1, "or parallel=ddp,fsdp"]))
-        return
-    attention = [role for role in roles if role.kind == "attention"]
-    yield from undividable((role for role in roles if role.kind == "positions"), ranks, method)
-    if method == "ulysses":
-        yield from undivided("context", ranks, attention, tensor)
-    elif not all(role.is_causal for role in attention):
-        rule = "computes causal attention itself, and the model's roles() do not say is_causal of its attention"
-        yield Problem("context_method", "ring", rule, try_these(["ulysses"]))
-
-
-def undividable(positions: Iterable[Role], ranks: int, method: Method, whole: str = "the model") -> Iterator[Problem]:
-    """Yield the reason why this number of ranks cannot share the positions of a model or a sample."""
-    pieces = Positions(ranks, 0, _is_paired(method)).pieces // ranks
-    yield from undivided("context", ranks, positions, pieces, "of which each rank has two pieces", whole)
 
 
 def _is_paired(method: Method) -> bool:

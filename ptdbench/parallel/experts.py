@@ -28,11 +28,10 @@ from ptdbench.models.experts import Experts, Router, places_in, take
 from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.activations import wrap_forward
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.mesh import Mesh
-from ptdbench.parallel.roles import roles_of, undivided
+from ptdbench.parallel.roles import roles_of
 from ptdbench.parallel.tensor import spread
-from ptdbench.problems import Problem, try_these
 from ptdbench.profiling.events import COMBINE, DISPATCH
 
 #: The dimension of stacked matrices along which FSDP shards a rank's experts.
@@ -47,24 +46,6 @@ stacks.waits_in(__file__)  # for the token counts of other ranks
 def units(model: Model) -> int:
     """Return the number that the degree must divide: the experts of each layer; 0 if the model has none."""
     return math.gcd(*(role.units for role in roles_of(model).values() if role.kind == "experts"))
-
-
-def problems(model: Model, dims: Dims) -> Iterator[Problem]:
-    """Yield the reasons why this number of ranks cannot share the experts of a model."""
-    ranks, roles = dims.expert, [role for role in roles_of(model).values() if role.kind == "experts"]
-    if not roles:
-        rule = "needs a model with experts"
-        yield Problem("expert", ranks, rule, try_these([1, "parallel=fsdp", "or model=moe_tiny"]))
-        return
-    yield from undivided("expert", ranks, roles)
-    copies = dims.regroup_copies("expert")
-    for rows in {weight.shape[SHARDED] for module in modules(model) for weight in module.parameters()}:
-        if rows % copies:
-            rule = f"leaves {copies} copies of each expert, which must divide the {rows} rows of its matrices"
-            whole, shared = ranks * copies, math.gcd(*(role.units for role in roles))
-            fits = [size for size in divisors(whole) if shared % size == rows % (whole // size) == 0]
-            yield Problem("expert", ranks, rule, try_these([*fits, "another number of ranks", "or parallel=fsdp"]))
-            return
 
 
 def modules(model: Model, inside: nn.Module | None = None) -> list[nn.Module]:
@@ -154,7 +135,6 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        """Send gradients back to where their rows came from."""
         with _labeled(ctx.way):
             return wait_tensor(all_to_all_single(gradient.contiguous(), *ctx.back)), None, None, None, None
 
@@ -242,7 +222,6 @@ class Routing:
         return total / len(self._taken)
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
         for group in self._groups:
             dist.all_reduce(counts, group=group)
         return counts

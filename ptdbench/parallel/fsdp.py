@@ -15,14 +15,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import Shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ptdbench.models.protocol import Model, module_of
 from ptdbench.parallel.compile import parts_outside_layers
-from ptdbench.parallel.dims import Dims, Size
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.experts import SHARDED
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.precision import DTYPES, Name
-from ptdbench.problems import Problem, try_these
 
 
 def shard(
@@ -160,7 +158,6 @@ def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], how: 
 
 
 def _choose_messages(module: nn.Module, how: Options) -> None:
-    """Choose the communicators and the memory of messages of gradients and weights."""
     root, *others = (part for part in module.modules() if isinstance(part, FSDPModule))
     if how.separate_reduce_scatter:
         root.set_separate_reduce_scatter_group()
@@ -183,27 +180,3 @@ def _reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
-
-
-def problems(model: Model, degree: Size) -> Iterator[Problem]:
-    """Yield the reasons why the weights of a model cannot be sharded; ``degree``: the requested option."""
-    layers = set(model.layers())  # a module without layers counts as one layer
-    units = [f"{name}." for name, part in module_of(model).named_modules() if part in layers]
-    first: dict[nn.Parameter, tuple[str, str | None]] = {}
-    for name, weight in module_of(model).named_parameters(remove_duplicate=False):
-        unit = next((unit for unit in units if name.startswith(unit)), None)
-        other, other_unit = first.setdefault(weight, (name, unit))
-        if unit != other_unit:
-            rule = f"{other} and {name} are one weight, and fully_shard wants it in one layer"
-        elif weight.is_complex():
-            rule = f"{name} is complex, and fully_shard gathers weights and adds up gradients in real formats"
-        elif not weight.dim():
-            rule = f"{name} has no dimension to shard, as a tensor of one number has: torch.ones(1)"
-        elif not weight.numel():
-            rule = f"{name} is empty, and fully_shard gathers no empty weights"
-        elif not weight.is_contiguous():
-            rule = f"{name} is not contiguous, as fully_shard wants it: nn.Parameter(weight.contiguous())"
-        else:
-            continue
-        yield Problem("shard", degree, rule, try_these(["parallel=ddp"]))
-        return

@@ -84,7 +84,6 @@ class _Run:
             copy.leave()
 
     def prefetch(self) -> None:
-        """Start fetching the saved tensors that are not on the device."""
         for copy in self._copies.values():
             copy.prefetch()
 
@@ -174,7 +173,6 @@ def _now(device: torch.device) -> Any:
 
 @cache
 def _streams(device: torch.device) -> tuple[Any, Any]:
-    """Return a device's streams for copies to the host and from it."""
     return torch.get_device_module(device).Stream(), torch.get_device_module(device).Stream()
 
 

@@ -6,8 +6,7 @@ from typing import Literal
 
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Degrees, Dims, Size, auto_degrees
-from ptdbench.parallel.pipeline import schedules
-from ptdbench.parallel.pipeline.schedules import Schedule
+from ptdbench.parallel.pipeline.schedules import SCHEDULES, Schedule
 
 #: How attention sees all positions: ranks exchange positions for heads, or gather all keys and values.
 Method = Literal["ulysses", "ring"]
@@ -97,8 +96,8 @@ class Options(Degrees[Size]):
 
     @property
     def pipeline_schedule(self) -> Schedule:
-        """The pipeline schedule; raises ConfigError if there is none of this name."""
-        return schedules.named(self.schedule)
+        """The pipeline schedule."""
+        return SCHEDULES[self.schedule]
 
     @property
     def stages_on_rank(self) -> int:

@@ -160,7 +160,6 @@ class _Own:
 
     @property
     def weight(self) -> nn.Parameter:
-        """The parameter."""
         weight = self.part._parameters[self.name]
         assert weight is not None
         return weight

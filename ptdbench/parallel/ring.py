@@ -211,10 +211,8 @@ def _balanced() -> ModuleType:
 
 
 def _repeated(tensor: Tensor, groups: int) -> Tensor:
-    """Repeat each head of keys or values for ``groups`` heads of queries."""
     return tensor if groups == 1 else tensor.repeat_interleave(groups, HEADS)
 
 
 def _summed(gradient: Tensor, groups: int) -> Tensor:
-    """Sum gradients over the repetitions of each head."""
     return gradient if groups == 1 else gradient.unflatten(HEADS, (-1, groups)).sum(HEADS + 1)

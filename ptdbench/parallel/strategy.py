@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ptdbench.models.protocol import Model, Role, module_of
-from ptdbench.parallel import batchnorm, conflicts, context, experts, fsdp, tensor
+from ptdbench.models.protocol import Model, module_of
+from ptdbench.parallel import conflicts, context, experts, tensor
 from ptdbench.parallel.apply import Setting, apply
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.compile import start_afresh
@@ -19,7 +19,7 @@ from ptdbench.parallel.engine import Accumulating, Engine
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.pipeline import stage
 from ptdbench.parallel.pipeline.pipelined import Pipelined
-from ptdbench.problems import Problem, at_least, require, try_these
+from ptdbench.problems import at_least, require
 
 
 def choose_convolutions(module: nn.Module, device: torch.device) -> None:
@@ -47,7 +47,6 @@ class Strategy(Options):
             *at_least(1, reduce_scatter_buffers=self.reduce_scatter_buffers),
             *at_least(2, powersgd_start=self.powersgd_start),
             *conflicts.problems(self, conflicts.of_values(self)),
-            *(stage.problems(self) if self.pipeline != 1 else ()),
             *conflicts.problems(self, conflicts.of_degrees(self)),
         )
 
@@ -76,38 +75,20 @@ class Strategy(Options):
         """
         share = global_batch // dims.batch
         if self.applies("pipeline", dims):
-            found = stage.divide_batch(self, dims, global_batch, share, micro_batch)
+            plan = stage.divide_batch(self, dims, global_batch, share, micro_batch)
         else:
             size = share if micro_batch == "auto" else micro_batch
-            found = BatchPlan(dims, global_batch, size, accumulation=share // size)
-        require(*conflicts.problems(self, conflicts.of_layout(self, found)))
-        return found
+            plan = BatchPlan(dims, global_batch, size, accumulation=share // size)
+        require(*conflicts.problems(self, conflicts.of_layout(self, plan, micro_batch), plan=plan))
+        return plan
 
     def check(self, model: Model, layout: BatchPlan) -> None:
         """Raise ConfigError for a model that cannot be laid out this way."""
-        dims = layout.dims
-        if self.applies("pipeline", dims):
-            require(stage.cannot_be_cut(self, model, dims))
-        if self.applies("tensor", dims):
-            require(*tensor.problems(model, dims.tensor, dims.context, sequence=self.sequence))
-        if self.applies("context", dims):
-            require(*context.problems(model, dims.context, dims.tensor, self.context_method))
-        if dims.expert > 1:
-            require(*experts.problems(model, dims))
-        if self.sync_batchnorm:
-            require(batchnorm.problem(module_of(model)))
-        if self.shards(dims):
-            require(*fsdp.problems(model, self.shard))
+        require(*conflicts.problems(self, conflicts.of_model(self, model, layout.dims), plan=layout))
 
     def check_sample(self, inputs: Tensor, targets: Tensor, layout: BatchPlan) -> None:
         """Raise ConfigError if samples, ``[batch, length]``, cannot be divided this way."""
-        if self.applies("context", layout.dims) and inputs.dim() > 1:
-            positions = Role("positions", inputs.shape[1], "positions")
-            require(*context.undividable([positions], layout.dims.context, self.context_method, "a sample"))
-            if targets.shape[:2] != inputs.shape[:2]:
-                shapes = f"of shapes {list(inputs.shape)} and {list(targets.shape)}"
-                rule = f"divides inputs and targets by the same positions, and a sample has inputs and targets {shapes}"
-                require(Problem("context", layout.dims.context, rule, try_these([1, "or parallel=ddp,fsdp"])))
+        require(*conflicts.problems(self, conflicts.of_sample(self, inputs, targets, layout.dims), plan=layout))
 
     def check_option(self, option: str, value: object, layout: BatchPlan | None = None) -> None:
         """Raise ConfigError if the value of an option outside ``parallel`` conflicts with these options."""

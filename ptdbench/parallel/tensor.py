@@ -6,8 +6,7 @@ Modules without a role compute on their local tensors, which are the same on all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -29,46 +28,16 @@ from torch.distributed.tensor.placement_types import Placement
 from ptdbench.grouping import grouped
 from ptdbench.models.experts import Router
 from ptdbench.models.linear_cross_entropy import LinearCrossEntropy
-from ptdbench.models.protocol import Model, Role, module_of
+from ptdbench.models.protocol import Model, module_of
 from ptdbench.models.softmax import VocabularyShare
 from ptdbench.parallel.activations import wrap_forward
-from ptdbench.parallel.roles import roles_of, undivided
-from ptdbench.problems import Problem, try_these
+from ptdbench.parallel.roles import roles_of
 
 #: The dimension of ``[batch, length, ...]`` that sequence parallelism shards outside cut layers.
 POSITIONS = 1
 
 #: The dimension of a weight that each kind of role cuts.
-_DIMENSIONS = {"outputs": 0, "outputs_of_each": 0, "inputs": 1, "vocabulary": 0}
-
-
-def problems(model: Model, ranks: int, context: int, *, sequence: bool) -> Iterator[Problem]:
-    """Yield the reasons why this number of ranks cannot share the matrix products of a model.
-
-    ``context``: the number of ranks that already divide its positions; ``sequence``: as for :func:`parallelize`.
-    """
-    styles = _styles(sequence)
-    roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
-    if not any(role.kind in _DIMENSIONS for role in roles.values()):
-        rule = "needs a model whose roles() name layers that can be cut"
-        yield Problem("tensor", ranks, rule, try_these([1, "or parallel=ddp,fsdp"]))
-        return
-    if sequence and not any(role.kind == "stream" for role in roles.values()):
-        rule = "needs a model whose roles() name the module where its stream begins"
-        yield Problem("sequence", True, rule, try_these(["false"]))
-    positions = {name: role for name, role in roles.items() if role.kind in ("stream", "tokens")}
-    yield from undivided("tensor", ranks, positions.values(), context)
-    others = (_counted(model, name, role) for name, role in roles.items() if name not in positions)
-    yield from undivided("tensor", ranks, others)
-
-
-def _counted(model: Model, name: str, role: Role) -> Role:
-    """Return the role with units; they default to the features that are cut."""
-    if role.units or role.kind not in _DIMENSIONS:
-        return role
-    weight = module_of(model).get_submodule(name).weight
-    assert isinstance(weight, Tensor)
-    return replace(role, units=weight.shape[_DIMENSIONS[role.kind]])
+DIMENSIONS = {"outputs": 0, "outputs_of_each": 0, "inputs": 1, "vocabulary": 0}
 
 
 def gathers_logits(model: Model) -> bool:
@@ -82,7 +51,7 @@ def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
     """Return the dimension along which each cut parameter is cut; the bias of ``inputs`` is whole on each rank."""
     found = {}
     for name, role in roles_of(model).items():
-        dimension = _DIMENSIONS.get(role.kind)
+        dimension = DIMENSIONS.get(role.kind)
         if dimension is not None:
             parameters = module_of(model).get_submodule(name).parameters()
             found.update({parameter: dimension for parameter in parameters if parameter.dim() > dimension})
@@ -95,10 +64,10 @@ def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: 
     ``module`` is on the meta device, or has the same values on all ranks. ``sequence``: whether positions are sharded
     over the ranks between cut layers.
     """
-    names, styles, same = dict(module.named_modules()), _styles(sequence), _names_by_parameter(module)
-    roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in styles}
-    plan = {name: styles[role.kind] for name, role in roles.items()}
-    parallelize_module(module, mesh, plan, src_data_rank=None)
+    names, by_kind = dict(module.named_modules()), styles(sequence)
+    same = grouped((weight, name) for name, weight in module.named_parameters(remove_duplicate=False))
+    roles = {name: role for name, role in roles_of(model).items() if name in names and role.kind in by_kind}
+    parallelize_module(module, mesh, {name: by_kind[role.kind] for name, role in roles.items()}, src_data_rank=None)
     for part in module.modules():
         spread(part, mesh, Replicate(), Replicate())
     _tie(module, same)
@@ -137,7 +106,7 @@ def add_up_partial(parameters: list[nn.Parameter]) -> None:
         parameter.grad = DTensor.from_local(values.view(parameter.shape), mesh, [Replicate()], run_check=False)
 
 
-def _styles(sequence: bool) -> dict[str, ParallelStyle]:
+def styles(sequence: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style for each kind of role; modules with other roles stay as they are."""
     shared = Shard(POSITIONS) if sequence else Replicate()
     stream = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=shared)
@@ -312,10 +281,6 @@ def _local_part(weight: Tensor, of_gradient: Placement) -> Tensor:
     if not isinstance(weight, DTensor) or weight.device_mesh.ndim > 1:
         return weight
     return weight.to_local(grad_placements=[of_gradient])
-
-
-def _names_by_parameter(module: nn.Module) -> Mapping[nn.Parameter, list[str]]:
-    return grouped((weight, name) for name, weight in module.named_parameters(remove_duplicate=False))
 
 
 def _tie(module: nn.Module, same: Mapping[nn.Parameter, list[str]]) -> None:

@@ -296,7 +296,6 @@ class _LinkedStage(_InferringStage):
 
 
 def _stage(parts: Mapping[str, nn.Module], where: Cut, numbers: Iterable[int], is_last: bool = False) -> Stage:
-    """Combine the stages with these numbers into one."""
     return Stage({name: parts[name] for number in numbers for name in where.stages[number]}, is_last)
 
 

@@ -21,7 +21,6 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from ptdbench.parallel.dims import divisors
-from ptdbench.problems import ConfigError, Problem, nearest, try_these
 
 #: A schedule over the stages of a rank.
 Running: TypeAlias = PipelineScheduleSingle | PipelineScheduleMulti
@@ -140,15 +139,3 @@ SCHEDULES: dict[str, Schedule] = {
     "zbv": Schedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True, bubble_units=0),
     "dualpipev": Schedule(ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True, bubble_units=2),
 }
-
-
-def named(name: str) -> Schedule:
-    """Return the schedule of this name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if name in SCHEDULES:
-        return SCHEDULES[name]
-    rule = f"must be {', '.join(SCHEDULES)}"
-    raise ConfigError([Problem("schedule", name, rule, try_these(nearest(name, SCHEDULES)))])

@@ -7,7 +7,7 @@ would otherwise reduce the gradient twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -20,12 +20,10 @@ from torch import Tensor, nn
 
 from ptdbench.local_part import local_part
 from ptdbench.models.protocol import FlopsUnknown, Model, members, module_of
-from ptdbench.parallel import fsdp
 from ptdbench.parallel.batch import BatchPlan
-from ptdbench.parallel.dims import Dims, divisors
+from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.options import Options
-from ptdbench.parallel.pipeline import schedules
-from ptdbench.problems import ConfigError, Problem, divides, require, try_these
+from ptdbench.problems import divides, require
 
 
 @dataclass(frozen=True)
@@ -281,34 +279,10 @@ def _gradient(weight: nn.Parameter) -> Tensor:
     return local_part(weight.grad)
 
 
-def problems(how: Options) -> Iterator[Problem]:
-    """Yield problems under any degrees: an unknown schedule, a wrong number of stages, or a torch that is too old."""
-    try:
-        schedule = how.pipeline_schedule
-    except ConfigError as error:
-        yield from error.problems
-        return
-    wanted, allowed = how.stages_per_rank, schedule.stages
-    if wanted not in ("auto", allowed):
-        if allowed != "several":
-            remedy = try_these(["auto", "or parallel.schedule=interleaved1f1b"])
-            yield Problem("stages_per_rank", wanted, f"must be {allowed} under {how.schedule}", remedy)
-        elif not isinstance(wanted, int) or wanted < 2:
-            rule = f"must be a whole number of at least 2 under {how.schedule}"
-            yield Problem("stages_per_rank", wanted, rule, try_these(["auto", "or parallel.schedule=1f1b"]))
-    if not schedule.is_supported:
-        rule = f"needs torch {schedules.SPLITS_SINCE} or newer, and this is {torch.__version__}"
-        yield Problem("schedule", how.schedule, rule, try_these(["interleaved1f1b", "looped_bfs"]))
-
-
 def divide_batch(
     how: Options, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]
 ) -> BatchPlan:
-    """Divide a replica's ``share`` of the batch into passes of micro-batches.
-
-    Raises:
-        ConfigError: The schedule does not accept that number of micro-batches.
-    """
+    """Divide a replica's ``share`` of the batch into passes of micro-batches; raises ConfigError if it cannot."""
     schedule, size, per_rank = how.pipeline_schedule, dims.pipeline, how.stages_on_rank
     total = share if micro_batch == "auto" else share // micro_batch
     whole = "a replica's share of the batch" if micro_batch == "auto" else "the micro-batches of a replica's step"
@@ -317,67 +291,4 @@ def divide_batch(
     require(divides("microbatches", count, total, f"{whole}, {total}"))
     accumulation = 1 if micro_batch == "auto" else total // count
     each = share // (count * accumulation)
-    found = BatchPlan(dims, global_batch, each, count, accumulation)
-    require(_wrong_number(how, found, micro_batch))
-    return found
-
-
-def _wrong_number(how: Options, plan: BatchPlan, micro_batch: int | Literal["auto"]) -> Problem | None:
-    """Return a problem if the schedule cannot run that number of micro-batches."""
-    schedule, dims, count = how.pipeline_schedule, plan.dims, plan.microbatches
-    if schedule.accepts(count, dims.pipeline, how.stages_on_rank):
-        return None
-    fewest = schedule.fewest(dims.pipeline, how.stages_on_rank)
-    if count < fewest:
-        rule = f"must be at least the number of stages, {fewest}, under {how.schedule}"
-    else:
-        parts = schedules.rounds(count, dims.pipeline)
-        rule = f"must be a multiple of {parts} under {how.schedule}, which takes them in {parts} equal rounds"
-    if how.microbatches != "auto":
-        other = "auto"
-    elif micro_batch != "auto":
-        other = f"a smaller train.micro_batch than {micro_batch}"
-    else:
-        other = f"a train.global_batch of at least {dims.batch * fewest}"
-    return Problem("microbatches", count, rule, try_these([other, "or parallel.schedule=gpipe"]))
-
-
-def cannot_be_cut(how: Options, model: Model, dims: Dims) -> Problem | None:
-    """Return a problem if the model is no chain, has fewer layers than stages, or a stage has nothing to train."""
-    parts = model.parts()
-    if parts is None:
-        reason = getattr(model, "uncut", None) or "has no parts()"
-        rule = f"the model {reason}, so it cannot be cut into stages"
-        others = ["parallel=ddp"] if any(fsdp.problems(model, how.shard)) else ["parallel=ddp", "parallel=fsdp"]
-        return Problem("pipeline", how.pipeline, rule, try_these(others))
-    layers, per_rank = min(len(parts), len(model.layers() or parts)), how.stages_on_rank
-    if dims.pipeline * per_rank <= layers:
-        return _has_idle_stage(model, parts, dims.pipeline, per_rank) or _has_lost_name(how, model, parts)
-    rule = f"must not exceed the number of the model's layers, {layers}"
-    if per_rank > 1:
-        stages = dims.pipeline * per_rank
-        rule = f"pipeline({dims.pipeline}) x stages_per_rank({per_rank}) = {stages} stages {rule}"
-    close = [size for size in divisors(dims.world_size) if size > 1 and size * per_rank <= layers][-3:]
-    single = ["parallel.schedule=1f1b"] if per_rank > 1 and dims.pipeline <= layers else []
-    others = [f"or {other}" if close else other for other in single]
-    remedy = try_these([*close, *others]) or try_these(["another cluster.ranks_per_node, or parallel=ddp"])
-    return Problem("pipeline", dims.pipeline, rule, remedy)
-
-
-def _has_idle_stage(model: Model, parts: Mapping[str, nn.Module], pipeline: int, per_rank: int) -> Problem | None:
-    """Return a problem if all weights of a stage are frozen, so that it has no backward pass."""
-    for number, names in enumerate(cut(model, range(pipeline * per_rank)).stages):
-        if not any(weight.requires_grad for name in names for weight in parts[name].parameters()):
-            rule = f"stage {number} has nothing to train"
-            return Problem("pipeline", pipeline, rule, try_these(["parallel=fsdp", "or fewer stages"]))
-    return None
-
-
-def _has_lost_name(how: Options, model: Model, parts: Mapping[str, nn.Module]) -> Problem | None:
-    """Return a problem if a tied weight is in no part under one of its names, so that its stage is unknown."""
-    held = tuple(f"{member}." for name, part in parts.items() for member in members(name, part))
-    for first, second in model.tied():
-        if not (first.startswith(held) and second.startswith(held)):
-            rule = f"{first} and {second} are one weight, as of a module under two names, and one is in no part"
-            return Problem("pipeline", how.pipeline, rule, "register it under one name, or try parallel=ddp")
-    return None
+    return BatchPlan(dims, global_batch, each, count, accumulation)
