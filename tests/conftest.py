@@ -53,7 +53,7 @@ def _preload(request: pytest.FixtureRequest) -> None:
     if not any(item.get_closest_marker("ranks") for item in request.session.items):
         return
     models = [f"ptdbench.models.{name}" for name in ("gpt", "llama", "resnet", "toy")]
-    if any("test_huggingface" in item.nodeid for item in request.session.items):
+    if any("hf_" in item.nodeid for item in request.session.items):
         models += [f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "llama")]
     chosen = ("ptdbench.workloads.train", "ptdbench.parallel.strategy", *models)
     local.warm_up(["ptdbench.rank_imports", *chosen, *entry.EVENT_FILES, "pytest"])

@@ -15,6 +15,17 @@ pytestmark = pytest.mark.ranks
 
 COMMON = ("train.steps=6", "train.global_batch=24", "device=cpu", "cluster.cpus_per_rank=1")
 GPT = ("model=gpt_tiny", "model.width=32", "model.sequence_length=16", "model.vocabulary=300")
+HUGGING_FACE = {
+    "gpt2": ("model.config.n_embd=32", "model.config.n_layer=4"),
+    "llama": ("model.config.hidden_size=32", "model.config.intermediate_size=64"),
+}
+_VECTORS = ("data=synthetic_vectors", "data.inputs=6", "data.outputs=4")
+#: Classes of a user, from a module that says nothing of itself to one that says all that it may, and their data.
+USERS = {
+    "Plain": ("data=synthetic_images", "data.image_size=8", "data.classes=5"),
+    "OnlyParts": _VECTORS,
+    "Protocol": _VECTORS,
+}
 #: What one rank is asked for, too.
 MODELS = {
     "gpt": GPT,
@@ -27,7 +38,12 @@ MODELS = {
     # The norms tell the scale of gradients, which neither clipping nor Adam would.
     "clipped": (*GPT, "optimizer=sgd", "optimizer.lr=0.5", "train.clip_norm=0.3", "train.steps=4"),
     "muon": (*GPT, "optimizer=muon", "optimizer.lr=0.02", "optimizer.adamw_lr=1e-3", "train.steps=10"),
-}
+    **{f"hf_{kind}": (f"model=hf_{kind}_tiny", "data.sequence_length=16", "train.steps=4", "optimizer=sgd",
+                      "optimizer.lr=0.5", "train.clip_norm=0.3", *options)
+       for kind, options in HUGGING_FACE.items()},
+    **{name: ("model=custom", f"model._target_=tests.models.users.{name}", "+model.width=8", "optimizer.lr=1e-2", *data)
+       for name, data in USERS.items()},
+}  # fmt: skip
 #: The model, ranks, and how they share the work: tests/parallel/test_strategy.py looks at every layout. A replica's
 #: share is 12 samples on two ranks.
 DAILY = [
@@ -46,7 +62,11 @@ DAILY = [
     ("gpt", 2, "parallel=tp activations=offload"),
     ("gpt", 2, "parallel=fsdp compile=layers activations=selective"),
     ("untied", 4, "parallel=pdp"),
-]
+    ("hf_gpt2", 2, "parallel=pdp train.micro_batch=3 parallel.microbatches=4"),
+    ("hf_llama", 2, "parallel=fsdp train.micro_batch=2"),
+    *((model, 2, f"parallel={preset} train.micro_batch=2")
+      for model in ("Plain", "Protocol") for preset in ("ddp", "fsdp", "pdp")),
+]  # fmt: skip
 THOROUGH = [
     *((model, 2, options) for model in ("llama", "toy", "untied")
       for options in ("parallel=ddp", "parallel=fsdp train.micro_batch=2")),
@@ -67,6 +87,13 @@ THOROUGH = [
     ("gpt", 4, "parallel=pdp compile=layers activations=recompute"),
     ("gpt", 2, "parallel=ddp compile=whole"),
     ("gpt", 4, "parallel=pdp compile=whole activations=selective"),
+    ("hf_gpt2", 2, "parallel=fsdp train.micro_batch=2"),
+    ("hf_llama", 2, "parallel=pdp train.micro_batch=3 parallel.microbatches=4"),
+    *((f"hf_{kind}", ranks, options) for kind in HUGGING_FACE for ranks, options in (
+        (2, "parallel=ddp train.micro_batch=2"), (4, "parallel=hsdp"),
+        (4, "parallel=pdp parallel.schedule=gpipe parallel.pipeline=4"),
+        (4, "parallel=fsdp parallel.pipeline=2 parallel.microbatches=4"))),
+    *(("OnlyParts", 2, f"parallel={preset} train.micro_batch=2") for preset in ("fsdp", "pdp")),
 ]  # fmt: skip
 
 
@@ -94,6 +121,7 @@ def check(run: Callable[..., Record], expected: Record, model: str, ranks: int, 
     assert record["status"] == "ok", record["error"]
     assert record["world_size"] == ranks
     assert record["losses"] == pytest.approx(expected["losses"], rel=2e-2 if "precision" in options else 1e-5)
+    assert record["parameters"] == expected["parameters"]
     if expected["gradient_norms"]:
         assert record["gradient_norms"] == pytest.approx(expected["gradient_norms"], rel=1e-4)
 
@@ -103,7 +131,7 @@ def test_losses_follow_the_single_process(shared_run, single, model, ranks, opti
     check(shared_run, single(model), model, ranks, options)
 
 
-def test_losses_that_are_scaled_are_clipped_by_their_true_gradient(shared_run, single):
+def test_scaled_losses_are_clipped_by_true_gradients(shared_run, single):
     whole = single("clipped")
     assert min(whole["gradient_norms"]) > 0.6  # far above the limit
     free = shared_run(*COMMON, *MODELS["clipped"], "parallel=single", "train.clip_norm=null")
@@ -114,7 +142,7 @@ def test_losses_that_are_scaled_are_clipped_by_their_true_gradient(shared_run, s
     assert scaled["gradient_norms"][0] == pytest.approx(whole["gradient_norms"][0], rel=2e-2)
 
 
-def test_two_runs_of_one_seed_are_equal_and_of_another_are_not(shared_run):
+def test_equal_seeds_give_equal_runs(shared_run):
     options = (*COMMON, "model=gpt_tiny", "model.width=32", "train.steps=4", "train.ema=0.9", "train.clip_norm=1")
     one, two, other = (shared_run(*options, f"seed={seed}")["losses"] for seed in (1, 1, 2))
     assert one == two
@@ -124,3 +152,40 @@ def test_two_runs_of_one_seed_are_equal_and_of_another_are_not(shared_run):
 @cases("preset", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
 def test_a_run_that_starts_its_own_ranks_follows_too(run, single, preset):
     check(run, single("gpt"), "gpt", 2, f"parallel={preset}")
+
+
+#: Held-out samples come in batches of another size than the pipeline's.
+NARROW = (
+    *COMMON, *MODELS["hf_llama"], "train.global_batch=16", "precision=bf16", "activations=recompute", "eval.every=2",
+    "data.held_out=0.001", "eval.micro_batch=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Record:
+    return run_on_shared_ranks(tmp_path_factory.mktemp("narrow"), *NARROW, "parallel=single")
+
+
+@cases(
+    "options",
+    [
+        "parallel=fsdp train.micro_batch=2",
+        "parallel=pdp train.micro_batch=2 parallel.microbatches=4",
+        "parallel=fsdp parallel.pipeline=2 parallel.microbatches=4 cluster.ranks_per_node=4",
+    ],
+    daily=["parallel=fsdp train.micro_batch=2"],
+)
+def test_narrow_evaluations_follow_the_single_process(shared_run, narrow, options):
+    record = shared_run(*NARROW, *options.split())
+    assert record["error"] is None
+    assert record["losses"] == pytest.approx(narrow["losses"], rel=2e-2)
+    losses = [evaluation["loss"] for evaluation in record["evaluations"]]
+    assert losses == pytest.approx([evaluation["loss"] for evaluation in narrow["evaluations"]], rel=2e-2)
+
+
+def test_a_users_model_has_its_name_and_counted_flops(single):
+    """Two products for the convolution, whose input needs no gradient, and three for the linear layer."""
+    record = single("Plain")
+    flops = record["metrics"]["model_flops_per_second"] / record["metrics"]["samples_per_second"]
+    assert record["model"] == "Plain"
+    assert flops == pytest.approx(2 * (2 * 3 * 9 * 8 * 64) + 3 * (2 * 8 * 64 * 5), rel=1e-6)

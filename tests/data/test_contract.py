@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from ptdbench.data.cifar10 import Cifar10
 from ptdbench.data.digits import Digits
 from ptdbench.data.image_folder import ImageFolder
 from ptdbench.data.protocol import Data, Images
@@ -14,7 +15,7 @@ from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens, SyntheticV
 from ptdbench.data.text import Text
 from tests.conftest import ROOT
 from tests.data import small_cifar10
-from tests.data.made import image_files
+from tests.data.made import image_files, problems_of
 from tests.data.small_cifar10 import SmallCifar10
 
 #: Kept aside by the content of documents.
@@ -75,6 +76,25 @@ def make(name, folder) -> Callable[..., Data]:
         return data
 
     return prepared
+
+
+#: Values that are refused, all but a vocabulary of 256.
+REFUSED: list[tuple[type[Data], dict[str, Any]]] = [
+    (SyntheticTokens, dict.fromkeys(["sequence_length", "vocabulary", "seed"], -1)),
+    (SyntheticImages, dict.fromkeys(["image_size", "classes", "pool", "seed"], -1)),
+    (SyntheticVectors, dict.fromkeys(["inputs", "outputs", "seed"], -1)),
+    (Digits, dict.fromkeys(["seed", "shift", "held_out", "classes", "image_size"], -1)),
+    (Cifar10, {"seed": -1, "padding": -1, "root": "nowhere", "classes": -1, "image_size": -1}),
+    (ImageFolder, {"classes": -1, "image_size": -1, "seed": -1, "workers": -1, "root": "nowhere"}),
+    (Text, {"sequence_length": -1, "vocabulary": -1, "seed": -1, "path": "nowhere"}),
+    (Text, {"sequence_length": -1, "tokenizer": "none", "seed": -1, "held_out": 1, "vocabulary": 256}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), REFUSED)
+def test_all_refused_options_come_at_once(kind, options):
+    refused = [name for name, value in options.items() if value != 256]
+    assert [problem.option for problem in problems_of(kind, **options)] == refused
 
 
 def test_every_choice_is_looked_at():

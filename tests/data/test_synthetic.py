@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens, SyntheticVectors
-from tests.data.made import problems_of
 
 
 def test_tokens_are_uniform_and_their_targets_are_those_one_place_further():
@@ -39,15 +38,3 @@ def test_targets_of_vectors_follow_the_formula_and_inputs_are_uniform():
     assert inputs.max() < 1
     assert abs(inputs.mean()) < 0.01
     assert inputs.std().item() == pytest.approx(1 / math.sqrt(3), abs=0.01)
-
-
-@pytest.mark.parametrize(
-    ("make", "options"),
-    [
-        (SyntheticTokens, ["sequence_length", "vocabulary", "seed"]),
-        (SyntheticImages, ["image_size", "classes", "pool", "seed"]),
-        (SyntheticVectors, ["inputs", "outputs", "seed"]),
-    ],
-)
-def test_all_bad_options_are_reported_at_once(make, options):
-    assert [problem.option for problem in problems_of(make, **dict.fromkeys(options, -1))] == options

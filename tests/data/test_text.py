@@ -10,7 +10,7 @@ import torch
 
 from ptdbench.data.text import Text
 from tests.data import tiny_tokenizer
-from tests.data.made import problem_of, problems_of
+from tests.data.made import problem_of
 
 CONTENT = bytes(range(1, 256)) * 3  # every byte but the separator; position p holds 1 + p % 255
 
@@ -85,12 +85,8 @@ def test_odd_and_long_names_make_usable_cache_names(file, cache):
     assert not set("=, ") & set(built.name)
 
 
-def test_all_bad_options_are_reported_at_once(tmp_path):
-    problems = problems_of(text, path=tmp_path / "nowhere", sequence_length=0, vocabulary=100, seed=-1)
-    assert [problem.option for problem in problems] == ["sequence_length", "vocabulary", "seed", "path"]
-    assert "256" in problems[1].rule
-    more = problems_of(text, sequence_length=0, seed=-1, tokenizer=str(tmp_path / "none"), held_out=1)
-    assert [problem.option for problem in more] == ["sequence_length", "tokenizer", "seed", "held_out"]
+def test_a_vocabulary_has_an_entry_for_each_byte():
+    assert "256" in refused(vocabulary=255).rule
 
 
 def test_a_share_is_a_number_from_0_to_below_1():

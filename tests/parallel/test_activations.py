@@ -12,12 +12,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ptdbench.parallel.activations import Keep, Offload, Recompute, Selective, wrap_forward
-from ptdbench.parallel.compile import compile_parts, start_afresh
+from ptdbench.parallel.compile import compile_parts
 from ptdbench.parallel.offloading import _Run
 from ptdbench.parallel.precision import Copies, cast_inputs
 from ptdbench.setup import training_spec
 from tests.conftest import read
-from tests.daily import cases
 from tests.parallel.made import refused, small, with_weights
 from tests.parallel.ten_steps import tokens
 from tests.parallel.test_experts import model as with_experts
@@ -175,22 +174,6 @@ def test_an_offloaded_layer_does_not_move_its_weights_nor_copies_of_them(precisi
     layer(torch.ones(2, 4, requires_grad=True)).sum().backward()
     assert moved == [(2, 4)]
     assert [weight.grad.dtype for weight in layer.parameters()] == [torch.float32] * 2
-
-
-@cases("how", ["layers", "whole"], daily=["layers"])
-@cases("frugal", FRUGAL, daily=[Selective(), Offload()], ids=str)
-def test_compiled_it_computes_the_same(frugal, how, monkeypatch):
-    """By the compiler's own division into forward and backward graphs, which decides what is recomputed."""
-    if frugal.after_compilation and how == "whole":
-        return  # refused
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition"))
-    expected, model = gradients(small()), small()
-    start_afresh(how)
-    treat = [lambda: compile_parts(model, model.layers(), model.parts().values(), how), lambda: frugal(model.layers())]
-    for one in treat if frugal.after_compilation else reversed(treat):
-        one()
-    for ours, theirs in zip(gradients(model), expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(

@@ -266,13 +266,3 @@ def test_an_overflow_on_one_rank_makes_all_skip_the_step_whose_weights_are_not_a
         torch.testing.assert_close(seen["weights"][1], torch.full((3,), 0.9))
         torch.testing.assert_close(seen["average"], torch.full((3,), 0.85))  # of the weights after these two steps
         assert seen["messages"] == [1] * 4
-
-
-def test_a_scaler_that_is_off_changes_nothing():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.SGD([weight], lr=0.5)
-    scaler = AgreedGradScaler("cpu", enabled=False)  # and needs no process group
-    scaler.scale(weight.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(weight, torch.full((3,), 0.5))

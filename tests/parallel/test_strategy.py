@@ -348,15 +348,6 @@ def test_a_model_that_cannot_be_laid_out_so_is_refused(options, build, message):
 
 
 @pytest.mark.parametrize(
-    ("options", "build"), [({"context": 4, "tensor": 2, "context_method": "ring"}, gpt),
-                           ({"tensor": 2}, lambda: on_meta(Toy))]
-)  # fmt: skip
-def test_a_model_that_has_what_is_needed_is_not(options, build):
-    strategy = Strategy(**options)
-    strategy.check(build(), layout_of(strategy, strategy.ranks(1), 16))
-
-
-@pytest.mark.parametrize(
     ("method", "fits", "not_so", "rule"),
     [("ulysses", 50, 51, "must divide the 51 positions of a sample"),
      ("ring", 48, 50, "times 2 must divide the 50 positions of a sample, of which each rank has two pieces")],
