@@ -150,7 +150,7 @@ def test_equal_seeds_give_equal_runs(shared_run):
 
 
 @cases("preset", ["ddp", "fsdp", "pdp"], daily=["fsdp"])
-def test_a_run_that_starts_its_own_ranks_follows_too(run, single, preset):
+def test_own_ranks_follow_the_single_process(run, single, preset):
     check(run, single("gpt"), "gpt", 2, f"parallel={preset}")
 
 

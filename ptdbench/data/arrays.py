@@ -26,10 +26,10 @@ class Labeled(NamedTuple):
 
     def digest(self) -> str:
         """SHA-256 of shape, pixels and labels, in hexadecimal digits."""
-        found = hashlib.sha256(repr(self.images.shape).encode())
+        digest = hashlib.sha256(repr(self.images.shape).encode())
         for array in self:
-            found.update(array.tobytes())
-        return found.hexdigest()
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
 
 class ImageArrays(Images):
@@ -85,12 +85,12 @@ class ImageArrays(Images):
         Such a model might run without an error, but its loss would cover classes that never occur, and its FLOPs
         would be counted for images of another size.
         """
-        found = []
-        for option, value, own in (("classes", classes, self.classes), ("image_size", image_size, self.image_size)):
-            if value != own:
-                rule = f"the model's must be that of these images, {own}"
-                found.append(Problem(option, value, rule, try_these([f"model.{option}={own}"])))
-        return found
+        problems = []
+        for option, value, required in (("classes", classes, self.classes), ("image_size", image_size, self.image_size)):
+            if value != required:
+                rule = f"the model's must be that of these images, {required}"
+                problems.append(Problem(option, value, rule, try_these([f"model.{option}={required}"])))
+        return problems
 
     @cached_property
     def _epochs(self) -> Epochs:

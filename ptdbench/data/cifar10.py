@@ -107,11 +107,11 @@ class Cifar10(ImageArrays):
     def read(self, *, held_out: bool) -> Labeled:
         """Return one part of the images; raises ConfigError if files are missing or were changed."""
         try:
-            found = self.reader()(self.root, train=not held_out)
+            images = self.reader()(self.root, train=not held_out)
         except RuntimeError as error:  # raised before reading a file with a wrong checksum
             rule = f"{self.reader().base_folder} in it lacks files or was changed"
             raise ConfigError([Problem("root", self.root, rule)]) from error
-        return Labeled(np.ascontiguousarray(found.data), np.array(found.targets, np.int64))
+        return Labeled(np.ascontiguousarray(images.data), np.array(images.targets, np.int64))
 
     def _files(self) -> list[tuple[str, str]]:
         reader = self.reader()

@@ -193,12 +193,12 @@ def _block_end(block: bytes) -> int:
 
 def _files(root: Path, paths: Iterable[Path]) -> list[File]:
     """List the non-empty files among ``paths``, in an order that does not depend on the file system."""
-    found = []
+    files = []
     for path in paths:
         if path.is_file():  # skip broken links and pipes, which would never end
             status = path.stat()
-            found.append(File(path, path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
-    return sorted(file for file in found if file.size > 0)
+            files.append(File(path, path.relative_to(root).as_posix(), status.st_size, status.st_mtime_ns))
+    return sorted(file for file in files if file.size > 0)
 
 
 def _walk(

@@ -178,25 +178,25 @@ class ImageFolder(Images):
 
     @cached_property
     def _training(self) -> Listing:
-        found = _list(self.root, self._train)
-        if len(found.classes) != self.classes:
-            rule = f"{self.root / self._train} has {len(found.classes)} folders, one for each class"
-            remedy = try_these([f"model.classes={len(found.classes)}"])
+        listing = _list(self.root, self._train)
+        if len(listing.classes) != self.classes:
+            rule = f"{self.root / self._train} has {len(listing.classes)} folders, one for each class"
+            remedy = try_these([f"model.classes={len(listing.classes)}"])
             raise ConfigError([Problem("classes", self.classes, rule, remedy)])
-        return found
+        return listing
 
     @cached_property
     def _held_out(self) -> Listing | None:
         if not (self.root / self._val).is_dir():
             return None
-        found = _list(self.root, self._val)
+        listing = _list(self.root, self._val)
         # Labels are indices of the folders, so that both parts must have the same folders.
-        if different := sorted(set(found.classes) ^ set(self._training.classes)):
+        if different := sorted(set(listing.classes) ^ set(self._training.classes)):
             parts = f"{self._train} and {self._val}"
             rule = f"the folders in {parts} must be the same: {different[0]} is in one of them only"
             remedy = try_these([f"data.val=FOLDER with those of {self._train}"])
             raise ConfigError([Problem("root", self.root, rule, remedy)])
-        return found
+        return listing
 
 
 def read(path: Path, transform: Transform) -> sampling.Pixels:
@@ -232,9 +232,9 @@ def _list(root: Path, folder: str) -> Listing:
     from torchvision import datasets
 
     try:
-        found = datasets.ImageFolder(root / folder)
+        images = datasets.ImageFolder(root / folder)
     except OSError as error:  # FileNotFoundError also if an existing folder has no images
         raise ConfigError([Problem("root", root, f"{root / folder}: {error}", _with_images(folder))]) from error
-    below = len(os.path.join(found.root, ""))
-    names = [os.fsencode(path[below:]) for path, _ in found.samples]
-    return Listing(root / folder, tuple(found.classes), np.array(names), np.array(found.targets, np.int64))
+    below = len(os.path.join(images.root, ""))
+    names = [os.fsencode(path[below:]) for path, _ in images.samples]
+    return Listing(root / folder, tuple(images.classes), np.array(names), np.array(images.targets, np.int64))

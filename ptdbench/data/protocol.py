@@ -88,13 +88,13 @@ def read(source: Data | HeldOut, start: int, stop: int, example: Batch) -> Batch
     Raises:
         TypeError: The samples do not match: FLOPs and comparisons would not be about the samples that are trained on.
     """
-    found: Any = source.samples(start, stop)
-    shapes = [(stop - start, *one.shape[1:]) for one in example]
-    shown = [_described(one) for one in found] if isinstance(found, tuple | list) else [_described(found)]
+    samples: Any = source.samples(start, stop)
+    shapes = [(stop - start, *tensor.shape[1:]) for tensor in example]
+    shown = [_described(part) for part in samples] if isinstance(samples, tuple | list) else [_described(samples)]
     if shown != [str(shape) for shape in shapes]:
         rule = f"must return tensors of shape {shapes[0]} and {shapes[1]}, as example() has them"
         raise TypeError(f"{type(source).__name__}.samples({start}, {stop}) {rule}, and returns {' and '.join(shown)}")
-    inputs, targets = found
+    inputs, targets = samples
     return inputs, targets
 
 
@@ -109,10 +109,10 @@ def require_same_on_all_ranks(data: Data) -> None:
     held_out = data.held_out
     mine = [_fingerprint(tensor) for tensor in read(data, 0, _COMPARED, data.example())]
     first, *others = gather((len(held_out) if held_out else 0, mine))
-    for rank, found in enumerate(others, start=1):
-        if found[0] != first[0]:
-            rule = f"rank 0 holds out {first[0]} samples, and rank {rank} {found[0]}"
-        elif not all(map(_matches, first[1], found[1])):
+    for rank, theirs in enumerate(others, start=1):
+        if theirs[0] != first[0]:
+            rule = f"rank 0 holds out {first[0]} samples, and rank {rank} {theirs[0]}"
+        elif not all(map(_matches, first[1], theirs[1])):
             rule = f"samples 0 to {_COMPARED - 1} of rank {rank} are not those of rank 0"
         else:
             continue
@@ -127,15 +127,15 @@ def _fingerprint(tensor: torch.Tensor) -> str | float:
     return hashlib.sha256(tensor.cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
-def _matches(one: str | float, other: str | float) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return math.isclose(one, other, rel_tol=1e-3, abs_tol=1e-3) or (math.isnan(one) and math.isnan(other))
+def _matches(first: str | float, other: str | float) -> bool:
+    if isinstance(first, str) or isinstance(other, str):
+        return first == other
+    return math.isclose(first, other, rel_tol=1e-3, abs_tol=1e-3) or (math.isnan(first) and math.isnan(other))
 
 
-def _described(found: object) -> str:
+def _described(value: object) -> str:
     """Return the shape of a tensor, or the type of anything else."""
-    return str(tuple(found.shape)) if isinstance(found, torch.Tensor) else type(found).__name__
+    return str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def missing_folder(root: str | None, contents: str, remedy: str, inside: str = "") -> Problem | None:

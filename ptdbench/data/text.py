@@ -48,16 +48,16 @@ class Text(Sequences):
 
         This reads the tokenizer; :meth:`prepare` reads the text.
         """
-        found = ErrorCollector()
-        found.catch(lambda: require(*at_least(1, sequence_length=sequence_length)))
-        self._tokenizer = None if tokenizer is None else found.catch(lambda: Tokenizer(Path(tokenizer).expanduser()))
-        found.catch(lambda: require(*_enough_entries(vocabulary, tokenizer, self._tokenizer)))
-        found.catch(lambda: require(*at_least(0, seed=seed)))
-        found.catch(lambda: require(None if path is None else _must_exist(Path(path).expanduser())))
+        errors = ErrorCollector()
+        errors.catch(lambda: require(*at_least(1, sequence_length=sequence_length)))
+        self._tokenizer = None if tokenizer is None else errors.catch(lambda: Tokenizer(Path(tokenizer).expanduser()))
+        errors.catch(lambda: require(*_enough_entries(vocabulary, tokenizer, self._tokenizer)))
+        errors.catch(lambda: require(*at_least(0, seed=seed)))
+        errors.catch(lambda: require(None if path is None else _must_exist(Path(path).expanduser())))
         if isinstance(held_out, bool) or not isinstance(held_out, (int, float)) or not 0 <= held_out < 1:
             rule = "must be a share of the documents, at least 0 and below 1"
-            found.problems.append(Problem("held_out", held_out, rule))
-        found.close()
+            errors.problems.append(Problem("held_out", held_out, rule))
+        errors.close()
         self.sequence_length = sequence_length
         self.seed = seed
         self.path = None if path is None else Path(path).expanduser().resolve()

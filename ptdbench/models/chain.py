@@ -40,29 +40,29 @@ def repeated(module: nn.Module) -> dict[str, nn.Module]:
     heads and experts, do not: their members need not be called in order, nor on every rank.
     """
     lists = {
-        one: list(one.children())
-        for one in module.modules()
-        if isinstance(one, nn.ModuleList | nn.Sequential) and len({type(child) for child in one.children()}) == 1
+        part: list(part.children())
+        for part in module.modules()
+        if isinstance(part, nn.ModuleList | nn.Sequential) and len({type(child) for child in part.children()}) == 1
     }
     within = {
-        part for children in lists.values() if _are_blocks(children) for one in children for part in one.modules()
+        part for children in lists.values() if _are_blocks(children) for child in children for part in child.modules()
     }
-    outer = [children for one, children in lists.items() if one not in within and len(children) > 1]
+    outer = [children for part, children in lists.items() if part not in within and len(children) > 1]
     of_several = [children for children in outer if list(children[0].children())]
     if not of_several:
         return {}
     kind = type(max(of_several, key=len)[0])
     of_kind = {child for children in lists.values() for child in children if type(child) is kind}
-    found: dict[str, nn.Module] = {}
-    for name, one in module.named_modules():
-        if one in of_kind and not any(name.startswith(f"{around}.") for around in found):
-            found[name] = one
-    return found
+    blocks: dict[str, nn.Module] = {}
+    for name, part in module.named_modules():
+        if part in of_kind and not any(name.startswith(f"{around}.") for around in blocks):
+            blocks[name] = part
+    return blocks
 
 
 def _are_blocks(members: Sequence[nn.Module]) -> bool:
     """Whether members of a list repeat each other, unlike the stages of an image network, whose blocks grow wider."""
-    shapes = {tuple(weight.shape for weight in one.parameters()) for one in members}
+    shapes = {tuple(weight.shape for weight in member.parameters()) for member in members}
     return len(shapes) < len(members) and type(members[0]) not in (nn.ModuleList, nn.Sequential)
 
 
@@ -157,7 +157,7 @@ class Chain:
         self._in_tuple = False
         self._act: _Act = _stop
         self._hidden_shape = torch.Size()
-        self._known: dict[Any, dict[str, _OtherArguments]] = {}
+        self._others_of: dict[Any, dict[str, _OtherArguments]] = {}
         if any(weight.is_meta for weight in module.parameters()):
             raise NoChain("has no parts(), and has no values yet to find out what its blocks depend on")
         #: The copied modules, with their originals, from which they have their modes.
@@ -183,10 +183,10 @@ class Chain:
         def full(members: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
             return {prefix + name: member for name, member in members.items()}
 
-        found: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin, self._front)}
+        pieces: dict[str, nn.Module] = {"(before the blocks)": Piece(full(self._before), self._begin, self._front)}
         for name, block in self._blocks.items():
-            found[name] = Piece(full({name: block}), partial(self._through, name))
-        return found | {"(after the blocks)": Piece(full(self._after), partial(self._end, self._back), self._back)}
+            pieces[name] = Piece(full({name: block}), partial(self._through, name))
+        return pieces | {"(after the blocks)": Piece(full(self._after), partial(self._end, self._back), self._back)}
 
     def _begin(self, inputs: Tensor) -> Tensor:
         try:
@@ -208,22 +208,22 @@ class Chain:
         """Return each block's arguments other than the hidden state; determined once per batch size."""
         key = (hidden.shape, hidden.dtype, hidden.device)
         self._dtype = hidden.dtype
-        if key not in self._known:
+        if key not in self._others_of:
             with torch.no_grad(), preserved(self._back):
-                self._known[key] = self._capture_others(self._back, self._inputs(hidden))
-        return self._known[key]
+                self._others_of[key] = self._capture_others(self._back, self._inputs(hidden))
+        return self._others_of[key]
 
     def _capture_others(self, shell: nn.Module, inputs: Tensor) -> dict[str, _OtherArguments]:
         """Determine each block's arguments other than the hidden state, by name: masks may differ between blocks."""
-        found: dict[str, _OtherArguments] = {}
+        others: dict[str, _OtherArguments] = {}
 
         def act(name: str, arguments: _Arguments) -> Any:
-            found[name] = arguments[1:]
-            return self._returned(arguments[0]) if len(found) < len(self._blocks) else _stop(name, arguments)
+            others[name] = arguments[1:]
+            return self._returned(arguments[0]) if len(others) < len(self._blocks) else _stop(name, arguments)
 
         with suppress(_Reached):  # stop at the last block: the weights after it may be on another rank
             self._run(shell, inputs, act)
-        return found
+        return others
 
     def _run(self, shell: nn.Module, inputs: Tensor, act: _Act) -> Any:
         self._place(inputs.device)
@@ -248,9 +248,9 @@ class Chain:
         if device == self._device:
             return
         self._device = device
-        for one in self._front.modules():
-            for name, buffer in one._buffers.items():
-                one._buffers[name] = None if buffer is None else buffer.to(device)
+        for part in self._front.modules():
+            for name, buffer in part._buffers.items():
+                part._buffers[name] = None if buffer is None else buffer.to(device)
 
     def _inputs(self, hidden: Tensor) -> Tensor:
         """Return dummy inputs of the right shape."""
@@ -267,7 +267,7 @@ class Chain:
         return torch.full((len(inputs), *shape[1:]), fill, dtype=self._dtype, device=inputs.device)
 
     def _stubs(self, fill: float) -> dict[str, nn.Module]:
-        return {name: _Slot(one, partial(self._stub, self._shapes[name], fill)) for name, one in self._before.items()}
+        return {name: _Slot(module, partial(self._stub, self._shapes[name], fill)) for name, module in self._before.items()}
 
     def _with_slots(self, stubs: Mapping[str, nn.Module]) -> nn.Module:
         """Return the module with slots for blocks, and stubs; modules around these are copied, all others shared."""
@@ -278,17 +278,17 @@ class Chain:
             inside = [name for name in replaced if name.startswith(prefix)]
             if not inside:
                 return module
-            found = copy.copy(module)
-            self._copied.append((found, module))
+            copied = copy.copy(module)
+            self._copied.append((copied, module))
             children = {}
             for name, child in module._modules.items():
                 full = f"{prefix}{name}"
                 children[name] = replaced.get(full) or (rebuilt(child, f"{full}.") if child is not None else None)
-            found.__dict__["_modules"] = children
-            found.__dict__["_buffers"] = {
+            copied.__dict__["_modules"] = children
+            copied.__dict__["_buffers"] = {
                 name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()
             }
-            return found
+            return copied
 
         return rebuilt(self._module, "")
 
@@ -304,9 +304,9 @@ class Chain:
             if returned and hidden is not returned[-1]:
                 raise NoChain(f"does not call {name} with what {calls[-2]} returns")
             if not returned:
-                found = self._blocks[name](hidden, *others, **options)
-                self._in_tuple = isinstance(found, tuple)
-                hidden = self._hidden(found)
+                returned_first = self._blocks[name](hidden, *others, **options)
+                self._in_tuple = isinstance(returned_first, tuple)
+                hidden = self._hidden(returned_first)
                 self._hidden_shape = hidden.shape
             returned.append(hidden.clone())
             return self._returned(returned[-1])
@@ -316,18 +316,18 @@ class Chain:
             self._shapes[name] = output.shape if isinstance(output, Tensor) else torch.Size()
 
         with ExitStack() as hooks:
-            for name, one in owners.items():
-                hooks.callback(one.register_forward_hook(partial(note, name)).remove)
+            for name, owner in owners.items():
+                hooks.callback(owner.register_forward_hook(partial(note, name)).remove)
             self._run(self._front, torch.zeros((2, *self._example.shape[1:]), dtype=self._example.dtype), act)
         if [name for name in calls if name in self._blocks] != names:
             raise NoChain(f"does not call {names[0]} to {names[-1]} once each and in order")
         start, end = calls.index(names[0]), calls.index(names[-1])
-        for name, one in owners.items():
+        for name, owner in owners.items():
             if name not in calls:
                 raise NoChain(f"does not call {name}, which has weights")
             if start < calls.index(name) < end:
                 raise NoChain(f"calls {name} between its blocks")
-            (self._before if calls.index(name) < start else self._after)[name] = one
+            (self._before if calls.index(name) < start else self._after)[name] = owner
         if not self._before or not self._after:
             raise NoChain(f"has no weights {'after' if self._before else 'before'} its blocks")
 
@@ -363,7 +363,7 @@ class Chain:
 def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
     """Put NaN into the weights of ``others``, to reveal whether ``module`` reads them."""
     with preserved(module, whole=True):
-        for part in (inner for one in others for inner in one.modules()):
+        for part in (inner for other in others for inner in other.modules()):
             for name, weight in part._parameters.items():
                 if weight is not None and weight.is_floating_point():
                     spoiled = torch.full((), math.nan, dtype=weight.dtype).expand_as(weight)
@@ -373,16 +373,16 @@ def _spoiled(module: nn.Module, others: Iterable[nn.Module]) -> Iterator[None]:
 
 def _owners(module: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the outermost modules outside the blocks that have weights of their own."""
-    found: dict[str, nn.Module] = {}
-    for name, one in module.named_modules(remove_duplicate=False):  # a block may run again, under another name
-        inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*blocks, *found))
-        if inside or not has_weights(one, recurse=False):
+    owners: dict[str, nn.Module] = {}
+    for name, part in module.named_modules(remove_duplicate=False):  # a block may run again, under another name
+        inside = any(f"{name}.".startswith(f"{outer}.") for outer in (*blocks, *owners))
+        if inside or not has_weights(part, recurse=False):
             continue
         if not name or any(block.startswith(f"{name}.") for block in blocks):
-            weight, _ = next(one.named_parameters(recurse=False))
-            raise NoChain(f"has a weight, {weight}, in {type(one).__name__}, which is around the blocks")
-        found[name] = one
-    return found
+            weight, _ = next(part.named_parameters(recurse=False))
+            raise NoChain(f"has a weight, {weight}, in {type(part).__name__}, which is around the blocks")
+        owners[name] = part
+    return owners
 
 
 def of_sequential(module: nn.Sequential, finish: Finish, prefix: str = "") -> dict[str, nn.Module]:

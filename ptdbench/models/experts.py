@@ -222,11 +222,11 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         both, opened = ctx.saved_tensors
-        (gate, up), found = both.chunk(2, dim=-1), torch.empty_like(both)
-        of_gate, of_up = found.chunk(2, dim=-1)
+        (gate, up), gradients = both.chunk(2, dim=-1), torch.empty_like(both)
+        of_gate, of_up = gradients.chunk(2, dim=-1)
         torch.mul(gradient, opened, out=of_up)
         torch.ops.aten.silu_backward(gradient * up, gate, grad_input=of_gate)
-        return found
+        return gradients
 
 
 class Mixture(nn.Module):
@@ -290,8 +290,8 @@ class _Taken(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (back,) = ctx.saved_tensors
-        found = _select(gradient, back, len(back) > len(gradient))
-        return found if ctx.copies == 1 else found.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
+        selected = _select(gradient, back, len(back) > len(gradient))
+        return selected if ctx.copies == 1 else selected.unflatten(0, (-1, ctx.copies)).sum(dim=1), None, None, None
 
 
 def _select(rows: Tensor, numbers: Tensor, lacks: bool) -> Tensor:

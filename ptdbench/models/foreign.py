@@ -140,15 +140,12 @@ class Adapted(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the module's outputs, or with ``targets`` its mean loss in fp32."""
         if self._takes_targets and targets is not None:
-            found = _alone(self.module(inputs, targets), lambda one: one.dim() == 0)
-            loss = found if isinstance(found, Tensor) else _part(found, "loss")
+            returned = _alone(self.module(inputs, targets), lambda output: output.dim() == 0)
+            loss = returned if isinstance(returned, Tensor) else _part(returned, "loss")
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                told = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(found).__name__
-                kind = type(self.module).__name__
-                raise TypeError(
-                    f"{kind}.forward(inputs, targets) must return the mean loss, a scalar, or an object "
-                    f"with .loss, and returns {told}"
-                )
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(returned).__name__
+                rule = "must return the mean loss, a scalar, or an object with .loss"
+                raise TypeError(f"{type(self.module).__name__}.forward(inputs, targets) {rule}, and returns {what}")
             return _scalar(loss)
         return self._finish(self._call(self.module, inputs), targets)
 
@@ -169,10 +166,10 @@ class Adapted(nn.Module):
     def parts(self) -> dict[str, nn.Module] | None:
         """Return the module's own chain, else one found by trial runs; ``None``, with :attr:`uncut`, if it is none."""
         parts = self._method("parts")
-        return _prefixed(parts()) if parts else self._found
+        return _prefixed(parts()) if parts else self._chain
 
     @cached_property
-    def _found(self) -> dict[str, nn.Module] | None:
+    def _chain(self) -> dict[str, nn.Module] | None:
         try:
             return self._cut()
         except chain.NoChain as reason:
@@ -186,7 +183,7 @@ class Adapted(nn.Module):
         if self._takes_targets:
             raise chain.NoChain("has no parts(), and computes its loss in forward()")
         layers = set(self.layers())
-        blocks = {name: one for name, one in self.module.named_modules() if one in layers}
+        blocks = {name: part for name, part in self.module.named_modules() if part in layers}
         inputs = self._example()[0]
         try:
             return chain.Chain(self.module, blocks, self._call, self._finish, inputs).parts(PREFIX)
@@ -202,14 +199,14 @@ class Adapted(nn.Module):
             return module(**{self._input_name: inputs}, **self._options)
         return module(inputs, **self._options)
 
-    def _finish(self, found: Any, targets: Tensor | None) -> Tensor:
+    def _finish(self, returned: Any, targets: Tensor | None) -> Tensor:
         """Convert what the module returned to the outputs, or with targets to the loss."""
-        found = _alone(found, lambda one: one.dim() > 0)
-        outputs = found if isinstance(found, Tensor) else _part(found, "logits")
-        if targets is not None and outputs is None and (loss := _part(found, "loss")) is not None:
+        returned = _alone(returned, lambda output: output.dim() > 0)
+        outputs = returned if isinstance(returned, Tensor) else _part(returned, "logits")
+        if targets is not None and outputs is None and (loss := _part(returned, "loss")) is not None:
             return _scalar(loss)
         if outputs is None:
-            kind = type(found).__name__
+            kind = type(returned).__name__
             raise TypeError(f"forward() returns {kind}, and neither a tensor nor an object with .logits or .loss")
         if targets is None:
             return outputs
@@ -301,7 +298,7 @@ def count_train_flops(module: nn.Module, inputs: Tensor, targets: Tensor) -> Flo
 
 
 # A failure with fake tensors is reported in one line; suppress torch's log of the operation's traceback.
-logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda told: "run meta for" not in told.getMessage())
+logging.getLogger("torch._subclasses.fake_tensor").addFilter(lambda record: "run meta for" not in record.getMessage())
 
 
 class _BothPasses(nn.Module):
@@ -325,7 +322,7 @@ def _counted(module: nn.Module, inputs: Tensor, targets: Tensor, device: torch.d
     forward: dict[str, int] = {}
     both = _BothPasses(module, lambda: forward.update(_batched(counter)))
     # Counted on two samples, as batch norm refuses to train on one.
-    two = [torch.empty((2, *one.shape[1:]), dtype=one.dtype, device=device) for one in (inputs, targets)]
+    two = [torch.empty((2, *tensor.shape[1:]), dtype=tensor.dtype, device=device) for tensor in (inputs, targets)]
     with counter, sdpa_kernel(SDPBackend.MATH):
         functional_call(both, without_values(both, device), tuple(two))
     outside, masked = _masked(both, forward, inputs.shape[-1])
@@ -359,18 +356,18 @@ def _masked(module: nn.Module, forward: Mapping[str, int], length: int) -> tuple
     products by module, submodules included; ``length`` is T. The second count is ``None`` if some products are not in
     modules that say whether they are causal.
     """
-    found = outside = masked = 0.0
+    stated = outside = masked = 0.0
     for name, part in module.named_modules():
         is_causal = getattr(part, "is_causal", None)
         flops = forward.get(f"{type(module).__name__}.{name}", 0)
         if not isinstance(is_causal, bool) or not flops:
             continue
-        found += flops
+        stated += flops
         window = _window(part) or length
         share = min(window if is_causal else 2 * window - 1, length) / length
         outside += flops * (1 - share)
         masked += flops * share**2 / 2 if is_causal else 0
-    return outside, masked if found == forward["Global"] else None
+    return outside, masked if stated == forward["Global"] else None
 
 
 def _window(attention: nn.Module) -> int | None:
@@ -390,15 +387,15 @@ def _scalar(loss: Tensor) -> Tensor:
     return loss.float().sum() if loss.dim() and loss.numel() == 1 else loss.float()
 
 
-def _part(found: Any, name: str) -> Any:
+def _part(returned: Any, name: str) -> Any:
     """Return an attribute of what a module returned, or an item of a mapping; ``None`` if it has none."""
-    return found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
+    return returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
 
 
-def _alone(found: Any, fits: Callable[[Tensor], bool]) -> Any:
+def _alone(returned: Any, fits: Callable[[Tensor], bool]) -> Any:
     """Return the only tensor of a tuple that fits, as for a tuple of outputs and loss; else ``found`` unchanged."""
-    fitting = [one for one in found if isinstance(one, Tensor) and fits(one)] if isinstance(found, tuple) else []
-    return fitting[0] if len(fitting) == 1 else found
+    fitting = [item for item in returned if isinstance(item, Tensor) and fits(item)] if isinstance(returned, tuple) else []
+    return fitting[0] if len(fitting) == 1 else returned
 
 
 def _prefixed(by_part: Mapping[str, Any]) -> dict[str, Any]:

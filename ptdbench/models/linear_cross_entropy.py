@@ -152,8 +152,8 @@ def _add_product(total: Tensor | None, grad: Tensor, chunk: Tensor, dtype: torch
 
 def master_of(part: nn.Module) -> nn.Parameter | None:
     """Return the weight of a module that computes with a copy in another dtype, or ``None`` if there is no copy."""
-    own = part._parameters.get("weight")
-    return own if own is not None and part.weight.dtype != own.dtype else None
+    weight = part._parameters.get("weight")
+    return weight if weight is not None and part.weight.dtype != weight.dtype else None
 
 
 def has_wide_products(device: torch.device) -> bool:

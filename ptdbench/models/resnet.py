@@ -109,7 +109,7 @@ class ResNet(torchvision.models.ResNet):
         """
         images = torch.empty(2, 3, self.image_size, self.image_size, device="meta")
         with FlopCounterMode(display=False) as counter, torch.no_grad():
-            functional_call(self, {name: one.to("meta") for name, one in self.state_dict().items()}, images)
+            functional_call(self, {name: tensor.to("meta") for name, tensor in self.state_dict().items()}, images)
         counts = counter.get_flop_counts()
         flops = {name: 1.5 * sum(counts.get(f"{type(self).__name__}.{name}", {}).values()) for name in self.parts()}
         return {**flops, "conv1": flops["conv1"] / 1.5}

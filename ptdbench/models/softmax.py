@@ -101,8 +101,8 @@ def _of_share(
     position = target - share.first
     is_here = (position >= 0) & (position < logits.shape[1])
     position = position.where(is_here, 0)
-    own = logits.gather(1, position).to(precise).where(is_here, 0)
-    likelihood = share.total(own) - largest - normalizer.log()
+    at_target_here = logits.gather(1, position).to(precise).where(is_here, 0)
+    likelihood = share.total(at_target_here) - largest - normalizer.log()
 
     def gradient() -> Tensor:
         softmax = exponentials.div_(normalizer).to(logits.dtype)
@@ -115,10 +115,10 @@ def _of_share(
 def _of_share_in_place(share: VocabularyShare, logits: Tensor, targets: Tensor, *, gradient: bool) -> Tensor:
     """Return the losses of :func:`_of_share`, ``[rows]``, and overwrite the logits with the gradient."""
     positions = targets - share.first
-    maxima, totals, own = torch.ops.ptdbench.softmax_statistics(logits, positions)
+    maxima, totals, at_targets = torch.ops.ptdbench.softmax_statistics(logits, positions)
     largest = share.maximum(maxima)
     normalizer = share.total(totals * (maxima - largest).exp_())
-    losses = normalizer.log() - (share.total(own) - largest)
+    losses = normalizer.log() - (share.total(at_targets) - largest)
     if gradient:
         torch.ops.ptdbench.softmax_gradient_(logits, positions, largest, normalizer)
     return losses

@@ -66,9 +66,9 @@ def _softmax_cross_entropy(  # type: ignore[no-untyped-def]
     row = logits + number * stride
     target = tl.load(targets + number)
     is_inside = (target >= 0) & (target < VOCABULARY)
-    own = tl.load(row + target, mask=is_inside, other=float("nan")).to(tl.float32)
+    at_target = tl.load(row + target, mask=is_inside, other=float("nan")).to(tl.float32)
     largest, total = _statistics(row, VOCABULARY, COLUMNS)
-    tl.store(losses + number, tl.log(total) - (own - largest))
+    tl.store(losses + number, tl.log(total) - (at_target - largest))
     if GRADIENT:
         _overwrite(row, target, largest, total, VOCABULARY, COLUMNS)
 
@@ -122,9 +122,9 @@ def softmax_statistics(logits: Tensor, positions: Tensor) -> tuple[Tensor, Tenso
     Returns:
         Three of ``[rows]``, fp32.
     """
-    found = _numbers(logits), _numbers(logits), _numbers(logits)
-    _softmax_statistics[len(logits),](logits, logits.stride(0), positions, *found, **_size(logits))
-    return found
+    statistics = _numbers(logits), _numbers(logits), _numbers(logits)
+    _softmax_statistics[len(logits),](logits, logits.stride(0), positions, *statistics, **_size(logits))
+    return statistics
 
 
 def softmax_gradient_(logits: Tensor, positions: Tensor, maxima: Tensor, totals: Tensor) -> None:

@@ -37,7 +37,7 @@ class ModuleState:
         self._contents = list(_containers(module, whole))
         self._gradients = [(weight, weight.grad, weight.requires_grad) for weight in module.parameters()]
         contents = (content.values() if isinstance(content, dict) else content for _, content in self._contents)
-        tensors = {id(one): one for content in contents for one in content if _is_copied(one)}
+        tensors = {id(value): value for content in contents for value in content if _is_copied(value)}
         with torch.no_grad():
             self._copies = {key: (tensor, tensor.clone()) for key, tensor in tensors.items()}
 
@@ -75,7 +75,7 @@ class ModuleState:
 def without_values(module: nn.Module, device: torch.device | str) -> dict[str, Tensor]:
     """Return empty tensors in place of a module's weights and buffers, by name, for a functional call."""
     held = chain(module.named_parameters(), module.named_buffers())
-    return {name: torch.empty_like(one, device=device, requires_grad=one.requires_grad) for name, one in held}
+    return {name: torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad) for name, tensor in held}
 
 
 def has_state(module: nn.Module) -> bool:
@@ -142,7 +142,7 @@ def _containers(module: nn.Module, whole: bool) -> Iterator[tuple[Any, Any]]:
         if not isinstance(held, tuple):
             yield held, next(kind(held) for kind in (dict, set, list) if isinstance(held, kind) or kind is list)
         inner = (held[key] for key in held.keys() - hidden) if isinstance(held, dict) else held
-        pending += [one for one in inner if not isinstance(one, _LEAVES)]
+        pending += [value for value in inner if not isinstance(value, _LEAVES)]
 
 
 @cache

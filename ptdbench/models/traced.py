@@ -52,8 +52,8 @@ class _Tracer(fx.Tracer):
         self._blocks = blocks
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        own = chain(m.parameters(recurse=False), m.buffers(recurse=False))
-        return m in self._blocks or super().is_leaf_module(m, module_qualified_name) or next(own, None) is not None
+        tensors = chain(m.parameters(recurse=False), m.buffers(recurse=False))
+        return m in self._blocks or super().is_leaf_module(m, module_qualified_name) or next(tensors, None) is not None
 
 
 class _Called(nn.Module):
@@ -70,8 +70,8 @@ class _Called(nn.Module):
 
 def _traced(called: _Called, blocks: Collection[nn.Module]) -> fx.Graph:
     """Trace the module; names of submodules begin with ``module.``."""
-    for kind, own in {"weight": called.module.named_parameters, "buffer": called.module.named_buffers}.items():
-        if (first := next(own(recurse=False), None)) is not None:
+    for kind, named_tensors in {"weight": called.module.named_parameters, "buffer": called.module.named_buffers}.items():
+        if (first := next(named_tensors(recurse=False), None)) is not None:
             raise NoChain(f"has a {kind}, {first[0]}, outside of its submodules")
     with refusing("cannot be traced"), preserved(called.module, whole=True):  # the module may cache a proxy
         graph = _Tracer(blocks).trace(called)
@@ -85,7 +85,7 @@ def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """Group the nodes into as many pieces as possible: each has weights, and passes on one value."""
     places = {node: place for place, node in enumerate(nodes)}
     calls = [node for node in nodes if node.op == "call_module"]
-    weighted = {one for one in calls if has_weights(module.get_submodule(str(one.target).removeprefix("module.")))}
+    weighted = {call for call in calls if has_weights(module.get_submodule(str(call.target).removeprefix("module.")))}
     last_call = {node.target: places[node] for node in calls}
     ends: list[int] = []
     end: int | None = None  # where the current group may end: the last such place after its last weight
@@ -97,7 +97,7 @@ def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
                 ends.append(end)
                 end = None
         bound = max(bound, last_call.get(node.target, 0) if node.op == "call_module" else 0)
-        crossing = [one for one in nodes[: place + 1] if any(places[user] > place for user in one.users)]
+        crossing = [earlier for earlier in nodes[: place + 1] if any(places[user] > place for user in earlier.users)]
         if is_weighted and place >= bound and len(crossing) == 1 and crossing[0].op != "placeholder":
             end = place + 1
     return [list(nodes[start:stop]) for start, stop in pairwise([0, *ends, len(nodes)])]
@@ -106,19 +106,19 @@ def _groups(module: nn.Module, nodes: Sequence[fx.Node]) -> list[list[fx.Node]]:
 def _piece(called: _Called, nodes: Sequence[fx.Node], prefix: str) -> Piece:
     """Create a piece that replays these nodes on their single input."""
     inside = set(nodes)
-    own = fx.Graph()
+    graph = fx.Graph()
     outside = {used for node in nodes for used in node.all_input_nodes} - inside
-    known = {used: own.placeholder("hidden") for used in outside}  # one, or none for the first piece
+    copies = {used: graph.placeholder("hidden") for used in outside}  # one, or none for the first piece
     for node in nodes:
-        known[node] = own.node_copy(node, lambda used: known[used])
+        copies[node] = graph.node_copy(node, lambda used: copies[used])
     if nodes[-1].op != "output":
         (value,) = (node for node in nodes if any(user not in inside for user in node.users))
-        own.output(known[value])
+        graph.output(copies[value])
     names = dict.fromkeys(str(node.target) for node in nodes if node.op == "call_module")
     constants = {str(node.target): getattr(called, str(node.target)) for node in nodes if node.op == "get_attr"}
     modules = {name: called.get_submodule(name) for name in names}
-    replay = fx.GraphModule({**modules, **constants}, own)
-    members = {prefix + name.removeprefix("module."): one for name, one in modules.items()}
+    replay = fx.GraphModule({**modules, **constants}, graph)
+    members = {prefix + name.removeprefix("module."): module for name, module in modules.items()}
     return Piece(members, replay.forward)
 
 

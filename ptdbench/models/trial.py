@@ -66,9 +66,10 @@ def _observed(
     buffers = dict(module.named_buffers())
     tensors = without_values(module, device) if device else weights | buffers
     place = next(iter(tensors.values())).device
-    two = [torch.zeros((2, *one.shape[1:]), dtype=one.dtype, device=place) for one in example]  # for batch norms
+    # Two samples, for batch norms.
+    two = [torch.zeros((2, *tensor.shape[1:]), dtype=tensor.dtype, device=place) for tensor in example]
     present = dict(tensors)
-    holders = {name: [one for one in layers if weight in set(one.parameters())] for name, weight in weights.items()}
+    holders = {name: [layer for layer in layers if weight in set(layer.parameters())] for name, weight in weights.items()}
     with preserved(module, whole=True), _Uses(tensors, holders) as uses, uses.noting_calls(layers):
         Modes(module).train()
         if device:
@@ -137,7 +138,7 @@ class _Uses(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         arguments = getattr(getattr(func, "_schema", None), "arguments", ())  # an operator of a higher order has none
-        given = dict(zip((one.name for one in arguments), args, strict=False)) | dict(kwargs or {})
+        given = dict(zip((argument.name for argument in arguments), args, strict=False)) | dict(kwargs or {})
         for argument in arguments:
             is_write = argument.alias_info is not None and argument.alias_info.is_write
             for tensor in tree_leaves(given.get(argument.name)):

@@ -24,12 +24,12 @@ def rules(model: nn.Module) -> dict[nn.Parameter, Rule]:
     ``kernels``: more than two dimensions, such as those of convolutions. ``matrices``: all others.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    found: dict[nn.Parameter, Rule] = {}
+    of_weight: dict[nn.Parameter, Rule] = {}
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             is_embedding, is_head = isinstance(module, nn.Embedding | nn.EmbeddingBag), linear[-1:] == [module]
-            found.setdefault(weight, _rule(weight, is_embedding, is_head))
-    return found
+            of_weight.setdefault(weight, _rule(weight, is_embedding, is_head))
+    return of_weight
 
 
 def _rule(weight: nn.Parameter, is_embedding: bool, is_head: bool) -> Rule:

@@ -44,8 +44,8 @@ class Muon(torch.optim.Optimizer):
         self.gathers = dtype.itemsize  #: Bytes per element of a gathered update.
         self._parts: list[torch.optim.Optimizer] = []
         if matrices:
-            how = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-            self._parts.append(_GatheredMuon(matrices, dtype, lr=lr, weight_decay=weight_decay, **how))
+            options = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
+            self._parts.append(_GatheredMuon(matrices, dtype, lr=lr, weight_decay=weight_decay, **options))
         if others:
             first, second = betas
             self._parts.append(torch.optim.AdamW(others, adamw_lr, (first, second), eps, weight_decay, fused=fused))
@@ -56,7 +56,7 @@ class Muon(torch.optim.Optimizer):
         for part in self._parts:
             # Groups and state are those of this optimizer, which loading a checkpoint replaces.
             is_of_matrices = isinstance(part, _GatheredMuon)
-            part.param_groups = [one for one in self.param_groups if (one["rule"] == "matrices") == is_of_matrices]
+            part.param_groups = [group for group in self.param_groups if (group["rule"] == "matrices") == is_of_matrices]
             part.state = self.state
             part.step()
 

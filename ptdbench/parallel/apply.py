@@ -50,32 +50,25 @@ class Setting:
         return not (ranks := self.mesh["tensor"]) or ranks.get_local_rank() == 0
 
 
-def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> LaidOutModule:
+def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -> LaidOutModule:
     """Lay out ``module``: the model or one of its stages, on the meta device or with its weights."""
     dims = setting.layout.dims
-    is_sharded, is_replicated = how.shards(dims), how.replicates(dims)
+    is_sharded, is_replicated = options.shards(dims), options.replicates(dims)
     inside = set(module.modules())
     layers = [layer for layer in model.layers() if layer in inside]
     is_narrow = DTYPES[setting.precision] != torch.float32
     # Ask before any transform, and only if the parts matter: for a user's own module, finding them takes a trace.
     matter = setting.compile or is_narrow or is_sharded
     parts = list((model.parts() or {}).values()) if matter else []
-    device = setting.device
-
-    def fill(part: nn.Module, prefix: str = "") -> None:
-        def placed(meta: Tensor, values: Tensor) -> Tensor:
-            return fp8.wrapped_as(meta, tensor.placed(meta, values))
-
-        materialize(model, part, prefix=prefix, device=device, seed=setting.seed, placed=placed)
-
+    device, fill = setting.device, partial(_fill, model, setting)
     # First replace modules inside layers: all later transforms wrap them.
-    if how.sync_batchnorm and (is_sharded or is_replicated):
+    if options.sync_batchnorm and (is_sharded or is_replicated):
         synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
     if setting.precision in fp8.RECIPES:
         rows = setting.layout.micro_batch * setting.positions // dims.context
         fp8.convert(layers, setting.precision, sharded=is_sharded, rows=rows)
     if ranks := setting.mesh["context"]:
-        context.exchange(model, module, ranks, how.context_method)
+        context.exchange(model, module, ranks, options.context_method)
     # Before anything wraps or reads the weights: both transforms replace them, tensor parallelism those that remain.
     shared = experts.modules(model, module) if dims.expert > 1 else []
     if ranks := setting.mesh["expert"]:
@@ -83,10 +76,9 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     if setting.virtual:
         experts.force(module)
     if ranks := setting.mesh["tensor"]:
-        tensor.parallelize(model, module, ranks, sequence=how.sequence)
+        tensor.parallelize(model, module, ranks, sequence=options.sequence)
     # Before layers are wrapped, as some are linear themselves. FSDP gathers weights in the compute dtype instead.
-    is_copied = is_narrow and not is_sharded
-    splits = how.splits_backward(dims)
+    is_copied, splits = is_narrow and not is_sharded, options.splits_backward(dims)
     if is_copied and not splits:
         enable_wide_gradients(module)
     # Inside recomputation, which repeats casts instead of keeping their results, and compilation, which fuses them.
@@ -104,26 +96,33 @@ def apply(model: Model, module: nn.Module, setting: Setting, how: Options) -> La
     copies = Copies(module, units, DTYPES[setting.precision], vectors_wait=waits) if is_copied else None
     # FSDP gathers weights in the compute dtype. Shards must be contiguous.
     if is_sharded:
-        of_experts = shared, setting.mesh.experts
-        ranks, offloads = setting.mesh.shard, setting.offload != "none"
-        part = shard(
-            module, layers, parts, ranks, how, dims, fill, of_experts, precision=setting.precision, offload=offloads
-        )
-        return _completed(part, shared, setting, how, copies)
+        formats: Any = {"precision": setting.precision, "offload": setting.offload != "none"}
+        part = shard(module, layers, parts, setting.mesh, options, dims, fill, shared, **formats)
+        return _completed(part, shared, setting, options, copies)
     fill(module)
     # Convolution kernels take the images' memory format; otherwise their gradients would not match DDP's buckets.
     # Pipeline messages and PowerSGD's matrices, however, must be contiguous.
-    if setting.channels_last and dims.pipeline == 1 and how.sent != "powersgd":
+    if setting.channels_last and dims.pipeline == 1 and options.sent != "powersgd":
         module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     part = LaidOutModule(module, module)
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
-        part = replicate(module, setting.mesh.copies, device, how, static_graph=how.has_static_graph(setting.layout))
-    return _completed(part, shared, setting, how, copies)
+        static_graph = options.has_static_graph(setting.layout)
+        part = replicate(module, setting.mesh.copies, device, options, static_graph=static_graph)
+    return _completed(part, shared, setting, options, copies)
+
+
+def _fill(model: Model, setting: Setting, part: nn.Module, prefix: str = "") -> None:
+    """Materialize a part, given the prefix of its names; a tensor keeps this rank's part of its initial values."""
+
+    def placed(meta: Tensor, values: Tensor) -> Tensor:
+        return fp8.wrapped_as(meta, tensor.placed(meta, values))
+
+    materialize(model, part, prefix=prefix, device=setting.device, seed=setting.seed, placed=placed)
 
 
 def _completed(
-    part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting, how: Options, copies: Copies | None
+    part: LaidOutModule, shared: Sequence[nn.Module], setting: Setting, options: Options, copies: Copies | None
 ) -> LaidOutModule:
     """Add what must run at the start of a step, and what completes the gradients where FSDP and DDP do not."""
     dims, routing = setting.layout.dims, None
@@ -132,7 +131,7 @@ def _completed(
     if copies:
         begins.append(copies.begin)
         settles.append(copies.end)
-    if fp8.is_gathered(setting.precision, sharded=how.shards(dims)):
+    if fp8.is_gathered(setting.precision, sharded=options.shards(dims)):
         begins.append(lambda _: fp8.agree(part.module))
         settles.append(partial(fp8.forget, part.module))
     if dims.tensor > 1:

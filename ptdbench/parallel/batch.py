@@ -39,8 +39,8 @@ class BatchPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields by name, as stored in a record; ``data`` is the number of replicas."""
-        found = asdict(self)
-        return {"data": self.replicas, **found.pop("dims"), **found}
+        fields = asdict(self)
+        return {"data": self.replicas, **fields.pop("dims"), **fields}
 
 
 def check_share(replicas: int, global_batch: int, micro_batch: int | Literal["auto"]) -> None:
@@ -51,5 +51,5 @@ def check_share(replicas: int, global_batch: int, micro_batch: int | Literal["au
         rule = f"must be a multiple of the number of data-parallel replicas, {replicas}"
         require(Problem("global_batch", global_batch, rule, try_these(close)))
     if micro_batch != "auto":
-        own = global_batch // replicas
-        require(divides("micro_batch", micro_batch, own, f"a replica's share of the batch, {own}"))
+        share = global_batch // replicas
+        require(divides("micro_batch", micro_batch, share, f"a replica's share of the batch, {share}"))

@@ -92,11 +92,11 @@ class _OnDevice(SyncBatchNorm):
     ) -> Tensor:
         if not any(input.is_contiguous(memory_format=last) for last in (torch.channels_last, torch.channels_last_3d)):
             input = input.contiguous()
-        own = torch.cat(torch.batch_norm_stats(input, eps))
-        gathered = own.new_empty(ranks * own.numel())
-        _gather(gathered, own, group)
+        statistics = torch.cat(torch.batch_norm_stats(input, eps))
+        gathered = statistics.new_empty(ranks * statistics.numel())
+        _gather(gathered, statistics, group)
         means, inverses = gathered.view(ranks, 2, -1).unbind(1)
-        counts = own.new_full((ranks,), input.numel() // input.size(1))
+        counts = statistics.new_full((ranks,), input.numel() // input.size(1))
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
             input, means, inverses, running_mean, running_var, momentum, eps, counts
         )

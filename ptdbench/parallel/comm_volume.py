@@ -59,7 +59,7 @@ class CommModel:
     model: Model
     example: tuple[Tensor, Tensor]  #: Inputs and targets of one sample on the meta device.
     layout: BatchPlan  #: How the global batch is divided among the ranks.
-    how: Options  #: The options of ``parallel``.
+    options: Options  #: The options of ``parallel``.
     precision: Name = "fp32"  #: Dtype of the arithmetic.
     recomputes: bool = False  #: Whether the backward pass recomputes some of the forward pass.
     gathers: int = 0  #: Bytes per element that the optimizer gathers of each sharded matrix; 0: it gathers nothing.
@@ -68,13 +68,13 @@ class CommModel:
     @property
     def is_sharded(self) -> bool:
         """Whether FSDP gathers the weights."""
-        return self.how.shards(self.layout.dims)
+        return self.options.shards(self.layout.dims)
 
 
 def comm_bytes(work: CommModel) -> dict[str, Size]:
     """Return the bytes of each of :data:`OPERATIONS` in a step, averaged over ranks."""
-    model, dims, how = work.model, work.layout.dims, work.how
-    is_replicated = how.replicates(dims)
+    model, dims, options = work.model, work.layout.dims, work.options
+    is_replicated = options.replicates(dims)
     terms = []
     if is_replicated:
         terms.append(_of_copies(work))
@@ -86,13 +86,13 @@ def comm_bytes(work: CommModel) -> dict[str, Size]:
     terms.append(_of_routers(work, routers))
     if work.gathers and dims.tensor > 1:
         terms.append(_unknown("all_gather"))
-    if how.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
+    if options.sync_batchnorm and (is_replicated or work.is_sharded) and _batch_norms(model):
         terms.append(_unknown("all_reduce", "all_gather"))
     if max(dims.pipeline, dims.tensor, dims.context) > 1:
         terms += _of_activations(work)
     total = {name: sum(term.get(name, 0.0) for term in terms) / dims.pipeline for name in OPERATIONS}
-    known: dict[str, Size] = {name: None if math.isnan(size) else size for name, size in total.items()}
-    return known | (_of_experts(work, routers) if dims.expert > 1 and work.example[1].dim() > 1 else {})
+    volumes: dict[str, Size] = {name: None if math.isnan(size) else size for name, size in total.items()}
+    return volumes | (_of_experts(work, routers) if dims.expert > 1 and work.example[1].dim() > 1 else {})
 
 
 def _unknown(*operations: str) -> dict[str, float]:
@@ -107,8 +107,8 @@ def _of_copies(work: CommModel) -> dict[str, float]:
     """
     weights = [weight for stage in _stages(work) for weight in stage.parameters() if weight.requires_grad]
     return {
-        "all_reduce": _SENT[work.how.sent] * sum(weight.numel() for weight in weights),
-        "broadcast": sum(weight.nbytes for weight in weights) if work.how.optimizer == "zero1" else 0,
+        "all_reduce": _SENT[work.options.sent] * sum(weight.numel() for weight in weights),
+        "broadcast": sum(weight.nbytes for weight in weights) if work.options.optimizer == "zero1" else 0,
     }
 
 
@@ -122,17 +122,17 @@ def _of_shards(work: CommModel) -> dict[str, float]:
     between depends on the order of micro-batches: unknown; so does how often they gather all layers, if a rank has more
     than :data:`_KEPT_STAGES`. For weights gathered in fp8, ranks first agree on the scales.
     """
-    how, dims, passes = work.how, work.layout.dims, work.layout.accumulation
-    parts, of = local_parts(work.model, how, dims), rules(module_of(work.model))
+    options, dims, passes = work.options, work.layout.dims, work.layout.accumulation
+    parts, of = local_parts(work.model, options, dims), rules(module_of(work.model))
     norms = {weight for module in _batch_norms(work.model) for weight in module.parameters()}
     layers = work.model.layers()
     is_staged = dims.pipeline > 1
-    once: float = passes if how.frees_between_microbatches(dims) or is_staged else 1
-    if is_staged and how.stages_on_rank > _KEPT_STAGES:
+    once: float = passes if options.frees_between_microbatches(dims) or is_staged else 1
+    if is_staged and options.stages_on_rank > _KEPT_STAGES:
         once = math.nan
-    again = 0 if how.frees_after_forward(dims) is False else math.nan if is_staged else passes
-    item, sent = DTYPES[work.precision].itemsize, _SENT[how.sent] * (passes if is_staged else 1)
-    sums = passes if how.reduce_scatter_each_microbatch else 1
+    again = 0 if options.frees_after_forward(dims) is False else math.nan if is_staged else passes
+    item, sent = DTYPES[work.precision].itemsize, _SENT[options.sent] * (passes if is_staged else 1)
+    sums = passes if options.reduce_scatter_each_microbatch else 1
     of_fp8 = {layer.weight for layer in fp8.converted(layers, work.precision, sharded=True)}
     of_fp8 = of_fp8 if fp8.is_gathered(work.precision, sharded=True) else set()
     gathered = reduced = averaged = agreed = 0.0
@@ -162,7 +162,7 @@ def _of_shards(work: CommModel) -> dict[str, float]:
 
 def _stages(work: CommModel) -> Iterator[nn.Module]:
     """Return the stages of all ranks of a pipeline, or the model."""
-    return chain.from_iterable(modules_of_ranks(work.model, work.how.stage_ranks(work.layout.dims)))
+    return chain.from_iterable(modules_of_ranks(work.model, work.options.stage_ranks(work.layout.dims)))
 
 
 def _of_routers(work: CommModel, routers: Sequence[Router]) -> dict[str, float]:
@@ -191,7 +191,7 @@ def _of_experts(work: CommModel, routers: Sequence[Router]) -> dict[str, Size]:
         choices = tokens * router.active * layout.replica_batch
         size = router.weight.shape[1] * item
         # Taken in turn, all experts get equally many if rounds are whole; a ring divides its positions in two pieces.
-        pieces = 2 if dims.context > 1 and work.how.context_method == "ring" else 1
+        pieces = 2 if dims.context > 1 and work.options.context_method == "ring" else 1
         in_turn = (work.forced or router.forced) and tokens * router.active % (pieces * router.experts) == 0
         capacity = math.inf if router.capacity is None else router.capacity
         if in_turn and capacity >= 1:
@@ -235,10 +235,10 @@ def _between_stages(work: CommModel, outputs: Mapping[str, int]) -> dict[str, fl
     The gradients of a weight that several stages train are exchanged once per step, between each pair of ranks.
     """
     dims = work.layout.dims
-    where = cut(work.model, work.how.stage_ranks(dims))
+    where = cut(work.model, work.options.stage_ranks(dims))
     neighbors = zip(where.stages, pairwise(where.ranks), strict=False)
     sent = [names[-1] for names, (here, there) in neighbors if here != there]
-    size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if work.how.sequence else 1)
+    size = sum(outputs[name] for name in sent) * _bytes_per_sample(work) / (dims.tensor if work.options.sequence else 1)
     dimensions = cut_dimensions(work.model) if dims.tensor > 1 else {}
     shards = dims.shards if work.is_sharded else 1
     for stages in by_stage(work.model.tied(), where):
@@ -256,7 +256,7 @@ def _of_attention(work: CommModel, inputs: Mapping[str, int], outputs: Mapping[s
     fp32 gradients pass through each rank.
     """
     names = [name for name, role in roles_of(work.model).items() if role.kind == "attention"]
-    if work.how.context_method == "ring":
+    if work.options.context_method == "ring":
         numbers = sum(inputs[name] - outputs[name] for name in names)  # a mixture is as large as the queries
         passing = work.layout.dims.context * numbers * _bytes_per_sample(work) / work.layout.dims.tensor
         wider = _WIDE / DTYPES[work.precision].itemsize
@@ -274,9 +274,9 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
     backward pass (Shoeybi et al. 2019, section 3). With sequence parallelism sums are reduce-scattered, and gathered in
     the other pass (Korthikanti et al. 2022, section 4.2.2).
     """
-    module, sequence = module_of(work.model), work.how.sequence
+    module, sequence = module_of(work.model), work.options.sequence
     narrow_sums = sequence and work.is_sharded and DTYPES[work.precision] != torch.float32
-    if work.recomputes or narrow_sums or work.how.async_tensor:
+    if work.recomputes or narrow_sums or work.options.async_tensor:
         yield _unknown("all_reduce", "all_gather", "reduce_scatter")
     summands: set[nn.Parameter] = set()
     for name, role in roles_of(work.model).items():
@@ -299,7 +299,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
             summands |= set(module.get_submodule(name).parameters())
     summands -= experts.parts(work.model, work.layout.dims).keys()
     # FSDP sums them when it reduces gradients: under a pipeline in each pass of its schedule.
-    reduces_each = work.layout.dims.pipeline > 1 or work.how.reduce_scatter_each_microbatch
+    reduces_each = work.layout.dims.pipeline > 1 or work.options.reduce_scatter_each_microbatch
     times = work.layout.accumulation if work.is_sharded and reduces_each else 1
     yield {"all_reduce": float(times * sum(weight.nbytes for weight in summands))}
 

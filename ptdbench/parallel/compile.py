@@ -27,7 +27,7 @@ _THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 VARIANTS = 8
 
 
-def start_afresh(how: Compile) -> None:
+def start_afresh(mode: Compile) -> None:
     """Set up the compiler for one run, whatever earlier runs of this process have compiled.
 
     Graphs of earlier runs are dropped: after a second batch size torch would compile for dynamic shapes, and after
@@ -36,7 +36,7 @@ def start_afresh(how: Compile) -> None:
     """
     if "torch._dynamo" in sys.modules and torch._dynamo.convert_frame.FRAME_COUNTER:
         torch.compiler.reset()  # on a GPU this imports the compiler itself, which takes seconds
-    if how:
+    if mode:
         config = torch._dynamo.config  # imports it, which takes a second that only runs that compile should spend
         config.fail_on_recompile_limit_hit = True
         config.recompile_limit = VARIANTS
@@ -50,24 +50,24 @@ def start_afresh(how: Compile) -> None:
             of_inductor.compile_threads = min(32, torch.get_num_threads())
 
 
-def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], how: Compile) -> None:
+def compile_parts(module: nn.Module, layers: Sequence[nn.Module], parts: Iterable[nn.Module], mode: Compile) -> None:
     """Compile a model or stage with these ``layers``; ``parts``: those of the whole model, if it is a chain.
 
     Identical layers share one compiled graph, so 96 of them compile as fast as one. Communication between layers stays
     between the graphs, where it can overlap.
     """
-    if not how:
+    if not mode:
         return
-    units = [module] if how == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
-    options: dict[str, Any] = {"fullgraph": True} if how == "whole" else {}
-    if how == "autotune":
+    units = [module] if mode == "whole" else [*layers, *parts_outside_layers(module, layers, parts)]
+    options: dict[str, Any] = {"fullgraph": True} if mode == "whole" else {}
+    if mode == "autotune":
         options["options"] = autotuning()
     # Allow for every kind of part: a ResNet's blocks of many shapes share one code object, and so one limit.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, VARIANTS * len({repr(unit) for unit in units}))
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
     for unit in units:
-        wrap_forward(unit, partial(_compiled, name=type(unit).__name__, how=how, options=options))
+        wrap_forward(unit, partial(_compiled, name=type(unit).__name__, mode=mode, options=options))
 
 
 def autotuning() -> dict[str, bool]:
@@ -94,7 +94,7 @@ def parts_outside_layers(module: nn.Module, layers: Sequence[nn.Module], parts: 
     ]
 
 
-def _compiled(forward: Callable[..., Any], name: str, how: Compile, options: dict[str, Any]) -> Callable[..., Any]:
+def _compiled(forward: Callable[..., Any], name: str, mode: Compile, options: dict[str, Any]) -> Callable[..., Any]:
     """Compile the forward of a module, of a class with this name, for the shapes that it is called with."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported
 
@@ -106,10 +106,10 @@ def _compiled(forward: Callable[..., Any], name: str, how: Compile, options: dic
             return compiled(*arguments, **named)
         except FailOnRecompileLimitHit as error:
             rule = f"the forward of {name} still changes after {torch._dynamo.config.recompile_limit} compilations"
-            raise ConfigError([Problem("compile", how, rule, "try false, or samples of one shape")]) from error
+            raise ConfigError([Problem("compile", mode, rule, "try false, or samples of one shape")]) from error
         except Unsupported as error:
             reason = first_line(error)
             rule = f"the forward of {name} is not one graph: {reason}"
-            raise ConfigError([Problem("compile", how, rule, "try layers")]) from error
+            raise ConfigError([Problem("compile", mode, rule, "try layers")]) from error
 
     return run

@@ -45,47 +45,48 @@ _SHARED = "needs memory that GPUs write to each other"
 _1F1B = "parallel.schedule=interleaved1f1b"
 
 
-def of_values(how: Options) -> list[Row]:
+def of_values(options: Options) -> list[Row]:
     """Return values that are invalid whatever the degrees."""
-    lacks = ring.missing() if how.context_method == "ring" else None
+    lacks = ring.missing() if options.context_method == "ring" else None
     here = f"torch {torch.__version__} does not have"
-    schedule, stages = SCHEDULES.get(how.schedule), how.stages_per_rank
-    allowed = schedule.stages if schedule and how.pipeline != 1 else stages
+    schedule, stages = SCHEDULES.get(options.schedule), options.stages_per_rank
+    allowed = schedule.stages if schedule and options.pipeline != 1 else stages
     return [
-        (schedule is None and how.pipeline != 1, "schedule", f"must be {', '.join(SCHEDULES)}",
-         try_these(nearest(how.schedule, SCHEDULES))),
+        (schedule is None and options.pipeline != 1, "schedule", f"must be {', '.join(SCHEDULES)}",
+         try_these(nearest(options.schedule, SCHEDULES))),
         (allowed != "several" and stages not in ("auto", allowed), "stages_per_rank",
-         f"must be {allowed} under {how.schedule}", f"try auto, or {_1F1B}"),
+         f"must be {allowed} under {options.schedule}", f"try auto, or {_1F1B}"),
         (allowed == "several" and stages != "auto" and stages < 2, "stages_per_rank",
-         f"must be a whole number of at least 2 under {how.schedule}", "try auto, or parallel.schedule=1f1b"),
-        (schedule and how.pipeline != 1 and not schedule.is_supported, "schedule",
+         f"must be a whole number of at least 2 under {options.schedule}", "try auto, or parallel.schedule=1f1b"),
+        (schedule and options.pipeline != 1 and not schedule.is_supported, "schedule",
          f"needs torch {SPLITS_SINCE} or newer, and this is {torch.__version__}", "try interleaved1f1b, looped_bfs"),
-        (how.bucket_mb != "auto" and how.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)", "try auto, 25"),
+        (options.bucket_mb != "auto" and options.bucket_mb <= 0, "bucket_mb", "must be greater than 0 (MiB)",
+         "try auto, 25"),
         (lacks, "context_method", f"needs {lacks}, which {here}", "try ulysses"),
         *(
-            (getattr(how, option) != _DEFAULTS[option] and not is_settable(option), option,
+            (getattr(options, option) != _DEFAULTS[option] and not is_settable(option), option,
              f"needs FSDPModule.{setter}, which {here}", f"try {as_typed(_DEFAULTS[option])}")
             for option, setter in SETTERS.items()
         ),
-        (how.message_buffers == "symmetric" and how.reduce_scatter_buffers > 1, "reduce_scatter_buffers",
+        (options.message_buffers == "symmetric" and options.reduce_scatter_buffers > 1, "reduce_scatter_buffers",
          "must be 1 with parallel.message_buffers=symmetric, which is one buffer", "try 1"),
     ]  # fmt: skip
 
 
-def of_degrees(how: Options) -> list[Row]:
+def of_degrees(options: Options) -> list[Row]:
     """Return options that have no effect, or not the requested one, under the requested degrees."""
-    is_one = {name: degree == 1 for name, degree in how.degrees().items()}
-    is_set = {name: getattr(how, name) != default for name, default in _DEFAULTS.items()}
+    is_one = {name: degree == 1 for name, degree in options.degrees().items()}
+    is_set = {name: getattr(options, name) != default for name, default in _DEFAULTS.items()}
     # A degree of auto counts as above 1, as it is on several ranks.
-    dims = Dims(**{name: 2 if degree == "auto" else degree for name, degree in how.degrees().items()})
-    replicates, compresses = how.replicates(dims), how.gradients == "powersgd"
+    dims = Dims(**{name: 2 if degree == "auto" else degree for name, degree in options.degrees().items()})
+    replicates, compresses = options.replicates(dims), options.gradients == "powersgd"
     # DDP also averages gradients over ranks that share a sequence, and FSDP also shards weights over them.
-    ignored = is_one | {"replicate": not replicates, "shard": not how.gathers_weights(dims)}
-    reshards_to_group = not isinstance(how.reshard_after_forward, bool)
+    ignored = is_one | {"replicate": not replicates, "shard": not options.gathers_weights(dims)}
+    reshards_to_group = not isinstance(options.reshard_after_forward, bool)
     return [
         *(
             (ignored[degree] and is_set[option], option, _NO_EFFECT, f"it belongs to {row.preset}")
-            for degree, row in how.rows().items()
+            for degree, row in options.rows().items()
             for option in row.options
         ),
         (dims.ways("samples", "positions") == 1 and is_set["gradients"],
@@ -96,14 +97,14 @@ def of_degrees(how: Options) -> list[Row]:
         (not is_one["pipeline"] and is_set["reduce_scatter_each_microbatch"], "reduce_scatter_each_microbatch",
          "has no effect under a pipeline, whose schedule reduces the gradients of a stage after its last micro-batch",
          "try false"),
-        (how.shards(dims) and compresses,
+        (options.shards(dims) and compresses,
          "gradients", "needs whole gradients, and this layout shards them", "try auto, bf16, or parallel=ddp"),
         *(
             (replicates and not compresses and is_set[option],
              option, "has no effect without parallel.gradients=powersgd", "omit it")
             for option in ("powersgd_rank", "powersgd_start")
         ),
-        (how.async_tensor and not how.sequence and not is_one["tensor"], "async_tensor",
+        (options.async_tensor and not options.sequence and not is_one["tensor"], "async_tensor",
          "overlaps products with the messages of sequence parallelism", "try false, or parallel.sequence=true"),
         (reshards_to_group and not (is_one["pipeline"] and is_one["tensor"] and is_one["context"]),
          "reshard_after_forward",
@@ -113,21 +114,22 @@ def of_degrees(how: Options) -> list[Row]:
     ]  # fmt: skip
 
 
-def of_layout(how: Options, plan: BatchPlan, micro_batch: object = "auto") -> Iterator[Row]:
+def of_layout(options: Options, plan: BatchPlan, micro_batch: object = "auto") -> Iterator[Row]:
     """Yield the conflicts of a run's degrees and micro-batches, of the requested ``micro_batch``, with its options."""
     dims, groups = plan.dims, divisors(plan.dims.shard)[1:-1]
-    frees, is_static, has_stages = how.reshard_after_forward, how.static_graph is True, how.applies("pipeline", dims)
+    frees, is_static = options.reshard_after_forward, options.static_graph is True
+    has_stages = options.applies("pipeline", dims)
     if has_stages:
-        schedule, per_rank, count = how.pipeline_schedule, how.stages_on_rank, plan.microbatches
+        schedule, per_rank, count = options.pipeline_schedule, options.stages_on_rank, plan.microbatches
         fewest, equal = schedule.fewest(dims.pipeline, per_rank), rounds(count, dims.pipeline)
-        other = "auto" if how.microbatches != "auto" else f"a smaller train.micro_batch than {micro_batch}"
-        if how.microbatches == micro_batch == "auto":
+        other = "auto" if options.microbatches != "auto" else f"a smaller train.micro_batch than {micro_batch}"
+        if options.microbatches == micro_batch == "auto":
             other = f"a train.global_batch of at least {dims.batch * fewest}"
         remedy = f"try {other}, or parallel.schedule=gpipe"
         yield (count < fewest, "microbatches",
-               f"must be at least the number of stages, {fewest}, under {how.schedule}", remedy)  # fmt: skip
+               f"must be at least the number of stages, {fewest}, under {options.schedule}", remedy)  # fmt: skip
         yield (count >= fewest and not schedule.accepts(count, dims.pipeline, per_rank), "microbatches",
-               f"must be a multiple of {equal} under {how.schedule}, which takes them in {equal} equal rounds",
+               f"must be a multiple of {equal} under {options.schedule}, which takes them in {equal} equal rounds",
                remedy)  # fmt: skip
     yield from [
         (is_static and has_stages, "static_graph", "gives wrong gradients under a pipeline", "try auto, false"),
@@ -137,27 +139,28 @@ def of_layout(how: Options, plan: BatchPlan, micro_batch: object = "auto") -> It
         (not isinstance(frees, bool) and frees not in groups, "reshard_after_forward",
          f"a number must divide shard({dims.shard}), and lie between 1 and it",
          try_these(["true", "false", *groups])),
-        (how.frees_after_forward(dims) and how.splits_backward(dims), "reshard_after_forward",
-         f"gives wrong gradients under {how.schedule}, which computes those of weights after other forward passes",
+        (options.frees_after_forward(dims) and options.splits_backward(dims), "reshard_after_forward",
+         f"gives wrong gradients under {options.schedule}, which computes those of weights after other forward passes",
          f"try false, or {_1F1B}"),
     ]  # fmt: skip
 
 
-def of_option(how: Options, plan: BatchPlan | None, name: str, value: object) -> list[Row]:
+def of_option(options: Options, plan: BatchPlan | None, name: str, value: object) -> list[Row]:
     """Return the conflicts with an option outside ``parallel``, such as ``precision``; ``plan``: if it is known."""
     dims = plan.dims if plan else Dims()
-    is_ring, splits = how.applies("context", dims) and how.context_method == "ring", how.splits_backward(dims)
-    gathers_fp8 = fp8.is_gathered(value, sharded=how.shards(dims))
+    is_ring = options.applies("context", dims) and options.context_method == "ring"
+    splits = options.splits_backward(dims)
+    gathers_fp8 = fp8.is_gathered(value, sharded=options.shards(dims))
     rows: dict[str, list[Row]] = {
         "compile": [
             (value == "whole" and is_ring, "compile", "is one graph, and ring attention is not compiled",
              "try layers, or parallel.context_method=ulysses"),
-            (value == "whole" and how.shards(dims), "compile",
+            (value == "whole" and options.shards(dims), "compile",
              "is one graph, and sharded weights are gathered between the graphs of the layers",
              "try layers, or parallel=ddp"),
-            (value in (False, "whole") and how.async_tensor, "parallel.async_tensor",
+            (value in (False, "whole") and options.async_tensor, "parallel.async_tensor",
              f"is the compiler's work in each layer, and compile={str(value).lower()}", "try false, or compile=layers"),
-            (value and splits, "compile", f"makes one graph of the backward pass, which {how.schedule} splits",
+            (value and splits, "compile", f"makes one graph of the backward pass, which {options.schedule} splits",
              f"try false, or {_1F1B}"),
         ],
         "activations": [
@@ -165,72 +168,73 @@ def of_option(how: Options, plan: BatchPlan | None, name: str, value: object) ->
              "keeps results in the order of a layer's operations, which gathering the experts of a layer changes",
              "try recompute, keep"),
             (isinstance(value, Selective) and splits, "activations",
-             f"has what it keeps for one backward pass, and {how.schedule} takes two",
+             f"has what it keeps for one backward pass, and {options.schedule} takes two",
              f"try recompute, keep, or {_1F1B}"),
         ],
         "offload": [
-            (value == "optimizer_and_weights" and not (how.applies("shard", dims) or how.gathers_weights(dims)),
+            (value == "optimizer_and_weights" and not (options.applies("shard", dims) or options.gathers_weights(dims)),
              "offload", "is for sharded weights, and these degrees of parallelism shard none",
-             f"try {how.rows()['shard'].preset}"),
+             f"try {options.rows()['shard'].preset}"),
         ],
         "backend": [
-            ("nccl" not in str(value) and how.message_buffers != "caching", "parallel.message_buffers",
+            ("nccl" not in str(value) and options.message_buffers != "caching", "parallel.message_buffers",
              f"needs NCCL's own memory, and the backend is {value}", "try caching"),
-            ("nccl" not in str(value) and how.async_tensor, "parallel.async_tensor",
+            ("nccl" not in str(value) and options.async_tensor, "parallel.async_tensor",
              f"{_SHARED}, and the backend is {value}", "try false"),
         ],
         "virtual": [
-            (value and how.message_buffers == "symmetric", "parallel.message_buffers",
+            (value and options.message_buffers == "symmetric", "parallel.message_buffers",
              f"{_SHARED}, which virtual ones lack", "try caching, nccl"),
-            (value and how.async_tensor, "parallel.async_tensor", f"{_SHARED}, which virtual ones lack", "try false"),
+            (value and options.async_tensor, "parallel.async_tensor", f"{_SHARED}, which virtual ones lack",
+             "try false"),
         ],
         "optimizer": [
-            (_unsharded(value) and (how.shards(dims) or dims.tensor > 1), "optimizer._target_",
+            (_unsharded(value) and (options.shards(dims) or dims.tensor > 1), "optimizer._target_",
              "has no step for sharded weights in torch", "try adamw, or parallel=ddp"),
         ],
         "precision": [
-            (value == "fp16" and how.gradients == "powersgd", "parallel.gradients",
+            (value == "fp16" and options.gradients == "powersgd", "parallel.gradients",
              "is not for scaled losses: a step that overflows is skipped, and its infinite error would be kept",
              "try auto, or precision=bf16"),
-            (value in fp8.RECIPES and how.applies("tensor", dims), "precision",
+            (value in fp8.RECIPES and options.applies("tensor", dims), "precision",
              "does not support tensor parallelism: its layers take no DTensors", "try bf16"),
-            (gathers_fp8 and not isinstance(how.reshard_after_forward, bool), "parallel.reshard_after_forward",
+            (gathers_fp8 and not isinstance(options.reshard_after_forward, bool), "parallel.reshard_after_forward",
              "is not for weights that are gathered in fp8", "try true, false, or precision=fp8"),
         ],
     }  # fmt: skip
     return rows[name]
 
 
-def of_model(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
+def of_model(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     """Yield what a model lacks for the degrees of a run, up to the first degree that it does not suit."""
     for applies, rows in (
-        (how.applies("pipeline", dims), _of_stages(how, model, dims)),
-        (how.applies("tensor", dims), _of_products(how, model, dims)),
-        (how.applies("context", dims), _of_positions(how, model, dims)),
+        (options.applies("pipeline", dims), _of_stages(options, model, dims)),
+        (options.applies("tensor", dims), _of_products(options, model, dims)),
+        (options.applies("context", dims), _of_positions(options, model, dims)),
         (dims.expert > 1, _of_experts(model, dims)),
-        (how.sync_batchnorm, _of_norms(model)),
-        (how.shards(dims), _of_shards(model)),
+        (options.sync_batchnorm, _of_norms(model)),
+        (options.shards(dims), _of_shards(model)),
     ):
         if applies and (refused := [row for row in rows if row[0]]):
             yield from refused
             return
 
 
-def of_sample(how: Options, inputs: Tensor, targets: Tensor, dims: Dims) -> list[Row]:
+def of_sample(options: Options, inputs: Tensor, targets: Tensor, dims: Dims) -> list[Row]:
     """Return the reasons why ranks cannot share the positions of a sample, ``[batch, length]``."""
-    if not how.applies("context", dims) or inputs.dim() < 2:
+    if not options.applies("context", dims) or inputs.dim() < 2:
         return []
     shapes = f"of shapes {list(inputs.shape)} and {list(targets.shape)}"
     return [
-        _undivided_positions(how, dims, [Role("positions", inputs.shape[1], "positions")], "a sample"),
+        _undivided_positions(options, dims, [Role("positions", inputs.shape[1], "positions")], "a sample"),
         (targets.shape[:2] != inputs.shape[:2], "context",
          f"divides inputs and targets by the same positions, and a sample has inputs and targets {shapes}",
          "try 1, or parallel=ddp,fsdp"),
     ]  # fmt: skip
 
 
-def _of_stages(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
-    parts, per_rank = model.parts(), how.stages_on_rank
+def _of_stages(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
+    parts, per_rank = model.parts(), options.stages_on_rank
     if parts is None:
         reason = getattr(model, "uncut", None) or "has no parts()"
         others = ["parallel=ddp"] if any(row[0] for row in _of_shards(model)) else ["parallel=ddp", "parallel=fsdp"]
@@ -256,14 +260,14 @@ def _of_stages(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
                "register it under one name, or try parallel=ddp")  # fmt: skip
 
 
-def _of_products(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
-    styles = tensor.styles(how.sequence)
+def _of_products(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
+    styles = tensor.styles(options.sequence)
     roles = {name: role for name, role in roles_of(model).items() if role.kind in styles}
     kinds = {role.kind for role in roles.values()}
     is_cut = not kinds.isdisjoint(tensor.DIMENSIONS)
     yield (not is_cut, "tensor", "needs a model whose roles() name layers that can be cut",
            "try 1, or parallel=ddp,fsdp")  # fmt: skip
-    yield (is_cut and how.sequence and "stream" not in kinds, "sequence",
+    yield (is_cut and options.sequence and "stream" not in kinds, "sequence",
            "needs a model whose roles() name the module where its stream begins", "try false")  # fmt: skip
     positions, others = list[Role](), list[Role]()
     for name, role in roles.items():
@@ -278,16 +282,16 @@ def _of_products(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
     yield _undivided("tensor", dims.tensor, others)
 
 
-def _of_positions(how: Options, model: Model, dims: Dims) -> Iterator[Row]:
+def _of_positions(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     roles = roles_of(model).values()
     attention, positions = ([role for role in roles if role.kind == kind] for kind in ("attention", "positions"))
     yield (not (attention and positions), "context",
            "needs a model whose roles() name its attention and where its positions come in",
            "try 1, or parallel=ddp,fsdp")  # fmt: skip
-    yield _undivided_positions(how, dims, positions)
-    if how.context_method == "ulysses":
+    yield _undivided_positions(options, dims, positions)
+    if options.context_method == "ulysses":
         yield _undivided("context", dims.context, attention, dims.tensor)
-    yield (how.context_method == "ring" and not all(role.is_causal for role in attention), "context_method",
+    yield (options.context_method == "ring" and not all(role.is_causal for role in attention), "context_method",
            "computes causal attention itself, and the model's roles() do not say is_causal of its attention",
            "try ulysses")  # fmt: skip
 
@@ -331,8 +335,8 @@ def _of_shards(model: Model) -> Iterator[Row]:
                 return
 
 
-def _undivided_positions(how: Options, dims: Dims, positions: Sequence[Role], whole: str = "the model") -> Row:
-    pieces = 2 if how.context_method == "ring" else 1
+def _undivided_positions(options: Options, dims: Dims, positions: Sequence[Role], whole: str = "the model") -> Row:
+    pieces = 2 if options.context_method == "ring" else 1
     return _undivided("context", dims.context, positions, pieces, "of which each rank has two pieces", whole)
 
 
@@ -359,18 +363,18 @@ def _undivided(
     return True, option, f"times {others} {rule}, {why}" if others > 1 else rule, try_these(fits or [1])
 
 
-def of_gloo(how: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Row]:
+def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> list[Row]:
     """Return what gloo has only for tensors in host memory; ``gathers``: whether the optimizer gathers sharded updates.
 
     Most collectives of GPU tensors, all-to-all included, pass through host memory. But to send and to receive, and in
     functional all-gathers such as those of a DTensor's ``redistribute``, gloo takes a GPU's addresses for the host's:
     the rank fails, or dies of SIGSEGV.
     """
-    divides, shards = dims.tensor > 1, how.gathers_weights(dims)
+    divides, shards = dims.tensor > 1, options.gathers_weights(dims)
     kinds = {role.kind for role in roles_of(model).values()}
     users = {
-        "ring attention": dims.context > 1 and how.context_method == "ring",
-        "sequence parallelism": divides and how.sequence,
+        "ring attention": dims.context > 1 and options.context_method == "ring",
+        "sequence parallelism": divides and options.sequence,
         "a mixture of experts under tensor parallelism": divides and "tokens" in kinds,
         "tensor parallelism for logits": divides and tensor.gathers_logits(model),
         "the optimizer for updates of sharded matrices": gathers and (divides or shards),
@@ -394,7 +398,7 @@ def _unsharded(optimizer: object) -> str | None:
 
 
 def problems(
-    how: Options, rows: Iterable[Row], value: object = None, plan: BatchPlan | None = None
+    options: Options, rows: Iterable[Row], value: object = None, plan: BatchPlan | None = None
 ) -> Iterator[Problem]:
     """Yield the rows that apply as problems, with the numbers of ``plan``; ``value``: of an option outside."""
     shown = "selective" if isinstance(value, Selective) else _unsharded(value) or value
@@ -402,4 +406,4 @@ def problems(
     for is_ruled_out, option, rule, remedy in rows:
         if is_ruled_out:
             name = option.removeprefix("parallel.")
-            yield Problem(option, numbers.get(name, getattr(how, name, shown)), rule, remedy)
+            yield Problem(option, numbers.get(name, getattr(options, name, shown)), rule, remedy)

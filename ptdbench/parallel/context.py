@@ -54,17 +54,17 @@ class Positions:
 
     def numbers(self, local: Tensor) -> Tensor:
         """Convert positions in this rank's share, ``[length of the share]``, to positions in the whole sequence."""
-        own = self._of(self.rank)
-        size = len(local) // len(own)
-        shifts = [size * (number - place) for place, number in enumerate(own)]
-        return torch.cat([piece + shift for piece, shift in zip(local.tensor_split(len(own)), shifts, strict=True)])
+        pieces = self._of(self.rank)
+        size = len(local) // len(pieces)
+        shifts = [size * (number - place) for place, number in enumerate(pieces)]
+        return torch.cat([piece + shift for piece, shift in zip(local.tensor_split(len(pieces)), shifts, strict=True)])
 
     def whole(self, shares: Sequence[Tensor], dimension: int) -> Tensor:
         """Reassemble the whole sequence from the shares of all ranks, in rank order."""
         pieces: dict[int, Tensor] = {}
         for rank, share in enumerate(shares):
-            own = self._of(rank)
-            pieces |= zip(own, share.tensor_split(len(own), dimension), strict=True)
+            numbers = self._of(rank)
+            pieces |= zip(numbers, share.tensor_split(len(numbers), dimension), strict=True)
         return torch.cat([pieces[number] for number in range(self.pieces)], dimension)
 
     def _of(self, rank: int) -> list[int]:
@@ -142,16 +142,16 @@ class Sliced(Engine):
 
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`ptdbench.parallel.engine.Engine.outputs`."""
-        found = self._inner.outputs(self._share(inputs), None if targets is None else self._share(targets))
-        if found is None:
+        outputs = self._inner.outputs(self._share(inputs), None if targets is None else self._share(targets))
+        if outputs is None:
             return None
         if targets is not None:
-            found = self._mean(found)
+            outputs = self._mean(outputs)
         else:
-            shares = [torch.empty_like(found) for _ in range(self._mesh.size())]
-            dist.all_gather(shares, found.contiguous(), group=self._mesh.get_group())
-            found = self._positions.whole(shares, _POSITIONS)
-        return found if self.owns_loss else None
+            shares = [torch.empty_like(outputs) for _ in range(self._mesh.size())]
+            dist.all_gather(shares, outputs.contiguous(), group=self._mesh.get_group())
+            outputs = self._positions.whole(shares, _POSITIONS)
+        return outputs if self.owns_loss else None
 
     def _share(self, tensor: Tensor) -> Tensor:
         """Return this rank's positions of ``[batch, length]``."""

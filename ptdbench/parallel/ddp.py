@@ -33,7 +33,7 @@ _CHANGED = ("training graph has changed", "finished reduction in the prior itera
 
 
 def replicate(
-    module: nn.Module, mesh: DeviceMesh, device: torch.device, how: Options, *, static_graph: bool
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, options: Options, *, static_graph: bool
 ) -> LaidOutModule:
     """Wrap a module whose weights are materialized: DDP compares their shapes across replicas and builds buckets.
 
@@ -42,33 +42,33 @@ def replicate(
     bucket determines the order in which three or more ranks add it up, and so the rounding of the sum.
     """
     # Averaging after the backward pass does not tell DDP which weights a pass has used.
-    finds_unused = how.static_graph == "find_unused" and not how.pipeline_schedule.splits_backward
+    finds_unused = options.static_graph == "find_unused" and not options.pipeline_schedule.splits_backward
     replica = DistributedDataParallel(
         module,
         device_ids=[device] if device.type == "cuda" else None,
         process_group=mesh.get_group(),
         **_OWN_BUFFERS,
-        bucket_cap_mb=bucket_size(module) if how.bucket_mb == "auto" else how.bucket_mb,
-        gradient_as_bucket_view=how.gradient_as_bucket_view,
+        bucket_cap_mb=bucket_size(module) if options.bucket_mb == "auto" else options.bucket_mb,
+        gradient_as_bucket_view=options.gradient_as_bucket_view,
         static_graph=static_graph,
         find_unused_parameters=finds_unused,
     )
-    is_complete = static_graph or finds_unused or how.pipeline_schedule.splits_backward
+    is_complete = static_graph or finds_unused or options.pipeline_schedule.splits_backward
     compressor = None
-    if how.sent == "powersgd":
-        compressor = PowerSGD(replica, mesh.get_group(), how.powersgd_rank, how.powersgd_start)
-    elif hook := _NARROW.get(how.sent):
+    if options.sent == "powersgd":
+        compressor = PowerSGD(replica, mesh.get_group(), options.powersgd_rank, options.powersgd_start)
+    elif hook := _NARROW.get(options.sent):
         replica.register_comm_hook(mesh.get_group(), hook)
     return LaidOutModule(
         module,
         replica,
         replica.no_sync,
-        partial(_explaining, how.static_graph),
+        partial(_explaining, options.static_graph),
         average=partial(_average, replica),
         # A static graph knows which gradients are missing; averaging after the backward pass uses zeros for them.
-        settle=partial(_require_all, [] if is_complete else [module], how.static_graph),
+        settle=partial(_require_all, [] if is_complete else [module], options.static_graph),
         settles_after=(2 if static_graph else 1) + (compressor is not None),  # the compressor must see final buckets
-        division=Zero1(module, mesh.get_group()) if how.optimizer == "zero1" else None,
+        division=Zero1(module, mesh.get_group()) if options.optimizer == "zero1" else None,
         compressor=compressor,
     )
 

@@ -82,7 +82,7 @@ class Degrees(Generic[T]):
     @classmethod
     def rows(cls) -> dict[str, Degree]:
         """Return the degrees by name."""
-        return {one.name: one.metadata["row"] for one in fields(cls) if "row" in one.metadata}
+        return {row.name: row.metadata["row"] for row in fields(cls) if "row" in row.metadata}
 
     @classmethod
     def order(cls, *divides: str) -> tuple[str, ...]:
@@ -145,8 +145,8 @@ class Dims(Degrees[int]):
             always.add("shard")
         above_1 = {name for name in self.order() if getattr(self, name) > 1}
         exist = tuple(name for name in wanted or self.order() if name in above_1 | always)
-        found = tuple(name for name in exist if name in above_1)
-        return exist if not wanted or found == self.order("positions") else found or exist[:1]
+        divided = tuple(name for name in exist if name in above_1)
+        return exist if not wanted or divided == self.order("positions") else divided or exist[:1]
 
     @property
     def communicators(self) -> int:
@@ -198,22 +198,22 @@ def derive(
     """
     rows = kind.rows()
     factors = {name: wanted[name] for name in rows if not rows[name].regroups}
-    found = {name: size for name, size in factors.items() if size != "auto"}
+    sizes = {name: size for name, size in factors.items() if size != "auto"}
     derived = auto_degrees(wanted, kind)
-    rest, odd = divmod(world_size, math.prod(found.values()))
+    rest, odd = divmod(world_size, math.prod(sizes.values()))
     if odd or (rest != 1 and not derived):
         require(_unequal(world_size, factors))
     for name in derived:
         is_last = name == derived[-1]
-        found[name] = rest if is_last or rest == 1 else divisors(rest)[1]
-        rest //= found[name]
-    dims = kind(**found)
+        sizes[name] = rest if is_last or rest == 1 else divisors(rest)[1]
+        rest //= sizes[name]
+    dims = kind(**sizes)
     folds = {name: [getattr(dims, other) for other in row.regroups] for name, row in rows.items() if row.regroups}
     for name, fold in folds.items():
         size = wanted.get(name, 1)
-        found[name] = math.gcd(math.prod(fold), units.get(name, 0)) if size == "auto" else size
-        require(_unfit(name, found[name], rows[name], fold))
-    return kind(**found)
+        sizes[name] = math.gcd(math.prod(fold), units.get(name, 0)) if size == "auto" else size
+        require(_unfit(name, sizes[name], rows[name], fold))
+    return kind(**sizes)
 
 
 def auto_degrees(wanted: Mapping[str, Size], kind: type[Degrees[Any]] = Degrees) -> list[str]:

@@ -125,14 +125,14 @@ class Engine(ABC):
         for number, part in enumerate(self.parts):
             if part.compressor:
                 prefix = f"powersgd.{number}."
-                own = {name.removeprefix(prefix): one for name, one in tensors.items() if name.startswith(prefix)}
-                part.compressor.load(own)
+                within = ((name, tensor) for name, tensor in tensors.items() if name.startswith(prefix))
+                part.compressor.load({name.removeprefix(prefix): tensor for name, tensor in within})
 
     def routed(self) -> tuple[dict[str, list[float]], list[float]]:
         """Return each expert's choices by router, and the load of the fullest rank per part; called in all ranks."""
-        known = [part.routing for part in self.parts if part.routing]
-        counts = {name: total for one in known for name, total in one.totals().items()}
-        return counts, [ratio for one in known if (ratio := one.fullest()) is not None]
+        routings = [part.routing for part in self.parts if part.routing]
+        counts = {name: total for routing in routings for name, total in routing.totals().items()}
+        return counts, [ratio for routing in routings if (ratio := routing.fullest()) is not None]
 
     def rehearse(self, inputs: Tensor, targets: Tensor, scale: Scale) -> None:
         """Compute and discard gradients until the engine reaches its steady state; nothing else changes.
@@ -196,10 +196,10 @@ class Accumulating(Engine):
     def outputs(self, inputs: Tensor, targets: Tensor | None = None) -> Tensor | None:
         """See :meth:`Engine.outputs`; not through DDP, which would synchronize the replicas."""
         try:
-            found = self.module(inputs) if targets is None else self.module(inputs, targets)
+            outputs = self.module(inputs) if targets is None else self.module(inputs, targets)
         finally:
             self._part.release()
-        return found if self.owns_loss else None
+        return outputs if self.owns_loss else None
 
 
 def norm_of(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -231,5 +231,6 @@ def _square_of(gradients: Sequence[Tensor]) -> Tensor:
     """
     if gradients[0].is_cuda:
         return get_total_norm(gradients).square()
-    rows = [torch.linalg.vector_norm(one.flatten(1) if one.dim() > 1 else one.view(1, -1), dim=1) for one in gradients]
+    matrices = [gradient.flatten(1) if gradient.dim() > 1 else gradient.view(1, -1) for gradient in gradients]
+    rows = [torch.linalg.vector_norm(matrix, dim=1) for matrix in matrices]
     return torch.cat(rows).double().square().sum().float()

@@ -59,12 +59,12 @@ def parts(model: Model, dims: Dims) -> dict[nn.Parameter, Tensor]:
     """Return a rank's part of each weight of experts divided among ranks, on the meta device."""
     if dims.expert == 1:
         return {}
-    found = {}
+    shards = {}
     for weight in (weight for module in modules(model) for weight in module.parameters()):
         first, second, *rest = weight.shape
         shape = first // dims.expert, second // dims.regroup_copies("expert"), *rest
-        found[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
-    return found
+        shards[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
+    return shards
 
 
 def divide(layers: Sequence[nn.Module], mesh: DeviceMesh, *, virtual: bool = False) -> None:
@@ -195,7 +195,7 @@ class Routing:
             received.clear()
         if balanced := {name: counts[:-1] for name, counts in counted.items() if self._routers[name].balances}:
             whole = self._sum_over_ranks(torch.cat([*balanced.values()]))
-            for name, counts in zip(balanced, whole.split([len(one) for one in balanced.values()]), strict=True):
+            for name, counts in zip(balanced, whole.split([len(counts) for counts in balanced.values()]), strict=True):
                 self._routers[name].balance(counts)
 
     def totals(self) -> dict[str, list[float]]:

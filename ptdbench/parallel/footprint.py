@@ -39,7 +39,7 @@ class Footprint:
 def footprints(
     model: Model,
     make: MakeOptimizer,
-    how: Options = Options(),  # noqa: B008, it is frozen
+    options: Options = Options(),  # noqa: B008, it is frozen
     dims: Dims = Dims(),  # noqa: B008
     *,
     average: bool,
@@ -51,31 +51,31 @@ def footprints(
     Args:
         model: On the meta device or with its weights.
         make: Creates the optimizer.
-        how: The options of the layout.
+        options: The options of the layout.
         dims: Its degrees.
         average: Whether the optimizer keeps a moving average of the weights.
         precision: Dtype of the arithmetic.
         pinned: Whether weights and gradients are in pinned host memory, where torch gives each a power of two.
     """
-    in_buckets, narrow = how.replicates(dims), DTYPES[precision]
-    owners = dims.ways("samples", "positions") if in_buckets and how.optimizer == "zero1" else 1
-    copied = None if how.shards(dims) or narrow == torch.float32 else narrow
-    gradient_copies = 2 if in_buckets and not how.gradient_as_bucket_view else 1
-    gradient_copies += in_buckets and how.gradients == "powersgd"  # error feedback
+    in_buckets, narrow = options.replicates(dims), DTYPES[precision]
+    owners = dims.ways("samples", "positions") if in_buckets and options.optimizer == "zero1" else 1
+    copied = None if options.shards(dims) or narrow == torch.float32 else narrow
+    gradient_copies = 2 if in_buckets and not options.gradient_as_bucket_view else 1
+    gradient_copies += in_buckets and options.gradients == "powersgd"  # error feedback
     named = {parameter: name for name, parameter in module_of(model).named_parameters()}
-    of, parts = rules(module_of(model)), local_parts(model, how, dims)
-    known = dict[tuple[Rule, torch.Size, torch.dtype], int]()
+    of, parts = rules(module_of(model)), local_parts(model, options, dims)
+    by_shape = dict[tuple[Rule, torch.Size, torch.dtype], int]()
 
     def state_bytes(parameter: nn.Parameter) -> int:
         local = parts[parameter]
         key = of[parameter], local.shape, local.dtype
-        if key not in known:
-            known[key] = _state_bytes(named[parameter], local, make)
-        return known[key] + (local.nbytes if average else 0)
+        if key not in by_shape:
+            by_shape[key] = _state_bytes(named[parameter], local, make)
+        return by_shape[key] + (local.nbytes if average else 0)
 
     def of_rank(held: Sequence[nn.Module]) -> Footprint:
         # A weight shared within a stage counts once; a weight shared between stages has a copy in each.
-        trained = [[one for one in module.parameters() if one.requires_grad] for module in held]
+        trained = [[weight for weight in module.parameters() if weight.requires_grad] for module in held]
         state_of = [0] * owners
         for weights in trained:  # ZeRO-1 divides each stage separately
             owner_of = assign_owners([parts[weight].numel() for weight in weights], owners)
@@ -90,7 +90,7 @@ def footprints(
             optimizer=max(state_of),
         )
 
-    return [of_rank(held) for held in modules_of_ranks(model, how.stage_ranks(dims))]
+    return [of_rank(held) for held in modules_of_ranks(model, options.stage_ranks(dims))]
 
 
 def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]]:
@@ -105,22 +105,22 @@ def modules_of_ranks(model: Model, ranks: Sequence[int]) -> list[list[nn.Module]
     return [[stages[number] for number in where.of(rank)] for rank in range(max(ranks) + 1)]
 
 
-def local_parts(model: Model, how: Options, dims: Dims) -> dict[nn.Parameter, Tensor]:
+def local_parts(model: Model, options: Options, dims: Dims) -> dict[nn.Parameter, Tensor]:
     """Return a rank's part of each weight of a model, on the meta device.
 
     Tensor parallelism cuts one dimension. ``fully_shard`` cuts the first dimension, and pads the last shard.
     """
-    shards = dims.shards if how.shards(dims) else 1
+    shards = dims.shards if options.shards(dims) else 1
     dimensions = cut_dimensions(model) if dims.tensor > 1 else {}
-    found = {}
+    parts = {}
     for weight in module_of(model).parameters():
         shape = list(weight.shape)
         if weight in dimensions:
             shape[dimensions[weight]] //= dims.tensor
         if shards > 1:
             shape = [-(-shape[0] // shards), *shape[1:]] if shape else [1]
-        found[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
-    return found | experts.parts(model, dims)
+        parts[weight] = torch.empty(shape, dtype=weight.dtype, device="meta")
+    return parts | experts.parts(model, dims)
 
 
 def _state_bytes(name: str, like: Tensor, make: MakeOptimizer) -> int:

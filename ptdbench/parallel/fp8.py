@@ -74,10 +74,10 @@ def convert(
     gathered = is_gathered(precision, sharded=sharded)
     recipe = Float8LinearConfig.from_recipe_name(RECIPES[precision])
     pads = rows % MULTIPLE > 0
-    how = replace(recipe, enable_fsdp_float8_all_gather=gathered, pad_inner_dim=pads, emulate=emulate)
+    config = replace(recipe, enable_fsdp_float8_all_gather=gathered, pad_inner_dim=pads, emulate=emulate)
     chosen = set(converted(layers, precision, sharded=sharded))
     for layer in layers:
-        convert_to_float8_training(layer, config=how, module_filter_fn=lambda module, _: module in chosen)
+        convert_to_float8_training(layer, config=config, module_filter_fn=lambda module, _: module in chosen)
 
 
 def wrapped_as(like: Tensor, values: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def wrapped_as(like: Tensor, values: Tensor) -> Tensor:
     if not hasattr(like, "fsdp_pre_all_gather"):  # FSDP's hook, by which it recognizes such tensors
         return values
     wrapped: Any = like
-    (name, *_), how = wrapped.__tensor_flatten__()
-    return type(wrapped).__tensor_unflatten__({name: values}, how, values.size(), values.stride())
+    (name, *_), context = wrapped.__tensor_flatten__()
+    return type(wrapped).__tensor_unflatten__({name: values}, context, values.size(), values.stride())
 
 
 def agree(module: nn.Module) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -19,6 +20,7 @@ from ptdbench.parallel.compile import parts_outside_layers
 from ptdbench.parallel.dims import Dims
 from ptdbench.parallel.engine import LaidOutModule
 from ptdbench.parallel.experts import SHARDED
+from ptdbench.parallel.mesh import Mesh
 from ptdbench.parallel.options import Options
 from ptdbench.parallel.precision import DTYPES, Name
 
@@ -27,11 +29,11 @@ def shard(
     module: nn.Module,
     layers: Sequence[nn.Module],
     parts: Sequence[nn.Module],
-    mesh: DeviceMesh,
-    how: Options,
+    mesh: Mesh,
+    options: Options,
     dims: Dims,
     fill: Callable[[nn.Module, str], None],
-    experts: tuple[Collection[nn.Module], DeviceMesh],
+    experts: Collection[nn.Module],
     *,
     precision: Name = "fp32",
     offload: bool = False,
@@ -42,78 +44,81 @@ def shard(
         module: A model, or a stage of one, on the meta device or with its weights.
         layers: Its repeated modules, in order; each is gathered separately.
         parts: The parts of the whole model in order, if it is a chain of parts.
-        mesh: The ranks; if two-dimensional, the first dimension replicates and the second shards.
-        how: The options.
+        mesh: The mesh of ranks.
+        options: The options of the layout.
         dims: The degrees.
         fill: Materializes a module, given the prefix of its names in ``module``.
-        experts: Modules of experts that are divided among ranks, and the ranks over which each of them is sharded.
+        experts: Modules of experts that are divided among ranks.
         precision: Dtype of the arithmetic.
         offload: Whether weights, gradients and optimizer state are kept in host memory.
     """
-    narrow = DTYPES[precision] != torch.float32
-    assert how.sent != "powersgd"  # refused
-    reduce_dtype = DTYPES[how.sent]  # FSDP also accumulates whole gradients of micro-batches in it
+    assert options.sent != "powersgd"  # refused
+    reduce_dtype = DTYPES[options.sent]  # FSDP also accumulates whole gradients of micro-batches in it
     # Inputs are cast by precision.cast_inputs(), as under every layout.
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[precision] if narrow else None, reduce_dtype=reduce_dtype, cast_forward_inputs=False
-    )
-    where = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
-    of_norms = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    group: Callable[..., FSDPModule] = partial(fully_shard, mesh=mesh, mp_policy=policy, offload_policy=where)
-
-    def cut(part: nn.Module, frees: bool | int) -> FSDPModule:
-        # Batch norms are separate groups; otherwise their weights would be gathered in a dtype other than that of
-        # their statistics.
-        for norm in part.modules() if narrow else ():
-            if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
-                group(norm, mp_policy=of_norms, reshard_after_forward=frees)
-        # Shard experts over the ranks with copies of them, by rows: a rank has too few experts to divide by expert.
-        of_experts = {"mesh": experts[1], "shard_placement_fn": lambda _: Shard(SHARDED)}
-        for inner in part.modules():
-            if inner in experts[0] and not isinstance(inner, FSDPModule):
-                group(inner, reshard_after_forward=bool(frees), **of_experts)
-        return part if isinstance(part, FSDPModule) else group(part, reshard_after_forward=frees)
-
+    wide = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, cast_forward_inputs=False)
+    is_narrow = DTYPES[precision] != torch.float32
+    policy = replace(wide, param_dtype=DTYPES[precision]) if is_narrow else wide
+    where = CPUOffloadPolicy(pin_memory=mesh.fsdp.device_type != "cpu") if offload else OffloadPolicy()
+    group = partial(fully_shard, mesh=mesh.fsdp, mp_policy=policy, offload_policy=where)
+    cut = partial(_cut, group, wide if is_narrow else None, experts, mesh.ep_fsdp)
     names = {part: name for name, part in module.named_modules()}
     tables, head = _around(module, layers, parts)
-    frees = how.frees_after_forward(dims)
+    frees = options.frees_after_forward(dims)
     # The backward pass begins with the head and the last layer: if they were gathered again, no compute would hide it.
     # Embedding tables are read in the forward pass only; they stay between passes that keep the other weights.
-    freed: dict[nn.Module, bool | int] = dict.fromkeys(
-        tables, how.frees_between_microbatches(dims) and dims.pipeline == 1
-    )
+    between = options.frees_between_microbatches(dims) and dims.pipeline == 1
+    freed: dict[nn.Module, bool | int] = dict.fromkeys(tables, between)
     freed |= dict.fromkeys(layers[:-1], frees) | dict.fromkeys([*layers[-1:], *head], False)
     # Materialize and shard one group at a time, so that at most one is whole in memory.
     groups: dict[nn.Module, FSDPModule] = {}
-    for one, is_freed in freed.items():
-        fill(one, f"{names[one]}.")
-        groups[one] = cut(one, is_freed)
+    for unit, is_freed in freed.items():
+        fill(unit, f"{names[unit]}.")
+        groups[unit] = cut(unit, is_freed)
     for table in tables:
         groups[table].set_unshard_in_backward(False)
         if dims.tensor > 1:  # the rows come from a DTensor; autograd refuses in-place writes to views of it anyway
-            view = rf"FSDP2-wrapped module \({type(table).__name__}\) returned a view"
-            warnings.filterwarnings("ignore", message=view)
+            warnings.filterwarnings("ignore", rf"FSDP2-wrapped module \({type(table).__name__}\) returned a view")
     # The remaining weights are gathered first and freed last.
     fill(module, "")
     root = cut(module, False)
-    if how.prefetch > 1:  # torch's default is to gather one ahead
-        order = dict.fromkeys([root, *groups.values()])
-        _prefetch([*order], [groups[layer] for layer in layers[:-1]], how)
-    _choose_messages(module, how)
+    if options.prefetch > 1:  # torch's default is to gather one ahead
+        _prefetch([*dict.fromkeys([root, *groups.values()])], [groups[layer] for layer in layers[:-1]], options)
+    _choose_messages(module, options)
+    return LaidOutModule(module, module, partial(_deferred, root, options, dims), release=partial(_reshard, module))
 
-    @contextmanager
-    def deferred() -> Iterator[None]:
-        in_shards = how.reduce_scatter_each_microbatch  # then only the all-reduce between copies is left for the end
-        set_synced = root.set_requires_all_reduce if in_shards else root.set_requires_gradient_sync
-        set_synced(False)
-        root.set_reshard_after_backward(how.frees_between_microbatches(dims))
-        try:
-            yield
-        finally:
-            set_synced(True)
-            root.set_reshard_after_backward(True)
 
-    return LaidOutModule(module, module, deferred, release=partial(_reshard, module))
+def _cut(
+    group: Callable[..., FSDPModule],
+    of_norms: MixedPrecisionPolicy | None,
+    experts: Collection[nn.Module],
+    copies: DeviceMesh,
+    part: nn.Module,
+    frees: bool | int,
+) -> FSDPModule:
+    """Shard a part; ``of_norms``: the policy of its batch norms, if they are separate groups."""
+    # Otherwise their weights would be gathered in a dtype other than that of their statistics.
+    for norm in part.modules() if of_norms else ():
+        if isinstance(norm, _BatchNorm) and not isinstance(norm, FSDPModule) and norm is not part:
+            group(norm, mp_policy=of_norms, reshard_after_forward=frees)
+    # Shard experts over the ranks with copies of them, by rows: a rank has too few experts to divide by expert.
+    for inner in part.modules():
+        if inner in experts and not isinstance(inner, FSDPModule):
+            group(inner, reshard_after_forward=bool(frees), mesh=copies, shard_placement_fn=lambda _: Shard(SHARDED))
+    return part if isinstance(part, FSDPModule) else group(part, reshard_after_forward=frees)
+
+
+@contextmanager
+def _deferred(root: FSDPModule, options: Options, dims: Dims) -> Iterator[None]:
+    # If each micro-batch is reduce-scattered, only the all-reduce between copies is left for the end.
+    in_shards = options.reduce_scatter_each_microbatch
+    set_synced = root.set_requires_all_reduce if in_shards else root.set_requires_gradient_sync
+    set_synced(False)
+    root.set_reshard_after_backward(options.frees_between_microbatches(dims))
+    try:
+        yield
+    finally:
+        set_synced(True)
+        root.set_reshard_after_backward(True)
 
 
 def _around(
@@ -134,38 +139,38 @@ def _around(
     ]
 
     def looks_up(part: nn.Module) -> bool:
-        with_weights = (one for one in part.modules() if next(one.parameters(recurse=False), None) is not None)
+        holders = (inner for inner in part.modules() if next(inner.parameters(recurse=False), None) is not None)
         return all(
-            type(one).forward is nn.Embedding.forward and set(one._parameters) == {"weight"} for one in with_weights
+            type(holder).forward is nn.Embedding.forward and set(holder._parameters) == {"weight"} for holder in holders
         )
 
     return [*filter(looks_up, alone)], [part for part in alone if part is parts[-1] and not looks_up(part)]
 
 
-def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], how: Options) -> None:
+def _prefetch(groups: Sequence[FSDPModule], freed: Collection[FSDPModule], options: Options) -> None:
     """Let each group of weights prefetch the next ones, in both passes; ``freed`` are gathered for the backward, too.
 
     Groups are in the order of the forward pass; the first, the root, may hold weights that the backward pass needs
     first.
     """
     for number, group in enumerate(groups):
-        group.set_modules_to_forward_prefetch([*groups[number + 1 : number + 1 + how.prefetch]])
+        group.set_modules_to_forward_prefetch([*groups[number + 1 : number + 1 + options.prefetch]])
     root, *others = groups
     backward = [root, *reversed(others)]
     for number, group in enumerate(backward):
-        ahead = [one for one in backward[number + 1 :] if one in freed]
-        group.set_modules_to_backward_prefetch(ahead[: how.prefetch])
+        ahead = [later for later in backward[number + 1 :] if later in freed]
+        group.set_modules_to_backward_prefetch(ahead[: options.prefetch])
 
 
-def _choose_messages(module: nn.Module, how: Options) -> None:
+def _choose_messages(module: nn.Module, options: Options) -> None:
     root, *others = (part for part in module.modules() if isinstance(part, FSDPModule))
-    if how.separate_reduce_scatter:
+    if options.separate_reduce_scatter:
         root.set_separate_reduce_scatter_group()
-    if how.reduce_scatter_buffers > 1:
-        root.set_reduce_scatter_max_input_buffers(how.reduce_scatter_buffers)
-    for part in (root, *others) if how.message_buffers != "caching" else ():
+    if options.reduce_scatter_buffers > 1:
+        root.set_reduce_scatter_max_input_buffers(options.reduce_scatter_buffers)
+    for part in (root, *others) if options.message_buffers != "caching" else ():
         part.set_force_sum_reduction_for_comms(True)  # zero-copy NCCL supports sums only
-        if how.message_buffers == "nccl":
+        if options.message_buffers == "nccl":
             part.set_allocate_memory_from_process_group_for_comm(True)
         else:
             part.set_symm_mem_for_comm()

@@ -23,8 +23,8 @@ class Mesh:
         grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
 
         def flat(*wanted: str) -> DeviceMesh:
-            found = dims.of_mesh(*wanted)
-            return grid[found] if len(found) == 1 else grid[found]._flatten("_".join(found))
+            present = dims.of_mesh(*wanted)
+            return grid[present] if len(present) == 1 else grid[present]._flatten("_".join(present))
 
         self.batch = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.
         #: The ranks over which gradients of unsharded weights are averaged: they differ in samples, or in the positions
@@ -56,8 +56,8 @@ class Mesh:
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """Return the process groups of this rank, in the same order on all ranks."""
-        found = {"copies": self.copies.get_group(), "shard": self.shard.get_group(self.shard.ndim - 1)}
-        return found | {name: view.get_group() for name, view in self._views.items() if name not in found}
+        groups = {"copies": self.copies.get_group(), "shard": self.shard.get_group(self.shard.ndim - 1)}
+        return groups | {name: view.get_group() for name, view in self._views.items() if name not in groups}
 
 
 def _forget_plans() -> None:

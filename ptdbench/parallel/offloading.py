@@ -42,7 +42,7 @@ class Offloading:
 
     def begin(self, run: _Run) -> None:
         """Begin or continue a pass of a run; saved tensors that it does not need leave the device."""
-        stay = [one for one in (run, run.before) if one is not None]
+        stay = [active for active in (run, run.before) if active is not None]
         for other in self._on_device:
             if other not in stay:
                 other.leave()
@@ -74,9 +74,9 @@ class _Run:
 
     def _is_of_weight(self, tensor: Tensor) -> bool:
         """Whether a tensor shares memory with a parameter, or a gathered one, which FSDP frees before a copy ends."""
-        own = {one.untyped_storage()._cdata for one in plain_tensors(tensor)}
-        parts = (one for weight in self._layer.parameters() for one in plain_tensors(weight))
-        return any(one.untyped_storage()._cdata in own for one in parts)
+        storages = {plain.untyped_storage()._cdata for plain in plain_tensors(tensor)}
+        parts = (plain for weight in self._layer.parameters() for plain in plain_tensors(weight))
+        return any(plain.untyped_storage()._cdata in storages for plain in parts)
 
     def leave(self) -> None:
         """Free the device memory of the saved tensors, once they are copied."""

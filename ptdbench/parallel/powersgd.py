@@ -27,11 +27,11 @@ class _Done:
     torch's own futures run callbacks on 32 streams in turn, on each of which cuBLAS keeps a 32 MiB workspace for good.
     """
 
-    def __init__(self, found: Any) -> None:
-        self._found = found
+    def __init__(self, result: Any) -> None:
+        self._result = result
 
     def value(self) -> Any:
-        return self._found
+        return self._result
 
     wait = value
 
@@ -81,11 +81,11 @@ class PowerSGD:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state between two steps by name; on the device, except for small tensors."""
-        found = {"steps": torch.tensor([self._state.iter, self._state.matrix_approximation_rank])}
-        found |= {f"order.{bucket}": torch.tensor(numbers) for bucket, numbers in self._order.items()}
+        tensors = {"steps": torch.tensor([self._state.iter, self._state.matrix_approximation_rank])}
+        tensors |= {f"order.{bucket}": torch.tensor(numbers) for bucket, numbers in self._order.items()}
         for name, attribute in _BY_BUCKET.items():
-            found |= {f"{name}.{bucket}": tensor for bucket, tensor in getattr(self._state, attribute).items()}
-        return found
+            tensors |= {f"{name}.{bucket}": tensor for bucket, tensor in getattr(self._state, attribute).items()}
+        return tensors
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load a state from :meth:`tensors`; :meth:`rehearsing` must follow, which applies it if it fits."""
@@ -115,12 +115,12 @@ class PowerSGD:
             self._order = {index: numbers for index, numbers in self._order.items() if index <= bucket.index()}
         # A bucket takes three messages, each started after the previous one completes: with gloo's threads, two ranks
         # could start the messages of two buckets in different orders. Under NCCL only the stream waits for them.
-        found = _hook(self._state, bucket)
-        if not isinstance(found, _Done):  # averaged without compression
-            return found
+        averaged = _hook(self._state, bucket)
+        if not isinstance(averaged, _Done):  # averaged without compression
+            return averaged
         buffer = bucket.buffer()
         future = torch.futures.Future[Tensor](devices=[buffer.device] if buffer.is_cuda else [])
-        future.set_result(found.value())
+        future.set_result(averaged.value())
         return future
 
     def _fits(self, loaded: Mapping[str, Tensor]) -> bool:

@@ -92,12 +92,12 @@ class Copies:
     ) -> None:
         self._dtype = dtype
         self._copies: dict[nn.Parameter, Tensor] = {}
-        self._all = _own(module)
+        self._all = _holders(module)
         self._are_current = False
         for unit in dict.fromkeys((*units, module)):
-            own = _own(unit)
-            waiting = [one for one in own if vectors_wait and one.weight.dim() < 2]
-            others = [one for one in own if not vectors_wait or one.weight.dim() >= 2]
+            holders = _holders(unit)
+            waiting = [holder for holder in holders if vectors_wait and holder.weight.dim() < 2]
+            others = [holder for holder in holders if not vectors_wait or holder.weight.dim() >= 2]
             if groups := [group for group in (others, waiting if unit is module else []) if group]:
                 wrap_forward(unit, partial(self._with_copies, groups))
 
@@ -113,13 +113,13 @@ class Copies:
     def end(self) -> None:
         """Withdraw the copies: modules see their parameters again, and the next forward pass casts."""
         self._are_current = False
-        for one in self._all:
-            one.restore()
+        for holder in self._all:
+            holder.restore()
 
     @torch.no_grad()
-    def _cast(self, own: Sequence[_Own]) -> None:
+    def _cast(self, holders: Sequence[_Holder]) -> None:
         """Bring the copies of some weights up to date, in one operation."""
-        weights = list(dict.fromkeys(one.weight for one in own))  # tied weights once
+        weights = list(dict.fromkeys(holder.weight for holder in holders))  # tied weights once
         for weight in weights:
             if weight not in self._copies:
                 self._copies[weight] = torch.empty_like(weight, dtype=self._dtype)
@@ -127,19 +127,19 @@ class Copies:
         torch._foreach_copy_(copies, [local_part(weight) for weight in weights])
         self._are_current = True
 
-    def _with_copies(self, groups: Sequence[Sequence[_Own]], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_copies(self, groups: Sequence[Sequence[_Holder]], forward: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap ``forward`` to use copies of its weights, in groups whose gradients are cast together."""
 
         @wraps(forward)
         def run(*arguments: Any, **named: Any) -> Any:
             is_outermost = not self._are_current
             if is_outermost:
-                self._cast([one for own in groups for one in own])
-            for own in groups:
-                weights = [one.weight for one in own]
-                found = _CastWeights.apply([self._copies[weight] for weight in weights], *weights)
-                for one, copy in zip(own, found, strict=True):
-                    one.replace(copy)
+                self._cast([holder for group in groups for holder in group])
+            for group in groups:
+                weights = [holder.weight for holder in group]
+                copies = _CastWeights.apply([self._copies[weight] for weight in weights], *weights)
+                for holder, copy in zip(group, copies, strict=True):
+                    holder.replace(copy)
             try:
                 return forward(*arguments, **named)
             finally:
@@ -152,8 +152,8 @@ class Copies:
 
 
 @dataclass(frozen=True)
-class _Own:
-    """A module's own weight, by its name."""
+class _Holder:
+    """A module that holds a weight under a name."""
 
     part: nn.Module
     name: str
@@ -181,12 +181,12 @@ class _Own:
 
 def copied_weights(module: nn.Module) -> list[nn.Parameter]:
     """Return the weights that :class:`Copies` copies, each once."""
-    return list(dict.fromkeys(one.weight for one in _own(module)))
+    return list(dict.fromkeys(holder.weight for holder in _holders(module)))
 
 
-def _own(module: nn.Module) -> list[_Own]:
+def _holders(module: nn.Module) -> list[_Holder]:
     return [
-        _Own(part, name)
+        _Holder(part, name)
         for part in module.modules()
         if not isinstance(part, _BatchNorm)
         for name, weight in part.named_parameters(recurse=False, remove_duplicate=False)
@@ -238,10 +238,10 @@ class AgreedGradScaler(torch.amp.GradScaler):
         # By local parts: of gradients that are DTensors, torch itself all-reduces what it finds, in each dimension.
         parts = [_local_with_gradient(weight) for group in optimizer.param_groups for weight in group["params"]]
         local: Any = SimpleNamespace(param_groups=[{"params": parts}])
-        found = super()._unscale_grads_(local, *arguments, **options)
-        for overflow in found.values():
+        overflows = super()._unscale_grads_(local, *arguments, **options)
+        for overflow in overflows.values():
             dist.all_reduce(overflow, dist.ReduceOp.MAX)
-        return found
+        return overflows
 
 
 def _local_with_gradient(weight: Tensor) -> Tensor:

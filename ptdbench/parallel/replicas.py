@@ -44,8 +44,8 @@ def checksums(tensors: Iterable[tuple[K, Tensor]]) -> list[tuple[K, int]]:
                 total = total * _GOLDEN + (some * factors[plain.device][: len(some)]).sum()
         keys.append(key)
         sums.append(total)
-    device = next((one.device for one in sums if one.device.type != "cpu"), torch.device("cpu"))
-    return list(zip(keys, torch.stack([one.to(device) for one in sums]).tolist() if sums else (), strict=True))
+    device = next((total.device for total in sums if total.device.type != "cpu"), torch.device("cpu"))
+    return list(zip(keys, torch.stack([total.to(device) for total in sums]).tolist() if sums else (), strict=True))
 
 
 def differing(held: Iterable[tuple[K, int]]) -> dict[K, list[list[int]]]:
@@ -70,11 +70,11 @@ def require_equal(weights: Iterable[tuple[str, Tensor]], apart: Hashable = None)
     Raises:
         RuntimeError: Copies differ; in all ranks, with the first such weight and the ranks.
     """
-    found = differing(checksums(((name, _shard(weight), apart), weight) for name, weight in weights))
-    for (name, *_), groups in found.items():
+    parted = differing(checksums(((name, _shard(weight), apart), weight) for name, weight in weights))
+    for (name, *_), groups in parted.items():
         most, *odd = sorted(groups, key=len, reverse=True)
         where = f"on {rank_names(sorted(chain(*odd)))} than on rank {most[0]}"
-        others = len({other for other, *_ in found}) - 1
+        others = len({other for other, *_ in parted}) - 1
         more = f" (and {plural(others, 'more weight')})" if others else ""
         raise RuntimeError(
             f"replicas differ: {name}{more} has other bits {where}; the usual cause is a module that sets weights from "
@@ -88,4 +88,4 @@ def _shard(weight: Tensor) -> object:
     if not isinstance(weight, DTensor):
         return None
     places = enumerate(zip(weight.device_mesh.get_coordinate() or (), weight.placements, strict=True))
-    return tuple((dimension, place) for dimension, (place, how) in places if not how.is_replicate())
+    return tuple((dimension, place) for dimension, (place, placement) in places if not placement.is_replicate())

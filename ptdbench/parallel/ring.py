@@ -81,10 +81,10 @@ def _flash_backward(
     none = torch.empty(0, dtype=torch.int64)
     lengths = query.shape[LENGTH], key.shape[LENGTH]
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
-    found = aten._scaled_dot_product_flash_attention_backward(
+    gradients = aten._scaled_dot_product_flash_attention_backward(
         gradient, query_, key, value, out, lse, None, None, *lengths, 0.0, is_causal, none, none, scale=_scale(query)
     )
-    return tuple(one[..., : query.shape[-1]] for one in found)
+    return tuple(gradient[..., : query.shape[-1]] for gradient in gradients)
 
 
 def _cudnn(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> tuple[Tensor, ...]:
@@ -124,10 +124,10 @@ def _efficient_backward(
     gradient, query_, key, value, out = _padded(gradient, query, key, value, out)
     # In 16-bit formats the kernel assumes that the heads of a position are adjacent in memory, whatever the strides.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
-    found = aten._scaled_dot_product_efficient_attention_backward(
+    gradients = aten._scaled_dot_product_efficient_attention_backward(
         gradient, query_, key, value, None, out, lse, none, none, 0.0, wanted, is_causal, scale=_scale(query)
     )
-    return tuple(one[..., : query.shape[-1]] for one in found[:3])
+    return tuple(gradient[..., : query.shape[-1]] for gradient in gradients[:3])
 
 
 def _scale(query: Tensor) -> float:
@@ -194,13 +194,13 @@ class RingAttention(torch.autograd.Function):
             query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, gradient: Tensor
         ) -> tuple[Tensor, ...]:
             whole = _repeated(key, groups), _repeated(value, groups)
-            found = ctx.kernel.backward(gradient, query, *whole, out, logsumexp, is_causal)
-            return found[0], _summed(found[1], groups), _summed(found[2], groups)
+            gradients = ctx.kernel.backward(gradient, query, *whole, out, logsumexp, is_causal)
+            return gradients[0], _summed(gradients[1], groups), _summed(gradients[2], groups)
 
         ring = _balanced()._templated_ring_attention_backward
         group, gradient = ctx.mesh.get_group(), gradients[0].contiguous()
-        found = ring(group, LENGTH, attend, gradient, "gradient", q, k, v, out, logsumexp, is_causal=True)
-        return (*found[:3], None)
+        results = ring(group, LENGTH, attend, gradient, "gradient", q, k, v, out, logsumexp, is_causal=True)
+        return (*results[:3], None)
 
 
 def _balanced() -> ModuleType:

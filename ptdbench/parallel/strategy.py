@@ -29,7 +29,7 @@ def choose_convolutions(module: nn.Module, device: torch.device) -> None:
     only for models with convolutions: others have nothing to choose.
     """
     if device.type == "cuda":
-        torch.backends.cudnn.benchmark = any(isinstance(one, _ConvNd) for one in module.modules())
+        torch.backends.cudnn.benchmark = any(isinstance(part, _ConvNd) for part in module.modules())
 
 
 @dataclass(frozen=True)

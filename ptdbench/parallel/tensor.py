@@ -44,18 +44,18 @@ def gathers_logits(model: Model) -> bool:
     """Return whether ranks gather the logits that each computes for its share of a vocabulary."""
     roles = roles_of(model)
     cut = [module_of(model).get_submodule(name) for name, role in roles.items() if role.kind == "vocabulary"]
-    return any(isinstance(one, nn.Linear) for one in cut) and not any(role.kind == "loss" for role in roles.values())
+    return any(isinstance(part, nn.Linear) for part in cut) and not any(role.kind == "loss" for role in roles.values())
 
 
 def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
     """Return the dimension along which each cut parameter is cut; the bias of ``inputs`` is whole on each rank."""
-    found = {}
+    dimensions = {}
     for name, role in roles_of(model).items():
         dimension = DIMENSIONS.get(role.kind)
         if dimension is not None:
             parameters = module_of(model).get_submodule(name).parameters()
-            found.update({parameter: dimension for parameter in parameters if parameter.dim() > dimension})
-    return found
+            dimensions.update({parameter: dimension for parameter in parameters if parameter.dim() > dimension})
+    return dimensions
 
 
 def parallelize(model: Model, module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> None:
@@ -147,7 +147,7 @@ class _Each(ParallelStyle):
     def _localize(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace an entry's output by its local tensor; the entry sums the gradients."""
         summand = [Partial()]
-        return tuple(one.to_local(grad_placements=summand) if isinstance(one, DTensor) else one for one in arguments)
+        return tuple(argument.to_local(grad_placements=summand) if isinstance(argument, DTensor) else argument for argument in arguments)
 
 
 class _OutputsOfEach(ParallelStyle):
@@ -209,8 +209,8 @@ class _Vocabulary(ColwiseParallel):
             rows = len(module.weight)
             row = tokens - mesh.get_local_rank() * rows
             is_here = (row >= 0) & (row < rows)
-            found = look_up(row.where(is_here, 0)).where(is_here.unsqueeze(-1), 0)
-            return _redistributed(found, mesh, Partial(), Replicate()).to_local()
+            rows_here = look_up(row.where(is_here, 0)).where(is_here.unsqueeze(-1), 0)
+            return _redistributed(rows_here, mesh, Partial(), Replicate()).to_local()
 
         return forward
 
@@ -229,15 +229,15 @@ class _LossOverVocabulary(ParallelStyle):
         local = weight.to_local()
         module.share = VocabularyShare(  # type: ignore[assignment]
             first=mesh.get_local_rank() * len(local),
-            total=partial(_over_ranks, mesh=mesh, how="sum"),
-            maximum=partial(_over_ranks, mesh=mesh, how="max"),
+            total=partial(_over_ranks, mesh=mesh, reduction="sum"),
+            maximum=partial(_over_ranks, mesh=mesh, reduction="max"),
         )
-        originals = [None if one is None else one.to_local() for one in rest]
+        originals = [None if weight is None else weight.to_local() for weight in rest]
         return hidden.to_local(grad_placements=[Partial()]), local, targets, *originals
 
 
-def _over_ranks(tensor: Tensor, mesh: DeviceMesh, how: str) -> Tensor:
-    return DTensor.from_local(tensor, mesh, [Partial(how)], run_check=False).full_tensor()
+def _over_ranks(tensor: Tensor, mesh: DeviceMesh, reduction: str) -> Tensor:
+    return DTensor.from_local(tensor, mesh, [Partial(reduction)], run_check=False).full_tensor()
 
 
 def _redistributed(local: Tensor, mesh: DeviceMesh, here: Placement, wanted: Placement) -> DTensor:

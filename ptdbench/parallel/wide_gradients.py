@@ -41,8 +41,8 @@ class Linear(nn.Linear):
         master = master_of(self)
         if master is None or x.dtype != self.weight.dtype:  # a module may use autocast, which casts the weight
             return super().forward(x)
-        found: Tensor = _Linear.apply(x, self.weight, self.bias, master, self._parameters["bias"])
-        return found
+        outputs: Tensor = _Linear.apply(x, self.weight, self.bias, master, self._parameters["bias"])
+        return outputs
 
 
 class Embedding(nn.Embedding):
@@ -53,8 +53,8 @@ class Embedding(nn.Embedding):
         master = master_of(self)
         if master is None or self.max_norm is not None or self.sparse:
             return super().forward(tokens)
-        found: Tensor = _Embedding.apply(tokens, self.weight, master, self.padding_idx, self.scale_grad_by_freq)
-        return found
+        outputs: Tensor = _Embedding.apply(tokens, self.weight, master, self.padding_idx, self.scale_grad_by_freq)
+        return outputs
 
 
 class LayerNorm(nn.LayerNorm):
@@ -143,10 +143,10 @@ def _norm(
     def of_narrow(x: Tensor, *weights: Tensor | None) -> Tensor:
         return compute(x.float(), part.normalized_shape, *weights, part.eps).to(x.dtype)
 
-    own = part._parameters.items()  # the weight, and the bias of a layer norm
-    wide = [None if weight is None else _Upcast.apply(getattr(part, name), weight) for name, weight in own]
-    found: Tensor = checkpoint(of_narrow, x, *wide, use_reentrant=False)
-    return found
+    weights = part._parameters.items()  # the weight, and the bias of a layer norm
+    wide = [None if weight is None else _Upcast.apply(getattr(part, name), weight) for name, weight in weights]
+    outputs: Tensor = checkpoint(of_narrow, x, *wide, use_reentrant=False)
+    return outputs
 
 
 def _sum_over_tokens(grad: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:

@@ -32,7 +32,7 @@ def places(before, after, padding):
     return np.array(found)
 
 
-def test_an_image_is_a_crop_of_itself_with_a_black_border_mirrored_or_not():
+def test_shifted_images_are_padded_crops():
     images = pictures(900)
     after = shifted(images, seed=0, start=0, padding=1, flip=True)
     assert not (shifted(images, seed=1, start=0, padding=1, flip=True) == after).all()
@@ -43,14 +43,14 @@ def test_an_image_is_a_crop_of_itself_with_a_black_border_mirrored_or_not():
     assert abs(counts - 50).max() < 5 * 6.9
 
 
-def test_without_flipping_none_is_mirrored_and_without_padding_too_they_are_as_they_were():
+def test_images_stay_without_flip_and_padding():
     images = pictures(100)
     assert not places(images, shifted(images, seed=0, start=0, padding=2, flip=False), 2)[:, 2].any()
     assert (shifted(images, seed=0, start=0, padding=0, flip=False) == images).all()
 
 
 @pytest.mark.parametrize("channels_last", [True, False])
-def test_bytes_become_what_torchvision_makes_of_them(channels_last):
+def test_normalization_equals_torchvisions(channels_last):
     from torchvision.transforms.v2.functional import normalize
 
     images = pictures(4).copy()

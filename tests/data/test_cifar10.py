@@ -55,7 +55,7 @@ def names(folder):
 
 
 class TestSamples:
-    def test_are_the_images_of_the_archive_with_their_labels(self, root):
+    def test_samples_are_the_archives_images(self, root):
         images, labels = prepared(root, padding=0, flip=False).samples(0, 200)
         assert (images.shape, images.dtype, labels.dtype) == ((200, 3, 32, 32), torch.float32, torch.int64)
         red, green, blue = pixels(images).unbind(1)
@@ -63,7 +63,7 @@ class TestSamples:
         assert sorted(blue[:, 0, 0].tolist()) == sorted([*range(40)] * 5)
         assert len(green.flatten(1).unique(dim=0)) == 200
 
-    def test_what_is_held_out_is_the_test_images_in_their_order_as_they_are(self, root):
+    def test_held_out_images_are_the_test_batch(self, root):
         """The format has red row by row, then green, then blue."""
         stored = pickle.loads(small_cifar10.batches(40, 20)["test_batch"])["data"]
         held_out = prepared(root).held_out
@@ -93,7 +93,7 @@ class TestPreparing:
         assert names(root) == {FOLDER}
         assert [path.stat().st_mtime_ns for path in (root, root / FOLDER)] == before
 
-    def test_unpacks_the_archive_and_replaces_files_that_are_damaged_or_missing_but_no_others(self, root):
+    def test_replaces_only_damaged_or_missing_files(self, root):
         prepared(root, download=True)  # nobody listens at the archive's address
         (root / FOLDER / "notes.txt").write_text("mine")
         files = {*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"}
@@ -107,7 +107,7 @@ class TestPreparing:
 
     @pytest.mark.parametrize("spoil", [Path.unlink, lambda archive: os.truncate(archive, 1000)])
     @pytest.mark.parametrize("folder", ["none", "incomplete"])
-    def test_says_what_to_do_where_nothing_is_complete(self, root, folder, spoil):
+    def test_incomplete_archive_is_refused(self, root, folder, spoil):
         if folder == "incomplete":
             prepared(root)
             (root / FOLDER / "data_batch_1").unlink()
@@ -119,7 +119,7 @@ class TestPreparing:
         assert "data.download=true" in problem.remedy
         assert names(root) == before
 
-    def test_blames_the_root_for_what_the_operating_system_refuses(self, root):
+    def test_os_errors_name_the_root(self, root):
         (root / LOCK).mkdir()  # a mode of 555 would not stop root, whom CI often runs as
         problem = problem_of(small(root).prepare)
         assert problem.option == "root"
@@ -127,7 +127,7 @@ class TestPreparing:
         assert "download" not in str(problem)
 
 
-def test_of_two_processes_that_come_at_once_one_unpacks_and_the_other_waits(root, tmp_path):
+def test_one_of_two_processes_unpacks(root, tmp_path):
     def unpack(note):
         extract = utils.extract_archive
         utils.extract_archive = lambda *arguments, **options: (note(), extract(*arguments, **options))
@@ -138,7 +138,7 @@ def test_of_two_processes_that_come_at_once_one_unpacks_and_the_other_waits(root
 
 
 class TestReading:
-    def test_a_pickle_with_another_checksum_is_not_opened(self, root, tmp_path):
+    def test_changed_pickle_is_not_opened(self, root, tmp_path):
         class Poison:
             def __reduce__(self):
                 return Path.touch, (tmp_path / "poisoned",)
@@ -191,7 +191,7 @@ class TestDownload:
         shutil.move(archive, folder / ARCHIVE)
         return tmp_path / "new", folder / ARCHIVE
 
-    def test_brings_the_archive_and_unpacks_it_where_it_is_asked_for(self, tmp_path, server):
+    def test_download_on_request_only(self, tmp_path, server):
         root, shown = self.shown(tmp_path, server)
         problem_of(small(root).prepare)
         assert names(root) == set()
@@ -201,7 +201,7 @@ class TestDownload:
         (root / ARCHIVE).write_bytes(shown.read_bytes()[:1000])  # one that is truncated is replaced
         prepared(root, download=True).samples(0, 1)
 
-    def test_of_a_changed_file_unpacks_nothing_and_one_that_fails_says_why(self, tmp_path, server):
+    def test_failed_download_says_why(self, tmp_path, server):
         root, shown = self.shown(tmp_path, server)
         shown.write_bytes(shown.read_bytes()[:-1])
         assert "corrupted" in problem_of(small(root, download=True).prepare).rule
@@ -221,7 +221,7 @@ class TestDownload:
             assert "could not be downloaded or unpacked" in problem_of(small(tmp_path, download=True).prepare).rule
         assert socket.getdefaulttimeout() is None
 
-    def test_goes_to_the_users_cache_unless_it_is_told_where(self, cache, tmp_path, server, monkeypatch):
+    def test_default_root_is_the_users_cache(self, cache, tmp_path, server, monkeypatch):
         root, _ = self.shown(tmp_path, server)
         reader = small(root).reader()
         monkeypatch.setattr(Cifar10, "reader", lambda self: reader)

@@ -101,7 +101,7 @@ def test_every_choice_is_looked_at():
     assert {file.stem for file in (ROOT / "conf" / "data").iterdir()} == {name.split()[0] for name in SOURCES}
 
 
-def test_samples_do_not_depend_on_the_split_or_on_what_was_drawn_before(make, name):
+def test_samples_depend_on_their_number_only(make, name):
     epoch = SOURCES[name][2]
     whole = make().samples(epoch - 7, epoch + 7)  # over its end
     other = make()
@@ -118,7 +118,7 @@ def test_seeds_differ_and_samples_differ(make):
     assert not torch.equal(inputs, make(seed=1).samples(0, 8)[0])
 
 
-def test_the_example_has_the_form_of_a_sample_and_needs_no_data(make, name, tmp_path):
+def test_example_has_the_shape_of_samples(make, name, tmp_path):
     (tmp_path / "images" / "train").mkdir(parents=True)
     for folder in ("cifar", "texts"):
         (tmp_path / folder).mkdir()
@@ -139,7 +139,7 @@ def test_the_example_has_the_form_of_a_sample_and_needs_no_data(make, name, tmp_
     assert make().tokens_per_sample == (example[0].shape[1] if are_sequences else None)
 
 
-def test_what_is_held_out_is_finite_and_the_same_for_every_seed_and_in_every_split(make, name):
+def test_held_out_part_is_fixed(make, name):
     count = SOURCES[name][3]
     held_out, others = make(seed=0).held_out, make(seed=1).held_out
     if count is None:

@@ -31,7 +31,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_documents_are_joined_in_order_of_their_paths_and_the_separator_counts_as_text(folder):
+def test_documents_are_joined_in_path_order(folder):
     files = files_at(folder)
     assert text_of(files) == b"zed\0bee\0"
     assert names(Part(files)) == ["a/z.txt", "b.txt"]
@@ -56,7 +56,7 @@ def small_blocks(monkeypatch):
         (b"\x80" * 20, [b"\x80" * 8, b"\x80" * 8, b"\x80" * 4]),  # no UTF-8
     ],
 )
-def test_a_document_larger_than_a_block_is_cut_where_it_does_least_harm(tmp_path, small_blocks, text, expected):
+def test_long_documents_are_cut_at_lines(tmp_path, small_blocks, text, expected):
     (tmp_path / "long.txt").write_bytes(text)
     found = list(blocks(Part(files_at(tmp_path))))
     assert [block.text for block in found] == expected
@@ -81,14 +81,14 @@ class TestJsonl:
         assert text_of(files_at(tmp_path)) == b"\xef\xbf\xbd\0?\0"
 
     @pytest.mark.parametrize("line", ["text", '{"text": 1}', '{"text": null}', '{"texts": "a"}', '["text"]', '"text"'])
-    def test_a_line_that_is_no_object_with_a_text_is_named(self, tmp_path, line):
+    def test_malformed_line_is_named(self, tmp_path, line):
         file = jsonl(tmp_path / "a.jsonl", "fine")
         file.write_text(file.read_text() + line)
         with pytest.raises(Malformed, match=f"^{re.escape(str(file))}, line 2: "):
             text_of(files_at(file))
 
 
-def test_what_is_done_of_a_document_adds_up_to_its_size(tmp_path, small_blocks):
+def test_block_sizes_sum_to_document_size(tmp_path, small_blocks):
     (tmp_path / "a.txt").write_bytes(b"0123456789" * 3)
     jsonl(tmp_path / "b.jsonl", "ab\ncdefghij", 'quotes " take \n more')
     files = files_at(tmp_path)
@@ -106,7 +106,7 @@ class TestSplit:
             (tmp_path / f"{number}.txt").write_text("x")
         return tmp_path
 
-    def test_every_document_is_in_one_part_in_its_order(self, many):
+    def test_split_keeps_order_and_documents(self, many):
         training, held_out = map(names, split(files_at(many), 0.2))
         everything = names(Part(files_at(many)))
         assert len(everything) == 500
@@ -114,11 +114,11 @@ class TestSplit:
         assert training == [name for name in everything if name not in set(held_out)]
         assert 50 <= len(held_out) <= 150  # mean 100, standard deviation 9
 
-    def test_a_larger_share_keeps_what_a_smaller_one_kept(self, many):
+    def test_larger_share_includes_smaller(self, many):
         small, large = (set(names(split(files_at(many), share)[1])) for share in (0.1, 0.3))
         assert small < large
 
-    def test_documents_stay_where_they_are_when_others_come_and_go_texts_change_or_all_move(
+    def test_split_is_stable_under_changes_of_others(
         self, many, tmp_path_factory
     ):
         before = set(names(split(files_at(many), 0.2)[1]))
@@ -153,7 +153,7 @@ class TestSplit:
         assert ".jsonl" in problem.remedy
 
 
-def test_hidden_and_empty_files_broken_links_and_pipes_are_left_out(folder):
+def test_only_readable_files_are_listed(folder):
     (folder / ".hidden").write_bytes(b"no")
     (folder / ".git").mkdir()
     (folder / ".git" / "config").write_bytes(b"no")
@@ -166,7 +166,7 @@ def test_hidden_and_empty_files_broken_links_and_pipes_are_left_out(folder):
     assert files_at(folder / "none") == []
 
 
-def test_links_to_folders_are_followed_and_circles_of_them_end(folder, tmp_path_factory):
+def test_links_are_followed_without_cycles(folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("other")
     (other / "c.txt").write_bytes(b"sea")
     (other / "back").symlink_to(folder)
@@ -174,7 +174,7 @@ def test_links_to_folders_are_followed_and_circles_of_them_end(folder, tmp_path_
     assert [file.name for file in files_at(folder)] == ["a/there/c.txt", "a/z.txt", "b.txt"]
 
 
-def test_a_folder_that_cannot_be_listed_is_an_error_not_a_gap(folder, monkeypatch):
+def test_unreadable_folder_is_an_error(folder, monkeypatch):
     scandir = os.scandir
 
     def refusing(path):
@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error_not_a_gap(folder, monkeypatc
         files_at(folder)
 
 
-def test_identity_is_stable_until_size_time_or_name_of_a_document_changes(folder):
+def test_identity_changes_with_size_time_or_name(folder):
     seen = [identity(files_at(folder)) for _ in range(2)]
     file = folder / "b.txt"
     modified = file.stat().st_mtime_ns
@@ -202,7 +202,7 @@ def test_identity_is_stable_until_size_time_or_name_of_a_document_changes(folder
     assert len(set(seen)) == 4
 
 
-def test_standard_library_is_python_without_tests_and_installed_packages():
+def test_standard_library_excludes_tests_and_packages():
     root = Path(sysconfig.get_path("stdlib")).resolve()
     found = {file.path.relative_to(root).as_posix() for file in standard_library()}
     assert found == {file.name for file in standard_library()}

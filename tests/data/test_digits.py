@@ -23,7 +23,7 @@ def known(images, labels):
     return sorted((image.astype(np.uint8).tobytes(), int(label)) for image, label in zip(images, labels, strict=True))
 
 
-def test_training_and_held_out_images_are_all_that_scikit_learn_has():
+def test_parts_are_all_images_of_scikit_learn():
     data = Digits(seed=0, shift=0)
     images, labels = data.samples(0, EPOCH)
     held_images, held_labels = data.held_out.samples(0, 360)
@@ -39,7 +39,7 @@ def test_training_and_held_out_images_are_all_that_scikit_learn_has():
     assert known(grey(images), labels) == original
 
 
-def test_an_image_is_shifted_anew_in_every_epoch_and_never_mirrored():
+def test_images_shift_every_epoch_unmirrored():
     data = Digits(seed=0)
     images, labels = data.samples(0, 3 * EPOCH)
     plain, plain_labels = Digits(seed=0, shift=0).samples(0, 3 * EPOCH)
@@ -52,7 +52,7 @@ def test_an_image_is_shifted_anew_in_every_epoch_and_never_mirrored():
     assert len(np.unique(grey(images), axis=0)) > EPOCH * 2
 
 
-def test_what_is_held_out_has_its_share_of_each_digit():
+def test_held_out_part_is_stratified():
     wanted = torch.from_numpy(np.bincount(load_digits().target)) * 360 / 1797
     labels = Digits(seed=0).held_out.samples(0, 360)[1]
     assert (torch.bincount(labels) - wanted).abs().max() < 1
@@ -62,7 +62,7 @@ def test_what_is_held_out_has_its_share_of_each_digit():
         assert len(held_out.samples(0, least_or_most)[1].unique()) == 10
 
 
-def test_the_identity_is_that_of_all_images_and_of_the_division(monkeypatch):
+def test_identity_covers_images_and_split(monkeypatch):
     before = Digits(seed=0).identity
     assert before == Digits(seed=5, shift=0).identity
     assert len({before} | {Digits(seed=0, held_out=held_out).identity for held_out in (0, 10, 360)}) == 3
@@ -74,7 +74,7 @@ def test_the_identity_is_that_of_all_images_and_of_the_division(monkeypatch):
         assert Digits(seed=0).identity != before
 
 
-def test_options_of_another_model_name_those_of_the_images():
+def test_wrong_model_options_name_the_right_ones():
     problems = problems_of(Digits, seed=0, classes=1000, image_size=224)
     assert [problem.remedy for problem in problems] == ["try model.classes=10", "try model.image_size=8"]
 

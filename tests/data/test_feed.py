@@ -71,7 +71,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_do_not_outlive_a_rank_that_is_killed(environ):
+def test_workers_die_with_their_rank(environ):
     # Started as ranks are, from whose server its own processes would be forked by default.
     body = f"import multiprocessing; multiprocessing.set_start_method('forkserver'){KILLED}"
     killed = subprocess.run(
@@ -197,7 +197,7 @@ class Cuda:
         ((np.zeros((4, 6)), np.zeros(4)), "ndarray and ndarray"),
     ],
 )
-def test_samples_are_as_many_as_were_asked_for_and_as_the_example(monkeypatch, found, told):
+def test_samples_of_wrong_shape_are_refused(monkeypatch, found, told):
     monkeypatch.setattr(Largest, "samples", lambda *_: found)
     rule = rf"^Largest\.samples\(20, 24\) must return tensors of shape \(4, 6\) and \(4,\), .*, and returns {told}$"
     with pytest.raises(TypeError, match=rule):
@@ -207,7 +207,7 @@ def test_samples_are_as_many_as_were_asked_for_and_as_the_example(monkeypatch, f
 class TestForAGpu:
     """Data without worker processes."""
 
-    def test_batches_are_made_and_pinned_ahead_in_a_thread(self, monkeypatch):
+    def test_thread_makes_and_pins_ahead(self, monkeypatch):
         cuda = Cuda(monkeypatch)
         feed = Feed(Reveals(seed=0), rows, torch.device("cuda", 1))
         made = [feed(step) for step in (0, 1, 7, 8)]  # begun anew at another step
@@ -219,7 +219,7 @@ class TestForAGpu:
         assert cuda.of("copy") == [("MainThread", ("cuda:1", True))] * 8
         assert len(feed.wait_seconds) == 4
 
-    def test_the_next_one_is_made_while_the_step_runs(self, monkeypatch):
+    def test_next_batch_is_made_during_the_step(self, monkeypatch):
         Cuda(monkeypatch)
         made = {step: threading.Event() for step in range(10)}
 
@@ -234,7 +234,7 @@ class TestForAGpu:
         feed.close()
         assert not made[3].is_set()
 
-    def test_what_goes_wrong_in_the_thread_is_raised_in_the_step(self, monkeypatch):
+    def test_thread_errors_are_raised_in_the_step(self, monkeypatch):
         Cuda(monkeypatch)
         feed = Feed(Broken(seed=0), rows, torch.device("cuda"))
         with pytest.raises(ValueError, match="is broken in 0"):

@@ -39,7 +39,7 @@ def transformed(paths, *transforms):
 
 
 class TestSamples:
-    def test_have_nothing_to_do_with_the_random_numbers_of_the_rank(self, collection, monkeypatch):
+    def test_global_generator_is_unused(self, collection, monkeypatch):
         """Its dropout draws from them, and another thread may set them meanwhile."""
         before, expected = torch.get_rng_state(), images(collection).samples(0, 6)[0]
         assert torch.equal(torch.get_rng_state(), before)
@@ -47,7 +47,7 @@ class TestSamples:
         monkeypatch.setattr(image_folder, "read", lambda *given: torch.manual_seed(0) and read(*given))
         assert torch.equal(images(collection).samples(0, 6)[0], expected)
 
-    def test_are_what_torchvisions_transforms_make_of_the_file_by_the_seed_and_their_number(self, collection):
+    def test_equal_torchvisions_transforms(self, collection):
         data, paths = images(collection), sorted((collection / "train").glob("*/*.png"))
         wanted, order = [], data._epochs.indices(30, 42).tolist()  # of two epochs
         for index, chance in zip(order, image_folder.draws(5, 30, 42).tolist(), strict=True):
@@ -58,7 +58,7 @@ class TestSamples:
         assert torch.equal(labels, torch.tensor([index // 6 for index in order]))
 
     @pytest.mark.parametrize("size", [(60, 40), (400, 10), (10, 400), (1, 1)])
-    def test_are_cut_as_torchvision_does_it_also_from_images_of_odd_shapes(self, size):
+    def test_crops_equal_torchvisions(self, size):
         image = Image.new("RGB", size)
         for chance in range(50):
             torch.manual_seed(chance)
@@ -77,7 +77,7 @@ class TestSamples:
         assert torch.bincount(labels).tolist() == [9, 6, 6]
 
     @pytest.mark.parametrize("content", [b"", b"no image", "truncated", None])
-    def test_an_image_that_cannot_be_decoded_is_named(self, root, content):
+    def test_undecodable_image_is_named(self, root, content):
         file = root / "train" / "dog" / "3.png"
         data = images(root)
         data.prepare()
@@ -92,7 +92,7 @@ class TestSamples:
 
 
 class TestHeldOut:
-    def test_is_the_middle_of_each_image_in_the_order_of_the_files(self, collection):
+    def test_held_out_images_are_center_crops(self, collection):
         held_out = images(collection).held_out
         batch, labels = held_out.samples(0, len(held_out))
         assert labels.tolist() == [0, 0, 1, 1, 2, 2]
@@ -100,7 +100,7 @@ class TestHeldOut:
         wanted = transformed(paths, v2.Resize(36), v2.CenterCrop(32))  # 32 * 256 / 224 is 36.6
         torch.testing.assert_close(batch, wanted, rtol=0, atol=1e-5)
 
-    def test_may_lie_in_a_folder_of_another_name_and_is_nothing_without_such_a_folder(self, root):
+    def test_folder_is_optional_and_can_be_named(self, root):
         (root / "val").rename(root / "test")
         assert len(images(root, val="test").held_out) == 6
         data = images(root)
@@ -113,7 +113,7 @@ class TestOptions:
     def test_workers_are_a_number(self, collection, workers):
         assert problem_of(images, root=collection, workers=workers).option == "workers"
 
-    def test_a_root_without_the_folder_is_refused_with_what_would_do(self, tmp_path):
+    def test_missing_folder_is_refused(self, tmp_path):
         for root, rule in (
             (None, "must name the folder of the images"),
             (str(tmp_path), "there is no folder train in it"),
@@ -138,7 +138,7 @@ class TestOptions:
         assert problem.option == "root"
         assert f"{root / part}: Found no valid file for the classes dog" in problem.rule
 
-    def test_classes_are_the_folders_of_training_also_of_what_is_held_out(self, root):
+    def test_held_out_classes_equal_training_classes(self, root):
         for classes in (2, 1000):
             problem = refused(root, classes=classes)
             assert (problem.option, problem.value, problem.remedy) == ("classes", classes, "try model.classes=3")
@@ -173,7 +173,7 @@ class TestIdentity:
     def test_is_that_of_the_files_wherever_they_lie(self, collection, root):
         assert images(collection).identity == images(root, seed=9, image_size=64).identity
 
-    def test_changes_with_a_name_a_size_or_a_file_in_either_part(self, root):
+    def test_changes_with_name_size_or_file(self, root):
         seen = {images(root).identity}
         for change in (
             lambda: (root / "train" / "cat" / "0.png").rename(root / "train" / "cat" / "zero.png"),

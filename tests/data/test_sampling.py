@@ -34,19 +34,19 @@ def orders(count, seed, number):
 
 
 @pytest.mark.parametrize(("count", "seed"), [(7, 0), (10, 3), (1, 0)])
-def test_goes_through_the_data_as_torchs_distributed_sampler_does(count, seed):
+def test_order_equals_distributed_sampler(count, seed):
     found = Epochs(count, seed).indices(0, 5 * count)
     assert found.dtype == np.int64
     assert found.tolist() == orders(count, seed, 5)
 
 
-def test_seeds_make_other_orders_however_large_they_are():
+def test_large_seeds_differ():
     # torch's generator is seeded with 64 bits, and makes use of 32 of them
     found = {tuple(Epochs(50, seed).indices(100, 150)) for seed in (0, 1, 2**63 - 1, 2**64 - 7, 2**64 + 17)}
     assert len(found) == 5
 
 
-def test_an_order_is_made_once_for_the_batches_of_its_epoch_and_those_that_span_two(monkeypatch):
+def test_epoch_order_is_computed_once(monkeypatch):
     made = []
 
     class Counting(DistributedSampler):
@@ -64,7 +64,7 @@ def test_an_order_is_made_once_for_the_batches_of_its_epoch_and_those_that_span_
     assert made == [0, 1, 2, 3]
 
 
-def test_what_a_caller_does_to_the_indices_does_not_reach_the_order():
+def test_indices_are_copies():
     stream = Epochs(9, 1)
     stream.indices(0, 9)[:] = 0
     assert stream.indices(0, 9).tolist() == orders(9, 1, 1)

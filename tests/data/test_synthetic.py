@@ -6,7 +6,7 @@ import torch
 from ptdbench.data.synthetic import SyntheticImages, SyntheticTokens, SyntheticVectors
 
 
-def test_tokens_are_uniform_and_their_targets_are_those_one_place_further():
+def test_tokens_are_uniform_and_targets_shifted():
     inputs, targets = SyntheticTokens(sequence_length=999, vocabulary=10, seed=0).samples(0, 100)
     assert (inputs.shape, inputs.dtype) == ((100, 999), torch.int64)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -16,7 +16,7 @@ def test_tokens_are_uniform_and_their_targets_are_those_one_place_further():
     assert (counts - 9990).abs().max() < 5 * 95
 
 
-def test_images_look_normalized_and_keep_their_labels():
+def test_images_are_normalized_and_labeled():
     pictures, labels = SyntheticImages(image_size=16, classes=10, seed=0, pool=24).samples(0, 200)
     assert (pictures.shape, pictures.dtype, labels.dtype) == ((200, 3, 16, 16), torch.float32, torch.int64)
     assert abs(pictures.mean()) < 0.05
@@ -28,7 +28,7 @@ def test_images_look_normalized_and_keep_their_labels():
     assert len(label_of) == 24, "200 draws should meet every image of the pool"
 
 
-def test_targets_of_vectors_follow_the_formula_and_inputs_are_uniform():
+def test_vectors_follow_the_formula():
     inputs, targets = SyntheticVectors(inputs=5, outputs=7, seed=0).samples(0, 20_000)
     assert (inputs.shape, targets.shape) == ((20_000, 5), (20_000, 7))
     assert inputs.dtype == targets.dtype == torch.float32

@@ -51,7 +51,7 @@ def told(problem):
     return problem.option, problem.value, problem.remedy
 
 
-def test_every_window_is_drawn_from_first_to_last(tmp_path):
+def test_every_window_is_drawn(tmp_path):
     file = tmp_path / "short.txt"
     file.write_bytes(b"abcdef")  # with its separator 7 tokens: windows of 5 begin at 0, 1 and 2
     inputs, targets = text(file, sequence_length=4).samples(0, 200)
@@ -61,7 +61,7 @@ def test_every_window_is_drawn_from_first_to_last(tmp_path):
     assert inputs.tolist() == [list(b"abcdef")] * 2  # a text of exactly one sample will do
 
 
-def test_by_default_it_is_the_standard_library_in_the_users_cache(cache):
+def test_default_is_the_standard_library(cache):
     source = text(sequence_length=64)
     assert not cache.exists(), "a constructor is light"
     source.prepare()
@@ -78,7 +78,7 @@ def test_the_cache_can_lie_elsewhere(file, cache, tmp_path):
     assert not cache.exists()
 
 
-def test_odd_and_long_names_make_usable_cache_names(file, cache):
+def test_cache_names_are_ascii(file, cache):
     text(file.rename(file.with_name("täxt =, " + "x" * 200))).prepare()
     (built,) = cache.glob("*.tokens")
     assert built.name.isascii()
@@ -94,19 +94,19 @@ def test_a_share_is_a_number_from_0_to_below_1():
         assert refused(held_out=share).option == "held_out"
 
 
-def test_a_missing_path_names_what_may_have_been_meant(file):
+def test_missing_path_suggests_names(file):
     assert told(refused(missing := file.with_name("bok.txt"))) == ("path", missing, f"try {file}")
     assert told(refused(missing := file.parent / "no" / "such")) == ("path", missing, "")
 
 
-def test_an_empty_folder_is_refused_and_a_cache_that_cannot_be_written(tmp_path, file, cache):
+def test_empty_folder_or_unwritable_cache_is_refused(tmp_path, file, cache):
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty").option == "path"
     assert refused(file, cache=str(file / "below a file")).option == "cache"
     assert not cache.exists()
 
 
-def test_a_text_shorter_than_a_sample_is_refused_at_prepare(file, cache):
+def test_short_text_is_refused(file, cache):
     file.write_bytes(b"abcd")
     for _ in range(2):  # also where its tokens are there
         assert told(refused(file, sequence_length=5)) == ("sequence_length", 5, "try a sequence_length of 4")
@@ -127,7 +127,7 @@ class TestTokenizer:
         file.write_text("one two three two")
         return file
 
-    def test_a_vocabulary_that_is_too_small_is_refused_with_one_that_will_do(self, tmp_path):
+    def test_small_vocabulary_is_refused(self, tmp_path):
         path = str(tiny_tokenizer.words(tmp_path / "t.json", {f"w{number}": number for number in range(1, 1000)}))
         problem = refused(vocabulary=999, tokenizer=path)
         assert told(problem) == ("vocabulary", 999, "try model.vocabulary=1024")
@@ -136,11 +136,11 @@ class TestTokenizer:
             assert refused(vocabulary=none, tokenizer=path).option == "vocabulary"
         text(vocabulary=1000, tokenizer=path)
 
-    def test_without_one_the_library_is_not_even_imported(self):
+    def test_tokenizers_are_imported_on_demand(self):
         program = "import sys, ptdbench.data.corpus; sys.exit(bool({'tokenizers', 'rich', 'torch'} & {*sys.modules}))"
         subprocess.run([sys.executable, "-c", program], timeout=240, check=True)
 
-    def test_another_tokenizer_has_a_cache_of_its_own(self, counting, numbers, tmp_path, cache):
+    def test_tokenizers_have_separate_caches(self, counting, numbers, tmp_path, cache):
         other = tiny_tokenizer.words(tmp_path / "other.json", {"one": 70_000, "two": 65_535, "three": 3})
         shutil.copystat(numbers, other)
         before = text(counting, tokenizer=numbers, sequence_length=3).samples(0, 20)[0]
@@ -149,7 +149,7 @@ class TestTokenizer:
         assert [tensor.tolist() for tensor in after] == [[[70_000, 65_535, 3]], [[65_535, 3, 65_535]]]
         assert len(list(cache.glob("*.tokens"))) == 2
 
-    def test_a_malformed_document_or_an_empty_one_leaves_nothing_behind(self, tmp_path, numbers, cache, monkeypatch):
+    def test_malformed_or_empty_text_leaves_no_cache(self, tmp_path, numbers, cache, monkeypatch):
         monkeypatch.setattr("ptdbench.data.corpus._BATCH_BYTES", 1)  # what comes before it is written
         file = tmp_path / "counting.jsonl"
         file.write_text('{"text": "one"}\n{"text": "two"}\nthree\n')
@@ -174,7 +174,7 @@ class TestHeldOut:
         assert inputs.shape == targets.shape == (len(held_out), inputs.shape[1])
         return [*inputs.flatten().tolist(), targets[-1, -1].item()]
 
-    def test_it_and_the_training_text_are_the_whole_and_share_no_document(self, folder):
+    def test_parts_are_disjoint_and_complete(self, folder):
         source = text(folder, held_out=0.3, sequence_length=11)
         held_out = self.documents(self.row(text(folder, held_out=0.3, sequence_length=1).held_out))
         trained = {bytes(row[at : at + 2]) for row in source.samples(0, 5000)[0].tolist() for at in range(10)}
@@ -183,7 +183,7 @@ class TestHeldOut:
         assert sorted([every[number] for number in numbers] + held_out) == every
         assert 1 < len(held_out) < 30
 
-    def test_windows_follow_each_other_and_the_rest_is_dropped(self, folder):
+    def test_held_out_windows_are_adjacent(self, folder):
         long = self.row(text(folder, held_out=0.3, sequence_length=1).held_out)  # all of it
         assert len(long) % 12 == 0
         held_out = text(folder, held_out=0.3, sequence_length=7).held_out
@@ -194,7 +194,7 @@ class TestHeldOut:
             assert tensor.tolist() == [wanted[:7], wanted[7:]]
         assert held_out.samples(2, 2)[0].shape == (0, 7)
 
-    def test_a_part_of_exactly_one_window_will_do_and_a_shorter_one_not(self, folder):
+    def test_part_needs_one_window(self, folder):
         tokens = len(self.row(text(folder, held_out=1e-9, sequence_length=1).held_out))
         assert tokens == 12, "one document and its separator"
         assert len(text(folder, held_out=1e-9, sequence_length=11).held_out) == 1
@@ -205,7 +205,7 @@ class TestHeldOut:
         assert told(problem) == ("sequence_length", 12, "try a sequence_length of 11")
         assert problem.rule.startswith("the text for training has 12 tokens")
 
-    def test_tokens_stand_for_the_bytes_of_the_text_they_were_made_of(self, folder, tmp_path):
+    def test_bytes_per_token_of_held_out_text(self, folder, tmp_path):
         path = tiny_tokenizer.pairs(tmp_path / "pairs.json", "document 0 document 1 " * 20, size=290)
         options = {"held_out": 0.3, "tokenizer": str(path), "vocabulary": 320, "sequence_length": 1}
         held_out = text(folder, **options).held_out
@@ -230,7 +230,7 @@ class TestHeldOut:
 
 
 class TestIdentity:
-    def test_is_that_of_the_text_wherever_and_whenever_it_lies(self, folder, tmp_path):
+    def test_ignores_place_and_time(self, folder, tmp_path):
         before = text(folder).identity
         assert text(folder, sequence_length=8, seed=7, vocabulary=512).identity == before
         for file in folder.iterdir():
@@ -239,7 +239,7 @@ class TestIdentity:
         folder.rename(tmp_path / "moved")
         assert text(tmp_path / "moved", cache=str(tmp_path / "another")).identity == before
 
-    def test_changes_with_the_text_the_split_and_the_tokenizer(self, folder, tmp_path):
+    def test_changes_with_text_split_and_tokenizer(self, folder, tmp_path):
         pairs = str(tiny_tokenizer.pairs(tmp_path / "pairs.json", "document 0"))
         options = [{}, {"held_out": 0.2}, {"held_out": 0.7}, {"tokenizer": pairs, "vocabulary": 320}]
         found = [text(folder, **more).identity for more in options]

@@ -34,12 +34,12 @@ def tokens_of(path, documents):
 
 
 @pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"])
-def test_words_become_their_numbers_and_every_document_has_an_end(tmp_path, corpus, end):
+def test_documents_end_with_the_end_token(tmp_path, corpus, end):
     path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS | {end: 9})
     assert tokens_of(path, corpus("two one", "three four")).tolist() == [2, 1, 9, 3, 0, 9]
 
 
-def test_a_tokenizer_without_such_a_token_ends_nothing_and_0_is_an_end(tmp_path, corpus):
+def test_end_token_is_optional_and_may_be_zero(tmp_path, corpus):
     path = tiny_tokenizer.words(tmp_path / "t.json", NUMBERS | {"<end>": 9})
     documents = corpus("two one", "three")
     assert Tokenizer(path).end is None
@@ -49,7 +49,7 @@ def test_a_tokenizer_without_such_a_token_ends_nothing_and_0_is_an_end(tmp_path,
     assert tokens_of(path, documents).tolist().count(0) == 2
 
 
-def test_neither_truncates_nor_pads_nor_adds_though_the_file_asks_for_it(tmp_path, corpus):
+def test_truncation_padding_and_templates_are_off(tmp_path, corpus):
     path = tiny_tokenizer.words(
         tmp_path / "t.json",
         NUMBERS | {"[CLS]": 8},
@@ -63,7 +63,7 @@ def test_neither_truncates_nor_pads_nor_adds_though_the_file_asks_for_it(tmp_pat
     assert tokens_of(path, corpus("one two three", "one")).tolist() == [1, 2, 3, 1]
 
 
-def test_long_documents_arrive_whole_in_whatever_pieces(tmp_path, corpus, monkeypatch):
+def test_long_documents_arrive_whole(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr("ptdbench.data.corpus._BLOCK_BYTES", 64)
     monkeypatch.setattr("ptdbench.data.corpus._BATCH_BYTES", 100)
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
@@ -77,7 +77,7 @@ def test_long_documents_arrive_whole_in_whatever_pieces(tmp_path, corpus, monkey
     assert decode(tokens.tolist(), skip_special_tokens=False) == f"{RHYME}<|endoftext|>{RHYME[:20]}<|endoftext|>"
 
 
-def test_what_fits_a_block_is_tokenized_as_the_library_does_it(tmp_path, corpus):
+def test_tokens_equal_the_librarys(tmp_path, corpus):
     path = tiny_tokenizer.pairs(tmp_path / "t.json", RHYME)
     encode = tokenizers.Tokenizer.from_file(str(path)).encode
     documents = corpus(RHYME, b"two \xffne")  # what is no UTF-8 is replaced
@@ -85,7 +85,7 @@ def test_what_fits_a_block_is_tokenized_as_the_library_does_it(tmp_path, corpus)
 
 
 @pytest.mark.parametrize(("largest", "dtype"), [(65_535, np.uint16), (65_536, np.uint32)])
-def test_size_and_type_follow_the_largest_token_not_how_many_there_are(tmp_path, corpus, largest, dtype):
+def test_dtype_follows_the_largest_token(tmp_path, corpus, largest, dtype):
     path = tiny_tokenizer.words(tmp_path / "t.json", {"far": largest})
     tokenizer = Tokenizer(path)
     assert tokenizer.size == largest + 1
@@ -100,7 +100,7 @@ def test_the_digest_is_that_of_the_file(tmp_path):
     assert one == same != other
 
 
-def test_a_missing_file_is_refused_and_for_a_folder_the_file_in_it_is_named(tmp_path):
+def test_missing_tokenizer_is_refused(tmp_path):
     problem = problem_of(Tokenizer, path=tmp_path / "gpt2")
     assert problem.option == "tokenizer"
     assert "No such file" in problem.rule
@@ -112,7 +112,7 @@ def test_a_missing_file_is_refused_and_for_a_folder_the_file_in_it_is_named(tmp_
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"no JSON", b'{"model_type": "gpt2"}'])
-def test_what_is_no_tokenizer_is_refused(tmp_path, content):
+def test_invalid_tokenizer_is_refused(tmp_path, content):
     path = tmp_path / "config.json"
     path.write_bytes(content)
     assert "is not a tokenizer.json" in problem_of(Tokenizer, path=path).rule
@@ -125,7 +125,7 @@ class TestTelling:
         documents = corpus("one " * 1000, "two " * 500)  # 6,000 bytes
         return lambda: list(Tokenizer(path).pieces(documents, "numbers"))
 
-    def test_says_in_two_lines_what_it_does_where_lines_stay_unless_it_is_little(self, tokenize, monkeypatch, capsys):
+    def test_two_lines_without_a_terminal(self, tokenize, monkeypatch, capsys):
         tokenize()
         assert capsys.readouterr() == ("", "")
         monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 6000)
@@ -136,7 +136,7 @@ class TestTelling:
         assert last.startswith("tokenized numbers in ")
         assert "MB/s" in last
 
-    def test_says_nothing_of_an_end_that_did_not_come(self, tokenize, monkeypatch, capsys):
+    def test_no_end_line_after_an_error(self, tokenize, monkeypatch, capsys):
         monkeypatch.setattr("ptdbench.data.corpus._PROGRESS_BYTES", 0)
         monkeypatch.setattr(Tokenizer, "_tokens", lambda self, batch: 1 / 0)
         with pytest.raises(ZeroDivisionError):

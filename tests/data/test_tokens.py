@@ -30,7 +30,7 @@ def path(tmp_path):
     return tmp_path / "cache" / "text.tokens"
 
 
-def test_pieces_become_one_row_and_are_written_once(path):
+def test_tokens_are_written_once(path):
     first = cached_tokens(path, np.uint8, "id", lambda: [piece(TEXT[:4]), piece(TEXT[4:])])
     again = cached_tokens(path, np.uint8, "id", never)
     assert first.tokens.tobytes() == again.tokens.tobytes() == b"the quick brown fox"
@@ -48,7 +48,7 @@ def test_the_format(path):
     assert path.read_bytes() == header.ljust(4096) + b"\x01\x00\x50\xc4"
 
 
-def test_tokens_that_do_not_fit_the_dtype_are_refused(path):
+def test_large_tokens_are_refused(path):
     with pytest.raises(TypeError, match="uint16"):
         cached_tokens(path, np.uint8, "id", lambda: [piece(np.array([50256], np.uint16))])
     assert not path.exists()
@@ -69,7 +69,7 @@ def test_tokens_that_do_not_fit_the_dtype_are_refused(path):
         lambda content: content.replace(b'"digest": "', b'"digest": "x'),
     ],
 )
-def test_a_damaged_file_is_not_trusted_and_is_rebuilt(path, damage):
+def test_damaged_file_is_rebuilt(path, damage):
     cached_tokens(path, np.uint8, "id", one_piece)
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
@@ -79,7 +79,7 @@ def test_a_damaged_file_is_not_trusted_and_is_rebuilt(path, damage):
     assert path.read_bytes() == whole
 
 
-def test_no_file_and_a_file_of_another_source_or_dtype_are_not_trusted(path):
+def test_other_source_or_dtype_is_not_trusted(path):
     assert read_tokens(path, np.uint8, "id") is None
     cached_tokens(path, np.uint8, "id", lambda: [piece(TEXT[:4])])
     assert read_tokens(path, np.uint8, "id") is not None
@@ -87,7 +87,7 @@ def test_no_file_and_a_file_of_another_source_or_dtype_are_not_trusted(path):
     assert read_tokens(path, np.uint16, "id") is None
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(path):
+def test_failed_write_keeps_the_old_file(path):
     def breaks_off():
         yield piece(TEXT[:4])
         raise OSError("disk on fire")
@@ -101,7 +101,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(path):
 
 @pytest.mark.parametrize("end", ["", ".here.partial"])
 @pytest.mark.parametrize("content", [b"my own words", b"\1" * 10_000, None])
-def test_a_file_that_is_no_writers_is_neither_overwritten_nor_deleted(path, monkeypatch, end, content):
+def test_foreign_files_are_kept(path, monkeypatch, end, content):
     monkeypatch.setattr("platform.node", lambda: "here")
     place = path.with_name(path.name + end)
     place.parent.mkdir(exist_ok=True)
@@ -124,7 +124,7 @@ def stall(path, writing):
     cached_tokens(path, np.uint8, "id", pieces)
 
 
-def test_a_killed_writer_leaves_nothing_trusted_and_no_lock_held(path):
+def test_killed_writer_leaves_nothing_trusted(path):
     context = multiprocessing.get_context("fork")  # others import torch anew
     writing = context.Event()
     writer = context.Process(target=stall, args=(path, writing))
@@ -140,7 +140,7 @@ def test_a_killed_writer_leaves_nothing_trusted_and_no_lock_held(path):
     assert not partial.exists()
 
 
-def test_of_processes_that_come_at_once_one_writes_and_the_others_wait(path, tmp_path):
+def test_one_of_several_processes_writes(path, tmp_path):
     def build(note):
         tokens = cached_tokens(path, np.uint8, "id", lambda: note() or one_piece()).tokens
         assert tokens.tobytes() == TEXT.tobytes()

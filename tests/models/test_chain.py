@@ -185,7 +185,7 @@ def check_pieces(model):
 
 
 @pytest.mark.parametrize("build", [Net, Alternating, Patches, ByTable, sequential, activated_by_one, Named, OfItsOwn])
-def test_the_pieces_one_after_the_other_are_the_module(build):
+def test_pieces_compute_the_module(build):
     check_pieces(adapt(build(), example))
 
 
@@ -224,7 +224,7 @@ class Remembers(Net):
         return super().forward(inputs) * self.scale
 
 
-def test_a_module_that_checkpoints_its_blocks_gives_gradients_as_it_does_alone_and_after_trials():
+def test_checkpointing_module_keeps_its_gradients():
     module = Checkpointed()
     inputs, targets = torch.randn(3, 6), torch.randn(3, 4)
     module_again = copy.deepcopy(module)
@@ -240,7 +240,7 @@ def test_a_module_that_checkpoints_its_blocks_gives_gradients_as_it_does_alone_a
         torch.testing.assert_close(weight.grad, expected.grad)
 
 
-def test_a_trial_leaves_nothing_in_the_module_and_in_the_pieces():
+def test_trial_leaves_module_and_pieces_clean():
     """The run may be on another device."""
     model = adapt(Remembers(), example)
     *_, last = model.parts().values()
@@ -251,7 +251,7 @@ def test_a_trial_leaves_nothing_in_the_module_and_in_the_pieces():
     assert last(torch.empty(3, WIDTH, device="meta")).is_meta
 
 
-def test_what_has_no_weights_is_no_stage_of_its_own():
+def test_modules_without_weights_join_a_piece():
     assert [len(members("", part)) for part in adapt(sequential(), example).parts().values()] == [3, 2]
 
 
@@ -278,13 +278,13 @@ def test_what_has_no_weights_is_no_stage_of_its_own():
         (lambda: nn.Linear(6, 4), "has no parts(), and no list of blocks of one class to cut between"),
     ],
 )  # fmt: skip
-def test_what_is_no_chain_says_why(build, reason):
+def test_chain_refusals(build, reason):
     module = build()
     with pytest.raises(chain.NoChain, match=f"^{re.escape(reason)}$"):
         chain.Chain(module, chain.repeated(module), lambda one, x: one(x), lambda found, _: found, example()[0])
 
 
-def test_a_sequential_that_runs_weights_twice_is_no_chain():
+def test_repeated_weights_are_no_chain():
     linear = nn.Linear(6, 6)
     model = adapt(nn.Sequential(linear, nn.ReLU(), nn.Sequential(linear), nn.Linear(6, 4)), example)
     assert model.parts() is None
@@ -303,17 +303,17 @@ class TestRepeated:
     def names(self, module):
         return list(chain.repeated(module))
 
-    def test_the_members_of_the_longest_list_of_one_class(self):
+    def test_longest_list_of_one_class(self):
         assert self.names(Net()) == ["blocks.0", "blocks.1", "blocks.2"]
         assert self.names(sequential()) == []
         assert self.names(nn.ModuleList(nn.Linear(2, 2) for _ in range(3))) == []  # single layers are no blocks
 
-    def test_those_of_shorter_lists_are_the_same_blocks(self):
+    def test_shorter_lists_of_the_class_count(self):
         from torchvision.models import resnet18
 
         assert self.names(resnet18()) == [f"layer{stage}.{block}" for stage in (1, 2, 3, 4) for block in (0, 1)]
 
-    def test_the_members_of_a_list_in_each_block_are_none(self):
+    def test_lists_within_blocks_are_ignored(self):
         assert self.names(nn.ModuleList(Heads() for _ in range(4))) == ["0", "1", "2", "3"]
 
     def test_stages_of_growing_width_are_none(self):

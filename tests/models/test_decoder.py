@@ -13,7 +13,7 @@ from ptdbench.models.materialize import parameter_count
 from tests.models.made import filled
 
 
-def test_fewer_heads_of_keys_give_the_same_without_a_kernel_for_them(monkeypatch):
+def test_repeated_keys_equal_the_grouped_kernel(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 5, 4, generator=generator) for heads in (6, 2, 2))
     expected = CausalMix()(q, k, v)
@@ -25,7 +25,7 @@ def test_fewer_heads_of_keys_give_the_same_without_a_kernel_for_them(monkeypatch
     ("is_cuda", "dtype", "has"),
     [(True, torch.float32, False), (True, torch.bfloat16, True), (False, torch.float32, True)],
 )
-def test_of_the_kernels_of_a_gpu_only_flash_attention_takes_fewer_heads(is_cuda, dtype, has, monkeypatch):
+def test_grouped_kernel_by_device_and_dtype(is_cuda, dtype, has, monkeypatch):
     asked = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=8))
     assert decoder._has_grouped_kernel(asked) == has
@@ -33,7 +33,7 @@ def test_of_the_kernels_of_a_gpu_only_flash_attention_takes_fewer_heads(is_cuda,
     assert decoder._has_grouped_kernel(asked) == (not is_cuda)
 
 
-def test_the_tied_weight_is_one_parameter_with_both_gradients():
+def test_tied_weight_has_both_gradients():
     sizes = {"layers": 2, "heads": 4, "width": 32, "sequence_length": 24, "vocabulary": 60}
     tied, untied = (filled(GPT, **sizes, tie_weights=tie_weights) for tie_weights in (True, False))
     untied.load_state_dict(tied.state_dict())
@@ -48,7 +48,7 @@ def test_the_tied_weight_is_one_parameter_with_both_gradients():
     assert parameter_count(untied) - parameter_count(tied) == 60 * 32
 
 
-def test_angles_are_fp32_where_the_arithmetic_is_not():
+def test_rotary_angles_are_fp32():
     """Position 1001 is no number of bf16."""
     angles = Rotary(8, 10000.0, 1.0)(torch.tensor([1000, 1001]))
     assert angles.dtype == torch.float32

@@ -113,7 +113,7 @@ def test_a_module_may_bring_its_loss(kind):
         (lambda outputs, _: SimpleNamespace(loss=None, logits=outputs), "SimpleNamespace"),
     ],
 )
-def test_what_is_no_loss_is_named(returned, told):
+def test_invalid_losses_are_named(returned, told):
     kind = variant(lambda self, x, targets=None: returned(Plain.forward(self, x), targets))
     rule = rf"^Assembled\.forward\(inputs, targets\) must return the mean loss, .*, and returns {told}$"
     with pytest.raises(TypeError, match=rule):
@@ -145,7 +145,7 @@ def test_weights_without_a_shape_are_refused():
         build({"_target_": "torch.nn.LazyLinear", "out_features": 2}, seed=1, example=example)
 
 
-def test_the_loss_is_computed_in_fp32_from_narrow_outputs():
+def test_loss_of_narrow_outputs_is_fp32():
     inputs, classes = batch()
     model = adapt(WithLoss(), example).bfloat16()
     inputs = inputs.bfloat16()
@@ -154,7 +154,7 @@ def test_the_loss_is_computed_in_fp32_from_narrow_outputs():
     assert torch.equal(model(inputs, classes), expected)
 
 
-def test_a_plain_module_has_its_list_of_layers_and_is_cut_between_them():
+def test_plain_module_is_cut_between_layers():
     model = adapt(Plain(), example)
     assert model.layers() == list(model.module.layers)
     assert list(model.parts()) == ["layers.0", "layers.1", "layers.2"]
@@ -198,7 +198,7 @@ def test_a_trial_leaves_nothing_in_the_module(ask):
 
 
 @pytest.mark.parametrize("window", [None, 4, 99])
-def test_of_attention_with_a_window_and_grouped_heads_the_flops_are_those_of_its_pairs(window):
+def test_flops_of_windowed_attention_count_its_pairs(window):
     """Scores and mixing of all heads, backward twice: of T positions with W, of which a causal mask leaves out W²/2.
 
     Of a model that looks at values unless it is traced.
@@ -240,14 +240,14 @@ def flops_of(module):
 
 
 @pytest.mark.parametrize(("frozen", "passes"), [(False, 3), (True, 1)])
-def test_there_is_no_backward_pass_of_attention_that_is_frozen(frozen, passes):
+def test_frozen_attention_counts_one_pass(frozen, passes):
     pairs = passes * 2 * 2 * 6
     assert flops_of(Attends(frozen=frozen)) == (pairs * 12 * 12, pairs * 12 * 12 / 2)
     assert flops_of(Attends(frozen=frozen, window=4)) == (pytest.approx(pairs * 12 * 4), pytest.approx(pairs * 4 * 2))
 
 
 @pytest.mark.parametrize(("window", "seen"), [(None, 12), (3, 5), (9, 12)])
-def test_a_window_to_both_sides_holds_twice_as_many_but_one(window, seen):
+def test_two_sided_window_counts_its_pairs(window, seen):
     assert flops_of(Attends(causal=False, window=window)) == (pytest.approx(3 * 2 * 2 * 6 * 12 * seen), 0)
 
 
@@ -268,7 +268,7 @@ def test_products_of_experts_count():
     [([7, 8], [3, 8, 16], 7 * 8 * 16), ([8, 7], [7, 16], 8 * 7 * 16), ([3, 16, 8], [8, 7], 16 * 8 * 7),
      ([3, 5, 8], [3, 8, 16], 3 * 5 * 8 * 16)],
 )  # fmt: skip
-def test_grouped_products_of_all_shapes_have_the_flops_of_their_groups(first, second, flops):
+def test_flops_of_grouped_products(first, second, flops):
     assert _grouped_flops(first, second) == 2 * flops
 
 
@@ -283,7 +283,7 @@ MIXED = SimpleNamespace(sliding_window=4, layer_types=["sliding_attention", "ful
         ({"config": MIXED}, 4), ({"config": SimpleNamespace(layer_types=["full_attention"]), "layer_idx": 0}, 4),
     ],
 )  # fmt: skip
-def test_a_window_counts_in_the_layers_that_use_it(told, window):
+def test_window_counts_where_used(told, window):
     module = Attends(window=4)
     vars(module.attention).update(told)
     assert flops_of(module) == flops_of(Attends(window=window))
@@ -318,7 +318,7 @@ class Counts(Plain):
     ("kind", "masked"),
     [(Plain, 0.0), (Mixes, None), (Says, 7.0), (Counts, None)],
 )
-def test_what_is_masked_is_known_where_nothing_could_be_or_the_module_says_it(kind, masked):
+def test_masked_flops_if_stated_or_impossible(kind, masked):
     assert adapt(kind(), example).masked_flops() == masked
 
 
@@ -338,7 +338,7 @@ class Answers(Plain):
 
 
 @pytest.mark.parametrize("kind", [SimpleNamespace, dict])
-def test_an_object_with_logits_or_loss_is_understood_and_inputs_go_by_name(kind):
+def test_hugging_face_outputs_are_understood(kind):
     inputs, classes = batch()
     model = adapt(Answers(kind), example)
     assert model(inputs).shape == (8, 4)
@@ -375,7 +375,7 @@ def test_without_reset_the_seed_gives_the_values():
     assert torch.equal(weights[0], weights[1])
 
 
-def test_with_reset_it_is_built_on_the_meta_device():
+def test_reset_builds_on_the_meta_device():
     model = build({"_target_": target(Talkative)}, seed=1, example=example)
     assert isinstance(model, Adapted)
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -47,7 +47,7 @@ def assert_close(found, expected, share=None, dtype=None):
 @pytest.mark.usefixtures("eight_rows")
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
-def test_value_and_gradients_are_those_of_the_whole_logits(dtype, share, scale):
+def test_loss_equals_that_of_whole_logits(dtype, share, scale):
     for rows in (1, 8, 9, 37):
         inputs = case(rows, dtype=dtype)
         expected = with_gradients(plain, *inputs, scale)
@@ -56,7 +56,7 @@ def test_value_and_gradients_are_those_of_the_whole_logits(dtype, share, scale):
 
 @pytest.mark.usefixtures("eight_rows")
 @pytest.mark.parametrize("rows", [8, 37])
-def test_where_products_can_be_written_in_fp32_they_are(monkeypatch, rows):
+def test_wide_products_are_used(monkeypatch, rows):
     """Such as on CUDA, of which this is a fake; the arguments are those of torch's schemas."""
     calls = []
 
@@ -82,7 +82,7 @@ def test_where_products_can_be_written_in_fp32_they_are(monkeypatch, rows):
 
 
 @pytest.mark.usefixtures("eight_rows")
-def test_where_products_can_be_written_in_fp32_a_graph_adds_them_up_in_one_pass(monkeypatch):
+def test_compiled_wide_products_add_in_place(monkeypatch):
     """Inductor has a lowering for ``mm`` with another dtype of its output, and none for such an ``addmm``."""
     monkeypatch.setattr(module, "has_wide_products", lambda device: True)
     seen = []
@@ -100,7 +100,7 @@ def test_where_products_can_be_written_in_fp32_a_graph_adds_them_up_in_one_pass(
 
 
 @pytest.mark.usefixtures("eight_rows")
-def test_the_original_of_a_narrow_copy_gets_its_gradient_unrounded():
+def test_original_weight_gets_unrounded_gradient():
     """The products of eight tokens are exact in bf16, and the sum of 511 times -3/4 is not: it is one in fp32."""
     hidden, original = torch.ones(512, 1).bfloat16(), torch.zeros(4, 1, requires_grad=True)
     hidden[0] = 0
@@ -121,7 +121,7 @@ def test_only_cuda_has_wide_products(monkeypatch):
 
 @pytest.mark.usefixtures("eight_rows")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_casts_of_fp32_weights_give_an_fp32_loss_and_gradients_close_to_it(dtype):
+def test_narrow_weights_give_a_wide_loss(dtype):
     inputs = case()
     found = with_gradients(lambda h, w, t: linear_cross_entropy(h.to(dtype), w.to(dtype), t), *inputs, 64.0)
     assert_close(found, with_gradients(plain, *inputs, 64.0), 0.02, torch.float32)
@@ -137,7 +137,7 @@ def test_small_probabilities_survive_fp16():
     torch.testing.assert_close(weight.grad[1:, 0] / scale, expected, rtol=5e-3, atol=0)
 
 
-def test_a_target_that_is_nearly_certain_keeps_its_gradient_in_bf16():
+def test_certain_target_keeps_its_bf16_gradient():
     """softmax is 0.9991 there, which bf16 rounds to 1: the gradient must not be 0."""
     hidden, weight = torch.ones(1, 1, requires_grad=True), torch.tensor([[7.0], [0.0]])
     linear_cross_entropy(hidden, weight.bfloat16(), torch.zeros(1, dtype=torch.int64)).backward()
@@ -161,7 +161,7 @@ class Recorder(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("eight_rows")
-def test_no_tensor_is_larger_than_a_chunk_or_the_weight():
+def test_largest_tensor_is_a_chunk():
     rows, vocabulary, width = 64, 256, 4
     inputs = case(rows, width, vocabulary)
     with Recorder() as recorder:
@@ -174,7 +174,7 @@ def test_no_tensor_is_larger_than_a_chunk_or_the_weight():
 
 
 @pytest.mark.usefixtures("eight_rows")
-def test_nothing_is_computed_for_gradients_that_nobody_wants():
+def test_unneeded_gradients_are_not_computed():
     hidden, weight, targets = case(32)
     expected, *gradients = with_gradients(plain, hidden, weight, targets)
     for grad, frozen, products in [(False, (), 1), (True, (hidden,), 2), (True, (weight,), 2)]:
@@ -192,7 +192,7 @@ def test_nothing_is_computed_for_gradients_that_nobody_wants():
                 torch.testing.assert_close(tensor.grad, gradient if tensor.requires_grad else None)
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_again():
+def test_kept_graph_repeats_gradients():
     hidden, weight, targets = case()
     loss = linear_cross_entropy(hidden, weight, targets)
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -209,13 +209,13 @@ def test_compiles_without_a_graph_break(dtype):
     assert_close(with_gradients(compiled, *inputs, 3.0), expected)
 
 
-def test_chunks_of_a_cpu_are_large_enough_for_the_products_and_no_larger():
+def test_cpu_chunks_bound_the_logits():
     assert chunk_rows(1100, 50304, torch.float32, CPU) == 550  # two of equal size, and not 1024 rows and 76
     assert chunk_rows(8192, 256, torch.float32, CPU) == 8192  # 8 MiB of logits are not worth a second chunk
     assert chunk_rows(1, 50304, torch.float32, CPU) == 1
 
 
-def test_chunks_of_a_gpu_are_a_share_of_its_memory_and_the_same_on_gpus_of_one_model(monkeypatch):
+def test_gpu_chunks_follow_total_memory(monkeypatch):
     class Properties:
         total_memory = 79 * 2**30 + 123 * 2**20  # 2 % of 79 GiB are 16,862 rows of GPT-2's in bf16
 

@@ -32,7 +32,7 @@ def test_part_by_part_in_any_order_is_the_whole(order):
     assert model.head.projection.weight is model.embedding.token.weight
 
 
-def test_values_depend_on_seed_and_name_and_not_on_the_global_generator():
+def test_values_depend_on_seed_and_name():
     before = torch.get_rng_state()
     model = whole()
     assert torch.equal(torch.get_rng_state(), before)
@@ -43,7 +43,7 @@ def test_values_depend_on_seed_and_name_and_not_on_the_global_generator():
     assert not torch.equal(weight, model.blocks[1].mlp.up.weight)
 
 
-def test_parameters_stay_parameters_and_frozen_stay_frozen():
+def test_parameters_keep_their_kind():
     model = meta_gpt()
     model.embedding.requires_grad_(False)
     materialize(model, model, device="cpu", seed=0)

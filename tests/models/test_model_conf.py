@@ -67,7 +67,7 @@ assert PUBLISHED.keys() <= set(RUNNABLE)
 
 
 @pytest.mark.parametrize("name", RUNNABLE)
-def test_it_is_a_model_with_the_parameters_that_were_published(name):
+def test_parameters_are_as_published(name):
     model = on_meta(name)
     assert isinstance(model, Model)
     if name in PUBLISHED:
@@ -104,6 +104,6 @@ def test_flops_are_those_that_pytorch_counts(name):
 
 
 @pytest.mark.parametrize("name", [*GPTS, "llama_tiny", *LLAMAS])
-def test_every_layer_of_a_decoder_has_the_same_flops(name):
+def test_decoder_layers_have_equal_flops(name):
     layers = [flops for part, flops in on_meta(name).train_flops().items() if part.startswith("blocks.")]
     assert layers == [layers[0]] * options(name)["layers"]

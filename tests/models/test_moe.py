@@ -37,7 +37,7 @@ def test_parameters_and_flops_by_hand():
     assert model.masked_flops() == 3 * pairs / 2
 
 
-def test_no_token_sees_those_after_it_through_a_latent():
+def test_latent_attention_is_causal():
     model = moe(latent_width=16, rotary_width=4, head_width=8)
     tokens = torch.randint(60, (1, 24), generator=torch.Generator().manual_seed(1))
     changed = torch.cat([tokens[:, :12], 59 - tokens[:, 12:]], dim=1)
@@ -47,7 +47,7 @@ def test_no_token_sees_those_after_it_through_a_latent():
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5], [0, 0, 0], [0, 8, 0]])
-def test_both_products_have_equal_outputs_and_gradients(sizes):
+def test_grouped_equals_loop(sizes):
     found = []
     for product in ("grouped", "loop"):
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_both_products_have_equal_outputs_and_gradients(sizes):
 
 
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 8), (torch.float16, 8)])
-def test_the_grouped_kernel_takes_the_smallest_sizes_that_are_accepted(dtype, size):
+def test_grouped_kernel_takes_smallest_sizes(dtype, size):
     experts = Experts(2, size, size, "grouped").to(dtype)
     for weight in experts.parameters():
         nn.init.ones_(weight)
@@ -73,7 +73,7 @@ def test_the_grouped_kernel_takes_the_smallest_sizes_that_are_accepted(dtype, si
 
 
 @pytest.mark.parametrize("numbers", [[3, 0, 5, 1, 2, 4], [4, 1, 0], []])
-def test_rows_are_taken_and_put_back_as_by_indexing(numbers):
+def test_take_equals_indexing(numbers):
     """Of three rows two copies each, of which some are taken; those that are not come back as zeros."""
     order, rows = torch.tensor(numbers, dtype=torch.int64), torch.randn(3, 4, dtype=torch.float64)
     ours, plain = rows.clone().requires_grad_(), rows.clone().requires_grad_()
@@ -96,7 +96,7 @@ def router(capacity=None, tokens=40, **options):
     return found, torch.randn(2, tokens // 2, 8, requires_grad=True)
 
 
-def test_choices_come_in_the_order_of_their_experts_and_are_counted_once():
+def test_choices_are_sorted_and_counted_once():
     chooses, tokens = router()
     weights, order, counts = chooses(tokens)
     scores = (tokens.flatten(0, 1) @ chooses.weight.T).softmax(-1)
@@ -110,7 +110,7 @@ def test_choices_come_in_the_order_of_their_experts_and_are_counted_once():
     assert [one.tolist() for one in chooses.counts] == [[*counts.tolist(), 0]]
 
 
-def test_capacity_drops_the_last_choices_of_an_expert():
+def test_capacity_drops_the_last_choices():
     chooses, tokens = router(capacity=1.0)
     weights, order, counts = chooses(tokens)
     everything = router()[0](tokens)
@@ -120,7 +120,7 @@ def test_capacity_drops_the_last_choices_of_an_expert():
     assert chooses.counts[0].tolist() == [*everything[2].tolist(), 80 - counts.sum().item()]
 
 
-def test_the_auxiliary_loss_is_that_of_switch_with_the_loads_of_the_step_before():
+def test_auxiliary_loss_equals_switchs():
     load, coefficient = torch.tensor([0.4, 0.3, 0.2, 0.1]), 0.5
     chooses, tokens = router(coefficient=coefficient)
     chooses.load.copy_(load)
@@ -133,7 +133,7 @@ def test_the_auxiliary_loss_is_that_of_switch_with_the_loads_of_the_step_before(
     torch.testing.assert_close(tokens.grad, same.grad)
 
 
-def test_a_bias_moves_against_the_load_and_changes_no_weight():
+def test_bias_moves_against_the_load():
     chooses, tokens = router(balance="bias", bias_rate=0.1)
     before = chooses(tokens)[0]
     chooses.balance(torch.tensor([40.0, 20.0, 10.0, 10.0]))
@@ -150,7 +150,7 @@ def test_forced_experts_take_turns():
     assert counts.tolist() == [20, 20, 20, 20]
 
 
-def test_all_problems_of_the_options_come_at_once():
+def test_all_refused_options_come_at_once():
     with pytest.raises(ConfigError) as error:
         moe(active=7, dense_layers=2, capacity=0)
     assert [problem.option for problem in error.value.problems] == ["hidden", "active", "dense_layers", "capacity"]

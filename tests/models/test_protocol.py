@@ -59,7 +59,7 @@ def case(request):
     return FAMILIES[request.param]()
 
 
-def test_it_is_a_model_whose_layers_are_in_order_and_whose_parts_hold_every_tensor_once(case):
+def test_parts_hold_every_tensor_once(case):
     model, *_ = case
     assert isinstance(model, Model)
     order = list(model.modules())
@@ -81,7 +81,7 @@ def test_a_llama_compiles_without_a_graph_break():
     torch.testing.assert_close(compiled(tokens, targets), model(tokens, targets))
 
 
-def test_the_chain_of_parts_is_the_model_and_every_part_can_begin_a_stage(case):
+def test_every_part_can_begin_a_stage(case):
     """A stage receives a leaf tensor that requires a gradient, and must give that gradient back."""
     model, inputs, targets = case
     *chain, last = model.parts().values()
@@ -112,7 +112,7 @@ def gradients(model, step):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-def test_the_loss_is_the_plain_loss_of_the_outputs(case):
+def test_loss_equals_default_loss(case):
     model, inputs, targets = case
     expected = gradients(model, lambda: default_loss(model(inputs), targets))
     torch.testing.assert_close(model(inputs, targets), default_loss(model(inputs), targets))
@@ -190,7 +190,7 @@ def test_initial_values_of_a_decoder(family, options):
         ]),
     ],
 )  # fmt: skip
-def test_all_problems_of_the_options_come_at_once_and_each_once(family, options, lines):
+def test_all_refused_options_come_at_once(family, options, lines):
     assert refusal_of(family, **options).splitlines() == lines
 
 
@@ -230,7 +230,7 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
 
 
 @pytest.mark.ranks
-def test_divided_by_its_roles_it_computes_the_same():
+def test_roles_keep_outputs():
     for of_rank in on_ranks(2, divided_among_ranks):
         with_stream = {"gpt", "untied_gpt", "llama", "tied_llama"}
         names = {f"{name}, False" for name in with_stream | {"toy_of_numbers", "toy_of_classes"}}

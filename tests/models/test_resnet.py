@@ -12,7 +12,7 @@ from tests.models.made import filled, small_resnet
 
 
 @cases("depth", [18, 50], daily=[18])
-def test_torchvisions_weights_give_torchvisions_logits(depth):
+def test_logits_equal_torchvisions(depth):
     torch.manual_seed(0)
     theirs = getattr(torchvision.models, f"resnet{depth}")(num_classes=10)
     ours = filled(ResNet, depth=depth, classes=10, image_size=64)
@@ -31,7 +31,7 @@ def test_tensors_and_blocks_are_torchvisions(depth):
     assert len(ours.layers()) == sum(len(getattr(theirs, f"layer{i}")) for i in (1, 2, 3, 4))
 
 
-def test_initial_values_are_distributed_as_torchvisions():
+def test_initial_values_equal_torchvisions():
     torch.manual_seed(0)
     theirs, ours = torchvision.models.resnet18().state_dict(), filled(ResNet, depth=18).state_dict()
     for name, want in theirs.items():
@@ -63,7 +63,7 @@ class TestSmallStem:
         assert sum(model.train_flops().values()) == counter.get_total_flops() / 2
 
 
-def test_label_smoothing_spreads_a_share_of_the_target_over_all_classes_in_training_only():
+def test_label_smoothing_in_training_only():
     images, targets = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(4)
     model = small_resnet(classes=4, image_size=8, stem="small", label_smoothing=0.2)
     log_p = model(images).log_softmax(1)

@@ -29,17 +29,17 @@ def found(environ):
 
 
 @pytest.mark.parametrize("of", ["ordinary", "extreme", "shared"])
-def test_losses_and_gradients_are_those_of_fp64_but_for_rounding(found, of):
+def test_kernels_equal_fp64_up_to_rounding(found, of):
     """Of fp32, bf16 and fp16, of vocabularies of several blocks, and with logits at the ends of what a dtype holds."""
     assert len(found[of]) in (3, 9)
     assert {case: worst for case, worst in found[of].items() if not max(worst) <= MOST} == {}
 
 
-def test_the_loss_of_a_target_that_is_no_token_is_no_number(found):
+def test_invalid_target_has_a_nan_loss(found):
     assert found["outside"] == [False, True, False]
 
 
-def test_a_head_computes_the_same_by_operations_eager_and_as_a_graph(found):
+def test_head_is_equal_eager_and_compiled(found):
     assert set(found["whole"]) == {"eager", "graph", "share", "graph of a share"}
     assert max(found["whole"].values()) < 1e-5
 
@@ -47,7 +47,7 @@ def test_a_head_computes_the_same_by_operations_eager_and_as_a_graph(found):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "vocabulary"), [(7, 5), (33, 50257), (9, 128256), (17000, 128256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, rows, vocabulary):
+def test_gpu_kernels_equal_torch(dtype, rows, vocabulary):
     """Up to more elements than 2**31, of which the last rows are looked at."""
     if dtype == torch.float32 and rows * vocabulary > 2**31:
         pytest.skip("takes the memory of large GPUs")
@@ -63,7 +63,7 @@ def test_on_a_gpu_the_kernels_compute_what_torch_does(dtype, rows, vocabulary):
     assert off < {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 1e-3}[dtype]
 
 
-def test_only_cuda_has_kernels_from_ampere_on_and_where_triton_runs(monkeypatch):
+def test_kernels_need_ampere_and_triton(monkeypatch):
     class Properties:
         major = 8
 
@@ -80,7 +80,7 @@ def test_only_cuda_has_kernels_from_ampere_on_and_where_triton_runs(monkeypatch)
     assert not softmax.has_kernels(gpu)
 
 
-def test_where_triton_does_not_run_a_warning_says_why():
+def test_missing_triton_warns():
     softmax._has_triton.cache_clear()
     with pytest.warns(UserWarning, match=r"the loss is computed without its kernel, as Triton does not run here: \S"):
         assert not softmax._has_triton(torch.device("cpu"))

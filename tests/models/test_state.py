@@ -79,7 +79,7 @@ def content(module: Stateful) -> list[Any]:
 
 
 @pytest.mark.parametrize("passes", [0, 2])
-def test_all_that_a_pass_changes_is_put_back(module, passes):
+def test_restore_undoes_a_pass(module, passes):
     for _ in range(passes):
         module(INPUTS)
     before, state = content(module), ModuleState(module)
@@ -96,7 +96,7 @@ def test_all_that_a_pass_changes_is_put_back(module, passes):
     assert torch.equal(module(INPUTS), outputs)
 
 
-def test_a_pass_runs_again_on_the_state_it_had_and_leaves_that_of_now(module):
+def test_replay_uses_the_former_state(module):
     before = ModuleState(module)
     first = module(INPUTS)
     assert not torch.equal(module(INPUTS), first)
@@ -130,7 +130,7 @@ class Insists(nn.Module):
         (lambda: nn.Sequential(Insists().eval(), nn.Dropout()), ["0", "0.norm"]),
     ],
 )
-def test_parts_stay_in_the_mode_that_the_constructor_or_train_chose(built, frozen):
+def test_frozen_parts_stay_in_eval_mode(built, frozen):
     module = built()
     modes = Modes(module)
     modes.train()

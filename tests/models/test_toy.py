@@ -8,7 +8,7 @@ from ptdbench.models.toy import Toy
 from tests.models.made import filled
 
 
-def test_it_is_linear_layers_with_relu_between():
+def test_layers_have_relu_between():
     model, x = filled(Toy, inputs=6, width=5, outputs=4, layers=3), torch.randn(7, 6)
     weights = list(model.parameters())
     hidden = (x @ weights[0].T + weights[1]).clamp(min=0)
@@ -17,7 +17,7 @@ def test_it_is_linear_layers_with_relu_between():
     assert parameter_count(model) == (6 * 5 + 5) + (5 * 5 + 5) + (5 * 4 + 4)
 
 
-def test_initial_values_are_those_of_linear_layers():
+def test_initial_values_equal_linear_layers():
     for parameter in filled(Toy, inputs=64, width=64, outputs=64, layers=3).parameters():
         assert parameter.abs().max() <= 1 / 8
         assert parameter.std().item() == pytest.approx(1 / 8 / math.sqrt(3), rel=0.25)

@@ -49,7 +49,7 @@ def by_default(self, x, mask=None):
         (plain(by_default), [["first"], ["second"], ["third"]]),
     ],
 )  # fmt: skip
-def test_the_pieces_one_after_the_other_are_the_module(build, cuts):
+def test_pieces_compute_the_module(build, cuts):
     model = adapt(build(), example)
     parts = model.parts()
     check_pieces(model.eval())
@@ -65,7 +65,7 @@ def test_dropout_is_that_of_the_mode():
 
 
 @pytest.mark.parametrize("build", [Net, Plain])
-def test_trying_draws_no_random_numbers_and_leaves_the_mode(build):
+def test_trial_keeps_random_state_and_mode(build):
     model = adapt(build(), example)
     state = torch.random.get_rng_state()
     model.parts()
@@ -104,7 +104,7 @@ BLOCKS = "has no parts(), and no list of blocks of one class to cut between, and
         (lambda: nn.Linear(6, 4), "has a weight, weight, outside of its submodules"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_cut_says_why(build, reason):
+def test_tracing_refusals(build, reason):
     model = adapt(build(), example)
     assert model.parts() is None
     assert model.uncut.replace("addmm: ", "") == BLOCKS + reason  # since torch 2.15 it names the operation

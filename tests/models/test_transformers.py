@@ -121,7 +121,7 @@ def experts(kind, ours, theirs):
         ),
     ],
 )
-def test_their_weights_give_their_logits(family, options, kind, config):
+def test_logits_equal_transformers(family, options, kind, config):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     of_kind = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
@@ -144,7 +144,7 @@ def test_their_weights_give_their_logits(family, options, kind, config):
 
 
 @pytest.mark.parametrize(("theta", "factor"), [(10000.0, 1.0), (500000.0, 8.0), (500000.0, 32.0)])
-def test_angles_are_those_of_transformers_far_from_the_beginning(theta, factor):
+def test_rotary_angles_equal_transformers(theta, factor):
     modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
     sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 16384}
     rotary = modeling.LlamaRotaryEmbedding(modeling.LlamaConfig(**sizes, rope_parameters=rope(theta, factor)))

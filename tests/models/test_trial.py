@@ -52,7 +52,7 @@ def if_finite(follow: Callable[[Tensor, Tensor], object]) -> Callable[[Tensor, T
         "other data, by value": (if_finite(replace), True),
     }.values(),
 )
-def test_a_weight_that_the_forward_pass_changes_is_named_and_stays_as_it_is(follow, is_told):
+def test_changed_weights_are_observed_and_restored(follow, is_told):
     module = momentum(follow).eval()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     observed = observe(adapt(module, example), [], *example())
@@ -70,7 +70,7 @@ def test_a_weight_that_the_forward_pass_changes_is_named_and_stays_as_it_is(foll
         lambda module: module.steps.add_(1) if module.steps.item() >= 0 else None,
     ],
 )
-def test_a_buffer_that_the_forward_pass_changes_is_named_and_stays_as_it_is(count):
+def test_changed_buffers_are_observed_and_restored(count):
     module = nn.Linear(3, 3)
     module.register_buffer("steps", steps := torch.zeros(()))
     module.register_forward_pre_hook(lambda module, inputs: (inputs, module.training and count(module))[0])
@@ -104,20 +104,20 @@ def stack(method: str, more: Callable[[Any], Any] = lambda blocks: 0) -> nn.Modu
 
 
 @pytest.mark.parametrize(("method", "bypassed"), [("__call__", 0), ("run", 0), ("encode", 2), ("forward", 2)])
-def test_weights_of_layers_that_are_not_called_are_named(method, bypassed):
+def test_bypassed_layers_are_observed(method, bypassed):
     model = adapt(stack(method), example)
     names = [f"module.blocks.{number}.linear.{weight}" for number in range(bypassed) for weight in ("weight", "bias")]
     observed = observe(model, model.layers(), *example())
     assert (observed.bypassed, observed.outside) == (names, names)
 
 
-def test_a_weight_that_is_read_outside_of_its_layer_is_named():
+def test_weight_read_outside_its_layer_is_observed():
     model = adapt(stack("__call__", lambda blocks: blocks[1].linear.weight.square().sum()), example)
     observed = observe(model, model.layers(), *example())
     assert (observed.bypassed, observed.outside) == ([], ["module.blocks.1.linear.weight"])
 
 
-def test_a_trial_undoes_what_is_written_to_weights_and_what_eval_itself_does():
+def test_trial_undoes_writes_to_weights():
     class Merging(nn.Linear):
         """Adds to its weight in eval mode, as adapters do that are merged there."""
 

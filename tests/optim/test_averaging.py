@@ -36,7 +36,7 @@ def linear() -> nn.Linear:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_is_torchs_average_and_training_is_the_same_without(name):
+def test_average_equals_torchs(name):
     model, plain = linear(), linear()
     optimizer = OPTIMIZERS[name](model)
     average = WeightAverage(optimizer, 0.7)
@@ -51,7 +51,7 @@ def test_it_is_torchs_average_and_training_is_the_same_without(name):
     assert torch.equal(plain.weight, trained)
 
 
-def test_weights_come_back_when_judging_them_fails_and_one_without_a_gradient_has_no_average():
+def test_weights_return_after_a_failed_evaluation():
     model = linear()
     model.bias.requires_grad_(False)
     optimizer = OPTIMIZERS["sgd"](model)
@@ -73,7 +73,7 @@ class NoDTensors(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def test_of_sharded_weights_the_parts_are_averaged():
+def test_sharded_weights_average_locally():
     with pretended(2):
         mesh = init_device_mesh("cpu", (2,))
         weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)]))

@@ -35,7 +35,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw", "spectral_unclamped"])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_it_is_torchs_muon_and_torchs_adamw_bit_for_bit(scale, nesterov):
+def test_equals_torchs_muon_and_adamw(scale, nesterov):
     theirs, ours = model(), model()
     options: dict[str, Any] = {"weight_decay": 0.3, "momentum": 0.9, "nesterov": nesterov, "adjust_lr_fn": scale}
     matrices, vectors, others = (
@@ -55,7 +55,7 @@ def test_it_is_torchs_muon_and_torchs_adamw_bit_for_bit(scale, nesterov):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp8", "fp8_tensorwise"])
-def test_newton_schulz_is_in_fp32_where_the_run_is(precision):
+def test_newton_schulz_precision(precision):
     module, exact = model(), precision in ("fp32", "tf32")
     optimizer = muon_of(module, ns_precision=precision, lr=1.0, adjust_lr_fn="original", weight_decay=0.0)(
         module.named_parameters()
@@ -68,7 +68,7 @@ def test_newton_schulz_is_in_fp32_where_the_run_is(precision):
     assert optimizer.gathers == (4 if exact else 2)
 
 
-def test_each_group_has_its_own_rate_which_a_schedule_scales():
+def test_groups_have_their_rates():
     optimizer = muon_of(module := model(), lr=0.5, adamw_lr=0.25)(module.named_parameters())
     assert {group["rule"]: group["lr"] for group in optimizer.param_groups} == {
         "matrices": 0.5, "embeddings": 0.25, "head": 0.25, "vectors": 0.25,
@@ -99,7 +99,7 @@ def test_a_stage_may_have_matrices_alone_or_none(held):
     assert moved == held
 
 
-def test_the_preset_takes_the_rate_and_the_precision_of_the_run():
+def test_preset_follows_rate_and_precision():
     def of(*overrides: str) -> Muon:
         spec = run_spec.specify(read("optimizer=muon", "model=toy", "model.layers=3", *overrides), None)
         optimizer = spec.training.optimizer([("chain.1.linear.weight", nn.Parameter(torch.zeros(2, 2)))])

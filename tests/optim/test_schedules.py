@@ -26,7 +26,7 @@ def factors(schedule, steps: int = STEPS) -> list[float]:
     return [schedule.factor(step, steps) for step in range(steps)]
 
 
-def test_constant_is_one_after_a_warm_up_that_rises_evenly_and_reaches_it_in_its_last_step():
+def test_constant_is_one_after_warm_up():
     assert factors(Constant()) == [1.0] * STEPS
     assert factors(Constant(warmup_steps=4))[:6] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 

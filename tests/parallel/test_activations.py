@@ -63,7 +63,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("frugal", FRUGAL, ids=str)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gradients_are_bitwise_those_of_a_model_that_keeps_all(frugal, precision):
+def test_gradients_are_bitwise_equal_to_keep(frugal, precision):
     plain, model = small(), small()
     names = list(model.state_dict())
     for one in (plain, model):
@@ -86,7 +86,7 @@ def test_a_layer_that_is_recomputed_runs_twice(every, twice):
     assert sorted(calls) == sorted([0, 1, 2, *twice])
 
 
-def test_a_selective_layer_repeats_neither_products_nor_attention():
+def test_selective_keeps_products_and_attention():
     counts = {}
     for activations in (Keep(), Recompute(), Selective()):
         with Operations() as seen:
@@ -101,7 +101,7 @@ def test_a_selective_layer_repeats_neither_products_nor_attention():
     assert counts["Keep"]["gelu"] == counts["Selective"]["gelu"] - 3 == counts["Recompute"]["gelu"] - 3
 
 
-def test_what_layers_save_is_gone_from_the_device_while_the_second_next_one_runs():
+def test_offload_frees_all_but_two_layers():
     layers, saved, alive = [nn.Linear(4, 4) for _ in range(4)], list[StorageWeakRef](), list[list[int]]()
     Offload()(layers)
 
@@ -139,7 +139,7 @@ def test_what_is_fetched_has_the_strides_it_had():
     assert found[0].data_ptr() == found[1].data_ptr()
 
 
-def test_what_is_kept_on_the_host_has_its_elements_in_order():
+def test_host_copies_are_contiguous():
     """Into or out of any other order torch copies through pageable memory of the host, which waits for it."""
     run = _Run(nn.Module(), None, lambda _: None)
     queries, *_ = torch.randn(2, 5, 3, 4, 3).unbind(-2)  # beside keys and values
@@ -149,7 +149,7 @@ def test_what_is_kept_on_the_host_has_its_elements_in_order():
     assert torch.equal(fetch(), queries.transpose(1, 2))
 
 
-def test_an_offloaded_layer_does_not_move_a_weight_that_consists_of_other_tensors():
+def test_offload_keeps_wrapped_weights():
     """As one does that FSDP has gathered in fp8, of which most operations are not defined."""
     numbers = torch.ones(2, 3), torch.ones(2, 3)
     layer = nn.Module()
@@ -161,7 +161,7 @@ def test_an_offloaded_layer_does_not_move_a_weight_that_consists_of_other_tensor
 
 
 @pytest.mark.parametrize(("precision", "how"), [("fp32", False), ("bf16", False), ("bf16", "layers")])
-def test_an_offloaded_layer_does_not_move_its_weights_nor_copies_of_them(precision, how, monkeypatch):
+def test_offload_keeps_weights_and_copies(precision, how, monkeypatch):
     moved = []
     monkeypatch.setattr(_Run, "_offload", lambda _, tensor: (moved.append(tensor.shape), tensor.clone)[1])
     layer = nn.Linear(4, 4)
@@ -186,5 +186,5 @@ def test_an_offloaded_layer_does_not_move_its_weights_nor_copies_of_them(precisi
          "activations=selective: is applied layer by layer, and model=Linear has no layers(); try keep"),
     ],
 )  # fmt: skip
-def test_what_would_be_without_effect_or_sense_is_refused(overrides, message):
+def test_ineffective_activations_are_refused(overrides, message):
     assert refused(training_spec.specify, read(*overrides), lambda ranks: ranks(2)) == Abridged(message)

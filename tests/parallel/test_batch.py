@@ -37,7 +37,7 @@ def exists(world: int, batch: int, pipeline: int, micro_batch: object, microbatc
     return any(replicas * a * m * s == batch for a, m, s in product(accumulations, counts, sizes))
 
 
-def test_a_layout_is_found_exactly_where_there_is_one_and_its_factors_multiply_to_the_batch():
+def test_layout_exists_iff_factors_multiply_to_batch():
     found = refused = 0
     for case in product(WORLDS, BATCHES, (1, 2, 3, 4), MICRO_BATCHES, MICROBATCHES):
         world, batch, pipeline, size, count = case
@@ -61,7 +61,7 @@ def test_a_layout_is_found_exactly_where_there_is_one_and_its_factors_multiply_t
     assert refused > 1000
 
 
-def test_the_rows_of_all_replicas_are_every_sample_exactly_once():
+def test_replicas_take_every_sample_once():
     for replicate, shard, pipeline, multiple in product((1, 2, 3), (1, 2), (1, 2), (1, 2, 5)):
         replicas = replicate * shard
         layout = BatchPlan(Dims(replicate=replicate, shard=shard, pipeline=pipeline), replicas * multiple, 1, multiple)

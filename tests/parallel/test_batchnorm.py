@@ -121,7 +121,7 @@ def of_ranks() -> list[dict[Any, Any]]:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_it_does_what_one_process_does_with_the_joined_batch(name, device):
+def test_ranks_equal_one_process_with_all_samples(name, device):
     """Where the layer is one for GPUs, torch's kernels for these are stood in for."""
     expected = trained(layer(LAYERS[name]), slice(0, 4))
     ours = [of_rank[device, name] for of_rank in of_ranks()]
@@ -141,7 +141,7 @@ def test_it_does_what_one_process_does_with_the_joined_batch(name, device):
             )
 
 
-def test_the_halves_alone_would_give_something_else():
+def test_halves_alone_differ():
     """Or the comparison above would say nothing."""
     whole, half = trained(layer({}), slice(0, 4)), trained(layer({}), slice(0, 2))
     assert (whole["outputs"][0][:2] - half["outputs"][0]).abs().max() > 0.1

@@ -232,7 +232,7 @@ over_cases = cases(
 
 @pytest.mark.ranks
 @over_cases
-def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
+def test_sent_bytes_equal_the_formula(of_ranks, name):
     by_formula = of_ranks[0][name].by_formula
     sent = {operation: sum(one[name].sent[operation] for one in of_ranks) / len(of_ranks) for operation in OPERATIONS}
     unknown = {operation for operation, size in by_formula.items() if size is None}
@@ -246,7 +246,7 @@ def test_what_ranks_send_is_what_the_formula_says(of_ranks, name):
 
 @pytest.mark.ranks
 @over_cases
-def test_what_ranks_hold_is_what_is_foreseen(of_ranks, name):
+def test_held_bytes_equal_the_footprint(of_ranks, name):
     strategy = CASES[name][0]
     dims = strategy.dims(4)
     of_stages: dict[int, list[bool]] = {}
@@ -261,7 +261,7 @@ def test_what_ranks_hold_is_what_is_foreseen(of_ranks, name):
 
 @pytest.mark.ranks
 @over_cases
-def test_a_user_is_not_warned_of_what_is_done_for_them(of_ranks, name):
+def test_users_are_not_warned(of_ranks, name):
     assert [of_rank[name].warned for of_rank in of_ranks] == [[]] * 4
 
 
@@ -276,7 +276,7 @@ def test_what_an_own_router_sends_is_unknown():
 
 
 @pytest.mark.parametrize(("stages", "unknown"), [(3, set()), (4, {"all_gather"})])
-def test_it_is_unknown_how_often_more_stages_are_gathered_than_torch_keeps(stages, unknown):
+def test_gathers_of_many_stages_are_unknown(stages, unknown):
     assert signature(_add_unshard_reshard).parameters["max_active_stages"].default == 3
     staged = {"pipeline": 2, "schedule": "looped_bfs", "stages_per_rank": stages}
     strategy = Strategy(shard=2, reshard_after_forward=False, **staged)
@@ -284,7 +284,7 @@ def test_it_is_unknown_how_often_more_stages_are_gathered_than_torch_keeps(stage
     assert {operation for operation, size in by_formula.items() if size is None} == unknown
 
 
-def test_a_model_that_is_not_on_the_meta_device_is_not_run():
+def test_real_model_is_not_run():
     """It would draw random numbers for dropout, and another run would draw others."""
     model, ran = MODELS[""][0](), []
     model.register_forward_hook(lambda *_: ran.append(1))

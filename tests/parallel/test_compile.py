@@ -50,7 +50,7 @@ def compiled(model: Any, how: Compile = "layers") -> Any:
     return model
 
 
-def test_a_run_in_fp32_is_not_told_to_compute_in_tf32(monkeypatch):
+def test_fp32_runs_get_no_tf32_advice(monkeypatch):
     """As torch 2.11 does, which has this text; others log it."""
     from torch._inductor import compile_fx
 
@@ -67,7 +67,7 @@ def test_a_run_in_fp32_is_not_told_to_compute_in_tf32(monkeypatch):
     assert told == []
 
 
-def test_as_many_processes_compile_as_the_rank_has_threads(monkeypatch):
+def test_compile_processes_equal_threads(monkeypatch):
     """Not as many as the node has cores, once more for each of its ranks."""
     from torch._inductor import config
 
@@ -83,7 +83,7 @@ def test_as_many_processes_compile_as_the_rank_has_threads(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_each_layer_is_a_graph_which_equal_layers_share_and_so_are_embedding_and_head(graphs, precision):
+def test_equal_layers_share_a_graph(graphs, precision):
     """Casts of inputs are in it, and those of weights outside."""
     plain, model = small(), small()
     names = list(model.state_dict())
@@ -110,7 +110,7 @@ def test_a_model_that_is_not_one_graph_says_so(graphs):
         model(torch.ones(1, 2))
 
 
-def test_where_nothing_was_compiled_nothing_is_dropped(graphs, monkeypatch):
+def test_reset_only_after_compilation(graphs, monkeypatch):
     """On a GPU torch would import Inductor to do so: seconds of the start of each rank."""
     calls = []
     torch.compiler.reset()
@@ -122,7 +122,7 @@ def test_where_nothing_was_compiled_nothing_is_dropped(graphs, monkeypatch):
     assert calls == ["reset"]
 
 
-def test_autotune_compiles_the_same_parts_with_timed_kernels(monkeypatch):
+def test_autotune_times_kernels(monkeypatch):
     asked = []
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", lambda forward, **options: asked.append(options) or forward)
@@ -135,7 +135,7 @@ def test_autotune_compiles_the_same_parts_with_timed_kernels(monkeypatch):
     torch.compile(lambda x: x, options=dict(options))  # refuses options that it does not know
 
 
-def test_a_part_that_shares_modules_with_a_layer_is_not_compiled_as_well(monkeypatch):
+def test_parts_within_layers_are_not_compiled(monkeypatch):
     asked: list[Any] = []
     monkeypatch.setattr(torch, "compile", lambda forward, **_: asked.append(forward.__self__) or forward)
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
@@ -145,7 +145,7 @@ def test_a_part_that_shares_modules_with_a_layer_is_not_compiled_as_well(monkeyp
     assert asked == [*layers, last]
 
 
-def test_each_run_of_a_process_compiles_for_its_own_batch_size(graphs):
+def test_each_run_compiles_its_batch_size(graphs):
     """More sizes than the eight graphs after which torch gives up; each of constant shapes."""
     for batch in range(2, 12):
         compiled(nn_chain(4, 4))(torch.ones(batch, 4))
@@ -155,7 +155,7 @@ def test_each_run_of_a_process_compiles_for_its_own_batch_size(graphs):
         assert all(isinstance(size, int) for one in given for size in one.shape)
 
 
-def test_a_run_whose_shapes_never_end_fails_instead_of_going_on_without_the_compiler(graphs):
+def test_endless_shapes_fail_the_run(graphs):
     model = compiled(nn_chain(4, 5, 4))  # two kinds of layer
     rule = "compile=layers: the forward of Linear still changes after 16 compilations; try false, or samples of one"
     for batch in range(1, 9):
@@ -165,7 +165,7 @@ def test_a_run_whose_shapes_never_end_fails_instead_of_going_on_without_the_comp
         model(torch.ones(99, 4))
 
 
-def test_a_part_of_each_kind_is_compiled_once_for_training_and_once_for_each_size_of_evaluation(graphs):
+def test_graphs_are_one_per_kind_mode_and_size(graphs):
     """As in a ResNet, whose blocks of many shapes are one piece of code, for which torch allows eight graphs."""
     model = compiled(nn_chain(2, 3, 4, 5, 6, 2))
     for batch, trains in [(4, True), (4, True), (6, False), (6, False), (3, False), (4, True)]:
@@ -206,7 +206,7 @@ RECIPES = {
      ("custom", "whole"), ("hf_gpt2_tiny", "whole"), ("hf_llama_tiny", "whole")],
     daily=[("gpt_tiny", "whole"), ("custom", "layers")],
 )  # fmt: skip
-def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
+def test_compiled_recipes_keep_their_losses(graphs, recipe, how):
     """In the graphs of the compiler that the run would use; how these are computed is left to torch."""
     asked = read(*RECIPES[recipe], f"compile={how}", "train.global_batch=4", "parallel=single")
     losses = {}
@@ -222,7 +222,7 @@ def test_every_recipe_compiles_and_computes_the_same(graphs, recipe, how):
 
 
 @pytest.mark.parametrize(("how", "count"), [("layers", 3), ("whole", 1)])
-def test_graphs_are_not_cut_again_where_a_bucket_of_ddp_is_full(graphs, how, count):
+def test_ddp_buckets_do_not_split_graphs(graphs, how, count):
     """In buckets so small that torch would cut each block."""
     with pretended(1):
         engine, *_ = laid_out(Strategy(replicate="auto", bucket_mb=0.0001), small(), 4, 2, compile=how)
@@ -259,7 +259,7 @@ def in_pieces() -> tuple[dict[str, int], bool]:
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-def test_messages_of_tensor_parallelism_are_divided_into_pieces_with_their_products():
+def test_async_tensor_fuses_messages_and_products():
     """By messages in place of GPUs that write to each other; two of each in the forward pass of a layer."""
     for counts, alike in on_ranks(2, in_pieces):
         assert alike

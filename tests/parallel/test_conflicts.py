@@ -80,12 +80,12 @@ def split(*values: Any) -> Any:
         ({**PDP, "schedule": "looped_bfs"}, "stages_per_rank", 1, "… at least 2 under looped_bfs; try auto, or …=1f1b"),
     ],
 )  # fmt: skip
-def test_whatever_the_number_of_ranks(options, name, value, rule):
+def test_options_refused(options, name, value, rule):
     said = refused(lambda: Strategy(**options, **{name: value}))
     assert said == Abridged(f"{name}={as_typed(value)}: {rule}")
 
 
-def test_an_option_is_accepted_exactly_where_it_has_an_effect():
+def test_options_are_accepted_iff_effective():
     for sizes in product((1, 2), repeat=6):
         dims = Dims(**dict(zip(Dims.rows(), sizes, strict=True)))
         if dims.shard * dims.context * dims.tensor % dims.expert == 0:
@@ -103,7 +103,7 @@ def accepts(dims: Dims, **options: Any) -> bool:
         return False
 
 
-def test_gradients_accumulate_whole_under_fsdp_over_ranks_that_share_a_sequence():
+def test_context_with_fsdp_accumulates_whole_gradients():
     how = Strategy(context=2, tensor=2)
     assert how.accumulates_whole(layout_of(how, 4, 4, 1))
     assert not how.accumulates_whole(layout_of(how, 4, 4))
@@ -137,7 +137,7 @@ def test_gradients_accumulate_whole_under_fsdp_over_ranks_that_share_a_sequence(
                (3, 4, "true, false, 2"), (4, 4, "true, false, 2"), (1, 2, "true, false"))),
     ],
 )  # fmt: skip
-def test_with_degrees_and_micro_batches(options, ranks, batch, message):
+def test_layouts_refused(options, ranks, batch, message):
     assert refused(layout_of, Strategy(**options), ranks, *batch) == Abridged(message)
 
 
@@ -179,7 +179,7 @@ UNSHARDED = {
           for options in (FSDP, {"tensor": "auto"}) for name, value in UNSHARDED.items()),
     ],
 )  # fmt: skip
-def test_with_other_options(options, name, value, message):
+def test_other_options_refused(options, name, value, message):
     strategy = Strategy(**options)
     layout = layout_of(strategy, strategy.ranks(4), 16)
     assert refused(strategy.check_option, name, value, layout) == Abridged(message)
@@ -201,19 +201,19 @@ def test_with_other_options(options, name, value, message):
         (FSDP, "optimizer", torch.optim.AdamW(WEIGHTS, fused=True)),
     ],
 )  # fmt: skip
-def test_what_goes_with_other_options(options, name, value):
+def test_other_options_accepted(options, name, value):
     strategy = Strategy(**options)
     strategy.check_option(name, value, layout_of(strategy, strategy.ranks(4), 16))
 
 
-def test_an_older_torch_does_not_split_a_backward_pass(monkeypatch):
+def test_older_torch_cannot_split_backward(monkeypatch):
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.1+cpu"))
     rule = "needs torch 2.15 or newer, and this is 2.14.1+cpu; try interleaved1f1b, looped_bfs"
     Strategy(**PDP, schedule="looped_bfs")
     assert refused(lambda: Strategy(**PDP, schedule="zbv")) == f"schedule=zbv: {rule}"
 
 
-def test_an_older_torch_has_fewer_options_of_fsdp(monkeypatch):
+def test_older_torch_lacks_setters(monkeypatch):
     for setter in SETTERS.values():
         monkeypatch.delattr(FSDPModule, setter, raising=False)
     Strategy(**FSDP, reduce_scatter_buffers=1)
@@ -221,7 +221,7 @@ def test_an_older_torch_has_fewer_options_of_fsdp(monkeypatch):
     assert refused(lambda: Strategy(**FSDP, reduce_scatter_buffers=2)) == Abridged(told)
 
 
-def test_a_torch_without_a_ring(monkeypatch):
+def test_torch_without_ring_refuses_it(monkeypatch):
     monkeypatch.setattr(ring, "_NEEDED", ("no_such_function",))
     told = f"context_method=ring: needs …no_such_function, which torch {torch.__version__} does not have; try ulysses"
     assert refused(lambda: Strategy(context=2, context_method="ring")) == Abridged(told)

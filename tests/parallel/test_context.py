@@ -18,14 +18,14 @@ def test_consecutive_and_from_both_ends():
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_pairs_leave_all_ranks_the_same_number_of_products(ranks):
+def test_paired_positions_balance_work(ranks):
     of_rank = [int((one.own(torch.arange(24), 0) + 1).sum()) for one in of_ranks(ranks, True)]
     assert len(set(of_rank)) == 1
 
 
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_shares_are_numbered_and_brought_together_again(ranks, paired):
+def test_shares_reassemble_the_sequence(ranks, paired):
     whole = torch.rand(2, 12, 3)
     found = of_ranks(ranks, paired)
     for one in found:

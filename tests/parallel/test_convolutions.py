@@ -13,7 +13,7 @@ from tests.parallel.made import on_meta
 
 
 @pytest.mark.parametrize(("device", "timed"), [("cuda", [True, False, True]), ("cpu", [False, False, False])])
-def test_algorithms_are_timed_on_a_gpu_for_a_model_with_convolutions_and_for_the_next_only_if_it_has_some(
+def test_cudnn_times_algorithms_for_convolutions_only(
     monkeypatch, device, timed
 ):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)

@@ -15,7 +15,7 @@ from tests.refusals import Abridged
 
 
 @pytest.mark.parametrize(("millions", "mebibytes"), [(1, 25), (124, 25), (355, 67.7), (1300, 100)])
-def test_buckets_grow_with_the_model_within_limits(millions, mebibytes):
+def test_bucket_size_is_bounded(millions, mebibytes):
     with torch.device("meta"):
         model = nn.Linear(1000, millions * 1000, bias=False)
     assert bucket_size(model) == pytest.approx(mebibytes, abs=0.1)
@@ -28,7 +28,7 @@ def test_what_is_not_trained_is_in_no_bucket():
     assert bucket_size(model) == 25
 
 
-def test_a_weight_without_a_gradient_is_named_where_ddp_waits_for_it():
+def test_weight_without_gradient_is_named():
     def trained(micro_batch: int) -> None:
         model = gpt(layers=2, vocabulary=20)
         model.unused = nn.LayerNorm(2, bias=False, device="meta")
@@ -81,7 +81,7 @@ def weights_of(micro_batch: int, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-def test_weights_used_in_some_steps_or_on_some_ranks_train_as_on_one_rank():
+def test_find_unused_trains_as_one_rank():
     model = branched()
     optimizer = adamw(model.named_parameters())
     for step in range(len(CHOSEN)):
@@ -101,7 +101,7 @@ def weights_in(cases: Any) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("steps", [(0, 2), (2, 0, 0)], ids=["used later", "used first"])
-def test_weights_used_in_some_steps_are_refused_with_the_option_they_need(steps):
+def test_changing_graph_is_refused(steps):
     def trained() -> None:
         engine, *_ = laid_out(Strategy(replicate="auto"), branched(), 4)
         for step in steps:

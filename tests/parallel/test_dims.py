@@ -35,7 +35,7 @@ def test_degrees_that_are_not_given_are_derived(world_size, degrees, found):
     assert derive(world_size, wanted(**degrees)) == found
 
 
-def test_degrees_are_found_exactly_where_they_can_multiply_to_the_world_size():
+def test_degrees_exist_iff_they_multiply_to_ranks():
     found = refusals = 0
     degrees = (1, 2, 3, "auto")
     for world_size, *values in product(range(1, 13), degrees, degrees, degrees):
@@ -68,7 +68,7 @@ def test_degrees_are_found_exactly_where_they_can_multiply_to_the_world_size():
         (3, {"replicate": 2, "shard": "auto"}, "replicate=2: replicate(2) x shard(auto) must be …, 3; try 3"),
     ],
 )  # fmt: skip
-def test_a_refusal_states_the_equation_and_what_fits(world_size, degrees, message):
+def test_refusal_states_the_equation(world_size, degrees, message):
     assert refused(derive, world_size, wanted(**degrees)) == Abridged(message)
 
 
@@ -84,7 +84,7 @@ def with_two_more(world_size, **degrees):
     return derive(world_size, {**wanted(), "branch": 1, "expert": 1, **degrees}, WithTwoMore)
 
 
-def test_a_row_of_the_table_is_a_factor_of_the_ranks_and_of_what_it_divides():
+def test_added_degree_divides_its_share():
     dims = with_two_more(8, branch=2, replicate="auto", tensor=2)
     assert (dims.replicate, dims.world_size, dims.batch, dims.shards) == (2, 8, 4, 1)
     assert dims.order() == ("branch", "replicate", "pipeline", "shard", "context", "tensor")
@@ -94,18 +94,18 @@ def test_a_row_of_the_table_is_a_factor_of_the_ranks_and_of_what_it_divides():
 
 
 @pytest.mark.parametrize(("asked", "found"), [(1, 1), (2, 2), (4, 4), ("auto", 4)])
-def test_a_degree_that_refolds_others_costs_no_ranks(asked, found):
+def test_regrouping_degree_takes_no_ranks(asked, found):
     dims = with_two_more(8, replicate=2, shard="auto", tensor=2, expert=asked)
     assert (dims.expert, dims.shard, dims.world_size, dims.batch) == (found, 2, 8, 4)
 
 
-def test_a_degree_that_refolds_others_divides_their_ranks():
+def test_regrouping_degree_must_divide():
     assert refused(lambda: with_two_more(12, replicate=2, shard=3, tensor=2, expert=4)) == (
         "expert=4: must divide shard(3) x context(1) x tensor(2) = 6, whose ranks it divides; try 1, 2, 3, 6"
     )
 
 
-def test_dimensions_that_are_refolded_are_neighbors():
+def test_regrouped_dimensions_are_neighbors():
     rows, order = WithTwoMore.rows(), WithTwoMore.order()
     for row in rows.values():
         places = sorted(order.index(name) for name in row.regroups)

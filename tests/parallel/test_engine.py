@@ -19,7 +19,7 @@ def engine(model: Toy, micro_batch: int, **options) -> Accumulating:
     return Accumulating(LaidOutModule(model, model, **options), micro_batch)
 
 
-def test_the_scale_reaches_the_gradients_and_not_the_loss():
+def test_scale_reaches_gradients_only():
     inputs, targets = torch.randn(4, 4), torch.randn(4, 2)
     plain, scaled = toy(), toy()
     loss = engine(plain, 2).gradients(inputs, targets, unscaled)
@@ -28,7 +28,7 @@ def test_the_scale_reaches_the_gradients_and_not_the_loss():
         assert torch.equal(ours.grad, theirs.grad * 1024)
 
 
-def test_the_norm_of_a_large_gradient_is_as_exact_as_that_of_its_shards():
+def test_norm_of_large_gradients_is_exact():
     weights = [torch.nn.Parameter(torch.empty(shape)) for shape in ((8192, 768), (768,), (16, 8, 3, 3), ())]
     for weight in weights:
         weight.grad = torch.rand_like(weight)
@@ -36,7 +36,7 @@ def test_the_norm_of_a_large_gradient_is_as_exact_as_that_of_its_shards():
     assert norm_of(weights).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_forward_and_backward_of_all_passes_but_the_last_defer_communication():
+def test_only_the_last_pass_communicates():
     told, model = [], toy()
 
     @contextmanager
@@ -51,7 +51,7 @@ def test_forward_and_backward_of_all_passes_but_the_last_defer_communication():
     assert told == 2 * ["begin", "forward", "backward", "end"] + ["forward", "backward"]
 
 
-def test_what_was_gathered_is_released_after_outputs_even_if_the_forward_pass_fails():
+def test_outputs_release_gathered_weights():
     released, model = [], toy()
     whole = engine(model, 2, release=lambda: released.append(True))
     inputs, targets = torch.randn(6, 4), torch.randn(6, 2)
@@ -62,7 +62,7 @@ def test_what_was_gathered_is_released_after_outputs_even_if_the_forward_pass_fa
     assert len(released) == 3
 
 
-def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
+def test_rehearsal_changes_nothing():
     """Neither gradients nor buffers, weights nor random numbers; the passes are those that the part asks for."""
     model = toy()
     model.register_parameter("slow", torch.nn.Parameter(torch.zeros(1), requires_grad=False))
@@ -83,7 +83,7 @@ def test_a_rehearsal_leaves_nothing_behind_but_a_settled_engine():
 
 
 @pytest.mark.parametrize("made_in", ["constructor", "first pass"])
-def test_a_rehearsal_copes_with_masks_that_are_expanded_or_made_in_the_first_pass(made_in):
+def test_rehearsal_restores_expanded_and_late_buffers(made_in):
     model = toy()
     model.register_buffer("mask", torch.ones(1).expand(4) if made_in == "constructor" else None)
     model.register_forward_pre_hook(
@@ -93,7 +93,7 @@ def test_a_rehearsal_copes_with_masks_that_are_expanded_or_made_in_the_first_pas
     assert model.mask is None if made_in == "first pass" else all(model.mask == 1)
 
 
-def test_what_is_routed_in_a_rehearsal_does_not_count():
+def test_rehearsal_counts_no_choices():
     routing = Routing.__new__(Routing)  # of no ranks: only what it counts
     routing._totals, routing._taken = {"router": torch.tensor([3.0, 4.0])}, array("d", [7.0])
 

@@ -116,7 +116,7 @@ def expected(kind: str) -> list[list[float]]:
     ],
     ids=str,
 )  # fmt: skip
-def test_every_layout_has_the_losses_and_norms_of_one_rank(of_first, case):
+def test_layouts_follow_one_rank(of_first, case):
     _, kind, precision = case
     steps = expected("loss" if kind == "offload" else kind)
     assert (of_first[case] == [pytest.approx(step, rel=1e-5) for step in steps]) == (precision == "fp32")
@@ -134,11 +134,11 @@ def test_no_two_kinds_have_the_same_losses():
         ({"shard": 6, "expert": 2}, "expert=2: leaves 3 copies …, which must divide the 16 rows …; try another …"),
     ],
 )
-def test_experts_that_cannot_be_divided_are_refused(options, message):
+def test_indivisible_experts_are_refused(options, message):
     strategy = Strategy(**options)
     assert refused(strategy.check, model(), layout_of(strategy, options["shard"], 48)) == Abridged(message)
 
 
-def test_a_degree_that_is_derived_divides_the_experts():
+def test_derived_degree_divides_experts():
     found = [Strategy(shard="auto", expert="auto").dims(ranks, model()).expert for ranks in (1, 2, 4, 6, 16)]
     assert found == [1, 2, 4, 2, 4]

@@ -166,7 +166,7 @@ UNSEEN_BEFORE_2_14 = () if torch.__version__ >= "2.14" else ("choices of shape i
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-def test_each_mistake_is_seen():
+def test_every_mistake_is_seen():
     (of_first, *_) = on_ranks(4, each, mistaken, [*MISTAKES])
     expected = {balance: by_hand(model(balance), SAMPLES) for balance in ("loss", "bias", "forced")}
     unseen = [

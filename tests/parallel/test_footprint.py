@@ -29,7 +29,7 @@ def test_an_average_is_another_copy():
 
 
 @pytest.mark.parametrize(("in_buckets", "copies"), [(True, 1), (False, 2)])
-def test_ddp_has_its_buckets_beside_the_gradients_if_those_are_no_views(in_buckets, copies):
+def test_gradients_without_bucket_views_count_twice(in_buckets, copies):
     strategy = Strategy(replicate="auto", gradient_as_bucket_view=in_buckets)
     (found,) = footprints(uneven(), ADAMW, strategy, strategy.dims(4), average=False)
     assert found.gradients == copies * found.weights
@@ -43,7 +43,7 @@ def test_replicas_divide_averages_too():
     assert whole.optimizer / 4 < divided.optimizer < whole.optimizer / 3
 
 
-def test_stages_of_a_module_of_the_users_own_have_its_weights():
+def test_footprint_of_a_users_stages():
     """Its parts are pieces, which hold none themselves."""
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
     model = adapt(module, lambda: (torch.empty(1, 6, device="meta"), torch.empty(1, 4, device="meta")))
@@ -51,7 +51,7 @@ def test_stages_of_a_module_of_the_users_own_have_its_weights():
     assert [stage.weights for stage in found] == [stage.gradients for stage in found] == [4 * 7 * 8, 4 * 9 * 4]
 
 
-def test_an_optimizer_that_cannot_take_a_step_on_fake_tensors_is_refused():
+def test_optimizer_that_reads_values_is_refused():
     class Reader(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             return self.param_groups[0]["params"][0].sum().item()
@@ -60,7 +60,7 @@ def test_an_optimizer_that_cannot_take_a_step_on_fake_tensors_is_refused():
         footprints(uneven(), Reader, average=False)
 
 
-def test_nothing_is_allocated_for_a_model_of_a_trillion():
+def test_trillion_parameters_allocate_nothing():
     model = on_meta(nn.Linear, in_features=10**6, out_features=10**6, bias=False)
     (found,) = footprints(model, ADAMW, Strategy(shard=8), Dims(shard=8), average=False)
     assert found == Footprint(5 * 10**11, 5 * 10**11, 10**12 + 4)

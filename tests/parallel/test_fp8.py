@@ -45,7 +45,7 @@ def test_which_layers_suit(module, suits):
 
 
 @needs_torchao
-def test_blocks_are_converted_and_embedding_and_head_are_not(monkeypatch):
+def test_only_blocks_are_converted(monkeypatch):
     monkeypatch.setattr(fp8, "SMALLEST", 64)
     torch.manual_seed(0)
     model = GPT(layers=2, heads=2, width=64, sequence_length=16, vocabulary=128)
@@ -73,7 +73,7 @@ def test_blocks_are_converted_and_embedding_and_head_are_not(monkeypatch):
         assert torch.cosine_similarity(got.grad.flatten(), want.grad.flatten(), dim=0) > 0.99
 
 
-def test_what_cannot_be_replaced_in_a_layer_or_would_be_two_weights_stays():
+def test_layers_and_shared_weights_stay_unconverted():
     alone, shared = nn.Linear(512, 512), nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 512))
     shared[1].weight = shared[0].weight
     layers = [alone, shared]

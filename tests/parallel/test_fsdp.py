@@ -68,7 +68,7 @@ def of_ranks(request: pytest.FixtureRequest) -> list[dict[str, dict[str, list[st
 
 @pytest.mark.ranks
 @cases("name", CASES, daily=["untied", "untied, kept between", "untied, reduced each", "tied"])
-def test_weights_are_gathered_as_late_as_they_can_and_no_more_often_than_needed(of_ranks, name):
+def test_fsdp_gathers_late_and_rarely(of_ranks, name):
     *_, gathered, reduced = CASES[name]
     for of_rank in of_ranks:
         assert of_rank[name]["all_gather"] == gathered.split()

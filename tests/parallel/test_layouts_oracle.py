@@ -209,7 +209,7 @@ MISTAKES: Mistakes = {
 
 @pytest.mark.ranks
 @pytest.mark.thorough
-def test_each_mistake_is_seen_and_none_in_the_right_program():
+def test_every_mistake_is_seen():
     right = [(layout, "") for layout in LAYOUTS]
     (of_first, *_) = on_ranks(4, each, by_layout, right + [(layout, name) for name, (_, layout) in MISTAKES.items()])
     expected = [pytest.approx(step, rel=1e-5) for step in by_hand(model(), SAMPLES)]

@@ -188,7 +188,7 @@ def losses_of(of_ranks: list[dict[str, Any]], name: str) -> list[float]:
         *(["own messages, hsdp"] if HAS_SETTERS else []),
     ],
 )
-def test_it_follows_one_process(of_ranks, name):
+def test_exact_levers_follow_one_process(of_ranks, name):
     one = of_ranks[0]["one process"]
     assert losses_of(of_ranks, name) == pytest.approx(one["losses"], rel=1e-5)
     for of_rank in (of_rank[name] for of_rank in of_ranks):
@@ -208,7 +208,7 @@ def test_clipping_steps_and_averages_matter(of_ranks):
 
 
 @cases("name", INEXACT, daily=["bf16, zero1", "powersgd of rank 4, accumulated"])
-def test_it_stays_near_one_process_and_is_not_the_same(of_ranks, name):
+def test_inexact_levers_stay_near(of_ranks, name):
     most, least, _ = INEXACT[name]
     expected, found = of_ranks[0]["one process"]["losses"], losses_of(of_ranks, name)
     differences = [abs(one / other - 1) for one, other in zip(found, expected, strict=True)]
@@ -217,7 +217,7 @@ def test_it_stays_near_one_process_and_is_not_the_same(of_ranks, name):
 
 
 @cases("name", [name for name in LEVERS if "zero1" in name], daily=["zero1, accumulated", "bf16, zero1"])
-def test_replicas_divide_the_state_and_have_equal_weights(of_ranks, name):
+def test_zero1_divides_the_state(of_ranks, name):
     weights = len(list(uneven().parameters()))
     if LEVERS[name].strategy.pipeline == 1:
         assert sum(of_rank[name]["state"] for of_rank in of_ranks) == weights
@@ -228,7 +228,7 @@ def test_replicas_divide_the_state_and_have_equal_weights(of_ranks, name):
 
 
 @cases("name", POWERSGD, daily=["powersgd of rank 4, accumulated"])
-def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
+def test_resumed_powersgd_keeps_its_errors(of_ranks, name):
     went_on, resumed, forgetful = zip(*(of_rank["resumed"][name] for of_rank in of_ranks), strict=True)
     assert resumed == went_on
     assert forgetful != went_on
@@ -238,5 +238,5 @@ def test_a_resumed_run_goes_on_with_what_was_not_sent_yet(of_ranks, name):
     ("sizes", "replicas", "owners"),
     [([1, 5, 3, 3], 2, [0, 0, 1, 1]), ([4, 4, 4], 3, [0, 1, 2]), ([2], 4, [0]), ([], 4, [])],
 )
-def test_the_largest_weight_goes_first_each_to_who_has_least(sizes, replicas, owners):
+def test_owners_balance_elements(sizes, replicas, owners):
     assert assign_owners(sizes, replicas) == owners

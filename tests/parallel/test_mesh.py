@@ -51,23 +51,23 @@ def test_ranks_share_what_their_places_say(of_ranks):
     }  # fmt: skip
 
 
-def test_copies_of_shards_are_the_first_dimension(of_ranks):
+def test_copies_are_the_first_dimension(of_ranks):
     assert of_ranks[3]["copied"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_groups_have_names_that_are_the_same_on_all_ranks(of_ranks):
+def test_group_names_are_equal_on_all_ranks(of_ranks):
     names = {tuple(of_rank["groups"]) for of_rank in of_ranks}
     assert names == {("copies", "shard", "replicate", "pipeline", "tensor")}
 
 
-def test_a_further_factor_is_a_dimension_of_its_own(of_ranks):
+def test_added_degree_is_a_dimension(of_ranks):
     of_three = of_ranks[3]
     assert of_three["more"]["branch"] == [3, 7]
     assert of_three["batch"] == [1, 3, 5, 7]  # branches and shards have different samples
     assert of_three["shard"] == [[1, 3], [5, 7]]  # of each branch
 
 
-def test_a_refold_divides_the_ranks_of_others_anew(of_ranks):
+def test_regrouped_ranks(of_ranks):
     """Shards are two apart, products one; experts are shared by neighbors, and copied over the others."""
     for rank, of_rank in enumerate(of_ranks):
         first = rank // 4 * 4
@@ -86,7 +86,7 @@ def test_a_refold_divides_the_ranks_of_others_anew(of_ranks):
         {"replicate": 2, "shard": 2, "context": 2, "tensor": 2, "pipeline": 2},
     ],
 )  # fmt: skip
-def test_communicators_are_groups_of_several_ranks_and_two_between_stages(degrees):
+def test_communicators_are_counted(degrees):
     dims = Dims(**degrees)
     with pretended(dims.world_size):
         Mesh(dims, "cpu")
@@ -94,7 +94,7 @@ def test_communicators_are_groups_of_several_ranks_and_two_between_stages(degree
     assert dims.communicators == len(groups) + 2 * (dims.pipeline > 1)
 
 
-def test_no_two_groups_have_the_same_ranks_except_for_messages_about_positions():
+def test_groups_differ_except_for_context():
     """A dimension of one rank, as FSDP needs for replicas of DTensors, adds none to others."""
     with pretended(8):
         mesh = Mesh(Dims(replicate=2, context=2, tensor=2), "cpu")

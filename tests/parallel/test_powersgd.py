@@ -6,7 +6,7 @@ from tests.parallel.ranks import pretended
 from tests.parallel.ten_steps import by_engine
 
 
-def test_a_step_never_waits_for_a_gpu_even_one_that_is_not_used(monkeypatch):
+def test_powersgd_never_synchronizes(monkeypatch):
     waits = []
     monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     with pretended(1):

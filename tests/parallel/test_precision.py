@@ -29,13 +29,13 @@ from tests.parallel.ranks import each, on_ranks
         ("fp16", "cuda", False, "fp16"),
     ],
 )
-def test_what_products_run_in(precision, device, on, name):
+def test_arithmetic_of_products(precision, device, on, name):
     with hardware.tf32_allowed(on):
         assert arithmetic(precision, device) == name
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_module_computes_with_copies_of_its_weights_which_stay_fp32(precision, dtype):
+def test_module_computes_with_copies(precision, dtype):
     layer = nn.Linear(4, 4)
     state, masters = layer.state_dict(), list(layer.parameters())
     cast_inputs(layer, [], precision)
@@ -64,7 +64,7 @@ def test_a_new_value_of_a_weight_counts_at_once():
 
 
 @pytest.mark.parametrize(("waits", "together"), [(False, [2, 2, 2]), (True, [1, 1, 1, 3])])
-def test_a_step_casts_all_weights_once_and_all_gradients_of_a_unit_or_of_vectors_at_once(waits, together):
+def test_step_casts_weights_once_and_gradients_together(waits, together):
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     copies, casts = Copies(module, list(module)[:2], torch.bfloat16, vectors_wait=waits), []
 
@@ -102,7 +102,7 @@ def beside() -> Any:
     return assembled(forward, inner=inner, head=head)
 
 
-def test_a_weight_that_is_read_beside_its_unit_is_a_copy_with_a_gradient_and_an_evaluation_changes_nothing():
+def test_weight_read_outside_its_unit_gets_gradients():
     module = beside()
     Copies(module, [module.inner, module.head], torch.bfloat16)
     inputs = torch.ones(1, 2, dtype=torch.bfloat16)
@@ -115,7 +115,7 @@ def test_a_weight_that_is_read_beside_its_unit_is_a_copy_with_a_gradient_and_an_
             module(inputs)
 
 
-def test_after_a_step_modules_see_their_parameters():
+def test_parameters_return_after_a_step():
     module = beside()
     copies = Copies(module, [module.inner], torch.bfloat16)
     copies.begin()
@@ -125,7 +125,7 @@ def test_after_a_step_modules_see_their_parameters():
     assert set(map(type, deepcopy(module.inner).parameters())) == {nn.Parameter}
 
 
-def test_gradients_of_two_uses_of_a_weight_and_of_two_passes_add_up_in_fp32():
+def test_gradients_accumulate_in_fp32():
     """256 and 1: in bf16 their sum would be 256."""
     first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
     (weight,) = first.parameters()
@@ -154,7 +154,7 @@ def remembers(self: Any, inputs: Any, targets: Any = None, **options: Any) -> An
     return inputs
 
 
-def test_what_enters_is_cast_except_targets_and_integers():
+def test_inputs_are_cast_except_targets():
     module, one = assembled(remembers), torch.ones(2)
     cast_inputs(module, [], "bf16")
     tokens = torch.ones(2, dtype=torch.int64)
@@ -167,7 +167,7 @@ def test_what_enters_is_cast_except_targets_and_integers():
         assert module.seen["size"] == 3
 
 
-def test_a_layer_casts_what_it_gets_from_a_module_that_computes_in_fp32():
+def test_layers_cast_fp32_inputs():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module[0].register_forward_hook(lambda *seen: seen[-1].float())
     cast_inputs(module, [module[1]], "bf16")
@@ -189,7 +189,7 @@ def test_batch_norms_and_buffers_stay_fp32():
     [(nn.LSTM, (4, 4), 1), (nn.GRU, (4, 4), 1), (nn.MultiheadAttention, (4, 2), 3), (nn.Bilinear, (4, 4, 2), 2),
      (nn.PReLU, (), 1)],
 )  # fmt: skip
-def test_modules_that_hold_their_weights_in_their_own_way(kind, made, taken):
+def test_copies_under_special_modules(kind, made, taken):
     module, inputs = kind(*made), [torch.linspace(-1, 1, 12).view(1, 3, 4)] * taken
 
     def called() -> Tensor:
@@ -255,7 +255,7 @@ def overflow_on_one_rank(fused: bool, sharded: bool) -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_an_overflow_on_one_rank_makes_all_skip_the_step_whose_weights_are_not_averaged():
+def test_overflow_on_one_rank_skips_step_everywhere():
     first, other = on_ranks(2, each, overflow_on_one_rank, [(False, False), (True, False), (False, True), (True, True)])
     assert all(seen["gradients"][0].isfinite().all() for seen in first.values())
     assert all(seen["gradients"][0].isinf().all() for seen in other.values())

@@ -19,7 +19,7 @@ def checksum(tensor: Tensor) -> int:
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float64", "int8", "bool", "complex64", "complex128", "uint32"]
 )
-def test_one_bit_of_any_element_shows(dtype, monkeypatch):
+def test_checksums_see_every_bit(dtype, monkeypatch):
     monkeypatch.setattr(replicas, "_AT_ONCE", 4)  # ten elements are three pieces
     tensor = torch.ones(10, dtype=getattr(torch, dtype))
     seen = {checksum(tensor)}
@@ -39,13 +39,13 @@ def test_one_bit_of_any_element_shows(dtype, monkeypatch):
         lambda x: -x,
     ],
 )
-def test_what_cancels_out_in_a_sum_shows(change, monkeypatch):
+def test_checksums_see_cancelling_changes(change, monkeypatch):
     monkeypatch.setattr(replicas, "_AT_ONCE", 4)
     tensor = torch.arange(10.0)
     assert checksum(change(tensor)) != checksum(tensor)
 
 
-def test_what_has_the_same_bits_is_equal_in_any_memory():
+def test_checksums_ignore_memory_order():
     tensor = torch.tensor([[torch.nan, -0.0], [torch.inf, 1.0]])
     assert checksum(tensor) == checksum(tensor.t().contiguous().t())
     assert checksum(torch.ones(1).expand(3)) == checksum(torch.ones(3))

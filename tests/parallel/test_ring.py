@@ -66,7 +66,7 @@ def of_ranks() -> list[dict[str, Any]]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_attention_to_all_positions(of_ranks, name):
+def test_ring_equals_full_attention(of_ranks, name):
     tolerance = 1e-5 if CASES[name][2] == torch.float32 else 3e-2
     for rank, of_rank in enumerate(of_ranks):
         positions = Positions(RANKS, rank, paired=True)
@@ -94,7 +94,7 @@ def test_gloo_has_one_thread_for_each_group(of_ranks):
     ],
     ids=str,
 )
-def test_what_a_kernel_returns_can_be_merged(name, dtype, queries, keys, is_causal):
+def test_kernels_return_mergeable_results(name, dtype, queries, keys, is_causal):
     """Blocks as a ring has them: square and causal, or with half the keys, or half the queries; heads of any width.
 
     torch chooses cuDNN for widths that it takes.
@@ -122,12 +122,12 @@ def test_what_a_kernel_returns_can_be_merged(name, dtype, queries, keys, is_caus
     [("CUDNN_ATTENTION", "CUDNN"), ("FLASH_ATTENTION", "FLASH"), ("EFFICIENT_ATTENTION", "EFFICIENT"),
      ("MATH", "EFFICIENT")],
 )  # fmt: skip
-def test_a_gpu_has_the_kernel_that_torch_would_choose(monkeypatch, chosen, name):
+def test_kernel_follows_torchs_choice(monkeypatch, chosen, name):
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_: getattr(SDPBackend, chosen).value)
     assert ring.kernel(torch.empty(1, device="meta"), trains=True) is getattr(ring, name)
 
 
-def test_torch_chooses_for_a_backward_pass_if_one_follows(monkeypatch):
+def test_kernel_choice_knows_the_backward_pass(monkeypatch):
     """An autograd function runs its forward pass without gradients: torch would choose for inference."""
 
     def choose(query: torch.Tensor, *_: Any) -> int:
@@ -144,7 +144,7 @@ def test_torch_chooses_for_a_backward_pass_if_one_follows(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [8, 12])
-def test_the_efficient_kernel_gets_outputs_in_the_order_that_it_reads_them(monkeypatch, width):
+def test_efficient_backward_gets_contiguous_heads(monkeypatch, width):
     """Whatever the strides of a merged output are: those of a projection, padded to what the kernel takes."""
     seen = []
 

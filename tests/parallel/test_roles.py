@@ -10,11 +10,11 @@ def net(roles):
     return assembled(nn.Module.forward, up=nn.Linear(2, 4), roles=lambda: roles)
 
 
-def test_a_kind_alone_is_a_role():
+def test_kind_alone_is_a_role():
     assert roles_of(net({"up": "outputs", "": Role("stream")})) == {"up": Role("outputs"), "": Role("stream")}
 
 
-def test_what_is_no_role_is_refused():
+def test_invalid_roles_are_refused():
     first, second = refused(roles_of, net({"up": "colwise", "down": "inputs"})).splitlines()
     assert first.startswith("roles()['up']=colwise: is not the role of a module; try outputs, inputs, vocabulary")
     assert second == "roles()['down']=inputs: is the role of a module that the model does not have"

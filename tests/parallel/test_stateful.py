@@ -60,7 +60,7 @@ LAYOUTS = [
 
 
 @cases(("ranks", "options", "passes"), LAYOUTS, daily=[*LAYOUTS[:4], LAYOUTS[6]])
-def test_losses_are_those_of_one_rank_with_as_many_passes(shared_run, reference, ranks, options, passes):
+def test_stateful_model_follows_one_rank(shared_run, reference, ranks, options, passes):
     record = shared_run(*COMMON, f"cluster.ranks_per_node={ranks}", *options.split())
     assert record["status"] == "ok", record["error"]
     expected = reference("parallel=single", f"train.micro_batch={16 // passes}")
@@ -77,7 +77,7 @@ PRODUCTS = [(layout, lever) for layout in ("single", "ddp", "fsdp", "pdp") for l
 
 
 @cases(("layout", "lever"), PRODUCTS, daily=[("single", LEVERS[0]), *((one, EVALUATES) for one in ("ddp", "pdp"))])
-def test_what_changes_no_numbers_changes_none_beside_dropout_either(shared_run, reference, layout, lever):
+def test_levers_keep_losses_with_dropout(shared_run, reference, layout, lever):
     options = (f"parallel={layout}", "+model.dropout=0.2")
     record = shared_run(*COMMON, *options, lever)
     assert record["status"] == "ok", record["error"]
@@ -140,6 +140,6 @@ STARTS: list[Any] = [
 ]  # fmt: skip
 
 
-def test_before_the_first_step_the_module_is_a_fresh_one():
+def test_module_is_fresh_before_the_first_step():
     for differing in on_ranks(2, each, before_the_first_step, STARTS):
         assert not any(differing.values()), differing

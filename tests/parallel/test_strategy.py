@@ -106,11 +106,11 @@ class TestOnRanks:
             "interleaved1f1b, copies", "looped_bfs, shards",
         ],
     )  # fmt: skip
-    def test_gradients_are_those_of_one_process(self, of_ranks, name):
+    def test_gradients_equal_one_process(self, of_ranks, name):
         check([of_rank[name] for of_rank in of_ranks])
 
     @cases("name", NARROW, daily=["ddp in bf16", "fsdp in fp16"])
-    def test_a_narrow_reduction_rounds_them(self, of_ranks, name):
+    def test_narrow_reduction_rounds_gradients(self, of_ranks, name):
         """To three or four decimal digits each; four summands, and the noise is no bias."""
         expected, errors = reference(4)["gradients"], []
         for of_rank in (of_rank[name] for of_rank in of_ranks):
@@ -121,7 +121,7 @@ class TestOnRanks:
         assert max(errors) > 1e-4  # fp32 keeps seven digits
 
     @cases("name", PRODUCTS, daily=["all three", "with tensor"])
-    def test_so_they_are_under_every_product_of_degrees(self, of_eight, name):
+    def test_products_of_degrees_equal_one_process(self, of_eight, name):
         check([of_rank[name] for of_rank in of_eight])
 
 
@@ -202,7 +202,7 @@ def step_of(name: str) -> dict[str, Any]:
     [({}, 8, 1), ({"replicate": "auto"}, 8, 8), ({"shard": "auto"}, 8, 8), ({"replicate": 3, "shard": "auto"}, 8, 6),
      ({"replicate": 3, "shard": "auto"}, 2, 3), ({"replicate": 2, "pipeline": 2}, 8, 4)],
 )  # fmt: skip
-def test_a_run_takes_as_many_of_the_devices_as_fit(options, available, ranks):
+def test_ranks_fit_the_devices(options, available, ranks):
     assert Strategy(**options).ranks(available) == ranks
 
 
@@ -219,7 +219,7 @@ ON_ONE_RANK = {
 
 
 @pytest.mark.parametrize("name", ON_ONE_RANK)
-def test_on_one_rank_what_was_asked_for_is_applied_all_the_same(name):
+def test_single_rank_still_applies_transforms(name):
     strategy, *expected = ON_ONE_RANK[name]
     with pretended(1):
         engine, *_ = laid_out(strategy, gpt(), 4)
@@ -232,7 +232,7 @@ def pipeline(**options: Any) -> Strategy:
 
 class TestPipeline:
     @pytest.mark.parametrize(("share", "stages"), [(16, 2), (16, 4), (12, 3), (7, 2), (6, 4), (100, 4)])
-    def test_automatic_micro_batches_keep_the_stages_busy(self, share, stages):
+    def test_automatic_micro_batches_fill_stages(self, share, stages):
         layout = layout_of(pipeline(pipeline=stages), stages, share)
         enough = [number for number in range(2 * stages, share + 1) if share % number == 0]
         assert layout.microbatches == (enough[0] if enough else share)
@@ -240,12 +240,12 @@ class TestPipeline:
     @pytest.mark.parametrize(
         "schedule", ["interleaved1f1b", pytest.param("interleaved_zero_bubble", marks=needs_splitting)]
     )
-    def test_automatic_micro_batches_fill_the_rounds(self, schedule):
+    def test_automatic_micro_batches_fill_rounds(self, schedule):
         strategy = pipeline(schedule=schedule)
         assert layout_of(strategy, 2, 15).microbatches == 15 // 5
         assert layout_of(strategy, 2, 10, 2) == BatchPlan(Dims(pipeline=2), 10, 2, 1, 5)
 
-    def test_parts_are_weighed_by_flops_and_where_nobody_told_by_parameters(self):
+    def test_costs_are_flops_or_parameters(self):
         told, untold = on_meta(Toy, inputs=2, width=3, outputs=1, layers=2), untold_by(Chain(), 1)
         assert costs(told, told.parts()) == [4 * 6, 6 * 3]
         assert costs(untold, untold.parts()) == [2 * 3 + 3, 3 * 1 + 1]
@@ -341,7 +341,7 @@ def one_block_twice() -> nn.Module:
          "module.layers.1.0.weight are one weight, …; register it under one name, or try parallel=ddp"),
     ],
 )  # fmt: skip
-def test_a_model_that_cannot_be_laid_out_so_is_refused(options, build, message):
+def test_models_refused(options, build, message):
     strategy = Strategy(**options)
     told = refused(strategy.check, build(), layout_of(strategy, strategy.ranks(1), 240))
     assert Abridged(message) in (told, told.splitlines()[0])
@@ -352,7 +352,7 @@ def test_a_model_that_cannot_be_laid_out_so_is_refused(options, build, message):
     [("ulysses", 50, 51, "must divide the 51 positions of a sample"),
      ("ring", 48, 50, "times 2 must divide the 50 positions of a sample, of which each rank has two pieces")],
 )  # fmt: skip
-def test_samples_may_be_shorter_than_the_model_can_take(method, fits, not_so, rule):
+def test_context_divides_short_samples(method, fits, not_so, rule):
     strategy = Strategy(context=2, context_method=method)
     layout = layout_of(strategy, 2, 16)
     strategy.check_sample(torch.zeros(1, fits), torch.zeros(1, fits), layout)
@@ -360,7 +360,7 @@ def test_samples_may_be_shorter_than_the_model_can_take(method, fits, not_so, ru
     assert refused(strategy.check_sample, *samples, layout) == f"context=2: {rule}; try 1"
 
 
-def test_targets_without_positions_cannot_be_divided():
+def test_context_needs_positions_of_targets():
     strategy, samples = Strategy(context=2), (torch.zeros(1, 8), torch.zeros(1))
     told = "context=2: … by the same positions, … of shapes [1, 8] and [1]; try 1, or parallel=ddp,fsdp"
     assert refused(strategy.check_sample, *samples, layout_of(strategy, 2, 16)) == Abridged(told)

@@ -41,7 +41,7 @@ def test_a_linear_layer_computes_what_torch_does(shape, bias):
         assert torch.equal(master.grad, gradient.float())  # of few rows, so that nothing is rounded
 
 
-def test_gradients_of_a_linear_layer_are_not_rounded(monkeypatch):
+def test_linear_gradients_are_unrounded(monkeypatch):
     # As a GPU has.
     monkeypatch.setattr(wide_gradients, "product", lambda left, right, dtype: left.to(dtype) @ right.to(dtype))
     layer = nn.Linear(2, 2)
@@ -51,7 +51,7 @@ def test_gradients_of_a_linear_layer_are_not_rounded(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm, nn.RMSNorm])
-def test_a_weight_that_is_read_beside_its_layer_has_both_gradients(kind):
+def test_weight_read_outside_its_layer_adds_gradients(kind):
     layer = kind(2, 2) if kind is nn.Linear else kind(2)
     weight = layer.weight
     laid_out(layer)
@@ -64,20 +64,20 @@ def test_a_weight_that_is_read_beside_its_layer_has_both_gradients(kind):
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-def test_a_layer_whose_weight_is_no_parameter_stays_as_it_is():
+def test_weight_norm_stays_as_it_is():
     layer = nn.utils.weight_norm(nn.Linear(2, 2))
     laid_out(nn.Sequential(layer))(ones(3, 2)).sum().backward()
     assert all(weight.grad is not None for weight in layer.parameters())
 
 
-def test_a_layer_under_autocast_casts_what_it_is_given():
+def test_layer_works_under_autocast():
     layer = laid_out(nn.Linear(2, 2))
     with torch.autocast("cpu", torch.bfloat16):
         layer(torch.ones(3, 2)).sum().backward()
     assert layer._parameters["weight"].grad.unique().item() == 3
 
 
-def test_rows_of_an_embedding_are_added_up_without_rounding():
+def test_embedding_rows_are_summed_unrounded():
     layer, tokens = nn.Embedding(3, 2, padding_idx=0), torch.tensor([[1] * ROWS + [2], [0] * (ROWS + 1)])
     (weight,) = layer.parameters()
     expected = weight.detach().bfloat16()[tokens]
@@ -96,14 +96,14 @@ def test_a_frozen_weight_gets_no_gradient():
     assert bias.grad.tolist() == [3, 3]
 
 
-def test_without_copies_a_layer_computes_with_its_weights():
+def test_layers_without_copies_are_unchanged():
     layer = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2), nn.RMSNorm(2))
     expected = layer(torch.arange(3))
     enable_wide_gradients(layer)
     assert torch.equal(layer(torch.arange(3)), expected)
 
 
-def test_subclasses_replaced_forwards_and_divided_weights_stay_as_they_are(monkeypatch):
+def test_only_plain_layers_are_replaced(monkeypatch):
     class Other(nn.Linear):
         pass
 
@@ -128,7 +128,7 @@ class Block(nn.Module):
         return self.root(self.linear(self.norm(x + self.rows(torch.zeros(len(x), dtype=torch.int64)))))
 
 
-def test_compiled_equal_blocks_are_one_graph_whose_vectors_have_gradients_that_are_not_rounded():
+def test_compiled_blocks_share_a_graph_with_wide_gradients():
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
 

@@ -86,8 +86,8 @@ class LoneStage(_InferringStage):
 def without_weights(model: Model) -> Model:
     """Copy a model before it is laid out, with weights on the meta device: changes to the original do not affect it."""
     weights: dict[int, Any] = {
-        id(one): nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
-        for one in module_of(model).parameters()
+        id(weight): nn.Parameter(torch.empty_like(weight, device="meta"), weight.requires_grad)
+        for weight in module_of(model).parameters()
     }
     return deepcopy(model, weights)
 
@@ -108,17 +108,17 @@ def arriving(model: Model, names: Sequence[str], inputs: Tensor, dtype: torch.dt
     return torch.empty(batch, *rest, dtype=dtype, device="meta", requires_grad=True)
 
 
-def _through(model: Model, names: Sequence[str], found: Tensor) -> torch.Size:
+def _through(model: Model, names: Sequence[str], hidden: Tensor) -> torch.Size:
     """Return the shape of a tensor after the parts with these names; each has weights on its device meanwhile."""
     parts = model.parts() or {}
     for name in names:
         held = members(name, parts[name]).values()
         for module in held:
-            module.to_empty(device=found.device)
-        found = parts[name](found)
+            module.to_empty(device=hidden.device)
+        hidden = parts[name](hidden)
         for module in held:
             module.to("meta")
-    return found.shape
+    return hidden.shape
 
 
 #: torch's options, by what gets its own communicator: each pair of ranks and direction (since 2.15), or each direction
@@ -162,18 +162,18 @@ _MOST_DIMENSIONS = 8
 class Pipelined(Engine):
     """The engine of a pipeline: the schedule and this rank's stages, each laid out over its replicas or shards."""
 
-    def __init__(self, model: Model, setting: Setting, how: Options) -> None:
-        layout, device, schedule = setting.layout, setting.device, how.pipeline_schedule
+    def __init__(self, model: Model, setting: Setting, options: Options) -> None:
+        layout, device, schedule = setting.layout, setting.device, options.pipeline_schedule
         #: A copy of the model to predict what arrives, if the previous stages are absent.
         self._whole = None if collect.all_ranks_present() else without_weights(model)
         mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
         group = mesh.get_group()
-        where = cut(model, how.stage_ranks(layout.dims))
+        where = cut(model, options.stage_ranks(layout.dims))
         tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
         untie(model, tied, where)
         last, named = len(where.stages) - 1, model.parts() or {}
         parts = {
-            number: apply(model, _stage(named, where, [number], is_last=number == last), setting, how)
+            number: apply(model, _stage(named, where, [number], is_last=number == last), setting, options)
             for number in where.of(dist.get_rank(group))
         }
         self.module: nn.Module = next(iter(parts.values())).module
@@ -190,7 +190,7 @@ class Pipelined(Engine):
         self.rehearsals = settles + (layout.accumulation > 1) if settles else 1
         self._where, self._parts, self._layout, self._group, self._device = where, parts, layout, group, device
         self._dtype = DTYPES[setting.precision]
-        self._sequence = layout.dims.tensor if how.sequence else 1  #: Ranks that share the positions of a message.
+        self._sequence = layout.dims.tensor if options.sequence else 1  #: Ranks that share the positions of a message.
         self.links = open_links(group, device)
         kind = _LinkedStage if self._whole is None else LoneStage
         self._stages = {
@@ -223,7 +223,7 @@ class Pipelined(Engine):
 
     def gradient_norm(self) -> Tensor:
         """See :meth:`ptdbench.parallel.engine.Engine.gradient_norm`; a shared weight counts once."""
-        others = {copy for one in self._shared for copy in one.others}
+        others = {copy for shared in self._shared for copy in shared.others}
         square = norm_of(weight for weight in self.module.parameters() if weight not in others).square()
         square = square.to(self._device)  # for a stage without gradients, the zero is on the host
         dist.all_reduce(square, group=self._group)
@@ -236,24 +236,24 @@ class Pipelined(Engine):
         The schedule is not used, as all its micro-batches must have the same size.
         """
         ranks, last = self._where.ranks, len(self._where.ranks) - 1
-        found = None
+        outputs = None
         for number, part in self._parts.items():
             if number == 0:
                 arrived = inputs
             elif number - 1 in self._parts:  # the two arms of a V meet on one rank
-                assert found is not None
-                arrived = found
+                assert outputs is not None
+                arrived = outputs
             else:
                 arrived = receive_tensor(self._group, ranks[number - 1], inputs.device)
             try:
-                found = part.module(arrived) if targets is None else part.module(arrived, targets)
+                outputs = part.module(arrived) if targets is None else part.module(arrived, targets)
             finally:
                 part.release()
             if number < last and number + 1 not in self._parts:
-                send_tensor(found, self._group, ranks[number + 1])
-        if not self.owns_loss or found is None:
+                send_tensor(outputs, self._group, ranks[number + 1])
+        if not self.owns_loss or outputs is None:
             return None
-        return found if targets is None else found.mean()
+        return outputs if targets is None else outputs.mean()
 
     def _pass(self, inputs: Tensor, targets: Tensor, last: bool) -> None:
         """Run one pass of the schedule; in the last pass DDP averages the gradients, unless that follows separately.

@@ -115,14 +115,15 @@ class Stage(nn.Module):
 
     def __init__(self, parts: Mapping[str, nn.Module], is_last: bool = False) -> None:
         super().__init__()
-        for name, part in ((name, member) for key, one in parts.items() for name, member in members(key, one).items()):
+        modules = [item for name, part in parts.items() for item in members(name, part).items()]
+        for name, module in modules:
             *path, leaf = name.split(".")
             holder: nn.Module = self
             for step in path:
                 if step not in holder._modules:
                     holder.add_module(step, nn.Module())
                 holder = holder.get_submodule(step)
-            holder.add_module(leaf, part)
+            holder.add_module(leaf, module)
         self._chain = list(parts.values())
         self._is_last = is_last
 
@@ -208,12 +209,12 @@ class Shared:
 def by_stage(tied: Tied, cut: Cut) -> list[dict[int, list[str]]]:
     """Return for each weight that is in several stages its names in each of them."""
     first: dict[str, str] = {}
-    found: dict[str, dict[int, list[str]]] = {}
-    for one, other in tied:
-        first[other] = name = first.get(one, one)
-        stages = found.setdefault(name, {cut.owner(name): [name]})
+    stages_of: dict[str, dict[int, list[str]]] = {}
+    for original, other in tied:
+        first[other] = name = first.get(original, original)
+        stages = stages_of.setdefault(name, {cut.owner(name): [name]})
         stages.setdefault(cut.owner(other), []).append(other)
-    return [stages for stages in found.values() if len(stages) > 1]
+    return [stages for stages in stages_of.values() if len(stages) > 1]
 
 
 def untie(model: Model, tied: Tied, cut: Cut) -> None:
@@ -224,10 +225,10 @@ def untie(model: Model, tied: Tied, cut: Cut) -> None:
         for stage, names in stages.items():
             if cut.ranks[stage] in has_one:
                 weight = module.get_parameter(names[0])
-                own = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+                copy = nn.Parameter(weight.detach().clone(), weight.requires_grad)
                 for name in names:
                     path, _, leaf = name.rpartition(".")
-                    setattr(module.get_submodule(path), leaf, own)
+                    setattr(module.get_submodule(path), leaf, copy)
             has_one.add(cut.ranks[stage])
 
 
@@ -235,7 +236,7 @@ def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGrou
     """Find the trained weights of this rank that stages share, and make their copies equal."""
     here = dict(module.named_parameters(remove_duplicate=False))  # reading an attribute may return the local part
     mine = dist.get_rank(group)
-    found = []
+    shared = []
     for stages in by_stage(tied, cut):
         copies = [here[name] for stage, (name, *_) in stages.items() if cut.ranks[stage] == mine]
         if not copies:
@@ -246,15 +247,15 @@ def find_shared(tied: Tied, module: nn.Module, cut: Cut, group: dist.ProcessGrou
             continue  # frozen: no gradients to sum
         first, others = (copies[0], copies[1:]) if cut.ranks[next(iter(stages))] == mine else (None, copies)
         ranks = sorted({dist.get_global_rank(group, cut.ranks[stage]) for stage in stages})
-        found.append(Shared(first, others, ranks))
-    return found
+        shared.append(Shared(first, others, ranks))
+    return shared
 
 
 def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
     """Sum the gradients of each shared weight, in the same order on all ranks, so that all copies stay equal."""
-    for one in weights:
-        gradients = [_gradient(copy) for copy in (one.first, *one.others) if copy is not None]
-        total, *others = _exchange(sum(gradients[1:], gradients[0]), one.ranks, group)
+    for weight in weights:
+        gradients = [_gradient(copy) for copy in (weight.first, *weight.others) if copy is not None]
+        total, *others = _exchange(sum(gradients[1:], gradients[0]), weight.ranks, group)
         for other in others:
             total += other
         for gradient in gradients:
@@ -263,15 +264,15 @@ def add_up_shared(weights: Sequence[Shared], group: dist.ProcessGroup) -> None:
 
 def _exchange(mine: Tensor, ranks: Sequence[int], group: dist.ProcessGroup) -> list[Tensor]:
     """Exchange a tensor among ``ranks``, which include this one; returns the tensors of all."""
-    found = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
+    tensors = [mine if rank == dist.get_rank() else torch.empty_like(mine) for rank in ranks]
     messages = []
-    for rank, theirs in zip(ranks, found, strict=True):
+    for rank, theirs in zip(ranks, tensors, strict=True):
         if theirs is not mine:
             messages.append(dist.P2POp(dist.isend, mine.contiguous(), rank, group))
             messages.append(dist.P2POp(dist.irecv, theirs, rank, group))
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
-    return found
+    return tensors
 
 
 def _gradient(weight: nn.Parameter) -> Tensor:
@@ -280,14 +281,14 @@ def _gradient(weight: nn.Parameter) -> Tensor:
 
 
 def divide_batch(
-    how: Options, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]
+    options: Options, dims: Dims, global_batch: int, share: int, micro_batch: int | Literal["auto"]
 ) -> BatchPlan:
     """Divide a replica's ``share`` of the batch into passes of micro-batches; raises ConfigError if it cannot."""
-    schedule, size, per_rank = how.pipeline_schedule, dims.pipeline, how.stages_on_rank
+    schedule, size, per_rank = options.pipeline_schedule, dims.pipeline, options.stages_on_rank
     total = share if micro_batch == "auto" else share // micro_batch
     whole = "a replica's share of the batch" if micro_batch == "auto" else "the micro-batches of a replica's step"
     automatic = schedule.busy if micro_batch == "auto" else schedule.most
-    count = automatic(total, size, per_rank) if how.microbatches == "auto" else how.microbatches
+    count = automatic(total, size, per_rank) if options.microbatches == "auto" else options.microbatches
     require(divides("microbatches", count, total, f"{whole}, {total}"))
     accumulation = 1 if micro_batch == "auto" else total // count
     each = share // (count * accumulation)

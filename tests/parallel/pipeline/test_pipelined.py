@@ -38,7 +38,7 @@ def handed_over() -> list[Tensor]:
 
 
 @pytest.mark.ranks
-def test_what_arrives_is_what_was_sent(of_ranks):
+def test_received_equals_sent(of_ranks):
     for found, tensor in zip(of_ranks[1][0], TENSORS.values(), strict=True):
         assert found.dtype == tensor.dtype
         assert torch.equal(found, tensor)
@@ -65,7 +65,7 @@ def gradients_of_a_shared_weight() -> list[Tensor]:
 
 
 @pytest.mark.ranks
-def test_all_copies_of_a_weight_take_the_same_step(of_ranks):
+def test_shared_weight_sums_its_gradients(of_ranks):
     found = [gradients for _, gradients in of_ranks]
     assert [len(copies) for copies in found] == [2, 1, 1]
     expected = sum(torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(4))
@@ -73,7 +73,7 @@ def test_all_copies_of_a_weight_take_the_same_step(of_ranks):
     assert all(torch.equal(copy, found[0][0]) for copies in found for copy in copies)
 
 
-def test_what_arrives_from_an_absent_rank_is_foreseen_whatever_becomes_of_own_stages():
+def test_shape_from_absent_rank_is_predicted():
     """An earlier one computes with copies of its weights, and the last one's head, which is the embedding, has some."""
     with torch.device("meta"):
         model = GPT(layers=2, heads=2, width=8, sequence_length=6, vocabulary=20, tie_weights=True)
@@ -85,7 +85,7 @@ def test_what_arrives_from_an_absent_rank_is_foreseen_whatever_becomes_of_own_st
     assert (found.shape, found.dtype, found.device.type) == ((4, 6, 8), torch.bfloat16, "meta")
 
 
-def test_a_copy_without_weights_leaves_them_to_the_model():
+def test_meta_copy_leaves_the_model():
     model = GPT(layers=1, heads=2, width=8, sequence_length=6, vocabulary=20, tie_weights=True)
     copied = module_of(without_weights(model))
     assert {name: one.shape for name, one in copied.named_parameters()} == {

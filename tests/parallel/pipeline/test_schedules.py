@@ -38,7 +38,7 @@ def test_the_bubble_of_a_schedule(name, bubble):
 
 
 @pytest.mark.parametrize("name", ["interleaved1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv"])
-def test_the_bubble_is_that_of_the_order_of_torch(name):
+def test_bubble_equals_torchs_order(name):
     schedule = SCHEDULES[name]
     for ranks, per_rank, microbatches in product((2, 3, 4), (2,) if name == "zbv" else (2, 3), range(1, 9)):
         if schedule.accepts(microbatches, ranks, per_rank):

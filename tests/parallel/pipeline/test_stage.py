@@ -26,7 +26,7 @@ def cut(model, *ends: int) -> list[Stage]:
 
 @pytest.mark.parametrize("build", [untied, lambda: ResNet(depth=18, classes=3, image_size=32)])
 @pytest.mark.parametrize("ends", [(), (1,), (2, 4)])
-def test_names_and_tensors_are_those_of_the_whole(build, ends):
+def test_stages_keep_names_and_tensors(build, ends):
     model = build()
     of_stages = [item for stage in cut(model, *ends) for item in stage.state_dict(keep_vars=True).items()]
     whole = model.state_dict(keep_vars=True)
@@ -34,7 +34,7 @@ def test_names_and_tensors_are_those_of_the_whole(build, ends):
     assert all(tensor is whole[name] for name, tensor in of_stages)
 
 
-def test_a_chain_of_stages_computes_what_the_whole_does():
+def test_stages_compute_the_model():
     model = untied()
     tokens, targets = torch.randint(11, (4, 6)), torch.randint(11, (4, 6))
     first, second, last = cut(model, 1, 3)
@@ -68,7 +68,7 @@ def test_a_cut_says_which_rank_has_what():
     assert where.owner("head.norm.bias") == 2
 
 
-def test_what_a_stage_holds_besides_layers_is_told_where_it_has_weights():
+def test_unrepeated_modules_of_stages():
     assert stages.unrepeated(untied(), stages.cut(untied(), [0, 1])) == [["embedding"], ["head"]]
     model = ResNet(depth=18, classes=10)
     told = stages.unrepeated(model, stages.cut(model, [0, 1, 2]))
@@ -86,7 +86,7 @@ def test_what_a_stage_holds_besides_layers_is_told_where_it_has_weights():
         ([14, 0, 3, 3, 3, 3], [0, 1, 2, 3], "stage 0 of 4 with 54% of the FLOPs, as 0 alone has 54%: at most 1.86"),
     ],
 )
-def test_a_pipeline_that_cannot_be_much_faster_than_one_rank_is_told(costs, ranks, said):
+def test_imbalance_is_reported(costs, ranks, said):
     parts = {str(number): nn.Linear(1, 1) for number in range(len(costs))}
     model: Any = SimpleNamespace(
         parts=lambda: parts, layers=list, train_flops=lambda: {str(number): cost for number, cost in enumerate(costs)}
@@ -131,7 +131,7 @@ def test_no_other_cut_has_a_faster_slowest_stage():
         assert len(cuts[0]) == min(len(other[0]) for other in equal)
 
 
-def test_each_stage_has_weights_where_a_cut_allows_it():
+def test_stages_have_weights_if_possible():
     assert balance([1, 0, 0, 1, 1], 3, empty=[1, 2]) == [range(1), range(1, 4), range(4, 5)]
     assert balance([1, 0, 0], 3, empty=[1, 2]) == [range(1), range(1, 2), range(2, 3)]
     with torch.device("meta"):
