@@ -100,11 +100,11 @@ class Decoder(nn.Module):
         vocabulary, positions = (self.vocabulary, "tokens"), (self.sequence_length, "positions")
         of_block = self._block_roles()
         named = {
-            "embedding": Role("stream", *positions),
+            "embedding": Role("scatter", *positions),
             "embedding.token": Role("vocabulary", *vocabulary),
             "embedding.position": Role("positions", *positions),
             **{f"blocks.{i}.{name}": role for i in range(len(self.blocks)) for name, role in of_block.items()},
-            "head.norm": Role("entry"),
+            "head.norm": Role("sequence"),
             "head.projection": Role("vocabulary", *vocabulary),
             "head.cross_entropy": Role("loss"),
         }
@@ -114,15 +114,15 @@ class Decoder(nn.Module):
     def _block_roles(self) -> dict[str, Role]:
         """Return the roles of all modules that a block may have, by name in the block."""
         return {
-            "attention_norm": Role("entry"),
-            "attention.query_key_value": Role("outputs", *self.groups),
+            "attention_norm": Role("sequence"),
+            "attention.query_key_value": Role("colwise", *self.groups),
             "attention.rotary": Role("positions", self.sequence_length, "positions"),
             "attention.mix": Role("attention", *self.groups, is_causal=True),
-            "attention.output": Role("inputs", *self.groups),
-            "mlp_norm": Role("entry"),
-            "mlp.gate": Role("outputs"),
-            "mlp.up": Role("outputs"),
-            "mlp.down": Role("inputs"),
+            "attention.output": Role("rowwise", *self.groups),
+            "mlp_norm": Role("sequence"),
+            "mlp.gate": Role("colwise"),
+            "mlp.up": Role("colwise"),
+            "mlp.down": Role("rowwise"),
         }
 
     def tied(self) -> list[tuple[str, str]]:

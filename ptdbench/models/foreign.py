@@ -30,7 +30,7 @@ The module may define these methods, all optional:
     Pairs of full parameter names in different parts that are one weight. Default: parameters that are one object.
 ``roles()``
     The roles of modules for ranks that share the work of one sample, under tensor or context parallelism: a dict from
-    full name to :class:`ptdbench.models.protocol.Role`, or only to its kind, such as ``outputs`` or ``inputs``.
+    full name to :class:`ptdbench.models.protocol.Role`, or only to its kind, such as ``colwise`` or ``rowwise``.
     Default: none.
 ``train_flops()``
     FLOPs of forward and backward pass for one sample, a dict by part. Default: counted on the meta device, including

@@ -142,13 +142,13 @@ class MoE(Decoder):
         positions = (self.sequence_length, "positions")
         return {
             **super()._block_roles(),
-            "attention.query": Role("outputs", *self.groups),
-            "attention.latent": Role("each"),
-            "attention.latent_norm": Role("each"),
-            "attention.key_value": Role("outputs_of_each", *self.groups),
-            "attention.norms": Role("each"),
+            "attention.query": Role("colwise", *self.groups),
+            "attention.latent": Role("replicated"),
+            "attention.latent_norm": Role("replicated"),
+            "attention.key_value": Role("local_colwise", *self.groups),
+            "attention.norms": Role("replicated"),
             "attention.mix": Role("attention", *self.groups, is_causal=not self.has_latent),
-            "mixture": Role("tokens", *positions),
+            "mixture": Role("split_sequence", *positions),
             "mixture.router.positions": Role("positions", *positions),
             "mixture.experts": Role("experts", self.experts, "experts"),
         }

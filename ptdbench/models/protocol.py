@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 
 #: The roles of a module for ranks that share the work of one sample, see :class:`Role`.
 Kind = Literal[
-    "outputs", "inputs", "vocabulary", "loss", "entry", "stream", "each", "outputs_of_each", "tokens",
+    "colwise", "rowwise", "vocabulary", "loss", "sequence", "scatter", "replicated", "local_colwise", "split_sequence",
     "experts", "positions", "attention",
 ]  # fmt: skip
 
@@ -22,19 +22,19 @@ class Role:
 
     #: Under tensor parallelism:
     #:
-    #: - ``outputs``: a linear layer of which each rank computes some outputs, from all inputs (column-wise).
-    #: - ``inputs``: a linear layer of which each rank takes some inputs (row-wise); the ranks' outputs are summed, and
-    #:   the bias is added once.
+    #: - ``colwise``: a column-wise linear layer: each rank computes some outputs, from all inputs.
+    #: - ``rowwise``: a row-wise linear layer: each rank takes some inputs; the ranks' outputs are summed, and the bias
+    #:   is added once.
     #: - ``vocabulary``: an embedding or a projection to logits, of which each rank has some tokens.
     #: - ``loss``: a ``ptdbench.models.linear_cross_entropy.LinearCrossEntropy`` over a cut vocabulary.
-    #: - ``entry``: a module whose output goes only to cut layers and to a loss; under sequence parallelism it works on
-    #:   a rank's share of ``[batch, length, ...]``.
-    #: - ``stream``: a module whose output, ``[batch, length, ...]``, is where sequence parallelism begins.
-    #: - ``each``: a module between an ``entry`` and an ``inputs`` layer that is not cut: each rank applies it to the
-    #:   outputs of a cut layer, or to the whole output of the entry, for its own units.
-    #: - ``outputs_of_each``: like ``outputs``, after a module with the role ``each``.
-    #: - ``tokens``: a module from ``[batch, length, ...]`` to the same shape that is not cut: ranks share its
-    #:   positions, whether or not they share them elsewhere.
+    #: - ``sequence``: a module whose output goes only to cut layers and to a loss; under sequence parallelism it works
+    #:   on a rank's share of ``[batch, length, ...]``.
+    #: - ``scatter``: a module whose output, ``[batch, length, ...]``, sequence parallelism scatters over the ranks.
+    #: - ``replicated``: a module between a ``sequence`` module and a ``rowwise`` layer that is not cut: each rank
+    #:   applies it to the outputs of a cut layer, or to the whole output of the former, for its own units.
+    #: - ``local_colwise``: like ``colwise``, after a ``replicated`` module.
+    #: - ``split_sequence``: a module from ``[batch, length, ...]`` to the same shape that is not cut: ranks share its
+    #:   positions, with or without sequence parallelism.
     #:
     #: Under expert parallelism:
     #:

@@ -58,8 +58,8 @@ class Toy(nn.Module):
         """Divide layers in pairs; the last one of an odd number stays whole."""
         roles = {}
         for i in range(0, len(self.chain) - 1, 2):
-            roles[f"chain.{i}.linear"] = Role("outputs")
-            roles[f"chain.{i + 1}.linear"] = Role("inputs")
+            roles[f"chain.{i}.linear"] = Role("colwise")
+            roles[f"chain.{i + 1}.linear"] = Role("rowwise")
         return roles
 
     def train_flops(self) -> dict[str, float]:

@@ -281,11 +281,11 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
     summands: set[nn.Parameter] = set()
     for name, role in roles_of(work.model).items():
         size = outputs[name] * _bytes_per_sample(work)
-        if role.kind in ("entry", "inputs"):
+        if role.kind in ("sequence", "rowwise"):
             yield {"reduce_scatter": size, "all_gather": size} if sequence else {"all_reduce": size}
-        elif role.kind == "tokens" and not sequence:
+        elif role.kind == "split_sequence" and not sequence:
             yield _unknown("all_gather", "all_reduce")
-        elif role.kind == "stream" and sequence:
+        elif role.kind == "scatter" and sequence:
             yield {"all_gather": size}
         elif role.kind == "vocabulary" and isinstance(module.get_submodule(name), nn.Embedding):
             yield {"all_reduce": size}
@@ -295,7 +295,7 @@ def _of_products(work: CommModel, outputs: Mapping[str, int]) -> Iterator[dict[s
             tokens = work.example[1].numel() * work.layout.replica_batch / work.layout.dims.context
             yield {"all_reduce": _OF_LOSS * _WIDE * tokens}
         # Each rank has only a summand of the gradients of these weights.
-        if role.kind in ("each", "tokens") or (role.kind == "entry" and sequence):
+        if role.kind in ("replicated", "split_sequence") or (role.kind == "sequence" and sequence):
             summands |= set(module.get_submodule(name).parameters())
     summands -= experts.parts(work.model, work.layout.dims).keys()
     # FSDP sums them when it reduces gradients: under a pipeline in each pass of its schedule.

@@ -267,11 +267,11 @@ def _of_products(options: Options, model: Model, dims: Dims) -> Iterator[Row]:
     is_cut = not kinds.isdisjoint(tensor.DIMENSIONS)
     yield (not is_cut, "tensor", "needs a model whose roles() name layers that can be cut",
            "try 1, or parallel=ddp,fsdp")  # fmt: skip
-    yield (is_cut and options.sequence and "stream" not in kinds, "sequence",
+    yield (is_cut and options.sequence and "scatter" not in kinds, "sequence",
            "needs a model whose roles() name the module where its stream begins", "try false")  # fmt: skip
     positions, others = list[Role](), list[Role]()
     for name, role in roles.items():
-        if role.kind in ("stream", "tokens"):
+        if role.kind in ("scatter", "split_sequence"):
             positions.append(role)
         elif role.units or role.kind not in tensor.DIMENSIONS:
             others.append(role)
@@ -375,7 +375,7 @@ def of_gloo(options: Options, dims: Dims, model: Model, *, gathers: bool) -> lis
     users = {
         "ring attention": dims.context > 1 and options.context_method == "ring",
         "sequence parallelism": divides and options.sequence,
-        "a mixture of experts under tensor parallelism": divides and "tokens" in kinds,
+        "a mixture of experts under tensor parallelism": divides and "split_sequence" in kinds,
         "tensor parallelism for logits": divides and tensor.gathers_logits(model),
         "the optimizer for updates of sharded matrices": gathers and (divides or shards),
     }

@@ -37,7 +37,7 @@ from ptdbench.parallel.roles import roles_of
 POSITIONS = 1
 
 #: The dimension of a weight that each kind of role cuts.
-DIMENSIONS = {"outputs": 0, "outputs_of_each": 0, "inputs": 1, "vocabulary": 0}
+DIMENSIONS = {"colwise": 0, "local_colwise": 0, "rowwise": 1, "vocabulary": 0}
 
 
 def gathers_logits(model: Model) -> bool:
@@ -48,7 +48,7 @@ def gathers_logits(model: Model) -> bool:
 
 
 def cut_dimensions(model: Model) -> dict[nn.Parameter, int]:
-    """Return the dimension along which each cut parameter is cut; the bias of ``inputs`` is whole on each rank."""
+    """Return the dimension along which each cut parameter is cut; a row-wise layer's bias is whole on each rank."""
     dimensions = {}
     for name, role in roles_of(model).items():
         dimension = DIMENSIONS.get(role.kind)
@@ -109,21 +109,21 @@ def add_up_partial(parameters: list[nn.Parameter]) -> None:
 def styles(sequence: bool) -> dict[str, ParallelStyle]:
     """Return the parallel style for each kind of role; modules with other roles stay as they are."""
     shared = Shard(POSITIONS) if sequence else Replicate()
-    stream = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=shared)
+    scatter = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=shared)
     return {
-        "outputs": ColwiseParallel(),
-        "outputs_of_each": _OutputsOfEach(),
-        "inputs": RowwiseParallel(output_layouts=shared),
+        "colwise": ColwiseParallel(),
+        "local_colwise": _LocalColwise(),
+        "rowwise": RowwiseParallel(output_layouts=shared),
         "vocabulary": _Vocabulary(output_layouts=Replicate()),
         "loss": _LossOverVocabulary(),
-        "entry": _Entry(output_layouts=shared, desired_output_layouts=Replicate(), use_local_output=False),
-        "each": _Each(),
-        "tokens": _Tokens(sequence),
-        **({"stream": stream} if sequence else {}),
+        "sequence": _Sequence(output_layouts=shared, desired_output_layouts=Replicate(), use_local_output=False),
+        "replicated": _Replicated(),
+        "split_sequence": _SplitSequence(sequence),
+        **({"scatter": scatter} if sequence else {}),
     }
 
 
-class _Entry(PrepareModuleOutput):
+class _Sequence(PrepareModuleOutput):
     """The style of a module whose output goes to cut layers; its gradient is summed once for all of them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -134,7 +134,7 @@ class _Entry(PrepareModuleOutput):
         return super()._apply(module, device_mesh)
 
 
-class _Each(ParallelStyle):
+class _Replicated(ParallelStyle):
     """The style of a module applied to each unit: a rank's gradients of weights and input are summands of its units."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -145,12 +145,15 @@ class _Each(ParallelStyle):
 
     @staticmethod
     def _localize(_module: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Replace an entry's output by its local tensor; the entry sums the gradients."""
+        """Replace the output of a sequence-parallel module by its local tensor; that module sums the gradients."""
         summand = [Partial()]
-        return tuple(argument.to_local(grad_placements=summand) if isinstance(argument, DTensor) else argument for argument in arguments)
+        return tuple(
+            argument.to_local(grad_placements=summand) if isinstance(argument, DTensor) else argument
+            for argument in arguments
+        )
 
 
-class _OutputsOfEach(ParallelStyle):
+class _LocalColwise(ParallelStyle):
     """The style of a layer of which each rank computes some outputs, and keeps their summand of the input gradient."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -158,7 +161,7 @@ class _OutputsOfEach(ParallelStyle):
         return module
 
 
-class _Tokens(_Each):
+class _SplitSequence(_Replicated):
     """The style of a module applied to a rank's share of positions, which it makes without sequence parallelism."""
 
     def __init__(self, sequence: bool) -> None:

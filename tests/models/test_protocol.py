@@ -215,13 +215,13 @@ def divided_among_ranks() -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
         torch.manual_seed(0)
         model, inputs, targets = FAMILIES[family]()
         kinds = {role.kind for role in model.roles().values()}
-        if not kinds or (sequence and "stream" not in kinds):
+        if not kinds or (sequence and "scatter" not in kinds):
             continue
         whole = model(inputs).detach(), model(inputs, targets).detach()
         size = {name: weight.numel() for name, weight in model.named_parameters()}
         tensor.parallelize(model, model, mesh, sequence=sequence)
         cut = {name for name, weight in model.named_parameters() if weight.to_local().numel() * 2 == size[name]}
-        roles = {name for name, role in model.roles().items() if role.kind in ("outputs", "inputs", "vocabulary")}
+        roles = {name for name, role in model.roles().items() if role.kind in ("colwise", "rowwise", "vocabulary")}
         tied = {second.removesuffix(".weight") for _, second in model.tied()}
         assert {f"{name}.weight" for name in roles - tied} <= cut
         divided = model(inputs).detach(), model(inputs, targets).detach()

@@ -63,7 +63,7 @@ class Stateful(nn.Module):
 
     def roles(self) -> dict[str, str]:
         names = [f"backbone.blocks.{number}" for number in range(len(self.backbone.blocks))]
-        return {f"{name}.{inner}": role for name in names for inner, role in (("up", "outputs"), ("down", "inputs"))}
+        return {f"{name}.{inner}": role for name in names for inner, role in (("up", "colwise"), ("down", "rowwise"))}
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self.head(self.backbone(inputs))

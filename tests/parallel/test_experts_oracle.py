@@ -143,9 +143,9 @@ MISTAKES: Mistakes = {
     "tokens to the ranks with the same experts": (of(experts, "_with_exchange", to_copies), "shards", "loss"),
     "the first rank's experts drawn on all": (of(tensor, "placed", of_the_first), "shards", "loss"),
     "tokens dropped beyond a fair share": (of(Router, "_sort", dropped), "shards", "loss"),
-    "summands of routers taken for sums": (of(tensor._Each, "_apply", not_whole), "tensor", "loss"),
+    "summands of routers taken for sums": (of(tensor._Replicated, "_apply", not_whole), "tensor", "loss"),
     "summands of whole experts taken for sums": (
-        of(tensor._Each, "_apply", not_whole), "tensor without FSDP", "loss"),
+        of(tensor._Replicated, "_apply", not_whole), "tensor without FSDP", "loss"),
     "weights of the chosen not normalized": (of(Router, "forward", unnormalized), "shards", "loss"),
     "a bias that moves with the load": (of(Router, "balance", backwards), "shards", "bias"),
     "a bias by rank": (lambda: after_init(_groups=lambda _: []), "shards", "bias"),

@@ -191,11 +191,11 @@ MISTAKES: Mistakes = {
     "updated weights sent by another than their owner": (of(dist, "_broadcast_coalesced", of_next), "zero1"),
     "outputs of cut layers not added up": (of(RowwiseParallel, "_prepare_output_fn", staticmethod(unsummed)), "tensor"),
     "gradients of the stream not added up": (
-        of(tensor._Entry, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
+        of(tensor._Sequence, "_prepare_out_fn", lambda _, output, mesh: Kept.apply(output, mesh)), "tensor"),
     "another rank's rows of the embedding": (
         of(tensor._Vocabulary, "_look_up_own", staticmethod(of_other_rows)), "tensor"),
     "a loss of a share of the vocabulary": (of(tensor, "_over_ranks", of_share), "tensor"),
-    "summands of norms taken for sums": (of(tensor._Entry, "_apply", taken_for_sums), "sequence"),
+    "summands of norms taken for sums": (of(tensor._Sequence, "_apply", taken_for_sums), "sequence"),
     "positions of a share": (of(context, "_number", lambda _p, _m, arguments: arguments), "context"),
     "positions in the order of other ranks": (after(context, "all_to_all_single_autograd", swapped), "context"),
     "gradients averaged over samples alone": (batch_for_copies, "context"),

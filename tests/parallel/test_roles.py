@@ -11,10 +11,10 @@ def net(roles):
 
 
 def test_kind_alone_is_a_role():
-    assert roles_of(net({"up": "outputs", "": Role("stream")})) == {"up": Role("outputs"), "": Role("stream")}
+    assert roles_of(net({"up": "colwise", "": Role("scatter")})) == {"up": Role("colwise"), "": Role("scatter")}
 
 
 def test_invalid_roles_are_refused():
-    first, second = refused(roles_of, net({"up": "colwise", "down": "inputs"})).splitlines()
-    assert first.startswith("roles()['up']=colwise: is not the role of a module; try outputs, inputs, vocabulary")
-    assert second == "roles()['down']=inputs: is the role of a module that the model does not have"
+    first, second = refused(roles_of, net({"up": "outputs", "down": "rowwise"})).splitlines()
+    assert first.startswith("roles()['up']=outputs: is not the role of a module; try colwise, rowwise, vocabulary")
+    assert second == "roles()['down']=rowwise: is the role of a module that the model does not have"
