@@ -47,7 +47,7 @@ class Setting:
     @property
     def owns_loss(self) -> bool:
         """Whether this rank is the first in its tensor-parallel group, whose ranks compute the same loss together."""
-        return not (ranks := self.mesh["tensor"]) or ranks.get_local_rank() == 0
+        return not (ranks := self.mesh["tp"]) or ranks.get_local_rank() == 0
 
 
 def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -> LaidOutModule:
@@ -63,19 +63,19 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     device, fill = setting.device, partial(_fill, model, setting)
     # First replace modules inside layers: all later transforms wrap them.
     if options.sync_batchnorm and (is_sharded or is_replicated):
-        synchronize_batchnorm(module, setting.mesh.batch.get_group(), device)
+        synchronize_batchnorm(module, setting.mesh.dp.get_group(), device)
     if setting.precision in fp8.RECIPES:
         rows = setting.layout.micro_batch * setting.positions // dims.context
         fp8.convert(layers, setting.precision, sharded=is_sharded, rows=rows)
-    if ranks := setting.mesh["context"]:
+    if ranks := setting.mesh["cp"]:
         context.exchange(model, module, ranks, options.context_method)
     # Before anything wraps or reads the weights: both transforms replace them, tensor parallelism those that remain.
     shared = experts.modules(model, module) if dims.expert > 1 else []
-    if ranks := setting.mesh["expert"]:
+    if ranks := setting.mesh["ep"]:
         experts.divide(shared, ranks, virtual=setting.virtual)
     if setting.virtual:
         experts.force(module)
-    if ranks := setting.mesh["tensor"]:
+    if ranks := setting.mesh["tp"]:
         tensor.parallelize(model, module, ranks, sequence=options.sequence)
     # Before layers are wrapped, as some are linear themselves. FSDP gathers weights in the compute dtype instead.
     is_copied, splits = is_narrow and not is_sharded, options.splits_backward(dims)
@@ -108,7 +108,7 @@ def apply(model: Model, module: nn.Module, setting: Setting, options: Options) -
     # Last: DDP's hooks must see the parameters' own gradients, not the compiler's or a checkpoint's.
     if is_replicated:
         static_graph = options.has_static_graph(setting.layout)
-        part = replicate(module, setting.mesh.copies, device, options, static_graph=static_graph)
+        part = replicate(module, setting.mesh.dp_cp, device, options, static_graph=static_graph)
     return _completed(part, shared, setting, options, copies)
 
 

@@ -25,6 +25,7 @@ class Degree:
 
     text: str  #: What it counts, for readers of a record.
     letter: str  #: Its abbreviation in the label of a run, as in ``s2 t4``.
+    dimension: str  #: Its dimension of the mesh, as PyTorch calls it.
     #: What its ranks divide among them: the ``samples`` of the global batch, the ``positions`` of a sample, the
     #: ``layers`` of the model, or their ``products``; ``weights``: FSDP shards weights over them.
     divides: tuple[str, ...] = ()
@@ -39,9 +40,9 @@ class Degree:
     regroups: tuple[str, ...] = ()
 
 
-def degree(text: str, letter: str, **columns: Any) -> Any:
+def degree(text: str, letter: str, dimension: str, **columns: Any) -> Any:
     """Return a row of the table: a field with default 1; see :class:`Degree`."""
-    return field(default=1, metadata={"row": Degree(text, letter, **columns)})
+    return field(default=1, metadata={"row": Degree(text, letter, dimension, **columns)})
 
 
 @dataclass(frozen=True)
@@ -49,35 +50,37 @@ class Degrees(Generic[T]):
     """The table of degrees, and a value for each of them."""
 
     replicate: T = degree(
-        "Copies of the model.", "r", divides=("samples",), place=0, derived=3, preset="parallel=ddp,pdp",
+        "Copies of the model.", "r", "dp_replicate", divides=("samples",), place=0, derived=3,
+        preset="parallel=ddp,pdp",
         options=(
             "bucket_mb", "gradient_as_bucket_view", "static_graph", "optimizer", "powersgd_rank", "powersgd_start"
         ),
     )  # fmt: skip
     shard: T = degree(
-        "Ranks that share the weights of one copy, and its share of the batch.", "s", divides=("samples", "weights"),
-        place=2, derived=2, preset="parallel=fsdp,hsdp",
+        "Ranks that share the weights of one copy, and its share of the batch.", "s", "dp_shard",
+        divides=("samples", "weights"), place=2, derived=2, preset="parallel=fsdp,hsdp",
         options=(
             "reshard_after_forward", "reshard_between_microbatches", "reduce_scatter_each_microbatch", "prefetch",
             "separate_reduce_scatter", "reduce_scatter_buffers", "message_buffers",
         ),
     )  # fmt: skip
     context: T = degree(
-        "Ranks that share a sequence.", "c", divides=("positions", "weights"), place=3, preset="parallel.context=2",
-        options=("context_method",),
+        "Ranks that share a sequence.", "c", "cp", divides=("positions", "weights"), place=3,
+        preset="parallel.context=2", options=("context_method",),
     )  # fmt: skip
     tensor: T = degree(
-        "Ranks that share each matrix product.", "t", divides=("products",), place=4, derived=1,
+        "Ranks that share each matrix product.", "t", "tp", divides=("products",), place=4, derived=1,
         preset="parallel=tp,3d", options=("sequence", "async_tensor"),
     )  # fmt: skip
     # Stages are inside replicas, so that activations stay within a node.
     pipeline: T = degree(
-        "Ranks that share the layers of a copy.", "p", divides=("layers",), place=1, derived=0, preset="parallel=pdp",
-        options=("schedule", "stages_per_rank", "microbatches"),
+        "Ranks that share the layers of a copy.", "p", "pp", divides=("layers",), place=1, derived=0,
+        preset="parallel=pdp", options=("schedule", "stages_per_rank", "microbatches"),
     )  # fmt: skip
     expert: T = degree(
-        "Ranks that share the experts of a layer.", "e", preset="parallel=ep", regroups=("shard", "context", "tensor")
-    )
+        "Ranks that share the experts of a layer.", "e", "ep", preset="parallel=ep",
+        regroups=("shard", "context", "tensor"),
+    )  # fmt: skip
 
     @classmethod
     def rows(cls) -> dict[str, Degree]:

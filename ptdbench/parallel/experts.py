@@ -155,16 +155,16 @@ class Routing:
         dims = layout.dims
         self._routers = {name: part for name, part in module.named_modules() if isinstance(part, Router)}
         self._experts = experts
-        self._groups = [ranks.get_group() for ranks in (mesh.copies, mesh["tensor"]) if ranks and ranks.size() > 1]
+        self._groups = [ranks.get_group() for ranks in (mesh.dp_cp, mesh["tp"]) if ranks and ranks.size() > 1]
         self._tensor = dims.tensor
         # FSDP averages over the copies of an expert, each with the tokens of its group; but a loss is a mean over the
         # ranks of all groups, except that tensor-parallel ranks have shares of one loss.
         self._scale = dims.tensor / dims.expert
         self._totals = {name: torch.zeros(part.experts + 1).double() for name, part in self._routers.items()}
         self._taken = array("d")  # tokens that this rank computes, per step and module of experts
-        inner = mesh["tensor"]
-        self._ranks = mesh.copies.size() * dims.tensor
-        self._place = mesh.copies.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
+        inner = mesh["tp"]
+        self._ranks = mesh.dp_cp.size() * dims.tensor
+        self._place = mesh.dp_cp.get_local_rank() * dims.tensor + (inner.get_local_rank() if inner else 0)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:

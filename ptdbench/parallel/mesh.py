@@ -13,23 +13,24 @@ from ptdbench.parallel.dims import Dims
 class Mesh:
     """The mesh of ranks, seen from one of them.
 
-    ``mesh["tensor"]`` is the group of ranks that share each matrix product, or ``None`` if none do; likewise for each
-    degree.
+    ``mesh["tp"]`` is the group of ranks that share each matrix product, or ``None`` if none do; likewise for the
+    dimension of each degree: ``dp_replicate``, ``dp_shard``, ``cp``, ``pp`` and ``ep``.
     """
 
     def __init__(self, dims: Dims, device_type: str) -> None:
         _forget_plans()
-        names = dims.of_mesh()
-        grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in names), mesh_dim_names=names)
+        degrees, dimension = dims.of_mesh(), {name: row.dimension for name, row in dims.rows().items()}
+        names = tuple(dimension[name] for name in degrees)
+        grid = init_device_mesh(device_type, tuple(getattr(dims, name) for name in degrees), mesh_dim_names=names)
 
         def flat(*wanted: str) -> DeviceMesh:
-            present = dims.of_mesh(*wanted)
+            present = tuple(dimension[name] for name in dims.of_mesh(*wanted))
             return grid[present] if len(present) == 1 else grid[present]._flatten("_".join(present))
 
-        self.batch = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.
+        self.dp = flat(*dims.order("samples"))  #: The ranks with the same part of the model and different samples.
         #: The ranks over which gradients of unsharded weights are averaged: they differ in samples, or in the positions
         #: of a sequence.
-        self.copies = flat(*dims.order("samples", "positions"))
+        self.dp_cp = flat(*dims.order("samples", "positions"))
         copies = [flat(*dims.copied())] if dims.copies > 1 else []
 
         def in_each_copy(shards: DeviceMesh) -> DeviceMesh:
@@ -37,26 +38,27 @@ class Mesh:
             return DeviceMesh._concatenate([*copies, shards]) if copies else shards
 
         #: The ranks over which weights are sharded, in each copy of the model.
-        self.shard = in_each_copy(flat(*dims.order("weights"))) if {*dims.order("weights")} & {*names} else self.batch
-        #: For each degree above 1 that regroups others, their ranks in two dimensions: ``<name>_copies``, those with
-        #: the same share, and ``<name>``, those that share.
+        self.fsdp = in_each_copy(flat(*dims.order("weights"))) if {*dims.order("weights")} & {*degrees} else self.dp
+        #: For each degree above 1 that regroups others, by its dimension: their ranks in two dimensions,
+        #: ``<dimension>_copies``, those with the same share, and ``<dimension>``, those that share.
         self.regrouped = {}
         for name, row in dims.rows().items():
             if row.regroups and (size := getattr(dims, name)) > 1:
                 ranks = flat(*(other for other in dims.order() if other in row.regroups))
-                self.regrouped[name] = ranks._unflatten(0, (dims.regroup_copies(name), size), (f"{name}_copies", name))
-        fold = self.regrouped.get("expert")
-        #: Like ``shard``, for experts that are divided among ranks.
-        self.experts = in_each_copy(fold["expert_copies"]) if fold else self.shard
+                shape = dims.regroup_copies(name), size
+                self.regrouped[row.dimension] = ranks._unflatten(0, shape, (f"{row.dimension}_copies", row.dimension))
+        fold = self.regrouped.get("ep")
+        #: Like ``fsdp``, for experts that are divided among ranks.
+        self.ep_fsdp = in_each_copy(fold["ep_copies"]) if fold else self.fsdp
         self._views = {name: grid[name] for name in names} | {name: fold[name] for name, fold in self.regrouped.items()}
-        self._degrees = dims.rows()
+        self._dimensions = {*dimension.values()}
 
-    def __getitem__(self, degree: str) -> DeviceMesh | None:
-        return self._views.get(degree) if degree in self._degrees else self._views[degree]
+    def __getitem__(self, dimension: str) -> DeviceMesh | None:
+        return self._views.get(dimension) if dimension in self._dimensions else self._views[dimension]
 
     def groups(self) -> dict[str, dist.ProcessGroup]:
         """Return the process groups of this rank, in the same order on all ranks."""
-        groups = {"copies": self.copies.get_group(), "shard": self.shard.get_group(self.shard.ndim - 1)}
+        groups = {"dp_cp": self.dp_cp.get_group(), "fsdp": self.fsdp.get_group(self.fsdp.ndim - 1)}
         return groups | {name: view.get_group() for name, view in self._views.items() if name not in groups}
 
 

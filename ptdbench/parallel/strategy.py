@@ -99,7 +99,7 @@ class Strategy(Options):
         """Lay the model out; called in every rank."""
         start_afresh(setting.compile)
         if setting.compile:
-            tensor.overlap(setting.mesh["tensor"] if self.async_tensor else None)
+            tensor.overlap(setting.mesh["tp"] if self.async_tensor else None)
         choose_convolutions(module_of(model), setting.device)
         engine: Engine
         if self.applies("pipeline", setting.layout.dims):
@@ -107,5 +107,5 @@ class Strategy(Options):
         else:
             part = apply(model, module_of(model), setting, self)
             engine = Accumulating(part, setting.layout.micro_batch, owns_loss=setting.owns_loss)
-        mesh = setting.mesh["context"]
+        mesh = setting.mesh["cp"]
         return context.Sliced(engine, mesh, self.context_method) if mesh else engine

@@ -74,7 +74,7 @@ class Evaluator:
         modes = self._loop.engine.modes
         with torch.no_grad(), preserved(module, self._job.device), self._loop.update.averaged():
             modes.evaluate()
-            broadcast_buffers(module, self._loop.mesh.batch.get_group())
+            broadcast_buffers(module, self._loop.mesh.dp.get_group())
             sums = self._sums(held_out, stopped)
             modes.train()
         if sums is None:

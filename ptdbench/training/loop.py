@@ -124,7 +124,7 @@ class StepLoop:
         self.feed = feed  #: Supplies this rank's batches.
         self.mesh = mesh  #: The mesh of ranks.
         #: This rank's index among the replicas of its part, which selects its share of the batch.
-        self.replica = mesh.batch.get_local_rank()
+        self.replica = mesh.dp.get_local_rank()
         self._memory = memory.in_use(device)
         self.first_step = 0  #: Number of steps before this loop, if resumed from a checkpoint.
         self.clock = clock.for_device(device)  #: Times of the undrained steps.

@@ -156,19 +156,19 @@ def group_of(call: Call, groups: dict[str, dist.ProcessGroup]) -> str | None:
         return next(iter(named), None)  # NCCL shortens a long list of ranks
     callers = {caller.partition("::")[0] for caller in call.within}
     if call.operation in POINT_TO_POINT:
-        name = "pipeline"
+        name = "pp"
     elif call.operation in LABELED.values():
-        name = "expert"
+        name = "ep"
     elif call.operation == "all_to_all" or any(caller.startswith(RingAttention.__name__) for caller in call.within):
-        name = "context"
+        name = "cp"
     elif "FSDP" in callers:
-        name = "replicate" if call.operation == "all_reduce" else "shard"
+        name = "dp_replicate" if call.operation == "all_reduce" else "fsdp"
     elif "_c10d_functional" in callers:
-        name = "tensor"
+        name = "tp"
     elif UPDATE in call.within and call.operation == "all_reduce":  # the gradient norm, reduced over several groups
         return None
     else:
-        name = "copies"
+        name = "dp_cp"
     return name if name in groups else None
 
 
@@ -188,7 +188,7 @@ def ready(calls: Sequence[Call], groups: dict[str, dist.ProcessGroup], ahead: fl
     begins = [Ready(call.start) for call in calls]
     of = [group_of(call, groups) for call in calls]
     calls = [
-        in_pipeline(call, groups[name]) if name == "pipeline" else call for call, name in zip(calls, of, strict=True)
+        in_pipeline(call, groups[name]) if name == "pp" else call for call, name in zip(calls, of, strict=True)
     ]
     places: dict[str, dict[_Key, int]] = {}
     for name, group in groups.items():

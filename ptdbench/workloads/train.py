@@ -135,7 +135,7 @@ class _Training:
             return
         # Each rank of a tensor-parallel group averages its gradients in another group, and NCCL, from three ranks on,
         # may add up in another order there, which rounds differently.
-        ranks = mesh["tensor"] if job.device.type == "cuda" and mesh.copies.size() > 2 else None
+        ranks = mesh["tp"] if job.device.type == "cuda" and mesh.dp_cp.size() > 2 else None
         first = {second: first for first, second in job.training.tied}
         weights = ((first.get(name, name), weight) for name, weight in self.loop.engine.module.named_parameters())
         replicas.require_equal(weights, ranks and ranks.get_local_rank())
@@ -226,7 +226,7 @@ def assemble(job: Job) -> StepLoop:
         job.device,
         scale=job.spec.config.general.precision == "fp16",
     )
-    replica = mesh.batch.get_local_rank()
+    replica = mesh.dp.get_local_rank()
     feed = Feed(training.data, partial(training.layout.rows, replica=replica), job.device)
     return StepLoop(engine, update, feed, job.device, mesh)
 

@@ -88,7 +88,7 @@ class Run:
         self.engine: Engine = STRATEGIES[strategy](built, Setting(mesh, layout, torch.device("cpu"), seed=seed))
         made = self.engine.optimizer(OPTIMIZERS[optimizer])
         self.state = TrainingState(self.engine.module, made, built.tied(), dist.get_rank())
-        replica = mesh.batch.get_local_rank()
+        replica = mesh.dp.get_local_rank()
         self.first_replica = replica == 0
         self.loop = step_loop(self.engine, made, DATA[model], layout, replica)
 

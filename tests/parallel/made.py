@@ -69,7 +69,7 @@ def laid_out(
     strategy.check(model, layout)
     mesh = mesh_of(layout.dims)
     engine = strategy(model, Setting(mesh=mesh, layout=layout, device=CPU, **setting))
-    return engine, layout, mesh.batch.get_local_rank()
+    return engine, layout, mesh.dp.get_local_rank()
 
 
 def calls_of(step: Callable[[], object]) -> Sequence[Call]:

@@ -76,8 +76,8 @@ def test_refusal_states_the_equation(world_size, degrees, message):
 class WithTwoMore(Dims):
     """A degree that is a factor of the ranks, and one that divides those of three others in its own way."""
 
-    branch: int = degree("Copies in other branches.", "b", divides=("samples",), place=-1)
-    expert: int = degree("Ranks that share experts.", "e", regroups=("shard", "context", "tensor"))
+    branch: int = degree("Copies in other branches.", "b", "branch", divides=("samples",), place=-1)
+    expert: int = degree("Ranks that share experts.", "e", "ep", regroups=("shard", "context", "tensor"))
 
 
 def with_two_more(world_size, **degrees):

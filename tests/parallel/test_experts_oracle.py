@@ -81,7 +81,7 @@ def not_sent_back(ctx: Any, gradient: torch.Tensor) -> Any:
 
 def to_copies(mesh: Any, *how: Any) -> Any:
     """Tokens go to the ranks with the same experts, of which there are as many."""
-    return _exchange(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["expert"]["expert_copies"], *how)
+    return _exchange(mesh_of(Strategy(**LAYOUTS["shards"]).dims(4)).regrouped["ep"]["ep_copies"], *how)
 
 
 def of_the_first(meta: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

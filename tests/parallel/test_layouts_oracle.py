@@ -166,7 +166,7 @@ def more_than_a_share(self: Any, loss: Tensor, targets: Tensor) -> Tensor:
 
 def batch_for_copies() -> Any:
     mesh = mesh_of(Strategy(**LAYOUTS["context"][0]).dims(4))
-    return of(mesh, "copies", mesh.batch)()
+    return of(mesh, "dp_cp", mesh.dp)()
 
 
 #: By what is wrong: the mistake, and the layout in which it matters.

@@ -30,14 +30,14 @@ def in_rank() -> dict[str, Any]:
     more = Mesh(WithTwoMore(branch=2, shard=2, tensor=2, expert=2), "cpu")
     alone = Mesh(WithTwoMore(shard=8, expert=1), "cpu")
     return {
-        "copied": ranks(copied.shard),
-        "plain": {name: ranks(plain[name]) for name in Dims.rows()},
+        "copied": ranks(copied.fsdp),
+        "plain": {row.dimension: ranks(plain[row.dimension]) for row in Dims.rows().values()},
         "groups": list(plain.groups()),
-        "more": {name: ranks(more[name]) for name in WithTwoMore.rows()},
-        "batch": ranks(more.batch),
-        "shard": ranks(more.shard),
-        "folds": ranks(more.regrouped["expert"]),
-        "alone": (ranks(alone["expert"]), alone.regrouped),
+        "more": {row.dimension: ranks(more[row.dimension]) for row in WithTwoMore.rows().values()},
+        "batch": ranks(more.dp),
+        "shard": ranks(more.fsdp),
+        "folds": ranks(more.regrouped["ep"]),
+        "alone": (ranks(alone["ep"]), alone.regrouped),
     }
 
 
@@ -47,7 +47,7 @@ def ranks(mesh: DeviceMesh | None) -> Any:
 
 def test_ranks_share_what_their_places_say(of_ranks):
     assert of_ranks[3]["plain"] == {
-        "replicate": [3, 7], "pipeline": [1, 3], "shard": [3], "tensor": [2, 3], "context": None, "expert": None
+        "dp_replicate": [3, 7], "pp": [1, 3], "dp_shard": [3], "tp": [2, 3], "cp": None, "ep": None
     }  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def test_copies_are_the_first_dimension(of_ranks):
 
 def test_group_names_are_equal_on_all_ranks(of_ranks):
     names = {tuple(of_rank["groups"]) for of_rank in of_ranks}
-    assert names == {("copies", "shard", "replicate", "pipeline", "tensor")}
+    assert names == {("dp_cp", "fsdp", "dp_replicate", "pp", "tp")}
 
 
 def test_added_degree_is_a_dimension(of_ranks):
@@ -72,7 +72,7 @@ def test_regrouped_ranks(of_ranks):
     for rank, of_rank in enumerate(of_ranks):
         first = rank // 4 * 4
         assert of_rank["folds"] == [[first, first + 1], [first + 2, first + 3]]
-        assert of_rank["more"]["expert"] == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert of_rank["more"]["ep"] == [rank // 2 * 2, rank // 2 * 2 + 1]
         assert of_rank["alone"] == (None, {})
 
 
@@ -99,6 +99,6 @@ def test_groups_differ_except_for_context():
     with pretended(8):
         mesh = Mesh(Dims(replicate=2, context=2, tensor=2), "cpu")
         groups = [tuple(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
-        shards, positions = mesh.shard.get_group(mesh.shard.ndim - 1), mesh["context"].get_group()
+        shards, positions = mesh.fsdp.get_group(mesh.fsdp.ndim - 1), mesh["cp"].get_group()
     assert len({*groups}) == len(groups) - 1
     assert shards is not positions

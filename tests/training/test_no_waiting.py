@@ -91,7 +91,7 @@ def steps(strategy: str, model: str, precision: Any, clips: bool) -> int:
     optimizer = engine.optimizer(lambda weights: torch.optim.AdamW(weights, lr=1e-2, fused=True))
     asked = Train(**{**TRAIN, **({"clip_norm": 1.0, "ema": 0.9} if clips else {})})
     update = Update(engine, optimizer, Constant(), asked, CPU, scale=precision == "fp16")
-    feed = Feed(DATA[model], partial(layout.rows, replica=mesh.batch.get_local_rank()), CPU)
+    feed = Feed(DATA[model], partial(layout.rows, replica=mesh.dp.get_local_rank()), CPU)
     loop = StepLoop(engine, update, feed, CPU, mesh)
     loop.step()  # the first one may wait, where it sets things up
     with NoWaiting():

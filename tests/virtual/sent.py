@@ -48,7 +48,7 @@ def _in_rank(job: Job) -> list[Any]:
     told = []
     for call in _calls(path, job):
         name = traces.group_of(call, groups)
-        peer = traces.in_pipeline(call, groups[name]).peer if name == "pipeline" else call.peer
+        peer = traces.in_pipeline(call, groups[name]).peer if name == "pp" else call.peer
         told.append((call.operation, call.bytes, of[name], peer))
     return peers.gather(told)
 

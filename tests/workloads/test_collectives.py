@@ -74,7 +74,7 @@ def test_groups_are_those_of_the_mesh_that_trains(data, pipeline):
     try:
         mesh = Mesh(Dims(replicate=data, pipeline=pipeline), "cpu")
         of_mesh = [
-            dist.get_process_group_ranks(one.get_group()) if one else [0] for one in (mesh.batch, mesh["pipeline"])
+            dist.get_process_group_ranks(one.get_group()) if one else [0] for one in (mesh.dp, mesh["pp"])
         ]
     finally:
         dist.destroy_process_group()

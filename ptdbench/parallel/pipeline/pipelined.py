@@ -166,7 +166,7 @@ class Pipelined(Engine):
         layout, device, schedule = setting.layout, setting.device, options.pipeline_schedule
         #: A copy of the model to predict what arrives, if the previous stages are absent.
         self._whole = None if collect.all_ranks_present() else without_weights(model)
-        mesh = setting.mesh["pipeline"] or setting.mesh.batch  # of one rank for a pipeline of one stage
+        mesh = setting.mesh["pp"] or setting.mesh.dp  # of one rank for a pipeline of one stage
         group = mesh.get_group()
         where = cut(model, options.stage_ranks(layout.dims))
         tied = model.tied()  # before sharding and untying replace the weights, which a model may compare
