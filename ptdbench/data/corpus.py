@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ptdbench.data.tokens import Piece
+from ptdbench.data.tokens import TokenChunk
 from ptdbench.problems import ConfigError, Problem, try_these
 from ptdbench.terminal import echo, redraws
 
@@ -56,7 +56,7 @@ class Document(NamedTuple):
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """A block of a document, cut at the end of a line if possible."""
 
     text: bytes
@@ -124,7 +124,7 @@ def split(files: Sequence[File], share: float) -> tuple[Part, Part]:
     return Part(files, start=cut), Part(files, stop=cut)
 
 
-def blocks(documents: Iterable[Document]) -> Iterator[Block]:
+def blocks(documents: Iterable[Document]) -> Iterator[TextBlock]:
     """Yield the text of all documents in order; a document without text has no block.
 
     Raises:
@@ -136,14 +136,14 @@ def blocks(documents: Iterable[Document]) -> Iterator[Block]:
         for text, following in pairwise(chain(document.read(), [b""])):  # blocks are never empty: b"" marks the end
             size = len(text) if following else left
             left -= size
-            yield Block(text, size, is_last=not following)
+            yield TextBlock(text, size, is_last=not following)
 
 
-def byte_tokens(documents: Iterable[Document]) -> Iterator[Piece]:
+def byte_tokens(documents: Iterable[Document]) -> Iterator[TokenChunk]:
     """Yield the bytes of all documents, each followed by :data:`SEPARATOR`, as uint8; raises as :func:`blocks`."""
     for block in blocks(documents):
         text = block.text + SEPARATOR if block.is_last else block.text
-        yield Piece(np.frombuffer(text, np.uint8), len(text))
+        yield TokenChunk(np.frombuffer(text, np.uint8), len(text))
 
 
 def _documents(files: Iterable[File]) -> Iterator[Document]:
@@ -253,7 +253,7 @@ class Tokenizer:
         #: The token that ends every document; ``None`` if the tokenizer has none.
         self.end = next((end for end in ends if end is not None), None)
 
-    def pieces(self, documents: Part, name: str) -> Iterator[Piece]:
+    def pieces(self, documents: Part, name: str) -> Iterator[TokenChunk]:
         """Yield the tokens of all documents in order; report progress on standard error if it takes long.
 
         Documents are cut into blocks, usually at the end of a line, and each block is tokenized separately. Invalid
@@ -264,10 +264,10 @@ class Tokenizer:
         """
         with _progress(name, sum(document.size for document in documents)) as done:
             for batch in _batches(blocks(documents)):
-                yield Piece(self._tokens(batch), sum(len(block.text) for block in batch))
+                yield TokenChunk(self._tokens(batch), sum(len(block.text) for block in batch))
                 done(sum(block.size for block in batch))
 
-    def _tokens(self, batch: list[Block]) -> np.ndarray[Any, Any]:
+    def _tokens(self, batch: list[TextBlock]) -> np.ndarray[Any, Any]:
         texts = [block.text.decode(errors="replace") for block in batch]
         rows = []
         # Uses all cores, and skips the unused offsets.
@@ -290,9 +290,9 @@ def _content(path: Path) -> bytes:
     raise ConfigError([Problem("tokenizer", path, rule, remedy)])
 
 
-def _batches(every: Iterable[Block]) -> Iterator[list[Block]]:
+def _batches(every: Iterable[TextBlock]) -> Iterator[list[TextBlock]]:
     """Collect blocks into lists of about :data:`_BATCH_BYTES`."""
-    batch: list[Block] = []
+    batch: list[TextBlock] = []
     size = 0
     for block in every:
         batch.append(block)

@@ -20,7 +20,7 @@ from ptdbench.data import corpus
 from ptdbench.data.corpus import Part, Tokenizer
 from ptdbench.data.protocol import Batch, HeldOut, HeldOutPart, Sequences
 from ptdbench.data.sampling import draws
-from ptdbench.data.tokens import Piece, Stored, Tokens, cached_tokens
+from ptdbench.data.tokens import TokenChunk, Stored, Tokens, cached_tokens
 from ptdbench.problems import ConfigError, ErrorCollector, Problem, at_least, nearest, require, try_these
 
 
@@ -149,7 +149,7 @@ class Text(Sequences):
     def _name(self) -> str:
         return self.path.name if self.path else f"python-{platform.python_version()}"
 
-    def _pieces(self, held_out: bool) -> Iterator[Piece]:
+    def _pieces(self, held_out: bool) -> Iterator[TokenChunk]:
         """Tokenize one part; raises ConfigError if it has no tokens, as an empty part must not be stored."""
         empty = True
         with _as_problem_of("path", self.path):

@@ -35,7 +35,7 @@ _FORMAT = b"ptdbench tokens "
 _FIGURES = re.compile(rb'"bytes": (\d+), "digest": "([0-9a-f]{64})"\}\n')
 
 
-class Piece(NamedTuple):
+class TokenChunk(NamedTuple):
     """Some of the tokens to store."""
 
     tokens: Tokens  # shape (count,)
@@ -50,7 +50,7 @@ class Stored(NamedTuple):
     digest: str  # SHA-256 of the tokens as stored in the file, in hexadecimal digits
 
 
-def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callable[[], Iterable[Piece]]) -> Stored:
+def cached_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Callable[[], Iterable[TokenChunk]]) -> Stored:
     """Map the tokens at ``path``; if there is no trusted file, one process writes it and others wait.
 
     The folder is created if necessary; a lock file with the same name is beside the file. ``source`` identifies the
@@ -89,7 +89,7 @@ def read_tokens(path: Path, dtype: npt.DTypeLike, source: str) -> Stored | None:
         return None
 
 
-def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable[Piece]) -> None:
+def write_tokens(path: Path, dtype: npt.DTypeLike, source: str, pieces: Iterable[TokenChunk]) -> None:
     """Write a token file that appears at ``path`` complete or not at all.
 
     The caller holds the lock. It may not exclude other hosts of a network file system, so the name of the unfinished

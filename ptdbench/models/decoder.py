@@ -27,7 +27,7 @@ class Decoder(nn.Module):
 
     def __init__(
         self,
-        embedding: Embedding,
+        embedding: InputEmbedding,
         blocks: Iterable[nn.Module],
         norm: nn.Module,
         *,
@@ -145,7 +145,7 @@ class Decoder(nn.Module):
             nn.init.normal_(tensor, std=0.02, generator=generator)
 
 
-class Embedding(nn.Module):
+class InputEmbedding(nn.Module):
     """Token embedding, plus an embedding of the position in sequences of at most ``positions`` tokens."""
 
     def __init__(self, vocabulary: int, width: int, positions: int | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ptdbench.problems import Problem, require
 
-#: The method of load balancing, see :class:`Routing`.
+#: The method of load balancing, see :class:`RouterOptions`.
 Balance = Literal["none", "loss", "micro_batch_loss", "bias", "forced"]
 
 #: How experts compute: by one grouped kernel, or in a loop of products.
@@ -20,7 +20,7 @@ Product = Literal["grouped", "loop"]
 
 
 @dataclass(frozen=True)
-class Routing:
+class RouterOptions:
     """How tokens choose experts: top-k of an fp32 softmax over all experts.
 
     Raises:
@@ -70,7 +70,7 @@ class Router(nn.Module):
     load: Tensor  #: Each expert's fraction of the choices of the previous step, ``[experts]`` in fp32.
     bias: Tensor  #: Added to scores for the choice only, ``[experts]`` in fp32.
 
-    def __init__(self, width: int, experts: int, active: int, capacity: float | None, routing: Routing) -> None:
+    def __init__(self, width: int, experts: int, active: int, capacity: float | None, routing: RouterOptions) -> None:
         super().__init__()
         self.experts = experts
         self.active = active

@@ -7,7 +7,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
+from ptdbench.models.decoder import Block, CausalMix, Decoder, InputEmbedding
 from ptdbench.problems import at_least, divides, require
 
 
@@ -48,8 +48,8 @@ class GPT(Decoder):
         )
         norm = partial(nn.LayerNorm, width)
         super().__init__(
-            Embedding(vocabulary, width, sequence_length),
-            (Block(Attention(width, heads), MLP(width), norm) for _ in range(layers)),
+            InputEmbedding(vocabulary, width, sequence_length),
+            (Block(MultiHeadAttention(width, heads), MLP(width), norm) for _ in range(layers)),
             norm(),
             groups=(heads, "heads"),
             sequence_length=sequence_length,
@@ -57,7 +57,7 @@ class GPT(Decoder):
         )
 
 
-class Attention(nn.Module):
+class MultiHeadAttention(nn.Module):
     """Causal self-attention with several heads.
 
     The rows of the first matrix are laid out by head, with queries, keys and values of a head together. So a cut by

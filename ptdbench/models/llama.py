@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
+from ptdbench.models.decoder import Block, CausalMix, Decoder, InputEmbedding
 from ptdbench.problems import Problem, at_least, divides, divisors, nearest_numbers, require, try_these
 
 #: Llama 3's scaling of rotary frequencies: the sequence length that it extends, and the range of turns in that length
@@ -67,10 +67,10 @@ class Llama(Decoder):
 
         def block() -> Block:
             rotary = Rotary(width // heads, rope_theta, rope_factor)
-            return Block(Attention(width, heads, key_value_heads, rotary), SwiGLU(width, hidden), norm)
+            return Block(GroupedAttention(width, heads, key_value_heads, rotary), SwiGLU(width, hidden), norm)
 
         super().__init__(
-            Embedding(vocabulary, width),
+            InputEmbedding(vocabulary, width),
             (block() for _ in range(layers)),
             norm(),
             groups=(key_value_heads, "key and value heads"),
@@ -120,7 +120,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-class Attention(nn.Module):
+class GroupedAttention(nn.Module):
     """Causal self-attention in groups of heads that share keys and values.
 
     The rows of the first matrix are laid out by group: the queries of its heads, then its key and its value. So a cut

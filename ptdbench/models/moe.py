@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 from torch import Generator, Tensor, nn
 
-from ptdbench.models.decoder import Block, CausalMix, Decoder, Embedding
-from ptdbench.models.experts import Experts, Mixture, Product, Router, Routing
-from ptdbench.models.llama import Attention, Rotary, SwiGLU, problems_of_heads, rotate
+from ptdbench.models.decoder import Block, CausalMix, Decoder, InputEmbedding
+from ptdbench.models.experts import Experts, Mixture, Product, Router, RouterOptions
+from ptdbench.models.llama import GroupedAttention, Rotary, SwiGLU, problems_of_heads, rotate
 from ptdbench.models.protocol import Role
 from ptdbench.problems import Problem, at_least, require
 
@@ -41,7 +41,7 @@ class MoE(Decoder):
             dropped, so losses change and depend on the layout. ``none``: all tokens are computed.
         product: How experts compute: ``grouped``, one kernel for all of them, whose rows must be multiples of 16 bytes,
             or ``loop``; equal within rounding.
-        router: Options of :class:`ptdbench.models.experts.Routing`.
+        router: Options of :class:`ptdbench.models.experts.RouterOptions`.
         sequence_length: Tokens of a sequence, also for :meth:`train_flops`.
         vocabulary: Number of different tokens.
         tie_weights: Whether the head's projection is the token embedding.
@@ -78,7 +78,7 @@ class MoE(Decoder):
         rope_theta: float = 10000.0,
         norm_epsilon: float = 1e-5,
     ) -> None:
-        routing = Routing(**(router or {}))
+        routing = RouterOptions(**(router or {}))
         counted = {"layers": layers, "experts": experts, "active": active, "expert_hidden": expert_hidden}
         require(
             *at_least(1, **counted, sequence_length=sequence_length),
@@ -97,7 +97,7 @@ class MoE(Decoder):
             if latent_width != "none":
                 return LatentAttention(width, heads, features, latent_width, rotary_width, rope_theta)
             norms = [nn.RMSNorm(features, norm_epsilon) for _ in range(2)] if head_norm else None
-            return Attention(width, heads, key_value_heads, Rotary(features, rope_theta, 1.0), norms)
+            return GroupedAttention(width, heads, key_value_heads, Rotary(features, rope_theta, 1.0), norms)
 
         def mixture() -> Mixture:
             router = Router(width, experts, active, None if capacity == "none" else capacity, routing)
@@ -105,7 +105,7 @@ class MoE(Decoder):
             return Mixture(norm(), router, Experts(experts, width, expert_hidden, product), shared)
 
         super().__init__(
-            Embedding(vocabulary, width),
+            InputEmbedding(vocabulary, width),
             (
                 Block(attention(), SwiGLU(width, hidden), norm)
                 if number < dense_layers

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ptdbench.parallel.batch import BatchPlan
 from ptdbench.parallel.dims import Degrees, Dims, Size, auto_degrees
-from ptdbench.parallel.pipeline.schedules import SCHEDULES, Schedule
+from ptdbench.parallel.pipeline.schedules import SCHEDULES, PipelineSchedule
 
 #: How attention sees all positions: ranks exchange positions for heads, or gather all keys and values.
 Method = Literal["ulysses", "ring"]
@@ -95,7 +95,7 @@ class Options(Degrees[Size]):
         return sound if self.static_graph == "auto" else self.static_graph is True
 
     @property
-    def pipeline_schedule(self) -> Schedule:
+    def pipeline_schedule(self) -> PipelineSchedule:
         """The pipeline schedule."""
         return SCHEDULES[self.schedule]
 

@@ -7,14 +7,14 @@ import signal
 import numpy as np
 import pytest
 
-from ptdbench.data.tokens import HEADER_BYTES, Piece, cached_tokens, read_tokens
+from ptdbench.data.tokens import HEADER_BYTES, TokenChunk, cached_tokens, read_tokens
 from tests.data.made import at_once
 
 TEXT = np.frombuffer(b"the quick brown fox", np.uint8)
 
 
 def piece(tokens):
-    return Piece(tokens, 3 * tokens.size)  # as if each stood for three bytes
+    return TokenChunk(tokens, 3 * tokens.size)  # as if each stood for three bytes
 
 
 def one_piece():
@@ -41,7 +41,7 @@ def test_tokens_are_written_once(path):
 
 
 def test_the_format(path):
-    cached_tokens(path, np.uint16, "id", lambda: [Piece(np.array([1, 50256], np.uint16), 9)])
+    cached_tokens(path, np.uint16, "id", lambda: [TokenChunk(np.array([1, 50256], np.uint16), 9)])
     digest = hashlib.sha256(b"\x01\x00\x50\xc4").hexdigest()
     fields = f'{{"dtype": "<u2", "count": 2, "source": "id", "bytes": 9, "digest": "{digest}"}}'
     header = f"ptdbench tokens 2\n{fields}\n".encode()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ptdbench.models.experts import Experts, Router, Routing, places_in, take
+from ptdbench.models.experts import Experts, Router, RouterOptions, places_in, take
 from ptdbench.models.materialize import parameter_count
 from ptdbench.models.moe import MoE
 from ptdbench.problems import ConfigError
@@ -89,7 +89,7 @@ def test_take_equals_indexing(numbers):
 def router(capacity=None, tokens=40, **options):
     """A router with random weights, and what it says of some tokens."""
     torch.manual_seed(3)
-    found = Router(8, 4, 2, capacity, Routing(**options))
+    found = Router(8, 4, 2, capacity, RouterOptions(**options))
     nn.init.normal_(found.weight)
     nn.init.constant_(found.load, 0.25)
     nn.init.zeros_(found.bias)

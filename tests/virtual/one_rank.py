@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from ptdbench.checkpoints.saver import Saver, Staging
 from ptdbench.launch import rendezvous
 from ptdbench.measure import clock, memory, operations
-from ptdbench.models.experts import Balance, Router, Routing
+from ptdbench.models.experts import Balance, Router, RouterOptions
 from ptdbench.parallel import ring
 from ptdbench.parallel.activations import Offload
 from ptdbench.training import evaluation
@@ -233,7 +233,7 @@ def routed() -> list[str]:
     found = []
     for balance in get_args(Balance):
         with torch.device("cuda"):
-            router, tokens = Router(64, 4, 2, None, Routing(balance)), torch.ones(2, 8, 64)
+            router, tokens = Router(64, 4, 2, None, RouterOptions(balance)), torch.ones(2, 8, 64)
         torch.cuda.set_sync_debug_mode("error")
         with suppress(RuntimeError):
             router(tokens)[0].sum().backward()

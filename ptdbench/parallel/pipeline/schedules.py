@@ -31,7 +31,7 @@ SPLITS_SINCE = "2.15"
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """A schedule of torch, and its requirements."""
 
     kind: type[Running]  #: Its class.
@@ -123,19 +123,21 @@ def rounds(microbatches: int, size: int) -> int:
 
 #: Schedules by name. The split backward pass of the last three is that of zero bubble, Qi et al. 2023 (arXiv
 #: 2401.10241); DualPipeV is DeepSeek's DualPipe (arXiv 2412.19437) in the form of a V.
-SCHEDULES: dict[str, Schedule] = {
+SCHEDULES: dict[str, PipelineSchedule] = {
     # All forward passes, then all backward passes (Huang et al. 2019).
-    "gpipe": Schedule(ScheduleGPipe),
+    "gpipe": PipelineSchedule(ScheduleGPipe),
     # Alternate as early as possible, so that at most as many micro-batches as stages are in flight.
-    "1f1b": Schedule(Schedule1F1B, microbatches="stages"),
+    "1f1b": PipelineSchedule(Schedule1F1B, microbatches="stages"),
     # 1F1B with several shorter stages per rank (Narayanan et al. 2021, arXiv 2104.04473), which divides the bubble by
     # their number.
-    "interleaved1f1b": Schedule(ScheduleInterleaved1F1B, "several", microbatches="rounds"),
+    "interleaved1f1b": PipelineSchedule(ScheduleInterleaved1F1B, "several", microbatches="rounds"),
     # All micro-batches of one stage before the next stage (Lamy-Poirier 2022, arXiv 2211.05953).
-    "looped_bfs": Schedule(ScheduleLoopedBFS, "several"),
-    "interleaved_zero_bubble": Schedule(
+    "looped_bfs": PipelineSchedule(ScheduleLoopedBFS, "several"),
+    "interleaved_zero_bubble": PipelineSchedule(
         ScheduleInterleavedZeroBubble, "several", microbatches="rounds", splits_backward=True, bubble_units=1
     ),
-    "zbv": Schedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True, bubble_units=0),
-    "dualpipev": Schedule(ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True, bubble_units=2),
+    "zbv": PipelineSchedule(ScheduleZBVZeroBubble, 2, "v", splits_backward=True, bubble_units=0),
+    "dualpipev": PipelineSchedule(
+        ScheduleDualPipeV, 2, "v", microbatches="stages", splits_backward=True, bubble_units=2
+    ),
 }
